@@ -1,0 +1,12 @@
+"""Fixtures that every package's tests share."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+
+
+@pytest.fixture
+def run_ranks() -> ranks.RunRanks:
+    """`run_ranks(fn, world_size, *args, timeout=60)`; see `tests/ranks.py`."""
+    return ranks.run_ranks

@@ -1,0 +1,42 @@
+"""zorselike: training on mixed GPUs with PyTorch, every card with the share it can carry.
+
+Plans need no torch; what does is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zorselike.plan import ConfigError, Group, Microbatch, Ministage, Plan, PlanError
+
+if TYPE_CHECKING:
+    from zorselike.runtime.boundaries import Broadcast
+    from zorselike.runtime.initialize import initialize
+    from zorselike.runtime.pipeline import HeteroPipeline
+
+__all__ = [
+    "Broadcast",
+    "ConfigError",
+    "Group",
+    "HeteroPipeline",
+    "Microbatch",
+    "Ministage",
+    "Plan",
+    "PlanError",
+    "initialize",
+]
+
+__version__ = "0.1.0"
+
+_WITH_TORCH = {
+    "Broadcast": "zorselike.runtime.boundaries",
+    "HeteroPipeline": "zorselike.runtime.pipeline",
+    "initialize": "zorselike.runtime.initialize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
+    raise AttributeError(f"module 'zorselike' has no attribute '{name}'")

@@ -1,0 +1,117 @@
+"""A plan as a table that a person reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from zorselike.plan.plan import Estimates, Group, Microbatch, Plan
+from zorselike.plan.validate import validate_plan
+from zorselike.plan.wording import count, show_modules, show_numbers
+
+GIB = 2**30
+
+
+def explain_plan(plan: Plan) -> str:
+    """Who computes what: a heading, then for each group its ranks with their rows and its ministages.
+
+    Shares are of the group's rows, which are the rows of the global batch. Devices and
+    estimates are shown where the plan has them.
+
+    Raises:
+        PlanError: The plan contradicts itself.
+    """
+    validate_plan(plan)
+    lines = [
+        f"plan {plan.fingerprint}: {count(plan.global_batch, 'row')} per step, "
+        f"{count(plan.num_ranks, 'rank')} in {count(len(plan.groups), 'group')}, "
+        f"{count(plan.num_ministages, 'ministage')}"
+    ]
+    if plan.model is not None:
+        lines.append(f"model: {plan.model}")
+    if plan.sequence_length is not None:
+        lines.append(f"sequence length: {plan.sequence_length}")
+    if plan.cluster_fingerprint is not None:
+        lines.append(f"cluster: {plan.cluster_fingerprint}")
+    if plan.workload_fingerprint is not None:
+        lines.append(f"workload: {plan.workload_fingerprint}")
+    lines += _explain_estimates(plan.estimates)
+    for g, group in enumerate(plan.groups):
+        lines += ["", f"group {g}: {_explain_settings(group)}"]
+        lines += _indent(_format_columns(_list_ranks(plan, group)))
+        ministages = [("ministage", "modules")]
+        ministages += [
+            (str(s), show_modules(plan.ministages[s].modules)) for s in plan.ministages_of_group(g)
+        ]
+        lines += _indent(_format_columns(ministages))
+    return "\n".join(lines)
+
+
+def _explain_estimates(estimates: Estimates) -> list[str]:
+    parts = []
+    if estimates.iteration_s is not None:
+        parts.append(f"{estimates.iteration_s:.4g} s per step")
+    if estimates.cost_per_iteration is not None:
+        parts.append(f"cost {estimates.cost_per_iteration:.4g} per step")
+    return [f"estimated: {', '.join(parts)}"] if parts else []
+
+
+def _explain_settings(group: Group) -> str:
+    ranks = [
+        show_numbers([entry]) if isinstance(entry, int) else f"({show_numbers(entry)})"
+        for entry in group.ranks
+    ]
+    named = show_numbers(group.flat_ranks) if len(group.flat_ranks) == len(ranks) else ", ".join(ranks)
+    reduce = "per microbatch" if group.reduces_per_microbatch else "once per step"
+    settings = [
+        f"{'rank' if len(group.flat_ranks) == 1 else 'ranks'} {named}",
+        f"ZeRO {group.zero}",
+        f"gradients reduced {reduce}",
+        f"offload {', '.join(group.offload) or 'none'}",
+        f"recompute {group.recompute}",
+    ]
+    return "; ".join(settings)
+
+
+def _list_ranks(plan: Plan, group: Group) -> list[tuple[str, ...]]:
+    """A heading and a line per rank; columns that the plan says nothing about are left out."""
+    device_of = {device.rank: device for device in plan.devices}
+    peaks = plan.estimates.peak_memory_bytes
+    heading = ["rank", "rows", "share", "microbatches"]
+    heading += ["device"] if device_of else []
+    heading += ["estimated peak"] if peaks else []
+    table = [tuple(heading)]
+    for rank in group.flat_ranks:
+        own = group.microbatches_by_rank.get(rank, ())
+        rows = sum(microbatch.num_rows for microbatch in own)
+        cells = [str(rank), str(rows), f"{100 * rows / plan.global_batch:.1f} %", _show_sizes(own)]
+        if device_of:
+            device = device_of[rank]
+            cells.append(f"{device.node}:{device.local_rank} {device.type}".rstrip())
+        if peaks:
+            cells.append(f"{peaks[rank] / GIB:.2f} GiB")
+        table.append(tuple(cells))
+    return table
+
+
+def _show_sizes(microbatches: Sequence[Microbatch]) -> str:
+    """`3 x 4 rows, 1 x 2 rows`, largest first."""
+    sizes = Counter(microbatch.num_rows for microbatch in microbatches)
+    return (
+        ", ".join(f"{times} x {count(size, 'row')}" for size, times in sorted(sizes.items(), reverse=True))
+        or "none"
+    )
+
+
+def _format_columns(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns; a column of numbers is right-aligned under its heading."""
+    columns = []
+    for column in zip(*table, strict=True):
+        width = max(map(len, column))
+        numeric = all(cell.removesuffix(" %").replace(".", "", 1).isdigit() for cell in column[1:])
+        columns.append([cell.rjust(width) if numeric else cell.ljust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+def _indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

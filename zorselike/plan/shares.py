@@ -1,0 +1,65 @@
+"""Shares: rows per rank, the shorthand in which a person says who computes how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from zorselike.plan.errors import PlanError
+from zorselike.plan.plan import Microbatch
+from zorselike.plan.wording import list_few
+
+
+def expand_shares(shares: Sequence[tuple[int, int, int]], global_batch: int) -> tuple[Microbatch, ...]:
+    """The microbatches that a group's shares stand for, in processing order.
+
+    Rows are dealt in order of time, on the assumption that all ranks of the group start and
+    finish together, that is, that a rank with n rows takes 1/n of that time for each. So the
+    first rows of the batch are computed first in every group whatever its shape, and a
+    microbatch waits only for rows that its neighbours computed at about the same time. Where
+    two microbatches overlap in time, the one whose middle comes first has the lower rows: by
+    its start alone it would be late as a source, by its end alone early as a target.
+
+    Args:
+        shares: `(rank, rows, rows_per_microbatch)` per rank. A rank's last microbatch is
+            smaller if its rows do not divide. With 0 rows a rank gets no microbatch.
+        global_batch: rows per step, which the shares' rows must add up to.
+
+    Raises:
+        PlanError: A number out of range, a rank twice, or rows that do not add up.
+    """
+    seen: set[int] = set()
+    for rank, rows, rows_per_microbatch in shares:
+        if rank in seen:
+            raise PlanError(f"shares: rank {rank} has two shares; give it one")
+        seen.add(rank)
+        if rows < 0:
+            raise PlanError(f"shares: rank {rank} has {rows} rows; give it 0 or more")
+        if rows_per_microbatch < 1 and rows > 0:
+            raise PlanError(
+                f"shares: rank {rank} has {rows_per_microbatch} rows per microbatch; give it 1 or more"
+            )
+    total = sum(rows for _, rows, _ in shares)
+    if total != global_batch:
+        difference = abs(total - global_batch)
+        mend = f"give out {difference} more" if total < global_batch else f"take {difference} away"
+        givers = (
+            f"the rows of {list_few(sorted(seen), 'rank')} add up to {total}"
+            if seen
+            else "no rank has a share"
+        )
+        raise PlanError(f"shares: {givers}, global_batch is {global_batch}; {mend}")
+
+    # (middle of its time, position of its rank in the list, rank, rows)
+    pieces: list[tuple[Fraction, int, int, int]] = []
+    for position, (rank, rows, rows_per_microbatch) in enumerate(shares):
+        # A rank without rows may well say 0 rows per microbatch, a step that range() refuses.
+        for start in range(0, rows, max(1, rows_per_microbatch)):
+            stop = min(start + rows_per_microbatch, rows)
+            pieces.append((Fraction(start + stop, 2 * rows), position, rank, stop - start))
+    microbatches = []
+    row = 0
+    for _, _, rank, num_rows in sorted(pieces):
+        microbatches.append(Microbatch(rank, row, row + num_rows))
+        row += num_rows
+    return tuple(microbatches)

@@ -1,0 +1,343 @@
+"""Proof that a plan is consistent, with itself and with a model's modules.
+
+Every failure is a `PlanError` that names the group, rank or module and the mend. Places are
+written as in the file: `groups[1].zero`, `ministages[0].modules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import get_args
+
+from zorselike.plan.errors import PlanError
+from zorselike.plan.plan import (
+    OFFLOAD_KINDS,
+    PLAN_VERSION,
+    Device,
+    Estimates,
+    GradReduce,
+    Group,
+    Microbatch,
+    Ministage,
+    Plan,
+    Recompute,
+)
+from zorselike.plan.wording import list_few, show_rows, show_value, suggest
+
+
+def validate_plan(plan: Plan) -> None:
+    """Raises `PlanError` unless the plan is consistent in itself.
+
+    Then every row of the global batch is computed exactly once by each group, ranks are
+    0, 1, ... each in one group, every group owns a ministage, and no module is planned twice.
+    """
+    if plan.version != PLAN_VERSION:
+        raise PlanError(f"version is {plan.version!r}; this zorselike knows version {PLAN_VERSION}")
+    _require_int("global_batch", plan.global_batch, at_least=1)
+    if plan.sequence_length is not None:
+        _require_int("sequence_length", plan.sequence_length, at_least=1)
+    for key in ("model", "cluster_fingerprint", "workload_fingerprint"):
+        if getattr(plan, key) is not None:
+            _require_str(key, getattr(plan, key))
+    for key in ("groups", "ministages"):
+        _require_tuple_of(key, getattr(plan, key), Group if key == "groups" else Ministage)
+        if not getattr(plan, key):
+            raise PlanError(f"{key} is empty; a plan needs at least one [[{key}]]")
+
+    for g, group in enumerate(plan.groups):
+        _validate_ranks_of_group(f"groups[{g}]", group)
+        _validate_settings(f"groups[{g}]", group)
+    _validate_ranks(plan.groups)
+    for g, group in enumerate(plan.groups):
+        _validate_microbatches(f"groups[{g}]", group)
+        _validate_rows(f"group {g}", group, plan.global_batch)
+    _validate_ministages(plan.ministages, num_groups=len(plan.groups))
+    _validate_devices(plan.devices, plan.num_ranks)
+    _validate_estimates(plan.estimates, plan.num_ranks)
+
+
+def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) -> None:
+    """Raises `PlanError` unless the plan's modules are those of a model, in its order.
+
+    Args:
+        plan: a valid plan.
+        names: all module names of the model, in model order, as `named_modules()` gives them
+            for a model that registers its parts in the order in which they run.
+        owners: those of `names`, in the same order, that own parameters themselves, not
+            through a submodule. Each must be in the plan, or below a module in the plan.
+
+    Raises:
+        PlanError: A module that the model lacks (names the nearest), modules out of order, or
+            parameters that no ministage holds.
+    """
+    position = {name: i for i, name in enumerate(names)}
+    planned = [(s, name) for s, ministage in enumerate(plan.ministages) for name in ministage.modules]
+    for s, name in planned:
+        if name not in position:
+            raise PlanError(
+                f"ministages[{s}].modules: the model has no module {name!r}{suggest(name, names)}"
+            )
+    for (_, before), (s, name) in pairwise(planned):
+        if position[name] < position[before]:
+            raise PlanError(
+                f"ministages[{s}].modules: {name!r} comes after {before!r} in the plan and before it in the "
+                "model; modules must be in model order, within a ministage and from one to the next"
+            )
+
+    covered = {name for _, name in planned}
+    missing = [
+        owner for owner in owners if not any(prefix in covered for prefix in (owner, *_parents(owner)))
+    ]
+    if "" in missing:
+        raise PlanError(
+            "the model itself owns parameters, outside any module, so no ministage can hold them; "
+            "move them into a submodule and name that in the plan"
+        )
+    if missing:
+        earlier = [(s, name) for s, name in planned if position[name] < position[missing[0]]]
+        s, place = (earlier[-1][0], f"after {earlier[-1][1]!r}") if earlier else (0, "first")
+        owning = "which owns parameters" if len(missing) == 1 else "which own parameters"
+        raise PlanError(
+            f"no ministage has {list_few(map(repr, missing), 'module')}, {owning} of the model; "
+            f"add {missing[0]!r} to ministages[{s}].modules, {place}, or to the next ministage"
+        )
+
+
+def _validate_ranks_of_group(where: str, group: Group) -> None:
+    if not isinstance(group.ranks, tuple):
+        raise PlanError(f"{where}.ranks is {_describe(group.ranks)}; give a tuple")
+    if not group.ranks:
+        raise PlanError(f"{where}.ranks is empty; give the group a rank or remove it")
+    for i, entry in enumerate(group.ranks):
+        if isinstance(entry, tuple) and not entry:
+            raise PlanError(f"{where}.ranks[{i}] is an empty replica; give it a rank or remove it")
+        for rank in entry if isinstance(entry, tuple) else (entry,):
+            _require_int(f"{where}.ranks[{i}]", rank, at_least=0)
+
+
+def _validate_settings(where: str, group: Group) -> None:
+    _require_int(f"{where}.zero", group.zero, at_least=0)
+    if group.zero > 3:
+        raise PlanError(f"{where}.zero is {group.zero}; give 0, 1, 2 or 3")
+    _require_choice(f"{where}.grad_reduce", group.grad_reduce, get_args(GradReduce))
+    if group.grad_reduce == "microbatch" and group.zero < 2:
+        raise PlanError(
+            f"{where}.grad_reduce is 'microbatch' with zero = {group.zero}, which keeps whole gradients "
+            'until the end; use grad_reduce = "once", or zero = 2 or 3'
+        )
+    _require_choice(f"{where}.recompute", group.recompute, get_args(Recompute))
+    if not isinstance(group.offload, tuple):
+        raise PlanError(f"{where}.offload is {_describe(group.offload)}; give a tuple")
+    for i, kind in enumerate(group.offload):
+        _require_choice(f"{where}.offload[{i}]", kind, OFFLOAD_KINDS)
+        if kind in group.offload[:i]:
+            raise PlanError(f"{where}.offload names {kind!r} twice; name it once")
+
+
+def _validate_ranks(groups: Sequence[Group]) -> None:
+    """Ranks are 0, 1, ... each in one group."""
+    group_of: dict[int, int] = {}
+    for g, group in enumerate(groups):
+        for rank in group.flat_ranks:
+            if rank in group_of:
+                other = group_of[rank]
+                place = f"twice in group {g}" if other == g else f"in group {other} and in group {g}"
+                raise PlanError(f"rank {rank} is {place}; a rank belongs to one group, once")
+            group_of[rank] = g
+    num_ranks = len(group_of)
+    outside = sorted(rank for rank in group_of if rank >= num_ranks)
+    if outside:
+        missing = [rank for rank in range(num_ranks) if rank not in group_of]
+        raise PlanError(
+            f"the plan has {num_ranks} ranks, so they must be 0 to {num_ranks - 1}, but "
+            f"rank {outside[0]} is in group {group_of[outside[0]]} and {list_few(missing, 'rank')} "
+            "in none; number the ranks without gaps"
+        )
+
+
+def _validate_microbatches(where: str, group: Group) -> None:
+    _require_tuple_of(f"{where}.microbatches", group.microbatches, Microbatch)
+    # A replica's microbatches are computed by all of its ranks and booked under its first.
+    first_of = {rank: entry[0] for entry in group.ranks if isinstance(entry, tuple) for rank in entry}
+    ranks = set(group.flat_ranks)
+    for i, microbatch in enumerate(group.microbatches):
+        place = f"{where}.microbatches[{i}]"
+        _require_int(f"{place}: rank", microbatch.rank, at_least=0)
+        _require_int(f"{place}: start", microbatch.start, at_least=0)
+        _require_int(f"{place}: stop", microbatch.stop, at_least=0)
+        if microbatch.rank not in ranks:
+            raise PlanError(
+                f"{place} is for rank {microbatch.rank}, which is not in the group; "
+                f"its {list_few(sorted(ranks), 'rank')}"
+            )
+        first = first_of.get(microbatch.rank, microbatch.rank)
+        if microbatch.rank != first:
+            raise PlanError(
+                f"{place} is for rank {microbatch.rank}, inside a replica; name the replica's first, {first}"
+            )
+        if microbatch.start >= microbatch.stop:
+            raise PlanError(
+                f"{place} of rank {microbatch.rank} has no rows ({microbatch.start} to {microbatch.stop}); "
+                "leave it out, or let stop be larger than start"
+            )
+
+
+def _validate_rows(name: str, group: Group, global_batch: int) -> None:
+    """Every row of the global batch is in exactly one microbatch of the group."""
+    missing: list[tuple[int, int]] = []
+    doubled: list[str] = []
+    reach, last = 0, -1
+    for microbatch in sorted(group.microbatches, key=lambda m: (m.start, m.stop)):
+        if microbatch.stop > global_batch:
+            raise PlanError(
+                f"{name}: rank {microbatch.rank} has "
+                f"{show_rows(max(microbatch.start, global_batch), microbatch.stop)}, but the last of "
+                f"global_batch = {global_batch} is row {global_batch - 1}; end its microbatch there"
+            )
+        if microbatch.start > reach:
+            missing.append((reach, microbatch.start))
+        elif microbatch.start < reach:
+            ranks = f"rank {last} twice" if last == microbatch.rank else f"ranks {last} and {microbatch.rank}"
+            doubled.append(f"{show_rows(microbatch.start, min(reach, microbatch.stop))} by {ranks}")
+        if microbatch.stop > reach:
+            reach, last = microbatch.stop, microbatch.rank
+    if reach < global_batch:
+        missing.append((reach, global_batch))
+    wrong = []
+    if missing:
+        wrong.append(f"no rank computes {list_few(show_rows(*interval) for interval in missing)}")
+    if doubled:
+        wrong.append(f"computed more than once: {list_few(doubled)}")
+    if wrong:
+        raise PlanError(
+            f"{name}: {'; '.join(wrong)}; every row must be in exactly one microbatch of each group"
+        )
+
+
+def _validate_ministages(ministages: Sequence[Ministage], *, num_groups: int) -> None:
+    holder: dict[str, int] = {}
+    for s, ministage in enumerate(ministages):
+        where = f"ministages[{s}]"
+        _require_int(f"{where}.group", ministage.group, at_least=0)
+        if ministage.group >= num_groups:
+            raise PlanError(f"{where}.group is {ministage.group}; the plan has groups 0 to {num_groups - 1}")
+        if not isinstance(ministage.modules, tuple):
+            raise PlanError(f"{where}.modules is {_describe(ministage.modules)}; give a tuple of names")
+        if not ministage.modules:
+            raise PlanError(f"{where}.modules is empty; give it a module or remove the ministage")
+        for i, name in enumerate(ministage.modules):
+            _require_str(f"{where}.modules[{i}]", name)
+            if not all(name.split(".")):
+                raise PlanError(f"{where}.modules[{i}] is {name!r}; give a dotted name such as 'layers.0'")
+            if name in holder:
+                other = holder[name]
+                place = f"twice in ministage {s}" if other == s else f"in ministages {other} and {s}"
+                raise PlanError(f"module {name!r} is {place}; a module belongs to one ministage, once")
+            holder[name] = s
+    for name, s in holder.items():
+        for parent in _parents(name):
+            if parent in holder:
+                raise PlanError(
+                    f"module {name!r} in ministage {s} is part of {parent!r} in ministage {holder[parent]}; "
+                    "name the whole or its parts"
+                )
+    owners = {ministage.group for ministage in ministages}
+    for g in range(num_groups):
+        if g not in owners:
+            raise PlanError(f"group {g} owns no ministage; give it one or remove the group")
+
+
+def _validate_devices(devices: Sequence[Device], num_ranks: int) -> None:
+    _require_tuple_of("devices", devices, Device)
+    entry_of_rank: dict[int, int] = {}
+    entry_of_place: dict[tuple[str, int], int] = {}
+    for i, device in enumerate(devices):
+        where = f"devices[{i}]"
+        _require_int(f"{where}.rank", device.rank, at_least=0)
+        _require_int(f"{where}.local_rank", device.local_rank, at_least=0)
+        _require_str(f"{where}.node", device.node)
+        _require_str(f"{where}.type", device.type)
+        if not device.node:
+            raise PlanError(f"{where}.node is empty; give the hostname")
+        if device.rank >= num_ranks:
+            raise PlanError(f"{where}.rank is {device.rank}; the plan has ranks 0 to {num_ranks - 1}")
+        if device.rank in entry_of_rank:
+            raise PlanError(
+                f"devices[{entry_of_rank[device.rank]}] and {where} are both rank {device.rank}; "
+                "give each rank one device"
+            )
+        place = (device.node, device.local_rank)
+        if place in entry_of_place:
+            raise PlanError(
+                f"devices[{entry_of_place[place]}] and {where} are both local rank {device.local_rank} of "
+                f"node {device.node}; give each device one rank"
+            )
+        entry_of_rank[device.rank] = entry_of_place[place] = i
+    missing = [rank for rank in range(num_ranks) if rank not in entry_of_rank]
+    if devices and missing:
+        raise PlanError(
+            f"devices lacks {list_few(missing, 'rank')}; give a device for every rank or for none"
+        )
+
+
+def _validate_estimates(estimates: Estimates, num_ranks: int) -> None:
+    if not isinstance(estimates, Estimates):
+        raise PlanError(f"estimates is {_describe(estimates)}; give an Estimates")
+    for key in ("iteration_s", "cost_per_iteration"):
+        value = getattr(estimates, key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise PlanError(f"estimates.{key} is {_describe(value)}; give a number")
+        if not 0 <= value < math.inf:
+            raise PlanError(f"estimates.{key} is {value}; give a finite number, 0 or more")
+    if not isinstance(estimates.peak_memory_bytes, tuple):
+        raise PlanError(
+            f"estimates.peak_memory_bytes is {_describe(estimates.peak_memory_bytes)}; give a tuple"
+        )
+    for i, value in enumerate(estimates.peak_memory_bytes):
+        _require_int(f"estimates.peak_memory_bytes[{i}]", value, at_least=0)
+    if estimates.peak_memory_bytes and len(estimates.peak_memory_bytes) != num_ranks:
+        raise PlanError(
+            f"estimates.peak_memory_bytes has {len(estimates.peak_memory_bytes)} numbers; "
+            f"give one for each of the {num_ranks} ranks, or none"
+        )
+
+
+def _require_int(where: str, value: object, *, at_least: int) -> None:
+    # Exactly int: True would pass for 1, and numpy's integers cannot be written as TOML.
+    if type(value) is not int:
+        raise PlanError(f"{where} is {_describe(value)}; give an integer")
+    if value < at_least:
+        raise PlanError(f"{where} is {value}; give {at_least} or more")
+
+
+def _require_str(where: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise PlanError(f"{where} is {_describe(value)}; give a string")
+
+
+def _require_choice(where: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        hint = suggest(value, choices) if isinstance(value, str) else ""
+        raise PlanError(f"{where} is {value!r}; give one of {', '.join(map(repr, choices))}{hint}")
+
+
+def _require_tuple_of(where: str, values: object, kind: type) -> None:
+    if not isinstance(values, tuple):
+        raise PlanError(f"{where} is {_describe(values)}; give a tuple of {kind.__name__}")
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise PlanError(f"{where}[{i}] is {_describe(value)}; give a {kind.__name__}")
+
+
+def _describe(value: object) -> str:
+    return f"{show_value(value)} ({type(value).__name__})"
+
+
+def _parents(name: str) -> list[str]:
+    """`a` and `a.b` for `a.b.c`; none for a name without a dot."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]

@@ -1,0 +1,85 @@
+"""How messages and tables name rows, ranks and modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MAX_LISTED = 4
+"""How many things an error lists before it only counts the rest."""
+
+MAX_VALUE_LENGTH = 60
+"""How many characters of a wrong value an error shows."""
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the valid name nearest to a wrong one, or nothing if none is near."""
+    nearest = get_close_matches(name, list(valid), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def show_value(value: object) -> str:
+    """A wrong value, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `3 processes`."""
+    plural = noun + ("es" if noun.endswith(("s", "x", "ch")) else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def list_few(items: Iterable[object], noun: str = "") -> str:
+    """`ranks 1, 2 and 3`, or the first few and how many more."""
+    texts = [str(item) for item in items]
+    if len(texts) > MAX_LISTED:
+        joined = f"{', '.join(texts[:MAX_LISTED])} and {len(texts) - MAX_LISTED} more"
+    elif len(texts) > 1:
+        joined = f"{', '.join(texts[:-1])} and {texts[-1]}"
+    else:
+        joined = "".join(texts)
+    if not noun:
+        return joined
+    return f"{noun if len(texts) == 1 else noun + 's'} {joined}"
+
+
+def show_rows(start: int, stop: int) -> str:
+    """`row 3` or `rows 3 to 7`, the last included, for rows `[start, stop)`."""
+    return f"row {start}" if stop - start == 1 else f"rows {start} to {stop - 1}"
+
+
+def show_numbers(numbers: Sequence[int]) -> str:
+    """`0-3, 6, 5` for 0, 1, 2, 3, 6, 5: runs of three or more are shortened."""
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in _split_runs(numbers, lambda before, after: after == before + 1)
+    )
+
+
+def show_modules(names: Sequence[str]) -> str:
+    """`embed, layers.0 .. layers.7` for a module list: runs of three or more are shortened."""
+    return ", ".join(
+        f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(run)
+        for run in _split_runs(names, lambda before, after: after == _successor(before))
+    )
+
+
+def _successor(name: str) -> str | None:
+    """`layers.8` for `layers.7`, None for a name that does not end in a number."""
+    match = re.fullmatch(r"(.*\.|)(\d+)", name)
+    return f"{match[1]}{int(match[2]) + 1}" if match else None
+
+
+def _split_runs(items: Sequence[T], follows: Callable[[T, T], bool]) -> list[list[T]]:
+    runs: list[list[T]] = []
+    for item in items:
+        if runs and follows(runs[-1][-1], item):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
