@@ -1,0 +1,105 @@
+"""The action grammar: what one rank does, one small value an action.
+
+Vocabulary and text form follow `torch.distributed.pipelining` (`3F0`, `2UNSHARD`, `0SEND_F2`)
+and add what it lacks: `STEP`, `NORM`, `LOAD`, `OFFLOAD`, exchanges of tied weights, and on
+transfers the peer with the rows of the global batch: `0SEND_F2@4[3:5]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Kind(StrEnum):
+    """What an action does. `F` and `B` compute one microbatch of one ministage."""
+
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    """Sends rows of a ministage's output; returns at once where sends buffer."""
+    RECV_F = "RECV_F"
+    """Posts the receive of rows of a ministage's input; the `F` that needs them waits."""
+    SEND_B = "SEND_B"
+    """Sends gradients of rows of a ministage's input to whom computed the ministage before."""
+    RECV_B = "RECV_B"
+    """Posts the receive of gradients of rows of a ministage's output; the `B` waits."""
+    UNSHARD = "UNSHARD"
+    """Starts the all-gathers of a ministage; its `F` and `B` wait for them."""
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Reduces a ministage's gradients over its group; a rendezvous of the group."""
+    TIE_GRAD = "TIE_GRAD"
+    """Tied weights: a borrower sends its reduced gradients (at once); an owner, which is lower
+    and so later, waits for those of its borrowers and adds them to its own."""
+    TIE_VALUE = "TIE_VALUE"
+    """Tied weights: the owner sends its new values after its `STEP`; returns at once."""
+    TIE_FETCH = "TIE_FETCH"
+    """Tied weights: a borrower waits for the owner's `TIE_VALUE` and takes the values over."""
+    NORM = "NORM"
+    """The global gradient norm, over all ranks; it comes before deferred `STEP`s."""
+    STEP = "STEP"
+    """A ministage's optimizer update."""
+    LOAD = "LOAD"
+    OFFLOAD = "OFFLOAD"
+
+
+COMPUTE = frozenset({Kind.F, Kind.B})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+TRANSFERS = SENDS | RECEIVES
+
+
+@dataclass(frozen=True)
+class Action:
+    """One entry of a rank's list.
+
+    `microbatch` is the rank's own number, by its order in the plan; a number past the rank's
+    last one is a dummy that joins collectives and runs no user code. `peer`, `start` and
+    `stop` belong to transfers: rows `[start, stop)` of the global batch.
+    """
+
+    kind: Kind
+    ministage: int | None = None
+    microbatch: int | None = None
+    peer: int | None = None
+    start: int | None = None
+    stop: int | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """The one-line form, read back by `parse_action`."""
+        ministage = "" if self.ministage is None else self.ministage
+        microbatch = "" if self.microbatch is None else self.microbatch
+        rows = "" if self.peer is None else f"@{self.peer}[{self.start}:{self.stop}]"
+        return f"{ministage}{self.kind.value}{microbatch}{rows}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
+_PATTERN = re.compile(rf"(\d+)?({_KINDS})(\d+)?(?:@(\d+)\[(\d+):(\d+)\])?", re.ASCII)
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of `Action.text`; raises `ValueError` naming what it could not read."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"'{text}' is not an action; expected for example 3F0, 2UNSHARD or 0SEND_F2@4[3:5]")
+    ministage, kind, microbatch, *rows = match.groups()
+    numbers = [None if part is None else int(part) for part in (ministage, microbatch, *rows)]
+    return Action(Kind(kind), *numbers)
+
+
+def format_actions(actions: Iterable[Action]) -> str:
+    """Actions on one line, separated by spaces."""
+    return " ".join(action.text for action in actions)
+
+
+def parse_actions(text: str) -> list[Action]:
+    """The inverse of `format_actions`."""
+    return [parse_action(word) for word in text.split()]

@@ -1,0 +1,75 @@
+"""Actions as flat tuples, each with exactly the fields that its kind has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from zorselike.plan.plan import Plan
+from zorselike.schedule.actions import TRANSFERS, Action, Kind
+from zorselike.schedule.errors import ScheduleError, name_place, wrong_at
+
+NONE = -1
+"""Stands for a field that the kind does not have."""
+
+
+class Step(NamedTuple):
+    """An `Action` whose fields are all integers, as the checks read each of them many times."""
+
+    kind: Kind
+    ministage: int
+    microbatch: int
+    peer: int
+    start: int
+    stop: int
+
+
+_NEEDS_MICROBATCH = frozenset({Kind.F, Kind.B}) | TRANSFERS
+_MAY_HAVE_MICROBATCH = _NEEDS_MICROBATCH | {Kind.REDUCE_GRAD, Kind.LOAD, Kind.OFFLOAD}
+
+
+def flatten(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> dict[int, list[Step]]:
+    """Every rank's list as `Step`s, by rank; raises `ScheduleError` on a malformed action."""
+    if set(actions) != set(plan.group_of_rank):
+        missing = sorted(set(plan.group_of_rank) - set(actions))
+        unknown = sorted(set(actions) - set(plan.group_of_rank))
+        raise ScheduleError(
+            f"the schedule lacks ranks {missing} and has ranks {unknown} that the plan does not know: "
+            "give one list for every rank of the plan"
+        )
+    return {rank: _flatten_rank(plan, actions, rank) for rank in sorted(actions)}
+
+
+def _flatten_rank(plan: Plan, actions: Mapping[int, Sequence[Action]], rank: int) -> list[Step]:
+    steps = []
+    own = frozenset(plan.ministages_of_rank(rank))
+    for position, action in enumerate(actions[rank]):
+        fault = _find_fault(plan, own, rank, action)
+        if fault:
+            place = (rank, position)
+            raise wrong_at(actions, f"{name_place(actions, place)}: {fault}", place)
+        numbers = (action.ministage, action.microbatch, action.peer, action.start, action.stop)
+        steps.append(Step(action.kind, *(NONE if number is None else number for number in numbers)))
+    return steps
+
+
+def _find_fault(plan: Plan, own: frozenset[int], rank: int, action: Action) -> str | None:
+    """What is wrong with the action by itself, or None."""
+    kind = action.kind
+    if kind is Kind.NORM:
+        fields = (action.ministage, action.microbatch, action.peer, action.start, action.stop)
+        return None if fields == (None,) * 5 else "NORM stands alone, as it concerns all ranks"
+    if action.ministage not in own:
+        return f"the group of rank {rank} owns ministages {sorted(own)} and not {action.ministage}"
+    if action.microbatch is None and kind in _NEEDS_MICROBATCH:
+        return f"{kind.value} needs the number of a microbatch"
+    if action.microbatch is not None and kind not in _MAY_HAVE_MICROBATCH:
+        return f"{kind.value} concerns a whole ministage and takes no microbatch"
+    if kind not in TRANSFERS:
+        rowless = action.peer is None and action.start is None and action.stop is None
+        return None if rowless else f"{kind.value} has no peer and no rows"
+    if action.peer is None or action.start is None or action.stop is None:
+        return f"{kind.value} needs a peer and its rows, such as @4[3:5]"
+    if action.peer not in plan.group_of_rank:
+        return f"the plan has no rank {action.peer}"
+    return None if action.start < action.stop else f"rows [{action.start}:{action.stop}) are none"
