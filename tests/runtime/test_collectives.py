@@ -1,0 +1,110 @@
+"""Collectives are counted, not trusted (DESIGN section 5, Zorse's Table 2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from ranks import RunRanks
+from tiny import Case, adamw, module_names
+
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+
+NUM_LAYERS = 5
+NAMES = module_names(NUM_LAYERS)
+L = len(NAMES)
+COUNTS = (3, 1, 0)
+"""Microbatches of the three ranks; the most is max M."""
+MAX_M = max(COUNTS)
+
+# torch 2.13 renamed what FSDP2 calls; both names are patched where they exist.
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+Counts = tuple[int, int, int]
+
+
+def one_group(zero: int, grad_reduce: str = "once", recompute: str = "none") -> Plan:
+    """Three ranks with 3, 1 and 0 microbatches, two ministages."""
+    microbatches = tuple(Microbatch(*m) for m in ((0, 0, 1), (1, 1, 4), (0, 4, 5), (0, 5, 6)))
+    group = Group((0, 1, 2), microbatches, zero=zero)
+    group = replace(group, grad_reduce=grad_reduce, recompute=recompute)  # type: ignore[arg-type]
+    ministages = (Ministage(0, tuple(NAMES[:4])), Ministage(0, tuple(NAMES[4:])))
+    return Plan(6, (group,), ministages)
+
+
+def count_steps(rank: int, world_size: int, plan: Plan, frozen: tuple[str, ...]) -> list[Counts]:
+    """All-gathers, reduce-scatters and all-reduces of device groups in steps 0 and 1, in an
+    evaluation, and in step 2."""
+    from zorselike import HeteroPipeline
+
+    case = Case(plan, NUM_LAYERS, frozen=frozen)
+    pipe = HeteroPipeline(case.model(), plan, optimizer=adamw)
+    counter: Counter[str] = Counter()
+    for name in (*GATHERS, *SCATTERS, "all_reduce"):
+        patch(name, counter)
+    counts = []
+    for call in (pipe.step_global, pipe.step_global, pipe.evaluate_global, pipe.step_global):
+        counter.clear()
+        call(*case.batch(len(counts)))
+        counts.append(summarise(counter))
+    pipe.close()
+    return counts
+
+
+def patch(name: str, counter: Counter[str]) -> None:
+    original = getattr(dist, name, None)
+    if original is None:
+        return
+
+    def counted(*args: object, **kwargs: object) -> object:
+        tensor = args[0] if args else None
+        # Loss, counts and norms are summed as at most three numbers, outside of FSDP.
+        if name != "all_reduce" or tensor is None or tensor.numel() > 3:  # type: ignore[attr-defined]
+            counter[name] += 1
+        return original(*args, **kwargs)
+
+    setattr(dist, name, counted)
+
+
+def summarise(counter: Counter[str]) -> Counts:
+    return (
+        max(counter[name] for name in GATHERS),
+        max(counter[name] for name in SCATTERS),
+        counter["all_reduce"],
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize(
+    ("zero", "grad_reduce", "step", "evaluation"),
+    [
+        (0, "once", (0, 0, L), (0, 0, 0)),
+        (1, "once", (L, L, 0), (L, 0, 0)),
+        (2, "once", (2 * L, L, 0), (L, 0, 0)),
+        (2, "microbatch", (2 * L, L * MAX_M, 0), (L, 0, 0)),
+        (3, "once", (2 * L * MAX_M, L * MAX_M, 0), (L * MAX_M, 0, 0)),
+    ],
+)
+def test_collectives_of_a_step(
+    zero: int, grad_reduce: str, step: Counts, evaluation: Counts, recompute: str, run_ranks: RunRanks
+) -> None:
+    for counts in run_ranks(count_steps, 3, one_group(zero, grad_reduce, recompute), ()):
+        assert counts == [step, step, evaluation, step]
+
+
+@pytest.mark.parametrize(
+    ("zero", "step"),
+    [
+        (1, (L, L - 4, 0)),
+        (2, (L + L - 4, L - 4, 0)),
+        (3, ((L + L - 4) * MAX_M, (L - 4) * MAX_M, 0)),
+    ],
+)
+def test_a_frozen_first_ministage_neither_gathers_for_backward_nor_reduces(
+    zero: int, step: Counts, run_ranks: RunRanks
+) -> None:
+    frozen = tuple(f"{name}." for name in NAMES[:4])
+    for counts in run_ranks(count_steps, 3, one_group(zero), frozen):
+        assert counts[0] == counts[1] == counts[3] == step

@@ -1,0 +1,113 @@
+"""Whatever the plan, training equals a single process (DESIGN, section 8)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from plans import random_plan
+from ranks import RunRanks
+from tiny import Case, assert_same, over_model, train_all_planned, train_all_single
+
+from zorselike.plan.plan import Group, Microbatch, Plan
+
+NUM_CASES = 72
+MAX_RANKS = 7
+
+
+def make_case(seed: int) -> Case:
+    """A random plan of at most seven ranks, and random things to do with it."""
+    rng = random.Random(seed)
+    while True:
+        plan = random_plan(
+            rng,
+            max_groups=4,
+            max_ranks_per_group=4,
+            max_ministages_per_group=4,
+            max_rows=10,
+            round_robin=rng.random() < 0.7,
+        )
+        if plan.num_ranks <= MAX_RANKS and plan.num_ministages <= 9:
+            break
+    if rng.random() < 0.3:
+        plan = replace(plan, groups=tuple(with_unequal_counts(group, plan.global_batch) for group in plan.groups))
+    plan, num_layers = over_model(plan, rng)
+    return Case(
+        plan,
+        num_layers,
+        seed,
+        tied=rng.random() < 0.5,
+        max_norm=rng.choice((None, 0.05, 0.5)),
+        evaluate_before=rng.choice(((), (1,), (0, 3))),
+        frozen=rng.choice(((), (), (), ("tok_embeddings", "layers.0."), ("layers.0.up", "norm"))),
+    )
+
+
+def with_unequal_counts(group: Group, global_batch: int) -> Group:
+    """ZeRO 3 whose first rank computes row by row and whose last takes the rest at once."""
+    ranks = group.flat_ranks
+    if len(ranks) == 1 or global_batch < 3:
+        return group
+    singles = max(2, global_batch // 2)
+    microbatches = [Microbatch(ranks[0], row, row + 1) for row in range(singles)]
+    if singles < global_batch:
+        microbatches.append(Microbatch(ranks[-1], singles, global_batch))
+    return replace(group, zero=3, grad_reduce="once", microbatches=tuple(microbatches))
+
+
+CASES = [make_case(seed) for seed in range(NUM_CASES)]
+
+
+def has_unequal_zero3(plan: Plan) -> bool:
+    return any(
+        group.zero == 3 and len({len(own) for own in group.microbatches_by_rank.values()}) > 1
+        for group in plan.groups
+    )
+
+
+def has_idle_rank(plan: Plan) -> bool:
+    return any(not own for group in plan.groups for own in group.microbatches_by_rank.values())
+
+
+def ties_across_zero(case: Case) -> bool:
+    ends = (case.plan.group_of(0), case.plan.group_of(case.plan.num_ministages - 1))
+    return case.tied and ends[0].zero != ends[1].zero
+
+
+def test_the_cases_cover_what_they_should() -> None:
+    assert len(CASES) >= 60
+    assert sum(has_unequal_zero3(case.plan) for case in CASES) >= 10
+    many = [c for c in CASES if any(len(c.plan.ministages_of_group(g)) > 1 for g in range(len(c.plan.groups)))]
+    assert len(many) >= 10
+    assert sum(has_idle_rank(case.plan) for case in CASES) >= 10
+    assert sum(map(ties_across_zero, CASES)) >= 10
+    assert sum(case.max_norm is not None for case in CASES) >= 10
+    assert sum(bool(case.evaluate_before) for case in CASES) >= 10
+    assert {len(case.plan.groups) for case in CASES} == {1, 2, 3, 4}
+    assert {case.plan.num_ranks for case in CASES} == set(range(1, MAX_RANKS + 1))
+    zeros = {(group.zero, group.grad_reduce) for case in CASES for group in case.plan.groups}
+    assert zeros >= {(0, "once"), (1, "once"), (2, "once"), (2, "microbatch"), (3, "once")}
+
+
+@pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
+def test_training_equals_a_single_process(num_ranks: int, run_ranks: RunRanks) -> None:
+    cases = [case for case in CASES if case.plan.num_ranks == num_ranks]
+    (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
+    found = run_ranks(train_all_planned, num_ranks, cases, timeout=300)
+    for case, ours, theirs in zip(cases, found[0], expected, strict=True):
+        assert_same(ours, theirs, case)
+    for other in found[1:]:
+        for ours, here in zip(found[0], other, strict=True):
+            assert (here.losses, here.norms, here.evaluations) == (ours.losses, ours.norms, ours.evaluations)
+            assert here.state == {}
+
+
+def test_the_same_plan_twice_is_bit_equal(run_ranks: RunRanks) -> None:
+    case = next(case for case in CASES if case.plan.num_ranks == 5 and len(case.plan.groups) > 1)
+    first, second = (run_ranks(train_all_planned, 5, [case])[0][0] for _ in range(2))
+    assert first.losses == second.losses
+    assert first.norms == second.norms
+    for name, tensor in first.state.items():
+        assert torch.equal(tensor, second.state[name])

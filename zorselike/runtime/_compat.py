@@ -1,0 +1,22 @@
+"""The one place that knows names which differ between torch 2.11 and 2.15."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+
+
+def reduces_unused_parameters(module: FSDPModule) -> bool:
+    """Makes FSDP reduce zeros for parameters without a gradient; False where torch cannot (2.11)."""
+    setter = getattr(module, "set_reduce_scatter_unused_params", None)
+    if setter is None:
+        return False
+    setter(True)
+    return True
+
+
+def default_store() -> dist.Store:
+    """The store through which the processes of the default group found each other."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store

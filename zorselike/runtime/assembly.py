@@ -1,0 +1,320 @@
+"""Puts a pipeline together: from model and plan to ministages, channels and action lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zorselike.plan.errors import ConfigError, PlanError
+from zorselike.plan.plan import Plan
+from zorselike.runtime.agreement import check_same_plan, check_same_weights
+from zorselike.runtime.boundaries import Trace, trainable_ministages
+from zorselike.runtime.busy import BusyClock
+from zorselike.runtime.executor import Executor
+from zorselike.runtime.initialize import initialize_unit
+from zorselike.runtime.loss import Unpack
+from zorselike.runtime.ministage import ShardedMinistage
+from zorselike.runtime.partition import ModelPart, Split, Tie, find_ties, partition
+from zorselike.runtime.ranks import Groups, ProcessGroup, Ranks
+from zorselike.runtime.ties import TiedWeights
+from zorselike.runtime.transport import Edge, Transport, edges_of
+from zorselike.runtime.updates import Clip, OptimizerFactory, Updates
+from zorselike.runtime.world import ProcessInfo, check_world, describe_process, gather_world
+from zorselike.schedule.actions import Action
+from zorselike.schedule.build import build
+from zorselike.schedule.check import CheckReport, check
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What follows from model and plan alone, the same on every rank."""
+
+    plan: Plan
+    parts: tuple[ModelPart, ...]
+    ties: tuple[Tie, ...]
+    trainable: tuple[bool, ...]
+    lowest_backward: int
+    step_actions: dict[int, list[Action]]
+    evaluate_actions: dict[int, list[Action]]
+    report: CheckReport
+
+
+def draw(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    split: Split | None = None,
+    unpack: Unpack | None = None,
+    defer_steps: bool = False,
+) -> Blueprint:
+    """Divides the model, builds the schedules and proves them; needs no process group.
+
+    Raises `PlanError` where plan and model disagree and `ConfigError` where nothing trains or
+    this runtime lacks something that the plan asks for.
+    """
+    plan.validate()
+    _refuse_unsupported(plan)
+    parts = tuple(partition(model, plan, split=split, unpack=unpack))
+    ties = tuple(find_ties(model, plan))
+    trainable = trainable_ministages(parts)
+    if not any(trainable):
+        raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
+    tied = [(t.owner_ministage, t.borrower_ministage) for t in ties if trains_tie(model, t)]
+    step_actions = build(plan, trainable=trainable, ties=tied, defer_steps=defer_steps)
+    evaluate_actions = build(plan, trainable=trainable, forward_only=True)
+    report = check(plan, step_actions, trainable=trainable, ties=tied, defer_steps=defer_steps)
+    evaluation = check(plan, evaluate_actions, trainable=trainable, forward_only=True)
+    return Blueprint(
+        plan=plan,
+        parts=parts,
+        ties=ties,
+        trainable=trainable,
+        lowest_backward=trainable.index(True),
+        step_actions=step_actions,
+        evaluate_actions=evaluate_actions,
+        report=CheckReport(
+            buffered_edges=report.buffered_edges | evaluation.buffered_edges,
+            cycles=report.cycles + evaluation.cycles,
+            num_actions=report.num_actions,
+        ),
+    )
+
+
+def trains_tie(model: nn.Module, tie: Tie) -> bool:
+    """Whether a tied weight changes at all."""
+    return model.get_parameter(tie.owner_fqn).requires_grad
+
+
+def check_unit_order(blueprint: Blueprint, trace: Trace) -> None:
+    """With ZeRO 3 gathers happen as layers are called, and ranks without a microbatch join them in
+    the plan's order: raises `ConfigError` for a ministage that calls its layers otherwise."""
+    for index, (part, calls) in enumerate(zip(blueprint.parts, trace.unit_calls, strict=True)):
+        group = blueprint.plan.group_of(index)
+        if group.zero == 3 and len(group.flat_ranks) > 1 and calls != part.units:
+            raise ConfigError(
+                f"ministage {index} calls its modules as {', '.join(calls)}, but the plan lists "
+                f"{', '.join(part.units)}; zero = 3 needs each called once in that order: set zero = 2 in "
+                f"groups[{blueprint.plan.ministages[index].group}]"
+            )
+
+
+def _refuse_unsupported(plan: Plan) -> None:
+    for g, group in enumerate(plan.groups):
+        if group.offload:
+            raise PlanError(
+                f"groups[{g}].offload = {list(group.offload)}: this release keeps everything on the device; "
+                "set offload = []"
+            )
+        if any(not isinstance(entry, int) for entry in group.ranks):
+            raise PlanError(
+                f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
+                "list single ranks"
+            )
+
+
+@dataclass
+class Assembly:
+    """Everything one rank runs with."""
+
+    blueprint: Blueprint
+    ranks: Ranks
+    device: torch.device
+    groups: Groups
+    processes: tuple[ProcessInfo, ...]
+    ministages: dict[int, ShardedMinistage]
+    transport: Transport
+    updates: Updates
+    ties: TiedWeights
+    busy: BusyClock
+    executor: Executor
+    control: ProcessGroup
+    totals: ProcessGroup
+    loss_group: ProcessGroup | None
+    """Ranks of the last ministage (Gloo); None elsewhere."""
+    own_host: ProcessGroup
+    """Ranks of this rank's group (Gloo)."""
+
+
+def find_ranks(
+    plan: Plan, device: torch.device, *, named_device: str | None
+) -> tuple[Ranks, tuple[ProcessInfo, ...]]:
+    """Matches processes to the plan's ranks; the same errors on every rank. `named_device`: the
+    kind of device that the caller asked for, if any."""
+    process = dist.get_rank()
+    own = describe_process(device, rank=process)
+    processes = tuple(gather_world(own))
+    rank_of = check_world(processes, plan, device=named_device)
+    check_same_plan(plan)
+    process_of = {rank: other for other, rank in rank_of.items()}
+    return Ranks(rank_of[process], tuple(process_of[rank] for rank in range(plan.num_ranks))), processes
+
+
+def assemble(
+    blueprint: Blueprint,
+    ranks: Ranks,
+    processes: tuple[ProcessInfo, ...],
+    *,
+    model: nn.Module,
+    device: torch.device,
+    optimizer: OptimizerFactory,
+    param_dtype: torch.dtype | None,
+    max_norm: float | None,
+    clip: Clip,
+    seed: int,
+    enter: Callable[[Action], None],
+) -> Assembly:
+    """Builds this rank's side of the pipeline; collective over all ranks."""
+    plan = blueprint.plan
+    groups = Groups(ranks)
+    everyone = range(plan.num_ranks)
+    control, totals, norms = (_member(groups.make(everyone, "gloo")) for _ in range(3))
+    check_same_weights(model, control)
+    hosts = [groups.make(group.flat_ranks, "gloo") for group in plan.groups]
+    mesh = _make_mesh(plan, groups, device)
+    own = plan.group_of_rank[ranks.rank]
+    untie(blueprint)
+    ministages = _make_ministages(
+        blueprint,
+        ranks,
+        mesh,
+        device=device,
+        param_dtype=param_dtype,
+        materialise=partial(initialize_unit, seed=seed, device=device, root=model),
+    )
+    ties = TiedWeights(
+        blueprint.ties,
+        plan,
+        {i: dict(ministage.named_parameters()) for i, ministage in ministages.items()},
+        ranks,
+        groups.make(everyone, "gloo") if blueprint.ties else None,
+    )
+    ties.synchronise()
+    updates = Updates(
+        ministages,
+        optimizer,
+        max_norm=max_norm,
+        clip=clip,
+        borrowed=ties.borrowed,
+        counts_replicated=plan.groups[own].flat_ranks[0] == ranks.rank,
+        device=device,
+        world=norms,
+        own_group=_member(hosts[own]),
+    )
+    edges = edges_of([blueprint.step_actions, blueprint.evaluate_actions])
+    transport = Transport(
+        groups, edges, by_host=_host_edges(edges, blueprint, ranks, processes), device=device
+    )
+    busy = BusyClock(device)
+    executor = Executor(
+        rank=ranks.rank,
+        plan=plan,
+        ministages=ministages,
+        accepts={i: blueprint.parts[i].accepts for i in ministages},
+        lowest_backward=blueprint.lowest_backward,
+        transport=transport,
+        updates=updates,
+        ties=ties,
+        busy=busy,
+        enter=enter,
+    )
+    return Assembly(
+        blueprint=blueprint,
+        ranks=ranks,
+        device=device,
+        groups=groups,
+        processes=processes,
+        ministages=ministages,
+        transport=transport,
+        updates=updates,
+        ties=ties,
+        busy=busy,
+        executor=executor,
+        control=control,
+        totals=totals,
+        loss_group=hosts[plan.ministages[-1].group],
+        own_host=_member(hosts[own]),
+    )
+
+
+def untie(blueprint: Blueprint) -> None:
+    """Gives every borrower of a tied weight a parameter of its own: FSDP2 would do so silently."""
+    for tie in blueprint.ties:
+        owner, _, name = tie.borrower_fqn.rpartition(".")
+        module = blueprint.parts[tie.borrower_ministage].module.get_submodule(owner)
+        shared = module.get_parameter(name)
+        copy = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+        module.register_parameter(name, copy)
+
+
+def _make_ministages(
+    blueprint: Blueprint,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
+    materialise: Callable[[nn.Module, str], None],
+) -> dict[int, ShardedMinistage]:
+    plan = blueprint.plan
+    ministages = {}
+    for index in plan.ministages_of_rank(ranks.rank):
+        part = blueprint.parts[index]
+        ministage = ShardedMinistage(
+            part.module,
+            part.units,
+            group=plan.group_of(index),
+            mesh=mesh,
+            device=device,
+            receives_grad=index > blueprint.lowest_backward,
+            param_dtype=param_dtype,
+            materialise=materialise,
+        )
+        ministage.warm_up()
+        ministages[index] = ministage
+    return ministages
+
+
+def _make_mesh(plan: Plan, groups: Groups, device: torch.device) -> DeviceMesh:
+    """The mesh of this rank's group; every process creates every group, in one order."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    made = [groups.make(group.flat_ranks, backend) for group in plan.groups]
+    own = plan.group_of_rank[groups.ranks.rank]
+    group = plan.groups[own]
+    process_group = _member(made[own])
+    if group.zero > 0 or len(group.flat_ranks) == 1:
+        return DeviceMesh.from_group(process_group, device.type, mesh_dim_names=("dp",))
+    # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
+    alone = groups.make_own(backend)
+    members = sorted(groups.ranks.processes(group.flat_ranks))
+    return DeviceMesh.from_group(
+        [process_group, alone],
+        device.type,
+        mesh=[[process] for process in members],
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _host_edges(
+    edges: Sequence[Edge], blueprint: Blueprint, ranks: Ranks, processes: Sequence[ProcessInfo]
+) -> frozenset[Edge]:
+    """Edges that NCCL cannot serve: one end is no GPU, or a blocking send could close a cycle."""
+
+    def on_host(rank: int) -> bool:
+        return processes[ranks.process_of[rank]].device != "cuda"
+
+    return frozenset(
+        edge
+        for edge in edges
+        if edge in blueprint.report.buffered_edges or on_host(edge[0]) or on_host(edge[1])
+    )
+
+
+def _member(group: ProcessGroup | None) -> ProcessGroup:
+    assert group is not None
+    return group

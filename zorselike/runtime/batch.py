@@ -1,0 +1,131 @@
+"""What the caller hands to one rank for one step, cut into that rank's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.plan import Microbatch
+from zorselike.runtime.boundaries import Broadcast
+
+Tensors = tuple[Tensor, ...]
+
+
+class RowIndex:
+    """A rank's rows of the global batch in ascending order, and where its microbatches lie in them."""
+
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        order = sorted(range(len(microbatches)), key=lambda number: microbatches[number].start)
+        ends = list(accumulate(microbatches[number].num_rows for number in order))
+        self._slices = {
+            number: slice(end - microbatches[number].num_rows, end)
+            for number, end in zip(order, ends, strict=True)
+        }
+        self.rows = [row for number in order for row in _rows_of(microbatches[number])]
+
+    def slice(self, number: int) -> slice:
+        """Positions of a microbatch's rows within `rows`."""
+        return self._slices[number]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _rows_of(microbatch: Microbatch) -> range:
+    return range(microbatch.start, microbatch.stop)
+
+
+class Batch:
+    """One step's inputs, targets and keyword arguments for this rank's rows."""
+
+    def __init__(
+        self,
+        index: RowIndex,
+        device: torch.device,
+        *,
+        inputs: Tensors | None,
+        targets: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._index = index
+        self._inputs = None if inputs is None else tuple(t.to(device, non_blocking=True) for t in inputs)
+        self._targets = _map_tensors(targets, lambda t: t.to(device, non_blocking=True))
+        self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
+
+    def inputs(self, number: int) -> Tensors:
+        """What enters the first ministage, `[rows, ...]` each."""
+        assert self._inputs is not None
+        rows = self._index.slice(number)
+        return tuple(tensor[rows] for tensor in self._inputs)
+
+    def targets(self, number: int) -> Any:
+        """What the loss compares a microbatch's outputs with."""
+        rows = self._index.slice(number)
+        return _map_tensors(self._targets, lambda t: t[rows])
+
+    def kwargs(self, number: int, names: Collection[str]) -> dict[str, Any]:
+        """A microbatch's keyword arguments among `names`."""
+        rows = self._index.slice(number)
+        return {name: _cut(value, rows) for name, value in self._kwargs.items() if name in names}
+
+
+def as_tensors(value: Any, what: str) -> Tensors:
+    """A tensor or a tuple or list of tensors as a tuple; raises `ConfigError` for anything else."""
+    tensors = tuple(value) if isinstance(value, tuple | list) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"{what}: a {type(tensor).__name__} is not a tensor; pass a tensor or a tuple of tensors"
+            )
+    return tensors
+
+
+def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
+    """Refuses tensors whose first dimension is not the number of rows the plan asks for."""
+    found: list[int] = []
+    _map_tensors(value, lambda t: (found.append(t.shape[0] if t.dim() else -1), t)[1])
+    for num_rows in found:
+        if num_rows != len(rows):
+            raise ConfigError(
+                f"{what} has {num_rows} rows, but {where} is {len(rows)} rows of the global batch; "
+                f"pass exactly the rows {_spell(rows)} (or the whole batch to step_global)"
+            )
+
+
+def select_rows(value: Any, rows: Sequence[int]) -> Any:
+    """Rows of a whole batch (tensor or tuple of tensors); None if there are none to select."""
+    if value is None or not rows:
+        return None
+    return _map_tensors(value, lambda t: t[torch.as_tensor(rows, device=t.device)])
+
+
+def _spell(rows: Sequence[int]) -> str:
+    listed = ", ".join(str(row) for row in rows[:8])
+    return f"[{listed}{', ...' if len(rows) > 8 else ''}]"
+
+
+def _map_tensors(value: Any, function: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(entry, function) for entry in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(entry, function) for key, entry in value.items()}
+    return value
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Broadcast):
+        return Broadcast(_map_tensors(value.value, lambda t: t.to(device, non_blocking=True)))
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _cut(value: Any, rows: slice) -> Any:
+    if isinstance(value, Broadcast):
+        return value.value
+    return value[rows] if isinstance(value, Tensor) else value

@@ -1,0 +1,28 @@
+"""A table of what runs where."""
+
+from __future__ import annotations
+
+from zorselike.runtime.assembly import Assembly
+from zorselike.runtime.state import count_parameters
+
+
+def describe_assembly(assembly: Assembly) -> str:
+    """The plan, the parameters of each ministage, and the transport of this rank's channels."""
+    plan = assembly.blueprint.plan
+    lines = [plan.explain().rstrip(), "", "ministages:"]
+    for index, part in enumerate(assembly.blueprint.parts):
+        group = plan.ministages[index].group
+        trains = "" if assembly.blueprint.trainable[index] else ", frozen"
+        lines.append(
+            f"  {index}: group {group}, {count_parameters(part.module):,} parameters"
+            f" in {len(part.units) or 1} units{trains}"
+        )
+    for tie in assembly.blueprint.ties:
+        lines.append(f"  {tie.borrower_fqn} borrows {tie.owner_fqn}")
+    lines.append(f"rank {assembly.ranks.rank} on {assembly.device}:")
+    for (source, target, direction), kind in sorted(assembly.transport.describe().items()):
+        what = "activations" if direction == "F" else "gradients"
+        lines.append(f"  {source} -> {target}, {what}: {kind}")
+    for cycle in assembly.blueprint.report.cycles:
+        lines.append(f"  a blocking send could close this cycle, so it goes over Gloo: {cycle}")
+    return "\n".join(lines)

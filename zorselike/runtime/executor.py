@@ -1,0 +1,207 @@
+"""Runs one rank's actions: the same list that is checked, simulated and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from zorselike.plan.plan import Plan
+from zorselike.runtime.batch import Batch
+from zorselike.runtime.boundaries import Boundary
+from zorselike.runtime.busy import BusyClock
+from zorselike.runtime.loss import Loss
+from zorselike.runtime.ministage import ShardedMinistage, Tensors, leaf_inputs
+from zorselike.runtime.ties import TiedWeights
+from zorselike.runtime.transport import Transport
+from zorselike.runtime.updates import Updates
+from zorselike.schedule.actions import Action, Kind
+
+
+@dataclass
+class _Produced:
+    """What the last computation gave, for the transfers that follow it."""
+
+    tensors: Tensors
+    first_row: int
+
+
+@dataclass
+class _Run:
+    """State of one pass over the action list."""
+
+    batch: Batch
+    loss: Loss
+    boundaries: Sequence[Boundary]
+    train: bool
+    handed_over: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
+    """Tensors between two ministages of this very rank."""
+    produced: _Produced | None = None
+
+
+class Executor:
+    """One rank's ministages, transport and updates, driven by an action list."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        plan: Plan,
+        ministages: Mapping[int, ShardedMinistage],
+        accepts: Mapping[int, Collection[str]],
+        lowest_backward: int,
+        transport: Transport,
+        updates: Updates,
+        ties: TiedWeights,
+        busy: BusyClock,
+        enter: Callable[[Action], None],
+    ) -> None:
+        """`accepts`: keyword arguments that each ministage's forward names; `enter` is told every
+        action before it runs."""
+        self._plan = plan
+        self._own = plan.microbatches_of_rank(rank)
+        self._ministages = ministages
+        self._accepts = accepts
+        self._lowest_backward = lowest_backward
+        self._last = plan.num_ministages - 1
+        self._transport = transport
+        self._updates = updates
+        self._ties = ties
+        self._busy = busy
+        self._enter = enter
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        *,
+        batch: Batch,
+        loss: Loss,
+        boundaries: Sequence[Boundary],
+        train: bool,
+    ) -> None:
+        """Runs a list to its end and waits for what it sent."""
+        run = _Run(batch, loss, boundaries, train)
+        self._busy.restart()
+        for action in actions:
+            self._enter(action)
+            with record_function(action.text):
+                self._do(action, run)
+        self._transport.finish()
+        self._ties.finish()
+
+    def forget(self) -> None:
+        """Drops what an unfinished pass kept."""
+        for ministage in self._ministages.values():
+            ministage.forget_activations()
+
+    def _do(self, action: Action, run: _Run) -> None:
+        if action.kind is Kind.NORM:
+            self._updates.find_global_norm()
+            return
+        index = action.ministage
+        assert index is not None
+        ministage = self._ministages[index]
+        match action.kind:
+            case Kind.F:
+                self._forward(index, action.microbatch or 0, run)
+            case Kind.B:
+                self._backward(index, action.microbatch or 0, run)
+            case Kind.RECV_F:
+                self._transport.post(action, run.boundaries[index])
+            case Kind.RECV_B:
+                self._transport.post(action, run.boundaries[index + 1])
+            case Kind.SEND_F:
+                self._send(action, run.boundaries[index + 1], run)
+            case Kind.SEND_B:
+                self._send(action, run.boundaries[index], run)
+            case Kind.UNSHARD:
+                ministage.unshard()
+            case Kind.RESHARD:
+                ministage.reshard()
+            case Kind.REDUCE_GRAD:
+                ministage.reduce()
+            case Kind.TIE_GRAD:
+                self._ties.exchange_grads(index)
+            case Kind.TIE_VALUE:
+                self._ties.send_values(index)
+            case Kind.TIE_FETCH:
+                self._ties.receive_values(index)
+            case Kind.STEP:
+                self._updates.step(index)
+            case _:
+                raise ValueError(f"this runtime has no action {action.text}")
+
+    def _forward(self, index: int, number: int, run: _Run) -> None:
+        ministage = self._ministages[index]
+        trains = run.train and index >= self._lowest_backward
+        if number >= len(self._own):
+            with _grad_mode(trains):
+                ministage.dummy_forward(number, train=trains)
+            return
+        inputs = self._inputs(index, number, run)
+        kwargs = run.batch.kwargs(number, self._accepts[index])
+        with _grad_mode(trains), self._busy.running():
+            leaves = leaf_inputs(inputs, run.boundaries[index], train=trains)
+            outputs = ministage.forward(number, leaves, kwargs, train=trains)
+            if index == self._last:
+                loss = run.loss.add(outputs, run.batch.targets(number), number)
+                if trains:
+                    ministage.keep_outputs(number, (loss,))
+                return
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        if trains:
+            ministage.keep_outputs(number, tensors)
+        self._pass_on(Kind.F, index + 1, number, tensors, run)
+
+    def _inputs(self, index: int, number: int, run: _Run) -> Tensors:
+        if index == 0:
+            return run.batch.inputs(number)
+        if self._is_own(index - 1):
+            return run.handed_over.pop((Kind.F, index, number))
+        return self._transport.take(Kind.RECV_F, index, number)
+
+    def _backward(self, index: int, number: int, run: _Run) -> None:
+        ministage = self._ministages[index]
+        if number >= len(self._own):
+            ministage.dummy_backward(number)
+            return
+        output_grads = self._output_grads(index, number, run)
+        with self._busy.running():
+            input_grads = ministage.backward(number, output_grads)
+        if index > self._lowest_backward:
+            grads = tuple(grad for grad in input_grads if grad is not None)
+            self._pass_on(Kind.B, index - 1, number, grads, run)
+
+    def _output_grads(self, index: int, number: int, run: _Run) -> list[Tensor | None]:
+        if index == self._last:
+            return [run.loss.grad(number)]
+        if self._is_own(index + 1):
+            received = run.handed_over.pop((Kind.B, index, number))
+        else:
+            received = self._transport.take(Kind.RECV_B, index, number)
+        grads = iter(received)
+        return [next(grads) if spec.requires_grad else None for spec in run.boundaries[index + 1].tensors]
+
+    def _pass_on(self, kind: Kind, neighbour: int, number: int, tensors: Tensors, run: _Run) -> None:
+        """Hands over within the rank, or keeps for the sends that follow in the list."""
+        if self._is_own(neighbour):
+            run.handed_over[kind, neighbour, number] = tensors
+            run.produced = None
+        else:
+            run.produced = _Produced(tensors, self._own[number].start)
+
+    def _is_own(self, ministage: int) -> bool:
+        return ministage in self._ministages
+
+    def _send(self, action: Action, boundary: Boundary, run: _Run) -> None:
+        assert run.produced is not None, f"{action.text} has nothing to send"
+        self._transport.send(action, run.produced.tensors, boundary, run.produced.first_row)
+
+
+def _grad_mode(train: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if train else torch.no_grad()

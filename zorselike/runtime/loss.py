@@ -1,0 +1,97 @@
+"""The loss of a step: a sum over targets, divided by how many the global batch holds.
+
+Token-normalised over the whole batch, so that no split of the rows changes a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from zorselike.plan.errors import ConfigError
+from zorselike.runtime.ranks import ProcessGroup
+
+LossFn = Callable[[Any, Any], Tensor]
+CountFn = Callable[[Any], Any]
+Unpack = Callable[[Any], Any]
+
+IGNORE_INDEX = -100
+
+
+def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of cross-entropies: logits `[rows, ..., vocabulary]`, targets `[rows, ...]`; -100 is
+    ignored. In fp32 at least, whatever the logits' precision."""
+    logits = logits.flatten(0, -2)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def count_valid_tokens(targets: Tensor) -> Tensor:
+    """Number of targets that are not ignored."""
+    return (targets != IGNORE_INDEX).sum()
+
+
+class Loss:
+    """Loss of one step as the last ministage's ranks add it up."""
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        *,
+        num_targets: float,
+        device: torch.device,
+        group: ProcessGroup | None,
+        forbid_nonfinite: bool,
+    ) -> None:
+        """`num_targets`: this rank's count; `group`: the last ministage's ranks (Gloo), None
+        elsewhere. The global count is summed while the pipeline fills."""
+        self._loss_fn = loss_fn
+        self._forbid_nonfinite = forbid_nonfinite
+        self._device = device
+        self._losses: dict[int, Tensor] = {}
+        self.local_targets = num_targets
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._global_targets = torch.tensor(num_targets, dtype=torch.float64)
+        self._work = (
+            None if group is None else dist.all_reduce(self._global_targets, group=group, async_op=True)
+        )
+        self._scale: Tensor | None = None
+
+    def add(self, outputs: Any, targets: Any, number: int) -> Tensor:
+        """The loss sum of one microbatch."""
+        loss = self._loss_fn(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise ConfigError(
+                "loss_fn must return one number, the sum of the losses (reduction='sum'); "
+                f"it returned {_spell(loss)}"
+            )
+        self._losses[number] = loss
+        self.loss_sum += loss.detach()
+        if self._forbid_nonfinite and not bool(torch.isfinite(loss)):
+            raise FloatingPointError(f"the loss is {float(loss)}")
+        return loss
+
+    def grad(self, number: int) -> Tensor:
+        """What the backward of a microbatch's loss sum starts with: one over the global count."""
+        loss = self._losses.pop(number)
+        if self._scale is None:
+            if self._work is not None:
+                self._work.wait()
+            total = float(self._global_targets)
+            self._scale = torch.tensor(1.0 / total if total else 0.0, dtype=loss.dtype, device=self._device)
+        return self._scale
+
+    def finish(self) -> None:
+        """Waits for the count where no backward did."""
+        if self._scale is None and self._work is not None:
+            self._work.wait()
+
+
+def _spell(loss: Any) -> str:
+    return f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

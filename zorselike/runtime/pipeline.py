@@ -1,0 +1,338 @@
+"""`HeteroPipeline`: a model and a plan become one training step on many unequal devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.plan import Plan
+from zorselike.runtime._compat import default_store
+from zorselike.runtime.alarm import Alarm
+from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, draw, find_ranks
+from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
+from zorselike.runtime.boundaries import Boundary, Signature, check_additive, trace_boundaries
+from zorselike.runtime.describe import describe_assembly
+from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
+from zorselike.runtime.partition import Split
+from zorselike.runtime.ranks import broadcast_bytes
+from zorselike.runtime.result import StepResult, SumOverRanks
+from zorselike.runtime.state import gather_full_state
+from zorselike.runtime.updates import Clip, LRSchedulers, OptimizerFactory, default_optimizer
+from zorselike.schedule.actions import Action
+
+ParamDtype = torch.dtype | Literal["auto"] | None
+
+
+class HeteroPipeline:
+    """Trains `model` as `plan` divides it, with the numbers of a single process.
+
+    Every rank constructs it with the same arguments, after `torch.distributed` is initialised
+    (Gloo for CPU ranks, `cpu:gloo,cuda:nccl` for CUDA ranks). A model on the meta device is
+    initialised from `seed` alone, one unit at a time; one with weights must have the same weights
+    on every rank, and its modules are used, not copied.
+
+    Args:
+        plan: a `Plan` or the path of one.
+        optimizer: called per ministage with `[(global name, parameter)]`; AdamW if None.
+        loss_fn: `(outputs, targets) -> sum of losses`; token cross-entropy if None.
+        count_fn: `targets -> count` that the loss is divided by, over the global batch.
+        unpack: turns the model's output into tensors before `loss_fn` sees it.
+        split: `(model, module names) -> nn.Module` for models that need it; "decoder" or "export"
+            to insist on one way.
+        device: this rank's device; the CUDA device of LOCAL_RANK where there is one, else the CPU.
+        param_dtype: dtype in which layers compute (bf16); parameters and reductions stay fp32.
+        max_norm: clip gradients to this norm: of the whole model with `clip="global"`, which
+            defers all updates to the end of the step, of each ministage with `clip="ministage"`.
+        seed: of the initialisation, and with the rank of dropout.
+        forbid_nonfinite_loss: end the job where a microbatch's loss is not finite (waits for the
+            loss of every microbatch, so not free on a GPU).
+        silence_s: a rank that gives no sign of life for this long ends the job; None: never.
+
+    Raises `PlanError` or `ConfigError`, on every rank alike, before any work starts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | str | Path,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        loss_fn: LossFn | None = None,
+        count_fn: CountFn | None = None,
+        unpack: Unpack | None = None,
+        split: Split | None = None,
+        device: torch.device | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        max_norm: float | None = None,
+        clip: Clip = "global",
+        seed: int = 0,
+        forbid_nonfinite_loss: bool = False,
+        silence_s: float | None = 5.0,
+    ) -> None:
+        _check_arguments(max_norm, clip, param_dtype)
+        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        self.device = _find_device(device)
+        named_device = None if device is None else self.device.type
+        if not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group first "
+                "and start the script with torchrun"
+            )
+        defer_steps = max_norm is not None and clip == "global"
+        ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
+        blueprint = draw(model, self.plan, split=split, unpack=unpack, defer_steps=defer_steps)
+        self._loss_fn = loss_fn or token_cross_entropy
+        self._count_fn = count_fn or count_valid_tokens
+        self._is_loss_checked = False
+        self._forbid_nonfinite = forbid_nonfinite_loss
+        self._param_dtype = param_dtype
+        self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
+        torch.manual_seed(_dropout_seed(seed, ranks.rank))
+        self._assembly: Assembly = assemble(
+            blueprint,
+            ranks,
+            processes,
+            model=model,
+            device=self.device,
+            optimizer=optimizer or default_optimizer,
+            param_dtype=param_dtype,
+            max_norm=max_norm,
+            clip=clip,
+            seed=seed,
+            enter=self._alarm.enter,
+        )
+        self.rank = ranks.rank
+        self._index = RowIndex(self.plan.microbatches_of_rank(self.rank))
+        own = self.plan.ministages_of_rank(self.rank)
+        self.rows: list[int] = self._index.rows
+        """Rows of the global batch that this rank computes, ascending."""
+        self.input_rows: list[int] = self.rows if 0 in own else []
+        """Rows whose inputs this rank feeds; empty unless it has the first ministage."""
+        self.target_rows: list[int] = self.rows if self.plan.num_ministages - 1 in own else []
+        """Rows whose targets this rank compares with; empty unless it has the last ministage."""
+        self._totals = SumOverRanks(self._assembly.totals, self.device)
+        self._signature: Signature | None = None
+        self._boundaries: tuple[Boundary, ...] = ()
+        self._is_closed = False
+
+    # -- training --------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+        """One optimizer step over the global batch; every rank calls it.
+
+        `inputs`: tensor or tuple of tensors `[len(input_rows), ...]`, `targets`:
+        `[len(target_rows), ...]`, in the order of these lists; None where a list is empty.
+        `kwargs`: tensors `[len(rows), ...]` on every rank, or `Broadcast(value)`; each ministage
+        gets those that its `forward` names.
+        """
+        return self._run(inputs, targets, kwargs, train=True)
+
+    def step_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+        """`step` for callers that hold the whole global batch on every rank."""
+        return self.step(*self._select(inputs, targets, kwargs), **self._select_kwargs(kwargs))
+
+    def evaluate(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+        """The loss over one global batch without training: forward only, modules in eval mode for
+        its time, and the next step as it would have been without it."""
+        training = {
+            module: module.training
+            for ministage in self._assembly.ministages.values()
+            for module in ministage.module.modules()
+        }
+        for module in training:
+            module.training = False
+        try:
+            return self._run(inputs, targets, kwargs, train=False)
+        finally:
+            for module, was_training in training.items():
+                module.training = was_training
+
+    def evaluate_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+        """`evaluate` for callers that hold the whole global batch on every rank."""
+        return self.evaluate(*self._select(inputs, targets, kwargs), **self._select_kwargs(kwargs))
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        """The local optimizers by ministage."""
+        return self._assembly.updates.optimizers
+
+    def lr_schedulers(self, factory: Callable[[Optimizer], LRScheduler]) -> LRSchedulers:
+        """One scheduler per local optimizer, stepped together after each step."""
+        return LRSchedulers(self.optimizers, factory)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the last step in which this rank computed; waits for it on a GPU."""
+        return self._assembly.busy.seconds()
+
+    # -- state -----------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Collective: `{name: CPU tensor}` of the whole model on rank 0, `{}` elsewhere."""
+        with self._failing_together():
+            self._alarm.enter("full_state_dict")
+            state = gather_full_state(self._assembly)
+        self._alarm.idle()
+        return state
+
+    def describe(self) -> str:
+        """What runs where and over which transport, as a table."""
+        return describe_assembly(self._assembly)
+
+    def close(self) -> None:
+        """Gives back groups, buffers and threads; collective. The process can build another."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._totals.close()
+        self._assembly.transport.close()
+        # Nobody leaves before everybody has all that was sent; only then is leaving no failure.
+        dist.barrier(group=self._assembly.control)
+        self._alarm.close()
+        self._assembly.groups.close()
+
+    def __enter__(self) -> HeteroPipeline:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            self.close()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _run(self, inputs: Any, targets: Any, kwargs: dict[str, Any], *, train: bool) -> StepResult:
+        if self._is_closed:
+            raise ConfigError("this pipeline is closed; build another one")
+        feeds = as_tensors(inputs, "inputs") if self.input_rows else None
+        self._check_rows(feeds, targets, kwargs)
+        with self._failing_together():
+            self._bind(feeds, kwargs)
+            count = float(self._count_fn(targets)) if self.target_rows else 0.0
+            batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
+            loss = Loss(
+                self._additive_loss,
+                num_targets=count,
+                device=self.device,
+                group=self._assembly.loss_group,
+                forbid_nonfinite=self._forbid_nonfinite,
+            )
+            updates = self._assembly.updates
+            updates.begin()
+            self._assembly.executor.run(
+                self._actions(train), batch=batch, loss=loss, boundaries=self._boundaries, train=train
+            )
+            loss.finish()
+            values = torch.stack(
+                (loss.loss_sum, loss.loss_sum.new_tensor(loss.local_targets), updates.squares())
+            )
+            result = self._totals.start(values)
+        self._alarm.idle()
+        return result
+
+    def _actions(self, train: bool) -> list[Action]:
+        blueprint = self._assembly.blueprint
+        return (blueprint.step_actions if train else blueprint.evaluate_actions)[self.rank]
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A rank that fails here leaves the others waiting: it tells them why, and all end."""
+        try:
+            yield
+        except Exception as error:
+            if self._assembly.ranks.world_size > 1:
+                self._alarm.fail(error)
+            self._assembly.executor.forget()
+            raise
+
+    def _check_rows(self, feeds: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
+        check_rows(feeds, self.input_rows, "inputs", f"pipe.input_rows of rank {self.rank}")
+        if self.target_rows and targets is None:
+            raise ConfigError(
+                f"targets is None, but rank {self.rank} compares with {len(self.target_rows)} rows"
+            )
+        if self.target_rows:
+            check_rows(targets, self.target_rows, "targets", f"pipe.target_rows of rank {self.rank}")
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
+
+    def _bind(self, feeds: tuple[Tensor, ...] | None, kwargs: Mapping[str, Any]) -> None:
+        """At the first call: finds what crosses every boundary, from the shapes of one rank's inputs."""
+        if self._signature is None:
+            source = self.plan.group_of(0).microbatches[0].rank
+            payload = Signature.of(feeds).to_json().encode() if self.rank == source and feeds else b""
+            told = broadcast_bytes(payload, source, self._assembly.ranks, self._assembly.control)
+            signature = Signature.from_json(told.decode())
+            blueprint = self._assembly.blueprint
+            trace = trace_boundaries(
+                blueprint.parts,
+                self.plan,
+                signature,
+                kwargs,
+                trainable=blueprint.trainable,
+                param_dtype=self._param_dtype,
+            )
+            check_unit_order(blueprint, trace)
+            self._signature, self._boundaries = signature, trace.boundaries
+        if feeds is not None and Signature.of(feeds) != self._signature:
+            raise ConfigError(
+                f"inputs are {Signature.of(feeds)}, but this pipeline was built for {self._signature}; "
+                "pad to one shape, or build another pipeline"
+            )
+
+    def _additive_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """The user's loss; the first time it is proven additive over rows, as its count is."""
+        if not self._is_loss_checked:
+            self._is_loss_checked = True
+            check_additive(self._loss_fn, self._count_fn, outputs, targets)
+        return self._loss_fn(outputs, targets)
+
+    def _select(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        for what, value in (("inputs", inputs), ("targets", targets)):
+            check_rows(value, range(self.plan.global_batch), what, "the plan's global batch")
+        return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows)
+
+    def _select_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        rows = torch.as_tensor(self.rows, dtype=torch.int64)
+        return {
+            name: value[rows.to(value.device)] if isinstance(value, Tensor) else value
+            for name, value in kwargs.items()
+        }
+
+
+def _check_arguments(max_norm: float | None, clip: str, param_dtype: torch.dtype | None) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm = {max_norm} clips nothing; give a number above 0, or None")
+    if clip not in ("global", "ministage"):
+        raise ConfigError(f"clip = '{clip}' is neither 'global' nor 'ministage'")
+    if param_dtype is torch.float16:
+        raise ConfigError(
+            "param_dtype = torch.float16 needs loss scaling, which is not there yet; use torch.bfloat16"
+        )
+
+
+def _find_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        found = torch.device(device)
+    elif torch.cuda.is_available():
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        found = torch.device("cpu")
+    if found.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(found)
+    return found
+
+
+def _dropout_seed(seed: int, rank: int) -> int:
+    """Another stream of random numbers on every rank, the same at every start."""
+    return (seed * 1_000_003 + rank + 1) % 2**63

@@ -1,0 +1,83 @@
+"""Ranks of the plan, and the processes that play them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zorselike.plan.plan import Plan
+
+ProcessGroup = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is in the plan, and which process plays each rank of the plan."""
+
+    rank: int
+    process_of: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.process_of)
+
+    def processes(self, ranks: Sequence[int]) -> list[int]:
+        return [self.process_of[rank] for rank in ranks]
+
+
+@dataclass
+class Groups:
+    """Every process group of a pipeline, created in one global order and given back together.
+
+    The communicating parts never share one: collectives in opposite order within a group hang.
+    """
+
+    ranks: Ranks
+    timeout: timedelta | None = None
+    _made: list[ProcessGroup] = field(default_factory=list)
+
+    def make(self, members: Sequence[int], backend: str) -> ProcessGroup | None:
+        """A group over ranks of the plan; every process calls, members get it."""
+        processes = sorted(self.ranks.processes(members))
+        group = dist.new_group(processes, backend=backend, timeout=self.timeout)
+        if self.ranks.rank not in members:
+            return None
+        assert isinstance(group, ProcessGroup)
+        self._made.append(group)
+        return group
+
+    def make_own(self, backend: str) -> ProcessGroup:
+        """A group of this process alone, known to nobody else."""
+        process = self.ranks.process_of[self.ranks.rank]
+        group = dist.new_group([process], backend=backend, use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+
+def broadcast_bytes(payload: bytes, source: int, ranks: Ranks, group: ProcessGroup) -> bytes:
+    """`payload` of rank `source`, on every rank of a Gloo group."""
+    process = ranks.process_of[source]
+    length = torch.tensor([len(payload)], dtype=torch.int64)
+    dist.broadcast(length, process, group=group)
+    content: Tensor
+    if ranks.rank == source:
+        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    else:
+        content = torch.empty(int(length.item()), dtype=torch.uint8)
+    dist.broadcast(content, process, group=group)
+    return content.numpy().tobytes()
+
+
+def all_ranks(plan: Plan) -> tuple[int, ...]:
+    """The ranks of a plan in order."""
+    return tuple(range(plan.num_ranks))

@@ -1,0 +1,100 @@
+"""What a step came to: the same numbers on every rank, read when somebody asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zorselike.runtime.ranks import ProcessGroup
+
+Sums = tuple[float, float, float]
+"""Loss sum, number of targets, squared gradient norm, each over all ranks."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss per target, number of targets and gradient norm of one step over the global batch.
+
+    The sum over ranks runs beside the next step; reading a number waits for it, so nothing
+    forces a world-wide wait on who does not ask.
+    """
+
+    _sums: Callable[[], Sums]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the valid targets of the global batch (nan if there are none)."""
+        loss_sum, num_targets, _ = self._sums()
+        return loss_sum / num_targets if num_targets else math.nan
+
+    @property
+    def num_targets(self) -> int | float:
+        """What `count_fn` counts, over the global batch."""
+        num_targets = self._sums()[1]
+        return int(num_targets) if num_targets.is_integer() else num_targets
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient, before clipping; 0 after `evaluate`."""
+        return math.sqrt(self._sums()[2])
+
+
+class SumOverRanks:
+    """Sums three numbers over all ranks, one step after the other, off the critical path."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        # A number on a GPU is ready only after the work queued before it; a thread waits for it.
+        self._thread = None if device.type == "cpu" else ThreadPoolExecutor(1, "zorselike-result")
+        self._last: Callable[[], Sums] | None = None
+
+    def start(self, values: Tensor) -> StepResult:
+        """`values`: float64 `[3]` of this rank, see `Sums`."""
+        if self._thread is None:
+            work = dist.all_reduce(values, group=self._group, async_op=True)
+            self._last = _once(lambda: (work.wait(), _read(values))[1])
+        else:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+
+            def reduce() -> Sums:
+                copied.synchronize()
+                dist.all_reduce(host, group=self._group)
+                return _read(host)
+
+            future: Future[Sums] = self._thread.submit(reduce)
+            self._last = future.result
+        return StepResult(self._last)
+
+    def close(self) -> None:
+        """Waits for the last sum: a rank that left earlier would break it for the others."""
+        if self._last is not None:
+            self._last()
+            self._last = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+
+def _once(compute: Callable[[], Sums]) -> Callable[[], Sums]:
+    """Computes at the first call; a Work may be waited for once only."""
+    kept: list[Sums] = []
+
+    def read() -> Sums:
+        if not kept:
+            kept.append(compute())
+        return kept[0]
+
+    return read
+
+
+def _read(values: Tensor) -> Sums:
+    loss_sum, num_targets, squares = values.tolist()
+    return loss_sum, num_targets, squares
