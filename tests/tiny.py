@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Imported before ranks are forked, so that they need not, each for itself.
+from zorselike import HeteroPipeline, initialize
 from zorselike.plan.plan import Group, Ministage, Plan
+from zorselike.runtime.loss import token_cross_entropy
 
 VOCABULARY = 13
 SEQUENCE = 4
@@ -119,9 +122,6 @@ def adamw(named_parameters: Any) -> torch.optim.Optimizer:
 
 def train_single(case: Case) -> Outcome:
     """The reference: one process, the whole batch, plain torch."""
-    from zorselike.runtime.initialize import initialize
-    from zorselike.runtime.loss import token_cross_entropy
-
     model = initialize(case.model(), seed=case.seed)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(trained)
@@ -145,8 +145,6 @@ def train_single(case: Case) -> Outcome:
 
 def train_planned(case: Case) -> Outcome:
     """The same run through the pipeline; the state is on rank 0."""
-    from zorselike import HeteroPipeline
-
     pipe = HeteroPipeline(case.model(), case.plan, optimizer=adamw, max_norm=case.max_norm, seed=case.seed)
     results, evaluations = [], []
     for step in range(case.num_steps):

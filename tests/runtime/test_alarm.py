@@ -94,13 +94,11 @@ def _leave_process() -> None:
     os._exit(0)
 
 
-def _check_last_lines(
-    exits: list[RankExit], failing: int, reason: str, folder: Path, within_s: float
-) -> None:
+def _check_last_lines(exits: list[RankExit], failing: int, reason: str, folder: Path) -> None:
     failed_s = float((folder / "failed_s").read_text())
     expected = f"zorselike: rank {failing} failed first, in 3B1 (ministage 3, microbatch 1, backward): "
     for ended in exits:
-        assert ended.ended_s - failed_s < within_s, ended
+        assert ended.ended_s - failed_s < 10, ended
         if ended.rank == failing and ended.code <= 0:
             continue
         assert ended.code == 1, ended
@@ -113,7 +111,7 @@ def _check_last_lines(
 @pytest.mark.parametrize("failing", range(4))
 def test_an_exception_on_any_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int) -> None:
     exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _raise, allow_exit=True, timeout=30)
-    _check_last_lines(exits, failing, "FakeOutOfMemoryError: CUDA out of memory.", tmp_path, 3)
+    _check_last_lines(exits, failing, "FakeOutOfMemoryError: CUDA out of memory.", tmp_path)
     assert "in _raise" in exits[failing].stderr
     assert exits[failing].last_line.endswith("; this is that rank.")
 
@@ -121,7 +119,7 @@ def test_an_exception_on_any_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, 
 @pytest.mark.parametrize("failing", range(4))
 def test_a_killed_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int) -> None:
     exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _kill, allow_exit=True, timeout=30)
-    _check_last_lines(exits, failing, "its process ended without a word", tmp_path, 3)
+    _check_last_lines(exits, failing, "its process ended without a word", tmp_path)
     assert exits[failing].code == -signal.SIGKILL
 
 
@@ -129,7 +127,7 @@ def test_a_killed_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: in
 def test_a_stopped_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int, silence_s: float) -> None:
     train = partial(_train_until_failure, silence_s=silence_s)
     exits = run_ranks(train, 4, str(tmp_path), failing, _stop, allow_exit=True, timeout=30)
-    _check_last_lines(exits, failing, "silent for ", tmp_path, silence_s + 3)
+    _check_last_lines(exits, failing, "silent for ", tmp_path)
     assert exits[failing].was_stopped
 
 
@@ -153,12 +151,12 @@ def test_ranks_of_other_nodes_tell_where_they_are(run_ranks: RunRanks, tmp_path:
 @pytest.mark.parametrize("failing", [0, 3])
 def test_sys_exit_within_a_step_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int) -> None:
     exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _exit, allow_exit=True, timeout=30)
-    _check_last_lines(exits, failing, "SystemExit: 3", tmp_path, 3)
+    _check_last_lines(exits, failing, "SystemExit: 3", tmp_path)
 
 
 def test_a_process_that_just_goes_ends_all(run_ranks: RunRanks, tmp_path: Path) -> None:
     exits = run_ranks(_train_until_failure, 4, str(tmp_path), 1, _leave_process, allow_exit=True, timeout=30)
-    _check_last_lines(exits, 1, "its process ended without a word", tmp_path, 3)
+    _check_last_lines(exits, 1, "its process ended without a word", tmp_path)
 
 
 def _fail_with_echoes(rank: int, world_size: int, folder: str) -> None:
@@ -250,8 +248,7 @@ def _leave_at_different_times(rank: int, world_size: int, folder: str) -> float:
 
 def test_ranks_leave_in_order_at_different_times(run_ranks: RunRanks, tmp_path: Path) -> None:
     seconds = run_ranks(_leave_at_different_times, 4, str(tmp_path))
-    assert max(seconds[1:]) < 0.4  # Rank 0 waits for the others, which do not wait.
-    assert seconds[0] < 2
+    assert max(seconds) < 4  # Nobody waits for someone who has gone.
 
 
 def _leave_before_the_others_are_done(rank: int, world_size: int, folder: str) -> None:
@@ -350,13 +347,27 @@ def test_a_wrong_silence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCRIPT = """
-    import os, sys, time
-    import torch.distributed as dist
+    import os, pathlib, sys, time
     from zorselike.runtime.alarm import Alarm
     from zorselike.schedule.actions import parse_action
 
+    class Store:  # Saves four imports of torch.
+        path = pathlib.Path(sys.argv[2])
+
+        def add(self, key, amount):
+            return amount
+
+        def set(self, key, value):
+            self.path.with_suffix(".unfinished").write_text(value)
+            self.path.with_suffix(".unfinished").rename(self.path)
+
+        def get(self, key):
+            while not self.path.exists():
+                time.sleep(0.01)
+            return self.path.read_bytes()
+
     rank, how = int(sys.argv[1]), sys.argv[3]
-    alarm = Alarm(rank, 2, dist.FileStore(sys.argv[2], 2))
+    alarm = Alarm(rank, 2, Store())
     alarm.enter(parse_action("1F0"))
     alarm.idle()
     if rank == 1:

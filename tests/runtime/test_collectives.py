@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
 
+from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 NUM_LAYERS = 5
@@ -37,8 +38,6 @@ def one_group(zero: int, grad_reduce: str = "once", recompute: str = "none") -> 
 def count_steps(rank: int, world_size: int, plan: Plan, frozen: tuple[str, ...]) -> list[Counts]:
     """All-gathers, reduce-scatters and all-reduces of device groups in steps 0 and 1, in an
     evaluation, and in step 2."""
-    from zorselike import HeteroPipeline
-
     case = Case(plan, NUM_LAYERS, frozen=frozen)
     pipe = HeteroPipeline(case.model(), plan, optimizer=adamw)
     counter: Counter[str] = Counter()

@@ -32,7 +32,9 @@ def make_case(seed: int) -> Case:
         if plan.num_ranks <= MAX_RANKS and plan.num_ministages <= 9:
             break
     if rng.random() < 0.3:
-        plan = replace(plan, groups=tuple(with_unequal_counts(group, plan.global_batch) for group in plan.groups))
+        plan = replace(
+            plan, groups=tuple(with_unequal_counts(group, plan.global_batch) for group in plan.groups)
+        )
     plan, num_layers = over_model(plan, rng)
     return Case(
         plan,
@@ -79,7 +81,9 @@ def ties_across_zero(case: Case) -> bool:
 def test_the_cases_cover_what_they_should() -> None:
     assert len(CASES) >= 60
     assert sum(has_unequal_zero3(case.plan) for case in CASES) >= 10
-    many = [c for c in CASES if any(len(c.plan.ministages_of_group(g)) > 1 for g in range(len(c.plan.groups)))]
+    many = [
+        c for c in CASES if any(len(c.plan.ministages_of_group(g)) > 1 for g in range(len(c.plan.groups)))
+    ]
     assert len(many) >= 10
     assert sum(has_idle_rank(case.plan) for case in CASES) >= 10
     assert sum(map(ties_across_zero, CASES)) >= 10

@@ -73,7 +73,9 @@ def test_numbered_children_keep_their_numbers() -> None:
 
 def test_one_activation_used_twice_runs_twice() -> None:
     act = nn.Tanh()
-    model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), act, nn.Linear(DIM, DIM), act, nn.Linear(DIM, 3), act)
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, DIM), act, nn.Linear(DIM, DIM), act, nn.Linear(DIM, 3), act
+    )
     parts = partition(model, plan_over(["0"], ["2"], ["4"]))
     assert_same(parts, model)
 
@@ -193,9 +195,7 @@ class Dropped(Decoder):
 
 
 @pytest.mark.parametrize(("kind", "operation"), [(Scaled, "mul"), (Dropped, "tanh")])
-def test_what_a_decoder_does_outside_its_modules_is_not_repeated(
-    kind: type[Decoder], operation: str
-) -> None:
+def test_what_a_decoder_does_outside_its_modules_is_not_repeated(kind: type[Decoder], operation: str) -> None:
     model = kind(2)
     names = module_names(2)
     plan = plan_over(names[:2], names[2:])
@@ -230,7 +230,11 @@ def test_using_a_weight_without_calling_its_module_is_refused() -> None:
     class Stray(Decoder):
         def forward(self, x: Tensor) -> Tensor:
             assert self.tok_embeddings is not None or x.is_floating_point()
-            x = nn.functional.embedding(x, self.tok_embeddings.weight) if self.tok_embeddings is not None else x  # type: ignore[arg-type]
+            x = (
+                nn.functional.embedding(x, self.tok_embeddings.weight)
+                if self.tok_embeddings is not None
+                else x
+            )  # type: ignore[arg-type]
             for layer in self.layers.values():
                 x = layer(x)
             return self.output(self.norm(x)) if self.output is not None and self.norm is not None else x

@@ -8,11 +8,24 @@ from typing import Any
 import pytest
 import torch
 from ranks import RunRanks
-from tiny import DIM, SEQUENCE, VOCABULARY, Case, Decoder, adamw, assert_same, module_names, train_single
+from tiny import (
+    DIM,
+    SEQUENCE,
+    VOCABULARY,
+    Case,
+    Decoder,
+    adamw,
+    assert_same,
+    module_names,
+    train_planned,
+    train_single,
+)
 from torch import Tensor, nn
 
+from zorselike import Broadcast, HeteroPipeline, initialize
 from zorselike.plan import ConfigError, PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.loss import token_cross_entropy
 
 NUM_LAYERS = 4
 NAMES = module_names(NUM_LAYERS)
@@ -37,8 +50,6 @@ def in_ranks(run_ranks: RunRanks, function: Callable[..., Any], num_ranks: int =
 
 
 def report_rows(rank: int, world_size: int) -> tuple[list[int], list[int], list[int]]:
-    from zorselike import HeteroPipeline
-
     with HeteroPipeline(CASE.model(), CASE.plan) as pipe:
         return pipe.input_rows, pipe.target_rows, pipe.rows
 
@@ -53,8 +64,6 @@ def test_rows_of_each_rank(run_ranks: RunRanks) -> None:
 
 def step_by_rows(rank: int, world_size: int) -> tuple[float, int]:
     """Each rank hands over its own rows only."""
-    from zorselike import HeteroPipeline
-
     with HeteroPipeline(CASE.model(), CASE.plan, optimizer=adamw) as pipe:
         inputs, targets = CASE.batch(0)
         result = pipe.step(
@@ -116,8 +125,6 @@ class WithKeywords(nn.Module):
 
 def train_both(rank: int, world_size: int, kind: str) -> tuple[list[float], list[float]]:
     """Losses of a single process and of the plan, for three steps."""
-    from zorselike import Broadcast, HeteroPipeline, initialize
-    from zorselike.runtime.loss import token_cross_entropy
 
     def make() -> nn.Module:
         with torch.device("meta"):
@@ -159,8 +166,6 @@ def test_keywords_and_tuples_of_mixed_dtypes(kind: str, run_ranks: RunRanks) -> 
 
 
 def look_at_optimizers(rank: int, world_size: int) -> tuple[list[str], list[int], list[float]]:
-    from zorselike import HeteroPipeline
-
     seen: list[str] = []
 
     def factory(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -171,7 +176,9 @@ def look_at_optimizers(rank: int, world_size: int) -> tuple[list[str], list[int]
         return torch.optim.AdamW(groups, lr=1.0)
 
     with HeteroPipeline(CASE.model(), CASE.plan, optimizer=factory) as pipe:
-        schedulers = pipe.lr_schedulers(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step))
+        schedulers = pipe.lr_schedulers(
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step)
+        )
         rates = []
         for step in range(2):
             pipe.step_global(*CASE.batch(step))
@@ -192,9 +199,6 @@ def test_optimizers_get_global_names_and_schedulers_step_together(run_ranks: Run
 
 def clip_each_ministage(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights after two steps: expected with clipping by ministage in one process, and found."""
-    from zorselike import HeteroPipeline, initialize
-    from zorselike.runtime.loss import token_cross_entropy
-
     reference = initialize(CASE.model(), seed=0)
     optimizer = adamw(reference.parameters())
     pipe = HeteroPipeline(CASE.model(), CASE.plan, optimizer=adamw, max_norm=0.05, clip="ministage")
@@ -222,8 +226,6 @@ def test_clipping_each_ministage_by_its_own_norm(run_ranks: RunRanks) -> None:
 
 
 def evaluate_with_dropout(rank: int, world_size: int) -> tuple[float, float, float, bool]:
-    from zorselike import HeteroPipeline
-
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Embedding(VOCABULARY, DIM), nn.Dropout(0.5), nn.Linear(DIM, DIM), nn.Linear(DIM, VOCABULARY)
@@ -234,7 +236,9 @@ def evaluate_with_dropout(rank: int, world_size: int) -> tuple[float, float, flo
         batch = CASE.batch(0)
         first, second = pipe.evaluate_global(*batch).loss, pipe.evaluate_global(*batch).loss
         trained = pipe.step_global(*batch).loss
-        modes = [m.training for ministage in pipe._assembly.ministages.values() for m in ministage.module.modules()]
+        modes = [
+            m.training for ministage in pipe._assembly.ministages.values() for m in ministage.module.modules()
+        ]
         return first, second, trained, all(modes)
 
 
@@ -246,8 +250,6 @@ def test_evaluate_switches_dropout_off_and_restores_it(run_ranks: RunRanks) -> N
 
 def train_given_weights(rank: int, world_size: int) -> Any:
     """A model that has its weights already, on every rank."""
-    from zorselike import HeteroPipeline, initialize
-
     model = initialize(CASE.model(), seed=0)
     pipe = HeteroPipeline(model, CASE.plan, optimizer=adamw)
     losses = tuple(pipe.step_global(*CASE.batch(step)).loss for step in range(CASE.num_steps))
@@ -266,8 +268,6 @@ def train_reference(rank: int, world_size: int) -> Any:
 
 
 def train_in_bf16(rank: int, world_size: int) -> tuple[list[float], list[str]]:
-    from zorselike import HeteroPipeline
-
     with torch.device("meta"):
         model = Decoder(NUM_LAYERS)
     with HeteroPipeline(model, CASE.plan, optimizer=adamw, param_dtype=torch.bfloat16) as pipe:
@@ -286,10 +286,6 @@ def test_bf16_layers_train_fp32_parameters(run_ranks: RunRanks) -> None:
 
 
 def build_twice(rank: int, world_size: int) -> tuple[Any, Any, str]:
-    from tiny import train_planned
-
-    from zorselike import HeteroPipeline
-
     first, second = train_planned(CASE), train_planned(CASE)
     with HeteroPipeline(CASE.model(), CASE.plan) as pipe:
         description = pipe.describe()
@@ -315,8 +311,6 @@ def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def refused(rank: int, world_size: int, what: str) -> str:
     """What the pipeline says to one mistake, made alike on every rank."""
-    from zorselike import HeteroPipeline
-
     plan = {
         "offload": two_groups(offload=("params",)),
         "ranks": Plan(5, (*two_groups().groups, Group((3,), (Microbatch(3, 0, 5),))),
@@ -358,7 +352,9 @@ def refused(rank: int, world_size: int, what: str) -> str:
         ("closed", ["ConfigError", "closed"]),
     ],
 )
-def test_mistakes_are_one_clear_error_on_every_rank(what: str, expected: list[str], run_ranks: RunRanks) -> None:
+def test_mistakes_are_one_clear_error_on_every_rank(
+    what: str, expected: list[str], run_ranks: RunRanks
+) -> None:
     if what == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     for message in in_ranks(run_ranks, refused, 3, what):
@@ -367,8 +363,6 @@ def test_mistakes_are_one_clear_error_on_every_rank(what: str, expected: list[st
 
 def fail_in_step(rank: int, world_size: int, what: str) -> None:
     """A mistake that shows while ranks work."""
-    from zorselike import HeteroPipeline
-
     arguments: dict[str, Any] = {"loss_fn": mean_loss} if what == "mean" else {}
     with HeteroPipeline(CASE.model(), CASE.plan, **arguments) as pipe:
         inputs, targets = CASE.batch(0)
@@ -377,9 +371,7 @@ def fail_in_step(rank: int, world_size: int, what: str) -> None:
             pipe.step_global(inputs[:, :2], targets[:, :2])
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"), [("mean", "reduction='sum'"), ("shape", "pad to one shape")]
-)
+@pytest.mark.parametrize(("what", "expected"), [("mean", "reduction='sum'"), ("shape", "pad to one shape")])
 def test_a_mistake_in_a_step_ends_every_rank_with_its_reason(
     what: str, expected: str, run_ranks: RunRanks
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
-from zorselike.plan.wording import list_few, show_modules, show_value, suggest
+from zorselike.plan.wording import list_few, show_modules, suggest
 from zorselike.runtime.tracing import FakeMode, Recorder, fake_copies, first_line, map_leaves, tensors_in
 
 if TYPE_CHECKING:
@@ -252,8 +252,7 @@ def run_parts(
             where = part.name
             kwargs = {k: v for k, v in make_kwargs(specs, rows).items() if k in part.accepts}
             recorder = Recorder({name: module.get_submodule(name) for name in part.units})
-            with recorder.recording():
-                output = _run(module, tensors, kwargs, where)
+            output = run_module(module, tensors, kwargs, where, recorder)
             for unit, parameter in recorder.strays.items():
                 raise ConfigError(
                     f"{where} uses '{parameter}' outside the forward of '{unit}', so it is not gathered "
@@ -264,6 +263,7 @@ def run_parts(
             if part is parts[-1]:
                 break
             tensors, _ = as_boundary(output, where)
+            _check_rows(tensors, rows, where, _CUT_MEND)
             tensors = tuple(
                 t.detach().requires_grad_(t.is_floating_point() and (t.requires_grad or all_trainable))
                 for t in tensors
@@ -271,16 +271,24 @@ def run_parts(
     return PartsRun(outputs, recorders)
 
 
-def _run(module: nn.Module, tensors: tuple[Tensor, ...], kwargs: dict[str, Any], where: str) -> Any:
+def run_module(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    kwargs: Mapping[str, Any],
+    where: str,
+    recorder: Recorder,
+) -> Any:
+    """What a copy returns, recorded; `ConfigError` with shapes and the first line where it fails."""
+    shapes = _spell_shapes(tensors)
     try:
-        return module(*tensors, **kwargs)
+        with recorder.recording():
+            return module(*tensors, **kwargs)
     except ConfigError:
         raise
     except Exception as error:
         hint = ""
         if "leaf Variable" in str(error):
             hint = "; it changes its input in place: write x = x + y instead of x += y"
-        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
         raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
 
 
@@ -330,10 +338,8 @@ def _name_output(output: Any) -> str:
 def _name_type(value: Any) -> str:
     if value is None:
         return "None"
-    name = type(value).__name__
-    inside = ""
-    if isinstance(value, list | tuple) and value:
-        inside = f" of {type(value[0]).__name__}"
+    name = "Tensor" if isinstance(value, Tensor) else type(value).__name__
+    inside = f" of {_name_type(value[0]).split()[-1]}" if isinstance(value, list | tuple) and value else ""
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}{inside}"
 
 
@@ -342,26 +348,38 @@ def name_ministage(plan: Plan, index: int) -> str:
     return f"ministage {index} ({show_modules(plan.ministages[index].modules)})"
 
 
+_CUT_MEND = "cut elsewhere, or pass split="
+_OUTPUT_MEND = "pass unpack= to give it rows"
+
+
 def _compare(few: Any, more: Any, rows: tuple[int, int], where: str, *, is_last: bool) -> Boundary:
     """What one ministage returned for two row counts, as a boundary."""
     convert = as_model_output if is_last else as_boundary
+    mend = _OUTPUT_MEND if is_last else _CUT_MEND
     (tensors, is_tuple), (others, _) = convert(few, where), convert(more, where)
-    mend = "pass unpack= to give it rows" if is_last else "cut elsewhere, or pass split="
-    if len(tensors) != len(others):
+    _check_rows(tensors, rows[0], where, mend)
+    _check_rows(others, rows[1], where, mend)
+    first, second = ([(tuple(t.shape[1:]), t.dtype) for t in side] for side in (tensors, others))
+    if first != second:
         raise ConfigError(
-            f"{where} returns {len(tensors)} tensors for {rows[0]} rows and {len(others)} for {rows[1]}; "
-            f"{mend}"
+            f"{where} returns {_spell_shapes(tensors)} for {rows[0]} rows, but {_spell_shapes(others)} for "
+            f"{rows[1]}; nothing but dimension 0 may depend on the rows; {mend}"
         )
-    specs = []
-    for i, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
-        found, expected = tuple(tensor.shape), (rows[0], *other.shape[1:])
-        if not tensor.dim() or found != expected or other.shape[0] != rows[1] or other.dtype != tensor.dtype:
-            raise ConfigError(
-                f"tensor {i} that {where} returns is {list(found)} for {rows[0]} rows and "
-                f"{list(other.shape)} for {rows[1]}; dimension 0 must be rows and the others fixed; {mend}"
-            )
-        specs.append(TensorSpec(found[1:], tensor.dtype, tensor.requires_grad))
+    specs = (TensorSpec(tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in tensors)
     return Boundary(tuple(specs), is_tuple)
+
+
+def _check_rows(tensors: Sequence[Tensor], rows: int, where: str, mend: str) -> None:
+    for i, tensor in enumerate(tensors):
+        if not tensor.dim() or tensor.shape[0] != rows:
+            raise ConfigError(
+                f"tensor {i} that {where} returns is {list(tensor.shape)} for {rows} rows; dimension 0 must "
+                f"be rows; {mend}"
+            )
+
+
+def _spell_shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
 
 
 def _without_grad(boundary: Boundary) -> Boundary:
@@ -430,6 +448,6 @@ def _require_sum(what: str, whole: Any, split: Sequence[Any], rows: int) -> None
             else "return how many targets the loss sums over"
         )
         raise ConfigError(
-            f"{what} is not additive over rows: {show_value(total)} for {rows} rows, but "
-            f"{' + '.join(show_value(part) for part in parts)} for their halves; {mend}"
+            f"{what} is not additive over rows: {total:g} for {rows} rows, but "
+            f"{' + '.join(f'{part:g}' for part in parts)} for their halves; {mend}"
         )

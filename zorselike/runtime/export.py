@@ -135,10 +135,14 @@ class Exporter(Skeleton):
                 num_inputs=len(inputs.tensors),
                 has_rows=has_rows,
                 rows=rows,
-                is_replica=lambda name: _strip(name) in self._replicas,
+                is_replica=lambda name: self._is_everywhere(_strip(name)),
             )
         except CannotCut as error:
             raise self._refuse(str(error)) from error
+
+    def _is_everywhere(self, buffer: str) -> bool:
+        """Whether every ministage has a buffer, or can have its values."""
+        return buffer in self._replicas or all(buffer in buffers for _, buffers in self._held)
 
     def _starts(self, whole: nn.Module) -> list[str]:
         """Where each ministage but the first begins: at the first of its units with parameters."""

@@ -216,12 +216,17 @@ class Flow:
         return node not in self._free and (node not in self._inputs or self._is_entry(node))
 
     def _refuse_distant_mutations(self) -> None:
-        """A keyword argument is every ministage's own, and views of one value lose each other when
-        they cross."""
+        """Keyword arguments and buffers are every ministage's own, and views of one value lose each
+        other when they cross."""
         for root, mutators in self._mutators.items():
             entry = self._inputs.get(root)
             if entry is not None and entry.kind is InputKind.USER_INPUT and not self._is_entry(root):
                 raise CannotCut(f"'{mutators[0].name}' changes a keyword argument in place")
+            users = {
+                self._stage[node] for node in self._nodes if root in map(self._root.get, node.all_input_nodes)
+            }
+            if entry is not None and entry.kind is InputKind.BUFFER and len(users) > 1:
+                raise CannotCut(f"'{mutators[0].name}' changes a buffer that several ministages use")
         members = defaultdict(list)
         for node in self._last_use:
             members[self._root[node]].append(node)

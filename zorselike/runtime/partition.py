@@ -26,6 +26,7 @@ from zorselike.runtime.boundaries import (
     TensorSpec,
     make_kwargs,
     name_ministage,
+    run_module,
     run_parts,
 )
 from zorselike.runtime.export import Exporter
@@ -288,9 +289,9 @@ class _Decoder(Skeleton):
         whole, *modules = fake_copies([self.whole, *self.parts], self.mode, all_trainable=True)
         rows = self.probe_rows[0]
         recorder = Recorder({n: whole.get_submodule(n) for part in self.model_parts for n in part.units})
-        with self.mode, recorder.recording():
+        with self.mode:
             tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
-            whole(*tensors, **make_kwargs(kwargs, rows))
+            run_module(whole, tensors, make_kwargs(kwargs, rows), "the model", recorder)
         run = run_parts(self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True)
         told = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
         self._compare_calls(recorder, run.recorders, told)

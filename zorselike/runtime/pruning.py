@@ -121,7 +121,8 @@ class _Pruner:
         if fqn in self._mine:
             return self._own(child)
         if fqn in self._others:
-            return None
+            # A loop over a list of modules goes on over none.
+            return type(child)() if type(child) in (nn.ModuleList, nn.ModuleDict) else None
         has_mine, has_others = (
             any(name.startswith(f"{fqn}.") for name in names) for names in (self._mine, self._others)
         )

@@ -8,6 +8,7 @@ the device's type: `torch.autocast(x.device.type)` refuses "meta".
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -173,11 +174,11 @@ class Recorder(TorchFunctionMode):
         self.strays: dict[str, str] = {}
         """Units of which a parameter was used outside their own forward, and which parameter."""
         self._active: list[str] = []
-        self._owners = {
-            id(p): (unit, f"{unit}.{name}")
-            for unit, module in units.items()
-            for name, p in module.named_parameters()
-        }
+        # A tied parameter has several owners: each has its own once units are sharded.
+        self._owners: dict[int, dict[str, str]] = {}
+        for unit, module in units.items():
+            for name, p in module.named_parameters():
+                self._owners.setdefault(id(p), {})[unit] = f"{unit}.{name}"
         self._units = units
 
     @contextmanager
@@ -187,10 +188,14 @@ class Recorder(TorchFunctionMode):
         for name, module in self._units.items():
             hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
             hooks.append(module.register_forward_hook(self._leave))
+        # What fails is reported by the error; torch would log it to the screen besides.
+        disabled = logging.root.manager.disable
+        logging.disable(max(disabled, logging.ERROR))
         try:
             with self:
                 yield self
         finally:
+            logging.disable(disabled)
             for hook in hooks:
                 hook.remove()
 
@@ -207,8 +212,9 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs)):
-            unit, name = self._owners.get(id(tensor), ("", ""))
-            if unit and unit not in self._active:
+            owners = self._owners.get(id(tensor))
+            if owners and not any(unit in owners for unit in self._active):
+                unit, name = next(iter(owners.items()))
                 self.strays.setdefault(unit, name)
         result = func(*args, **(kwargs or {}))
         if not self._active and any(t.requires_grad for t in tensors_in(result)):

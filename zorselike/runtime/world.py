@@ -14,11 +14,11 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
 
+from zorselike import __version__
 from zorselike.plan.devices import Process, match_devices
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
@@ -109,7 +109,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=_nccl_version() if num_gpus else "",
         python=platform.python_version(),
-        zorselike=_own_version(),
+        zorselike=__version__,
     )
 
 
@@ -355,13 +355,6 @@ def _nccl_version() -> str:
     if not dist.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("zorselike")
-    except metadata.PackageNotFoundError:  # Run from its sources.
-        return ""
 
 
 def _host_memory_bytes() -> int:

@@ -1,0 +1,148 @@
+"""A benchmark in progress: cases, contestants that ran on them, figures that came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zorselike.plan.plan import Plan
+from zorselike.schedule.build import build
+
+from .actions_bound import MIN_COST_ROWS, Workload, simulate
+from .meshes import Cluster, Mesh, simulate_mesh
+from .plans import make_plan
+from .report import Figure, Run
+from .runs import Emulation, run_fsdp, run_mesh, run_ours
+
+MIN_SLEEP_S = 0.045
+"""The shortest sleep of a ministage with seven ranks: what Python and Gloo do for one action of
+every rank then stays far under 30 % of two cores over that time."""
+MIN_SLEEP_DOZEN_S = 0.1
+MIN_STEP_S = 4.0
+"""The shortest step, so that what a step costs once (collectives of seven ranks on two cores)
+stays small against it, as it is against a real step."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan with the devices it runs on."""
+
+    name: str
+    plan: Plan
+    layers: tuple[int, ...]
+    """Of each ministage."""
+    emulation: Emulation
+
+    @property
+    def workload(self) -> Workload:
+        emulation = self.emulation
+        return Workload(emulation.seconds_of_rank, self.layers, emulation.row_bytes, emulation.layer_bytes)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The same devices for a mesh of torch's."""
+        emulation = self.emulation
+        return Cluster(
+            emulation.seconds_of_rank, emulation.links, emulation.row_bytes, emulation.layer_bytes
+        )
+
+
+@dataclass
+class Bench:
+    """Runs contestants and keeps what came out; ours on a case runs once."""
+
+    is_quick: bool = False
+    say: Callable[[str], None] = print
+    runs: list[Run] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    _ours: dict[Case, Run] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        return 1 if self.is_quick else 3
+
+    def case(
+        self,
+        name: str,
+        groups: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        speeds: Sequence[float],
+        *,
+        num_rows: int,
+        num_microbatches: int,
+        ministages: int,
+        min_sleep_s: float = MIN_SLEEP_S,
+    ) -> Case:
+        """A plan by speed, on devices so slow that no forward sleeps less than `min_sleep_s` and an
+        ideal step takes `MIN_STEP_S`."""
+        plan, sizes = make_plan(
+            groups,
+            speeds,
+            layers,
+            num_rows=num_rows,
+            num_microbatches=num_microbatches,
+            ministages=ministages,
+        )
+        ideal_steps = Workload(tuple(1 / speed for speed in speeds), sizes).ideal_s(num_rows)
+        unit_s = max(min_sleep_s / shortest_forward(plan, sizes, speeds), MIN_STEP_S / ideal_steps)
+        emulation = Emulation(tuple(unit_s / speed for speed in speeds), num_steps=self.num_steps)
+        return Case(f"{name} x {ministages}", plan, sizes, emulation)
+
+    def ours(self, case: Case) -> Run:
+        """Our runtime on a plan, with the bound of its own actions."""
+        if case not in self._ours:
+            workload = case.workload
+            bound_s = simulate(case.plan, build(case.plan), workload, case.emulation.links).makespan_s
+            timing = run_ours(case.plan, case.layers, case.emulation)
+            ideal_s = workload.ideal_s(case.plan.global_batch)
+            self._ours[case] = self._add(Run(case.name, "zorselike", timing, bound_s, ideal_s))
+        return self._ours[case]
+
+    def mesh(self, case: Case, mesh: Mesh) -> Run:
+        """Torch's pipelining on the devices of a case, with the bound of its own order."""
+        bound_s = simulate_mesh(mesh, case.cluster).makespan_s
+        name = f"{mesh.schedule} dp {mesh.dp} pp {mesh.pp} x {mesh.loops}"
+        ideal_s = case.workload.ideal_s(case.plan.global_batch)
+        return self._add(Run(case.name, name, run_mesh(mesh, case.emulation), bound_s, ideal_s))
+
+    def fsdp(self, case: Case, rows_of_rank: tuple[int, ...]) -> Run:
+        """Plain FSDP2 on the devices of a case; its units are the case's ministages."""
+        seconds = zip(rows_of_rank, case.emulation.seconds_of_rank, strict=True)
+        bound_s = max(3 * rows * sum(case.layers) * rank_s for rows, rank_s in seconds)
+        timing = run_fsdp(rows_of_rank, case.layers, case.emulation)
+        ideal_s = case.workload.ideal_s(case.plan.global_batch)
+        return self._add(Run(case.name, "FSDP2, even shares", timing, bound_s, ideal_s))
+
+    def _add(self, run: Run) -> Run:
+        self.runs.append(run)
+        self.say(
+            f"  {run.case}, {run.contestant}: {run.timing.median_s:.3f} s a step, "
+            f"{run.share_of_bound:.3f} of its bound, cores {run.timing.cpu_share:.0%} busy"
+        )
+        return run
+
+    def hold(
+        self,
+        name: str,
+        values: dict[str, float],
+        target: float | None = None,
+        *,
+        worst: Callable[[Sequence[float]], float] = min,
+    ) -> None:
+        """Records the worst of some values as a figure, all of them in its note."""
+        note = ", ".join(f"{key}: {value:.3f}" for key, value in values.items())
+        self.figures.append(Figure(name, worst(list(values.values())), target, worst is max, note))
+
+
+def shortest_forward(plan: Plan, layers: Sequence[int], speeds: Sequence[float]) -> float:
+    """The least `rows * layers / speed` of any forward of the plan."""
+    return min(
+        max(microbatch.num_rows, MIN_COST_ROWS) * layers[i] / speeds[microbatch.rank]
+        for i in range(plan.num_ministages)
+        for microbatch in plan.group_of(i).microbatches
+    )
+
+
+def even_rows(num_rows: int, num_ranks: int) -> tuple[int, ...]:
+    """Equal shares; what does not divide goes to the first ranks."""
+    return tuple(num_rows // num_ranks + (rank < num_rows % num_ranks) for rank in range(num_ranks))

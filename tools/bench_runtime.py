@@ -1,0 +1,68 @@
+"""Benchmarks of the runtime, on ranks that sleep instead of computing; no GPU is needed.
+
+    python tools/bench_runtime.py --json figures.json     # everything, under 20 minutes on 2 cores
+    python tools/bench_runtime.py --quick                 # under 4 minutes
+    python tools/bench_runtime.py --only hand_tuned
+
+Layers sleep `rows * seconds of that device` in forward and twice that in backward, so that a dozen
+unequal ranks fit two cores. Every figure stands beside its target, every run beside the bound
+that a discrete simulation of the same actions gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# Before torch is imported, here and in every rank forked from here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from bench.contest import Bench  # noqa: E402
+from bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal  # noqa: E402
+from bench.overhead import run_cycles, run_growth, run_overhead  # noqa: E402
+from bench.ragged import run_hand_tuned  # noqa: E402
+from bench.report import describe_machine, format_figures, format_runs, to_json  # noqa: E402
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "unequal": run_unequal,
+    "even_share": run_even_share,
+    "expert_single": run_expert_single,
+    "equal_devices": run_equal_devices,
+    "hand_tuned": run_hand_tuned,
+    "overhead": run_overhead,
+    "growth": run_growth,
+    "cycles": run_cycles,
+}
+
+
+def main() -> int:
+    """Runs the sections asked for; the exit status says whether every target was met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs and figures there")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, one step each")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
+    arguments = parser.parse_args()
+    begin_s = time.monotonic()
+    bench = Bench(is_quick=arguments.quick, say=lambda line: print(line, flush=True))
+    for name in arguments.only or SECTIONS:
+        bench.say(f"{name} ({time.monotonic() - begin_s:.0f} s so far)")
+        SECTIONS[name](bench)
+    seconds = time.monotonic() - begin_s
+    print()
+    if bench.runs:
+        print(format_runs(bench.runs), end="\n\n")
+    print(format_figures(bench.figures))
+    print("\n" + ", ".join(f"{key} {value}" for key, value in describe_machine().items()))
+    print(f"{seconds:.0f} s" + (" (quick: one step each)" if arguments.quick else ""))
+    if arguments.json:
+        report = to_json(bench.runs, bench.figures, seconds, quick=arguments.quick)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(figure.is_met is False for figure in bench.figures))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,35 @@
+"""`torchrun --nproc-per-node N -m zorselike.train --config recipes/x.toml`"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+
+_USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
+_HEAD_START_S = 3.0
+
+
+def main() -> int:
+    """Trains as the command line says; 2 after an error that the user can mend."""
+    from zorselike.train.config_file import parse_command_line
+
+    try:
+        request = parse_command_line()
+
+        # Only now: torch takes seconds, which a misspelt key should not cost.
+        from zorselike.train.trainer import run
+
+        return run(request)
+    except _USER_ERRORS as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.
+            time.sleep(_HEAD_START_S)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""`--dry-run`: everything that can be known of a run without devices and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zorselike.models import DecoderConfig, num_parameters
+from zorselike.plan.plan import Plan
+from zorselike.runtime.assembly import Blueprint
+from zorselike.runtime.state import count_parameters
+from zorselike.schedule.actions import Action
+from zorselike.train.config import Config
+from zorselike.train.work import work_of_step
+
+_MAX_ACTIONS = 40
+"""Longer lists are shown by their beginning and their end."""
+
+
+def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: DecoderConfig) -> str:
+    """Plan, model, what each rank holds, what it does in a step, and what the checker says."""
+    work = work_of_step(model, plan, seq_len=config.training.seq_len)
+    report = blueprint.report
+    lines = [
+        plan.explain().rstrip(),
+        "",
+        f"model {config.model.name} {config.model.flavor}: {num_parameters(model):,} parameters, "
+        f"{work.num_tokens:,} tokens and {work.model_flops / 1e12:,.3f} TFLOP per step"
+        + (
+            f" ({work.hardware_flops / 1e12:,.3f} with recomputation)"
+            if work.hardware_flops != work.model_flops
+            else ""
+        ),
+        "",
+        *_list_parameters(plan, blueprint),
+        "",
+        "one step, rank by rank (ministage, action, microbatch, @peer[rows]):",
+        *(f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in blueprint.step_actions.items()),
+        "",
+        f"checked: {report.num_actions} actions; every row once forward and backward per ministage, "
+        "collectives in one order, no deadlock",
+        *(
+            f"  {source} -> {target} {kind}: a blocking send could close a cycle, so it goes over Gloo"
+            for source, target, kind in sorted(report.buffered_edges)
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
+    lines = ["parameters of each rank's ministages, and its share of them with their optimizer states:"]
+    for rank, number in sorted(plan.group_of_rank.items()):
+        group = plan.groups[number]
+        own = plan.ministages_of_rank(rank)
+        whole = sum(count_parameters(blueprint.parts[index].module) for index in own)
+        share = whole if group.zero == 0 else -(-whole // len(group.flat_ranks))
+        names = ", ".join(map(str, own))
+        lines.append(
+            f"  rank {rank}: ministages {names}, {whole:,} parameters, about {share:,} of them its share"
+        )
+    return lines
+
+
+def _abbreviate(actions: Sequence[Action]) -> str:
+    texts = [action.text for action in actions]
+    if len(texts) > _MAX_ACTIONS:
+        half = _MAX_ACTIONS // 2
+        texts = [*texts[:half], f"... {len(texts) - 2 * half} more ...", *texts[-half:]]
+    return " ".join(texts)

@@ -1,0 +1,39 @@
+"""How much memory this process has needed at most."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from typing import NamedTuple
+
+import torch
+
+
+class MemoryPeak(NamedTuple):
+    """Bytes, and their percentage of what the device (or, for a CPU rank, the host) has."""
+
+    num_bytes: int
+    percent: float
+
+
+def read_peak(device: torch.device) -> MemoryPeak:
+    """Memory reserved on a GPU since `reset_peak`; for a CPU rank resident memory since its start."""
+    if device.type == "cuda":
+        reserved = torch.cuda.max_memory_reserved(device)
+        return MemoryPeak(reserved, 100 * reserved / torch.cuda.get_device_properties(device).total_memory)
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MemoryPeak(resident, 100 * resident / total)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Starts a new interval where the device keeps count of intervals."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def count_out_of_memory(device: torch.device) -> int:
+    """How often the allocator found no memory, and tried again or failed."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0

@@ -1,0 +1,66 @@
+"""The optimizer of a ministage: AdamW (or Adam) that decays no norm and no bias."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zorselike.train.config import Optimizer as OptimizerConfig
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+_CLASSES: dict[str, type[torch.optim.AdamW] | type[torch.optim.Adam]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+}
+
+logger = logging.getLogger("zorselike")
+
+
+def build_optimizer_factory(config: OptimizerConfig) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+    """What `HeteroPipeline` calls per ministage with `[(global name, parameter)]`."""
+
+    def build(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+        groups = group_by_decay(named_parameters, weight_decay=config.weight_decay)
+
+        def make(implementation: str) -> torch.optim.Optimizer:
+            return _CLASSES[config.name](
+                groups,
+                lr=config.lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                fused=implementation == "fused",
+                foreach=implementation == "foreach",
+            )
+
+        try:
+            return make(config.implementation)
+        except RuntimeError as error:
+            if config.implementation != "fused":
+                raise
+            logger.info("[optimizer] implementation: foreach takes the place of fused: %s", error)
+            return make("foreach")
+
+    return build
+
+
+def group_by_decay(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], *, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups for a torch optimizer, with names; those of no parameters are left out."""
+    groups = (
+        ([(name, p) for name, p in named_parameters if is_decayed(name, p)], weight_decay),
+        ([(name, p) for name, p in named_parameters if not is_decayed(name, p)], 0.0),
+    )
+    return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+
+
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Matrices are; vectors, biases and whatever belongs to a norm are not."""
+    *owners, leaf = name.split(".")
+    return parameter.ndim >= 2 and leaf != "bias" and not any("norm" in owner.lower() for owner in owners)

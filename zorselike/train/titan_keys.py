@@ -1,0 +1,118 @@
+"""Keys of TorchTitan v0.2.2 that have no place here, with what takes their place."""
+
+from __future__ import annotations
+
+REFUSED_SECTIONS: dict[str, str] = {
+    "parallelism": "the plan says who computes what: groups, ministages and ZeRO stages ([hetero] plan)",
+    "compile": "not supported yet; remove the section",
+    "quantize": "not supported yet; remove the section",
+    "memory_estimation": "use --dry-run, which builds everything without memory",
+    "fault_tolerance": "not supported; ranks fail together, with the reason of the one that failed first",
+    "experimental": "not supported; use HeteroPipeline from a script of your own (recipes/train_by_hand.py)",
+    "validation": "not supported yet; HeteroPipeline.evaluate serves a script of your own",
+}
+"""Whole sections."""
+
+_CHECKPOINT = "checkpoints are not there yet; remove the key"
+_RECOMPUTE = 'the plan\'s groups say recompute = "none" or "layer"; remove the key'
+_FLIGHT = "set the variables TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE of torch itself; remove the key"
+
+REFUSED_KEYS: dict[str, dict[str, str]] = {
+    "job": {
+        "config_file": "give it on the command line: --config FILE",
+        "save_config_file": "every run's folder holds its merged config.toml; remove the key",
+        "custom_config_module": "use HeteroPipeline from a script of your own (recipes/train_by_hand.py)",
+    },
+    "profiling": {
+        "enable_memory_snapshot": "not supported yet; remove the key",
+        "save_memory_snapshot_folder": "not supported yet; remove the key",
+    },
+    "metrics": {"enable_wandb": "not supported; TensorBoard events are (enable_tensorboard); remove the key"},
+    "model": {
+        "tokenizer_path": "use hf_assets_path",
+        "converters": "not supported yet; remove the key",
+        "print_after_conversion": "--dry-run prints what each rank holds; remove the key",
+    },
+    "optimizer": {
+        "early_step_in_backward": "ministages already update as soon as they have reduced, while the next "
+        'one computes, where max_norm = 0 or [hetero] clip = "ministage"; remove the key',
+    },
+    "training": {
+        "local_batch_size": "the plan says which rows each rank computes; remove the key",
+        "enable_cpu_offload": "the plan's groups say what is offloaded (offload = [...]); remove the key",
+        "dtype": "weights and optimizer states are fp32; mixed_precision_param is what layers compute in",
+        "gc_debug": "not supported; remove the key",
+        "max_context_length": "use seq_len",
+        "num_tokens_per_train_step": "the plan's global_batch, times seq_len, says it; remove the key",
+        "num_tokens_per_microbatch_per_dp_rank": "the plan's microbatches say it; remove the key",
+    },
+    "training.dataloader": {
+        "persistent_workers": "rows never end, so workers live as long as the run; remove the key",
+    },
+    "checkpoint": dict.fromkeys(
+        (
+            "enable_ft_dataloader_checkpoints",
+            "folder",
+            "interval",
+            "initial_load_path",
+            "initial_load_model_only",
+            "initial_load_in_hf",
+            "initial_load_in_hf_quantized",
+            "last_save_model_only",
+            "last_save_in_hf",
+            "export_dtype",
+            "async_mode",
+            "keep_latest_k",
+            "load_step",
+            "exclude_from_loading",
+            "enable_first_step_checkpoint",
+            "create_seed_checkpoint",
+            "load_only",
+        ),
+        _CHECKPOINT,
+    ),
+    "activation_checkpoint": dict.fromkeys(
+        (
+            "selective_ac_option",
+            "per_op_sac_force_recompute_mm_shapes_by_fqns",
+            "early_stop",
+            "memory_budget",
+            "visualize_memory_budget_pareto",
+            "preserve_rng_state",
+            "determinism_check",
+            "debug",
+        ),
+        _RECOMPUTE,
+    ),
+    "comm": {
+        "train_timeout_seconds": "a rank that dies or falls silent ends the job within seconds by itself "
+        "(the variable ZORSELIKE_SILENCE_S says after how many); remove the key",
+        "trace_buf_size": _FLIGHT,
+        "save_traces_folder": _FLIGHT,
+        "save_traces_file_prefix": _FLIGHT,
+        "mode": "use --dry-run, which needs no process group",
+    },
+    "debug": {"moe_force_load_balance": "there are no mixture-of-experts models here; remove the key"},
+}
+"""Keys of sections that exist here too."""
+
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "training.mixed_precision_param": {
+        "float16": 'it needs loss scaling, which is not there yet; use "bfloat16" or "float32"',
+    },
+    "activation_checkpoint.mode": {
+        "selective": 'a plan recomputes whole layers or none: "plan", "none" or "full"',
+        "memory_budget": 'a plan recomputes whole layers or none: "plan", "none" or "full"',
+    },
+    "training.dataset": dict.fromkeys(
+        ("c4", "c4_test", "c4_validation"), "not built in; give text or token files by dataset_path"
+    ),
+}
+"""Values, by `section.key`."""
+
+
+def refusal(section: str, key: str | None = None) -> str | None:
+    """What to use instead of a key (or section) of TorchTitan; `None` if it is none of its."""
+    if section in REFUSED_SECTIONS:
+        return REFUSED_SECTIONS[section]
+    return REFUSED_KEYS.get(section, {}).get(key or "")

@@ -1,0 +1,203 @@
+"""The training program: builds everything that a recipe names, and runs the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from zorselike.models import Decoder, DecoderConfig, build_model, get_config
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.plan import Plan
+from zorselike.runtime.assembly import draw
+from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.train.config import Config, check_against_plan
+from zorselike.train.config_file import Request, dump_config
+from zorselike.train.corpus import Corpus, open_corpus
+from zorselike.train.dry_run import describe_run
+from zorselike.train.garbage import collect_garbage_every
+from zorselike.train.loader import RowLoader, StepDataset
+from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
+from zorselike.train.metrics import MetricsLog, sum_peak_flops
+from zorselike.train.optimizer import build_optimizer_factory
+from zorselike.train.peak_flops import peak_flops
+from zorselike.train.profiling import profiler
+from zorselike.train.run_folder import create_run_folder, log_into
+from zorselike.train.stop import SignalWatch, StopVote
+from zorselike.train.work import work_of_step
+from zorselike.train.world import World, join_world, set_up_logging
+
+logger = logging.getLogger("zorselike")
+
+
+def run(request: Request) -> int:
+    """Trains, or only shows what would be trained; the process's exit code.
+
+    Raises:
+        ConfigError, PlanError, ClusterError: Before any work starts, on every rank alike.
+    """
+    set_up_logging()
+    config = request.config
+    plan = Plan.load(config.hetero.plan)
+    check_against_plan(config, plan, plan_path=config.hetero.plan)
+    shape = get_config(config.model.name, config.model.flavor)
+    _check_seq_len(config, shape)
+    model = _build_on_meta(config)
+    if request.dry_run:
+        if int(os.environ.get("RANK", 0)) == 0:
+            blueprint = draw(
+                model, plan, defer_steps=config.training.max_norm > 0 and config.hetero.clip == "global"
+            )
+            print(describe_run(config, plan, blueprint, shape))
+        return 0
+    _set_determinism(config)
+    with join_world(config, plan) as world:
+        corpus = world.agree_on_data(
+            lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
+        )
+        with _build_pipeline(config, plan, model, world) as pipe:
+            folder = _open_run_folder(config, plan, world, request.config_path)
+            if config.job.print_config:
+                logger.info("configuration:\n%s", dump_config(config))
+            logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
+            logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
+            signal_number = _Run(config, pipe, corpus, shape, world).train(folder)
+        return 128 + signal_number if signal_number else 0
+
+
+class _Run:
+    """A pipeline, its data and what is told of it, from the first step to the last."""
+
+    def __init__(
+        self, config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: World
+    ) -> None:
+        self._config = config
+        self._pipe = pipe
+        self._shape = shape
+        self._world = world
+        self._loader = RowLoader(
+            StepDataset(
+                corpus,
+                global_batch=pipe.plan.global_batch,
+                seed=config.debug.seed,
+                input_rows=pipe.input_rows,
+                target_rows=pipe.target_rows,
+            ),
+            config.training.dataloader,
+        )
+
+    def train(self, folder: Path) -> int:
+        """All steps; 0, or the number of the signal that ended it, on every rank alike."""
+        config, steps = self._config, self._config.training.steps
+        metrics = _build_metrics(config, self._pipe, self._shape, self._world, folder)
+        began = time.perf_counter()
+        with (
+            closing(self._loader),
+            closing(metrics),
+            closing(SignalWatch()) as watch,
+            profiler(config.profiling, folder=folder, rank=self._pipe.rank) as profile,
+            collect_garbage_every(config.training.gc_freq) as collect,
+        ):
+            vote = StopVote(watch, self._world.control)
+            step, signal_number = self._loop(metrics, vote, after_step=(profile, collect))
+        why = f" by signal {signal_number}" if signal_number else ""
+        seconds = time.perf_counter() - began
+        logger.info("ended%s after %d of %d steps and %.1f s; see %s", why, step, steps, seconds, folder)
+        return signal_number
+
+    def _loop(
+        self, metrics: MetricsLog, vote: StopVote, *, after_step: Sequence[Callable[[], None]]
+    ) -> tuple[int, int]:
+        """Steps until the last one or a signal: the steps done, and the signal or 0."""
+        config, steps = self._config, self._config.training.steps
+        schedulers = self._pipe.lr_schedulers(build_lr_scheduler_factory(config.lr_scheduler, steps=steps))
+        rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
+        batches = iter(self._loader)
+        batch = next(batches)
+        metrics.restart()
+        for step in range(1, steps + 1):
+            metrics.begin_step()
+            vote.open()
+            result = self._pipe.step(*batch)
+            schedulers.step()
+            batch = metrics.wait_for_data(batches)  # While a GPU still computes.
+            for act in after_step:
+                act()
+            if metrics.is_due(step):
+                lr = config.optimizer.lr * rate(step - 1)
+                metrics.log(step, result, lr=lr, busy_s=self._pipe.busy_s)
+            signal_number = vote.close()
+            if signal_number:
+                break
+        return step, signal_number
+
+
+# -- what a recipe names -----------------------------------------------------------------------
+
+
+def _build_on_meta(config: Config) -> Decoder:
+    with torch.device("meta"):
+        return build_model(config.model.name, config.model.flavor)
+
+
+def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) -> HeteroPipeline:
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    return HeteroPipeline(
+        model,
+        plan,
+        optimizer=build_optimizer_factory(config.optimizer),
+        device=world.device,
+        param_dtype=None if dtype is torch.float32 else dtype,
+        max_norm=config.training.max_norm or None,
+        clip=config.hetero.clip,
+        seed=config.debug.seed,
+    )
+
+
+def _build_metrics(
+    config: Config, pipe: HeteroPipeline, shape: DecoderConfig, world: World, folder: Path
+) -> MetricsLog:
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    peak = sum_peak_flops(peak_flops(name, config.training.mixed_precision_param), group=world.control)
+    events = folder / config.metrics.save_tb_folder
+    if config.metrics.save_for_all_ranks:
+        events = events / f"rank_{pipe.rank}"
+    writes = config.metrics.enable_tensorboard and (world.rank == 0 or config.metrics.save_for_all_ranks)
+    return MetricsLog(
+        config.metrics,
+        rank=pipe.rank,
+        steps=config.training.steps,
+        work=work_of_step(shape, pipe.plan, seq_len=config.training.seq_len),
+        peak_flops=peak,
+        device=world.device,
+        group=world.control,
+        events_folder=events if writes else None,
+        estimated_step_s=pipe.plan.estimates.iteration_s,
+    )
+
+
+def _open_run_folder(config: Config, plan: Plan, world: World, recipe: Path | None) -> Path:
+    """The run's folder, named by rank 0; on other machines it comes to be when something is written."""
+    folder = create_run_folder(config, plan, recipe=recipe) if world.rank == 0 else Path()
+    if world.rank == 0:
+        log_into(folder)
+    return Path(world.agree(str(folder)))
+
+
+def _check_seq_len(config: Config, shape: DecoderConfig) -> None:
+    if config.training.seq_len > shape.max_seq_len:
+        raise ConfigError(
+            f"[training] seq_len = {config.training.seq_len}, but [model] {config.model.name} "
+            f"{config.model.flavor} knows {shape.max_seq_len} positions: set seq_len to that or less"
+        )
+
+
+def _set_determinism(config: Config) -> None:
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)

@@ -1,0 +1,137 @@
+"""The processes of a job: who this one is, and what all of them agree on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zorselike.plan.errors import ClusterError, ConfigError, PlanError
+from zorselike.plan.plan import Plan
+from zorselike.train.colors import PlainFormatter
+from zorselike.train.config import Config
+
+logger = logging.getLogger("zorselike")
+
+_PATIENCE = timedelta(days=1)
+"""Of the group for agreements: tokenizing may take one node hours longer than another, and a
+rank that dies or falls silent ends the job by other means."""
+
+_ALONE = "tcp://127.0.0.1:0"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others; ranks here are the launcher's, not the plan's."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """A Gloo group of all processes, for agreements between and beside steps."""
+
+    def agree(self, value: T) -> T:
+        """The value of rank 0, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
+        return box[0]
+
+    def agree_on_data(self, read: Callable[[], T], *, describe: Callable[[T], str]) -> T:
+        """What `read` gives here, if every rank can read it and `describe` is the same everywhere.
+
+        Raises:
+            ConfigError: On every rank, when one of them raises it.
+            ClusterError: On every rank, when they do not hold the same.
+        """
+        found: T | None = None
+        try:
+            found = read()
+            own = ("", describe(found))
+        except ConfigError as error:
+            own = (str(error), "")
+        everyone: list[tuple[str, str]] = [("", "")] * self.size
+        dist.all_gather_object(everyone, own, group=self.control)
+        for rank, (error_text, _) in enumerate(everyone):
+            if error_text:
+                raise ConfigError(error_text if own[0] == error_text else f"on process {rank}: {error_text}")
+        descriptions = [description for _, description in everyone]
+        usual = Counter(descriptions).most_common(1)[0][0]
+        for rank, description in enumerate(descriptions):
+            if description != usual:
+                raise ClusterError(
+                    f"process {rank} reads other data than the others ({description}, not {usual}): give "
+                    "every node the same files (for the standard library: the same Python), or one shared "
+                    "dataset_path"
+                )
+        assert found is not None
+        return found
+
+
+@contextmanager
+def join_world(config: Config, plan: Plan) -> Iterator[World]:
+    """Joins the processes that torchrun (or Slurm with its variables) started; a plan of one rank
+    needs no launcher.
+
+    Raises:
+        PlanError: The number of processes is not the plan's.
+        ConfigError: `[hetero] device` is not here.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size != plan.num_ranks:
+        raise PlanError(
+            f"the plan {config.hetero.plan} is for {plan.num_ranks} ranks, but {size} "
+            f"{'process runs' if size == 1 else 'processes run'}: start {plan.num_ranks}, on one machine by "
+            f"torchrun --nproc-per-node {plan.num_ranks} -m zorselike.train ..."
+        )
+    device = find_device(config.hetero.device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, init_method=_ALONE, rank=0, world_size=1)
+    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(control, dist.ProcessGroup)
+    yield World(rank=dist.get_rank(), size=size, device=device, control=control)
+    # Only after a good end: after a failure, others may be waiting for what never comes.
+    dist.destroy_process_group()
+
+
+def find_device(wanted: str) -> torch.device:
+    """The device of this process (`auto`, `cpu` or `cuda`), made the current one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"')
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"this is process {local_rank} of its node, which has {torch.cuda.device_count()} GPUs: start as "
+            "many processes as the node has GPUs (torchrun --nproc-per-node)"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_up_logging() -> None:
+    """Rank 0 tells everything, on standard output; the others only what is wrong."""
+    rank = int(os.environ.get("RANK", 0))
+    handler = logging.StreamHandler(sys.stdout)
+    style = PlainFormatter if not sys.stdout.isatty() else logging.Formatter
+    who = "" if rank == 0 else f"rank {rank} - "
+    handler.setFormatter(style(f"[zorselike] %(asctime)s - {who}%(levelname)s - %(message)s"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
