@@ -222,7 +222,7 @@ def test_a_model_on_meta() -> None:
     materialised = hf_model().float()
     for part in parts:
         for module in part.module.modules():
-            for key in module._parameters:
+            for key, _ in list(module.named_parameters(recurse=False)):
                 name = next(n for n, m in part.module.named_modules() if m is module)
                 setattr(module, key, materialised.get_parameter(f"{name}.{key}"))
         part.module.get_submodule("model.rotary_emb").init_buffers()  # every part has it

@@ -233,13 +233,12 @@ class Flow:
         for root, mutators in self._mutators.items():
             for mutator in mutators:
                 now = self._stage[mutator]
-                for node in members[root]:
-                    is_other = node not in _changed_by(mutator) and node is not mutator
-                    if is_other and self._made_in(node) < now <= self._last_use[node]:
-                        raise CannotCut(
-                            f"{self.stages[now]} changes in place what an earlier ministage computed "
-                            f"('{mutator.name}'), while '{node.name}', a view of it, is still needed"
-                        )
+                views = [n.name for n in members[root] if self._made_in(n) < now <= self._last_use[n]]
+                if len(views) > 1:
+                    raise CannotCut(
+                        f"{self.stages[now]} changes in place ('{mutator.name}') what an earlier one computed "
+                        f"and hands on in {len(views)} views ({', '.join(views)})"
+                    )
 
     def _made_in(self, node: fx.Node) -> int:
         return self._stage.get(node, 0)

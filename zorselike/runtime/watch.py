@@ -62,7 +62,8 @@ class Whereabouts:
 
     @property
     def place(self) -> str:
-        return "" if self.label is None else str(self.label)
+        label = self.label  # Once: the working thread may change it in between.
+        return "" if label is None else str(label)
 
 
 @dataclass
