@@ -11,7 +11,7 @@ from plans import random_plan
 from ranks import RunRanks
 from tiny import Case, assert_same, over_model, train_all_planned, train_all_single
 
-from zorselike.plan.plan import Group, Microbatch, Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 NUM_CASES = 72
 MAX_RANKS = 7
@@ -115,3 +115,32 @@ def test_the_same_plan_twice_is_bit_equal(run_ranks: RunRanks) -> None:
     assert first.norms == second.norms
     for name, tensor in first.state.items():
         assert torch.equal(tensor, second.state[name])
+
+
+def adapter_case(zero: int, kind: str) -> Case:
+    """Rank 2 alone, then ranks 0 and 1, then rank 2 again; most of the model does not train."""
+    num_layers = 4
+    first = Group((2,), (Microbatch(2, 0, 2), Microbatch(2, 2, 5)), zero=zero)
+    second = Group((0, 1), (Microbatch(0, 0, 1), Microbatch(1, 3, 5), Microbatch(0, 1, 3)), zero=zero)
+    cuts = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3", "norm"), ("output",))
+    plan = Plan(5, (first, second), tuple(Ministage(i % 2, names) for i, names in enumerate(cuts)))
+    not_adapters = [f"layers.{i}.{name}" for i in range(num_layers) for name in ("norm", "down")]
+    frozen = {
+        # As LoRA has it: a small part of every layer, nothing else.
+        "adapters": ("tok_embeddings", "norm", "output", *not_adapters),
+        # The second ministage hands gradients on and keeps none; the first needs them.
+        "middle": ("layers.1", "layers.2"),
+        # Nobody below the last two ministages runs a backward.
+        "lower": ("tok_embeddings", "layers.0", "layers.1", "layers.2"),
+        "head only": ("tok_embeddings", "layers.", "norm"),
+    }[kind]
+    return Case(plan, num_layers, seed=zero, max_norm=0.1, frozen=frozen, num_steps=3)
+
+
+def test_training_little_of_a_frozen_model(run_ranks: RunRanks) -> None:
+    kinds = ("adapters", "middle", "lower", "head only")
+    cases = [adapter_case(zero, kind) for zero in range(4) for kind in kinds]
+    (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
+    found = run_ranks(train_all_planned, 3, cases, timeout=300)
+    for case, ours, theirs in zip(cases, found[0], expected, strict=True):
+        assert_same(ours, theirs, case)

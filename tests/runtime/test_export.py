@@ -165,6 +165,7 @@ def test_everything_that_a_later_ministage_needs_crosses(loose: bool, run_ranks:
         [
             "float64 [rows, 6]",  # the weights, an input
             "float64 [rows, 6, 8]",  # the table of positions, once per row
+            "float64 [rows, 6, 8]",  # what the layer is called with, computed before the call
             "float64 [rows, 6, 4]",
             "float64 [rows, 6, 4]",
             "float64 [rows, 6, 8]",
