@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.boundaries import Broadcast, TensorSpec
-from zorselike.runtime.export import Exporter
 from zorselike.runtime.partition import ModelPart, find_ties, partition
 
 LENGTH = 6
@@ -35,7 +35,7 @@ def padding(rows: int) -> Tensor:
 def hf_plan(config: HFConfig, *cuts: int) -> Plan:
     names = hf_modules(config)
     ends = [0, *cuts, len(names)]
-    return plan_over(*(names[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)), rows=ROWS)
+    return plan_over(*(names[a:b] for a, b in pairwise(ends)), rows=ROWS)
 
 
 def hf_model(**changes: Any) -> HFForCausalLM:
@@ -366,7 +366,7 @@ def test_a_model_that_returns_no_tensor_needs_unpack() -> None:
     parts = partition(HFForCausalLM(), hf_plan(HFConfig(), 2), unpack=logits_of, split="export")
     trace(parts, hf_plan(HFConfig(), 2), tokens(2))
     parts = partition(HFForCausalLM(), hf_plan(HFConfig(), 2), split="export")
-    with pytest.raises(ConfigError, match="returns a loss computed inside the model.*unpack="):
+    with pytest.raises(ConfigError, match=r"returns a loss computed inside the model.*unpack="):
         trace(parts, hf_plan(HFConfig(), 2), tokens(2), labels=tokens(2))
 
 

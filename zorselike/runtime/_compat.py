@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,7 +16,7 @@ def reduces_unused_parameters(module: FSDPModule) -> bool:
     return True
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store through which the processes of the default group found each other."""
-    store: dist.Store = distributed_c10d._get_default_store()
+    store: Store = distributed_c10d._get_default_store()
     return store

@@ -66,5 +66,3 @@ def _gather(own: Tensor, group: ProcessGroup) -> Tensor:
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
     return torch.stack(everyone)
-
-

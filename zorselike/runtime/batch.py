@@ -12,6 +12,7 @@ from torch import Tensor
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Microbatch
 from zorselike.runtime.boundaries import Broadcast
+from zorselike.runtime.tracing import tensors_in
 
 Tensors = tuple[Tensor, ...]
 
@@ -87,9 +88,8 @@ def as_tensors(value: Any, what: str) -> Tensors:
 
 def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
     """Refuses tensors whose first dimension is not the number of rows the plan asks for."""
-    found: list[int] = []
-    _map_tensors(value, lambda t: (found.append(t.shape[0] if t.dim() else -1), t)[1])
-    for num_rows in found:
+    for tensor in tensors_in(value):
+        num_rows = tensor.shape[0] if tensor.dim() else 0
         if num_rows != len(rows):
             raise ConfigError(
                 f"{what} has {num_rows} rows, but {where} is {len(rows)} rows of the global batch; "

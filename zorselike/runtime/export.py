@@ -27,8 +27,9 @@ from zorselike.runtime.boundaries import (
     make_kwargs,
     name_ministage,
 )
-from zorselike.runtime.graphs import CannotCut, Flow, StageGraph, find_layout
+from zorselike.runtime.graphs import CannotCut, Flow, find_layout
 from zorselike.runtime.pruning import find_units, loose_parameters, plan_module, prune
+from zorselike.runtime.stage_graph import StageGraph
 from zorselike.runtime.tracing import Skeleton, fake_copies, first_line, leaves, map_leaves, tensors_in
 
 _INNER = "model"

@@ -235,7 +235,7 @@ class ShardedMinistage:
         (output,) = self._outputs.pop(number)
         self._synchronise(True)
         if output.requires_grad:
-            output.backward(torch.zeros_like(output))
+            torch.autograd.backward(output, torch.zeros_like(output))
 
     def reduce(self) -> None:
         """Sums the gradients over the group: one backward that touches every trainable parameter
@@ -244,7 +244,7 @@ class ShardedMinistage:
         self._wait_gathered()
         self._synchronise(True)
         output = self._touch(requires_grad=True)
-        output.backward(torch.zeros_like(output))
+        torch.autograd.backward(output, torch.zeros_like(output))
 
     def _touch(self, *, requires_grad: bool) -> Tensor:
         x = torch.zeros(1, device=self._device, requires_grad=requires_grad)

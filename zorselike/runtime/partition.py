@@ -273,6 +273,7 @@ class _Decoder(Skeleton):
         super().__init__()
         self._plan = plan
         self.model_parts: list[ModelPart] = []
+        self._proven: tuple[Signature, KwargSpecs] | None = None
 
     def try_tokens(self) -> str | None:
         """Runs on guessed token ids; returns why the model does not follow the convention, if so."""
@@ -286,6 +287,8 @@ class _Decoder(Skeleton):
 
     def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
         """Raises `ConfigError` where the parts do something else than the model."""
+        if self._proven == (inputs, kwargs):
+            return
         whole, *modules = fake_copies([self.whole, *self.parts], self.mode, all_trainable=True)
         rows = self.probe_rows[0]
         recorder = Recorder({n: whole.get_submodule(n) for part in self.model_parts for n in part.units})
@@ -303,6 +306,7 @@ class _Decoder(Skeleton):
                     f"{count(recorder.outside[name], 'time')}, its ministages together "
                     f"{count(outside[name], 'time')}; {told}"
                 )
+        self._proven = (inputs, kwargs)
 
     def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], told: str) -> None:
         calls = [(i, call) for i, recorder in enumerate(parts) for call in recorder.calls]

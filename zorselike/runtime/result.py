@@ -62,7 +62,7 @@ class SumOverRanks:
         else:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
 
             def reduce() -> Sums:

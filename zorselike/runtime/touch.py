@@ -33,12 +33,17 @@ def _zero_grad(parameter: Tensor) -> Tensor | None:
     return parameter.new_zeros(()).expand_as(parameter)
 
 
+def _apply(x: Tensor, *parameters: Tensor) -> Tensor:
+    touched: Tensor = Touch.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    return touched
+
+
 def touch(x: Any, parameters: list[Tensor]) -> Any:
     """`x` (a tensor, or a tuple whose first floating-point tensor is taken) tied to `parameters`."""
     if not parameters:
         return x
     if isinstance(x, Tensor):
-        return Touch.apply(x, *parameters)
+        return _apply(x, *parameters)
     position = next(i for i, entry in enumerate(x) if isinstance(entry, Tensor) and entry.is_floating_point())
-    touched = Touch.apply(x[position], *parameters)
+    touched = _apply(x[position], *parameters)
     return type(x)((*x[:position], touched, *x[position + 1 :]))

@@ -101,7 +101,7 @@ class _StagedChannel(_Channel):
     def send(self, tensor: Tensor) -> Callable[[], None]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
 
         def pass_on() -> Callable[[], None]:

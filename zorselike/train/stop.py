@@ -12,16 +12,19 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ECHO_S = 2.0
+"""A launcher (torchrun under Slurm, say) passes on a signal that this process gets by itself too."""
 
 
 class SignalWatch:
-    """Notes the first SIGINT or SIGTERM; the second ends the process at once, with 128 + its number.
+    """Notes the first SIGINT or SIGTERM; a later one ends the process at once, with 128 + its number.
 
     Made in the main thread; `close` gives the handlers back.
     """
@@ -29,6 +32,7 @@ class SignalWatch:
     def __init__(self) -> None:
         self.received = 0
         """The number of the first signal; 0 before there is one."""
+        self._received_at = 0.0
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -52,9 +56,12 @@ class SignalWatch:
 
     def _note(self, number: int) -> None:
         name = signal.Signals(number).name
+        if self.received and time.monotonic() - self._received_at < _ECHO_S:
+            return
         if self.received:
             print(f"zorselike: {name} again, ending at once", file=sys.stderr, flush=True)
             os._exit(128 + number)
+        self._received_at = time.monotonic()
         self.received = number
         print(f"zorselike: {name}, ending after this step (once more: at once)", file=sys.stderr, flush=True)
 

@@ -1,0 +1,251 @@
+"""Configuration: strict TOML, command line over file over defaults, TorchTitan's keys by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
+from zorselike.train.config import Config, check_against_plan
+from zorselike.train.config_file import dump_config, load_config, parse_command_line
+from zorselike.train.titan_keys import REFUSED_SECTIONS, refusal
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+# Every key of torchtitan/config/job_config.py, v0.2.2.
+TITAN = {
+    "job": "config_file dump_folder description print_config save_config_file custom_config_module",
+    "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup "
+    "enable_memory_snapshot save_memory_snapshot_folder",
+    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks "
+    "enable_wandb",
+    "model": "name flavor hf_assets_path tokenizer_path converters print_after_conversion",
+    "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward",
+    "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
+    "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps "
+    "enable_cpu_offload dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug dataloader",
+    "training.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
+    "parallelism": "data_parallel_replicate_degree pipeline_parallel_schedule tensor_parallel_degree",
+    "checkpoint": "enable enable_ft_dataloader_checkpoints folder interval initial_load_path "
+    "initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized last_save_model_only "
+    "last_save_in_hf export_dtype async_mode keep_latest_k load_step exclude_from_loading "
+    "enable_first_step_checkpoint create_seed_checkpoint load_only",
+    "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns "
+    "early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
+    "compile": "enable components backend",
+    "quantize": "linear grouped_mm",
+    "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder "
+    "save_traces_file_prefix mode",
+    "memory_estimation": "enable disable_fake_mode",
+    "fault_tolerance": "enable process_group replica_id",
+    "experimental": "custom_import custom_args_module",
+    "validation": "enable dataset dataset_path local_batch_size seq_len freq steps dataloader",
+    "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
+}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def load_error(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text))
+    message = str(caught.value)
+    assert "recipe.toml" in message
+    return message
+
+
+def has_key(section: str, key: str) -> bool:
+    value = Config()
+    for name in (*section.split("."), key):
+        value = getattr(value, name, None)
+        if value is None:
+            break
+    owner: object = Config()
+    for name in section.split("."):
+        owner = getattr(owner, name, None)
+    return owner is not None and key in {field.name for field in dataclasses.fields(owner)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("section", "key"), [(s, k) for s, keys in TITAN.items() for k in keys.split()])
+def test_every_key_of_torchtitan_is_ours_or_refused_by_name(section: str, key: str) -> None:
+    assert has_key(section, key) != (refusal(section, key) is not None)
+
+
+@pytest.mark.parametrize("section", REFUSED_SECTIONS)
+def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
+    message = load_error(tmp_path, f"[{section}]\nenable = true\n")
+    assert f"[{section}]" in message
+    assert REFUSED_SECTIONS[section] in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[training]\nstepz = 3\n", "[training] stepz: no such key; the nearest is steps"),
+        ("[training]\nlog_freq = 3\n", "log_freq is a key of [metrics]"),
+        ("[trainin]\nsteps = 3\n", "[trainin]: no such section; the nearest is training"),
+        ("steps = 3\n", "steps: stands outside of any section"),
+        ("[training]\nzzzzzz = 3\n", "[training] zzzzzz: no such key; the keys are"),
+        ('[training]\nsteps = "ten"\n', '[training] steps = "ten": must be an integer'),
+        ("[training]\nsteps = 1.5\n", "must be an integer"),
+        ("[training]\nsteps = true\n", "[training] steps = true: must be an integer"),
+        ("[metrics]\nenable_tensorboard = 1\n", "must be true or false"),
+        ('[optimizer]\nlr = "big"\n', "must be a number"),
+        ("[hetero]\nplan = 3\n", "must be a string"),
+        ('[optimizer]\nimplementation = "fast"\n', 'must be "for-loop" or "foreach" or "fused"'),
+        ("[training]\nlocal_batch_size = 8\n", "local_batch_size is a TorchTitan key without a place here"),
+        ("[training.dataloader]\npersistent_workers = true\n", "workers live as long as the run"),
+        ("[training.dataloader]\nnum_worker = 1\n", "[training.dataloader] num_worker: no such key"),
+        ("[training]\ndataloader = 3\n", "must be a section"),
+        ('[activation_checkpoint]\nmode = "selective"\n', "whole layers or none"),
+        ('[training]\ndataset = "c4"\n', "not built in"),
+        ('[training]\nmixed_precision_param = "float16"\n', "needs loss scaling"),
+        ("[checkpoint]\ninterval = 5\n", "checkpoints are not there yet"),
+        ("[training\n", "is not TOML"),
+    ],
+)
+def test_bad_files_name_file_key_and_mend(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in load_error(tmp_path, text)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read"):
+        parse_command_line(["--config", str(tmp_path / "nowhere.toml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[checkpoint]\nenable = true\n", "[checkpoint] enable = true: checkpoints are not there yet"),
+        ("[training]\nsteps = 0\n", "[training] steps = 0: must be at least 1"),
+        ("[optimizer]\nbeta2 = 1.0\n", "[optimizer] beta2 = 1.0: must be in [0, 1)"),
+        ("[lr_scheduler]\ndecay_ratio = 2.0\n", "must be in [0, 1]"),
+        ("[training.dataloader]\nnum_workers = 0\nprefetch_factor = 2\n", "needs num_workers"),
+        ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
+        ("[training]\nmax_norm = -1\n", "must not be negative"),
+    ],
+)
+def test_impossible_values_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = write(tmp_path, '[hetero]\nplan = "p.toml"\n' + text)
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(["--config", str(path)])
+    assert expected in str(caught.value)
+
+
+def test_a_recipe_without_a_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[hetero\] plan"):
+        parse_command_line([])
+
+
+@pytest.mark.parametrize("flag", ["--config", "--job.config_file", "--job.config-file", "--config="])
+def test_command_line_over_file_over_defaults(tmp_path: Path, flag: str) -> None:
+    path = write(tmp_path, '[hetero]\nplan = "p.toml"\n[training]\nsteps = 7\nseq_len = 9\n')
+    chosen = [f"{flag}{path}"] if flag.endswith("=") else [flag, str(path)]
+    more = ["--training.seq_len", "11", "--metrics.no_enable_tensorboard", "--dry-run"]
+    request = parse_command_line([*chosen, *more])
+    assert request.config.training.steps == 7
+    assert request.config.training.seq_len == 11
+    assert request.config.optimizer.lr == Config().optimizer.lr
+    assert not request.config.metrics.enable_tensorboard
+    assert request.dry_run
+    assert request.config_path == path
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    path = write(tmp_path, '[hetero]\nplan = "p.toml"\n[training]\ndataset_path = "/data"\n')
+    config = load_config(path)
+    assert config.hetero.plan == str(tmp_path / "p.toml")
+    assert config.training.dataset_path == "/data"
+    request = parse_command_line(["--config", str(path), "--hetero.plan", "here.toml"])
+    assert request.config.hetero.plan == "here.toml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--parallelism.pipeline_parallel_degree", "2"], "the plan says who computes what"),
+        (["--training.local-batch-size=2"], "the plan says which rows"),
+        (["--metrics.no_enable_wandb"], "TensorBoard"),
+        (["--training.dataloader.persistent_workers"], "workers live as long as the run"),
+    ],
+)
+def test_flags_of_torchtitan_are_refused_by_name(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(arguments)
+    assert expected in str(caught.value)
+
+
+def test_an_unknown_flag_ends_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(["--training.stepz", "3"])
+    assert caught.value.code == 2
+    assert "--training.steps" in capsys.readouterr().err
+
+
+def test_help_shows_the_merged_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "[training]\nsteps = 4321\n")
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(["--config", str(path), "--help"])
+    assert caught.value.code == 0
+    assert "4321" in capsys.readouterr().out
+
+
+def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
+    request = parse_command_line(["--config", str(RECIPES / "two_gpus.toml"), "--debug.seed", "5"])
+    path = write(tmp_path, dump_config(request.config, comment="two\nlines"))
+    assert load_config(path) == request.config
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_recipes_load_and_fit_their_plans(recipe: Path) -> None:
+    if recipe.name.endswith(".plan.toml"):
+        Plan.load(recipe)
+        return
+    config = parse_command_line(["--config", str(recipe)]).config
+    plan = Plan.load(config.hetero.plan)
+    check_against_plan(config, plan, plan_path=config.hetero.plan)
+
+
+def make_plan(**changes: object) -> Plan:
+    group = Group(ranks=(0,), microbatches=(Microbatch(0, 0, 4),), recompute="layer")
+    plan = Plan(global_batch=4, groups=(group,), ministages=(Ministage(0, ("all",)),))
+    return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "expected"),
+    [
+        (["--training.global_batch_size", "8"], {}, "global_batch_size = 8, but the plan"),
+        (["--training.seq_len", "8"], {"sequence_length": 16}, "sequence_length = 16"),
+        (["--activation_checkpoint.mode", "none"], {}, 'group 0 of the plan p.toml has recompute = "layer"'),
+    ],
+)
+def test_contradictions_with_the_plan(
+    arguments: list[str], changes: dict[str, object], expected: str
+) -> None:
+    config = parse_command_line(["--hetero.plan", "p.toml", *arguments]).config
+    with pytest.raises(ConfigError) as caught:
+        check_against_plan(config, make_plan(**changes), plan_path="p.toml")
+    assert expected in str(caught.value)
+
+
+def test_agreement_with_the_plan() -> None:
+    arguments = ["--training.global_batch_size", "4", "--activation_checkpoint.mode", "full"]
+    config = parse_command_line(["--hetero.plan", "p.toml", *arguments]).config
+    check_against_plan(config, make_plan(sequence_length=config.training.seq_len), plan_path="p.toml")
+
+
+def test_configuration_needs_no_torch() -> None:
+    code = (
+        "import sys; from zorselike.train.config_file import parse_command_line; "
+        "parse_command_line(['--hetero.plan', 'p']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,219 @@
+"""Text and token files into rows: nothing lost, nothing padded, nothing silently wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zorselike import ConfigError
+from zorselike.train.config import Config, Job, Model, Training
+from zorselike.train.corpus import Corpus, open_corpus
+from zorselike.train.text_files import list_files, list_standard_library
+from zorselike.train.tokenizer import ByteTokenizer, load_tokenizer
+
+
+def make_config(folder: Path, data: Path | str = "", *, seq_len: int = 4, **training: object) -> Config:
+    settings = Training(dataset_path=str(data), seq_len=seq_len)
+    return Config(
+        job=Job(dump_folder=str(folder / "outputs")),
+        training=replace(settings, **training),  # type: ignore[arg-type]
+    )
+
+
+def stream_of(corpus: Corpus) -> list[int]:
+    """The corpus as its rows give it, without their overlaps."""
+    rows = [corpus.read_row(row).tolist() for row in range(corpus.num_rows)]
+    for row, after in zip(rows, rows[1:], strict=False):
+        assert row[-1] == after[0]
+    return rows[0][:1] + [token for row in rows for token in row[1:]]
+
+
+def test_text_becomes_bytes_with_an_end_after_each_document(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "b.txt").write_text("bé\n")
+    (data / "sub" / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n')
+    (data / "a.txt").write_text("aaa")
+    (data / "ignored.md").write_text("no")
+    corpus = open_corpus(make_config(tmp_path, data, seq_len=3), vocab_size=256)
+    expected = list("aaa\0bé\n\0one\0two\0".encode())
+    assert corpus.num_tokens == len(expected)
+    assert stream_of(corpus) == expected[: 3 * ((len(expected) - 1) // 3) + 1]
+
+
+def test_token_files_are_one_stream(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    tokens = np.arange(101)
+    for name, part in (("0.bin", tokens[:3]), ("1.bin", tokens[3:4]), ("2.bin", []), ("3.bin", tokens[4:])):
+        np.asarray(part, dtype="uint32").tofile(data / name)
+    corpus = open_corpus(make_config(tmp_path, data, seq_len=10, dataset_dtype="uint32"), vocab_size=101)
+    assert corpus.num_rows == 10
+    assert stream_of(corpus) == tokens.tolist()
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_fingerprint_tells_streams_apart(tmp_path: Path) -> None:
+    prints = []
+    for first in (0, 0, 1):
+        path = tmp_path / "x.bin"
+        np.arange(first, 5000 + first, dtype="uint16").tofile(path)
+        prints.append(open_corpus(make_config(tmp_path, path), vocab_size=6000).fingerprint())
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    np.array([1, 2, 3, 4, 5, 300, 7, 8, 9], dtype="uint16").tofile(path)
+    corpus = open_corpus(make_config(tmp_path, path), vocab_size=256)
+    assert corpus.read_row(0).tolist() == [1, 2, 3, 4, 5]
+    for read in (lambda: corpus.read_row(1), corpus.fingerprint):
+        with pytest.raises(ConfigError, match=r"x\.bin: token 300 at 5 .* vocabulary of 256"):
+            read()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("hello world")
+    with pytest.raises(ConfigError, match=r"the tokenizer has 256 tokens, .* only 100"):
+        open_corpus(make_config(tmp_path, tmp_path / "x.txt"), vocab_size=100)
+
+
+def bad_data(folder: Path, kind: str) -> Path:
+    path = folder / "data"
+    if kind == "missing":
+        return path
+    if kind in ("other suffix", "odd bytes", "too small", "no text", "no json", "text is a number"):
+        name, content = {
+            "other suffix": ("data.md", b"hi"),
+            "odd bytes": ("data.bin", b"123"),
+            "too small": ("data.txt", b"abc"),
+            "no text": ("data.jsonl", b'{"text": "fine"}\n{"body": "x"}\n'),
+            "no json": ("data.jsonl", b"{\n"),
+            "text is a number": ("data.jsonl", b'{"text": 3}\n'),
+        }[kind]
+        (folder / name).write_bytes(content)
+        return folder / name
+    path.mkdir()
+    if kind == "mixed":
+        (path / "a.txt").write_text("hello")
+        (path / "b.bin").write_bytes(b"12")
+    if kind == "nothing known":
+        (path / "a.md").write_text("hello")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("missing", "there is no such file or folder"),
+        ("empty", "holds no .txt, .jsonl or .bin file"),
+        ("nothing known", "holds no .txt, .jsonl or .bin file"),
+        ("mixed", "text and .bin token files"),
+        ("other suffix", "must be a .txt, .jsonl or .bin file"),
+        ("odd bytes", "no whole number of uint16"),
+        ("too small", "4 tokens do not fill one row"),
+        ("no text", 'line 2: is not a JSON object with a key "text"'),
+        ("no json", "line 1"),
+        ("text is a number", '"text" is not a string'),
+    ],
+)
+def test_bad_data_is_refused(tmp_path: Path, kind: str, expected: str) -> None:
+    path = bad_data(tmp_path, kind)
+    with pytest.raises(ConfigError) as caught:
+        open_corpus(make_config(tmp_path, path), vocab_size=256)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_text_is_tokenized_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("hello world")
+    config = make_config(tmp_path, path)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: open_corpus(config, vocab_size=256), range(4)))
+    cache = tmp_path / "outputs" / "dataset_cache"
+    assert len(list(cache.glob("*.bin"))) == 1
+    path.write_text("hello world, again")
+    assert open_corpus(config, vocab_size=256).num_tokens == 19
+    assert len(list(cache.glob("*.bin"))) == 2
+    assert not [file for file in cache.iterdir() if file.suffix not in (".bin", ".lock")]
+
+
+def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zorselike.train.text_files._PIECE_BYTES", 10)
+    text = "".join(f"line {number} é\r\n" for number in range(50))
+    (tmp_path / "x.txt").write_text(text, newline="")
+    corpus = open_corpus(make_config(tmp_path, tmp_path / "x.txt", seq_len=1), vocab_size=256)
+    assert bytes(stream_of(corpus)) == text.encode() + b"\0"
+
+
+def test_the_standard_library_is_the_default(tmp_path: Path) -> None:
+    files = list_standard_library()
+    assert files == list_standard_library()
+    assert len(files) > 200
+    assert not [file for file in files if {"site-packages", "test", "__pycache__"} & set(file.parts)]
+    corpus = open_corpus(make_config(tmp_path, seq_len=128), vocab_size=256)
+    assert corpus.num_rows > 10_000
+
+
+def test_files_of_a_folder_are_sorted(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [file.relative_to(tmp_path).as_posix() for file in list_files(str(tmp_path))] == [
+        "a.txt",
+        "b.txt",
+        "c/a.txt",
+    ]
+
+
+def make_tokenizer(folder: Path, *, eos: object = "<end>") -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"hello": 0, "world": 1, "?": 2, "<end>": 300}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return folder
+
+
+@pytest.mark.parametrize("eos", ["<end>", {"content": "<end>"}])
+def test_a_tokenizer_file(tmp_path: Path, eos: object) -> None:
+    assets = make_tokenizer(tmp_path / "assets", eos=eos)
+    (tmp_path / "x.txt").write_text("hello world hello mars world")
+    config = replace(
+        make_config(tmp_path, tmp_path / "x.txt", seq_len=5), model=Model(hf_assets_path=str(assets))
+    )
+    corpus = open_corpus(config, vocab_size=301)
+    assert corpus.read_row(0).tolist() == [0, 1, 0, 2, 1, 300]
+    with pytest.raises(ConfigError, match="the tokenizer has 301 tokens"):
+        open_corpus(config, vocab_size=300)
+
+
+def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
+    assets = make_tokenizer(tmp_path / "assets", eos=None)
+    assert load_tokenizer(str(assets)).end_of_document is None
+    assert load_tokenizer(str(assets / "tokenizer.json")).end_of_document is None
+
+
+def test_tokenizers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'zorselike\[tokenizers\]'"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_bytes_round_trip() -> None:
+    text = "a\u00e9\U0001f600\ud800"
+    assert bytes(ByteTokenizer().encode(text)).decode() == "a\u00e9\U0001f600?"

@@ -1,0 +1,162 @@
+"""Rows of a step depend on seed and step alone, whatever the plan, the workers or the start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from itertools import islice
+from multiprocessing import active_children
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RunRanks
+
+from zorselike import ConfigError
+from zorselike.train.config import DataLoader
+from zorselike.train.corpus import Corpus
+from zorselike.train.loader import Batch, RowLoader, StepDataset
+from zorselike.train.row_order import permute, row_at
+
+GLOBAL_BATCH = 6
+
+
+@given(st.integers(1, 400), st.integers(0, 2**64 - 1))
+def test_permute_is_a_permutation(size: int, key: int) -> None:
+    assert sorted(permute(index, size=size, key=key) for index in range(size)) == list(range(size))
+
+
+def test_every_epoch_holds_every_row_in_its_own_order() -> None:
+    rows = [row_at(position, num_rows=50, seed=3) for position in range(150)]
+    epochs = [rows[:50], rows[50:100], rows[100:]]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert rows != [row_at(position, num_rows=50, seed=4) for position in range(150)]
+
+
+def test_the_order_is_for_ever() -> None:
+    """A run goes on with another version of everything; change this and it reads other rows."""
+    assert [row_at(position, num_rows=10, seed=3) for position in range(12)] == ORDER
+
+
+ORDER = [2, 5, 7, 9, 4, 1, 6, 8, 0, 3, 5, 8]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    path = tmp_path / "x.bin"
+    np.arange(1, 1002, dtype="uint16").tofile(path)
+    return Corpus([path], dtype="uint16", seq_len=10, vocab_size=2000, source="test")
+
+
+def make_loader(
+    corpus: Corpus, inputs: Sequence[int], targets: Sequence[int], *, workers: int = 0
+) -> RowLoader:
+    dataset = StepDataset(
+        corpus, global_batch=GLOBAL_BATCH, seed=1, input_rows=inputs, target_rows=targets
+    )
+    return RowLoader(dataset, DataLoader(num_workers=workers))
+
+
+def expected_row(corpus: Corpus, step: int, row: int) -> list[int]:
+    position = row_at(step * GLOBAL_BATCH + row, num_rows=corpus.num_rows, seed=1)
+    return list(range(position * 10 + 1, position * 10 + 12))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_are_those_of_the_global_batch(corpus: Corpus, workers: int) -> None:
+    loader = make_loader(corpus, [0, 5], [1, 5, 2], workers=workers)
+    for step, (inputs, targets) in enumerate(islice(iter(loader), 4)):
+        assert inputs is not None and targets is not None
+        assert inputs.dtype is torch.int64
+        assert inputs.tolist() == [expected_row(corpus, step, row)[:-1] for row in (0, 5)]
+        assert targets.tolist() == [expected_row(corpus, step, row)[1:] for row in (1, 5, 2)]
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_without_rows_get_none(corpus: Corpus, workers: int) -> None:
+    loader = make_loader(corpus, [], [3], workers=workers)
+    inputs, targets = next(iter(loader))
+    assert inputs is None
+    assert targets is not None and targets.shape == (1, 10)
+    loader.close()
+
+
+@pytest.mark.parametrize(("workers", "workers_after"), [(0, 0), (2, 1), (0, 2)])
+def test_the_state_is_the_step_and_serves_any_plan(
+    corpus: Corpus, workers: int, workers_after: int
+) -> None:
+    first = make_loader(corpus, [0, 1, 2], [], workers=workers)
+    whole = make_loader(corpus, range(GLOBAL_BATCH), range(GLOBAL_BATCH))
+    batches = list(islice(iter(whole), 5))
+    list(islice(iter(first), 3))
+    state = first.state_dict()
+    assert state == {"step": 3}
+    after = make_loader(corpus, [4], [5, 0], workers=workers_after)
+    after.load_state_dict(state)
+    for step, (inputs, targets) in zip((3, 4), after, strict=False):
+        assert torch.equal(known(inputs), known(batches[step][0])[[4]])
+        assert torch.equal(known(targets), known(batches[step][1])[[5, 0]])
+    for loader in (first, whole, after):
+        loader.close()
+
+
+def known(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_rows_raise_their_own_error(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "x.bin"
+    np.full(100, 7, dtype="uint16").tofile(path)
+    corpus = Corpus([path], dtype="uint16", seq_len=10, vocab_size=5, source="test")
+    with pytest.raises(ConfigError, match=r"x\.bin: token 7"):
+        next(iter(make_loader(corpus, [0], [], workers=workers)))
+
+
+def test_workers_outlive_signals_to_the_job_and_end_with_the_loader(corpus: Corpus) -> None:
+    loader = make_loader(corpus, [0], [0], workers=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = active_children()
+    assert worker.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    list(islice(batches, 10))
+    assert worker.is_alive()
+    loader.close()
+    assert not active_children()
+
+
+def leave_with_a_worker(rank: int, world_size: int, corpus: Corpus, how: str) -> None:
+    batches: list[Batch] = []
+    loader = make_loader(corpus, [0], [0], workers=1)
+    batches.append(next(iter(loader)))
+    (worker,) = active_children()
+    print(f"worker {worker.pid}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_ends_with_its_killed_rank(run_ranks: RunRanks, corpus: Corpus) -> None:
+    (ended,) = run_ranks(leave_with_a_worker, 1, corpus, "kill", init=False, allow_exit=True)
+    assert ended.code == -signal.SIGKILL
+    worker = int(ended.stdout.split()[1])
+    deadline = time.monotonic() + 3
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(worker)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
