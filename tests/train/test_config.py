@@ -159,6 +159,13 @@ def test_command_line_over_file_over_defaults(tmp_path: Path, flag: str) -> None
     assert request.config_path == path
 
 
+def test_the_last_of_two_files_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, '[hetero]\nplan = "p.toml"\n[training]\nsteps = 7\n')
+    request = parse_command_line(["--config", "nowhere.toml", f"--job.config_file={path}"])
+    assert request.config_path == path
+    assert request.config.training.steps == 7
+
+
 def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
     path = write(tmp_path, '[hetero]\nplan = "p.toml"\n[training]\ndataset_path = "/data"\n')
     config = load_config(path)

@@ -6,6 +6,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def make_config(folder: Path, data: Path | str = "", *, seq_len: int = 4, **trai
 def stream_of(corpus: Corpus) -> list[int]:
     """The corpus as its rows give it, without their overlaps."""
     rows = [corpus.read_row(row).tolist() for row in range(corpus.num_rows)]
-    for row, after in zip(rows, rows[1:], strict=False):
+    for row, after in pairwise(rows):
         assert row[-1] == after[0]
     return rows[0][:1] + [token for row in rows for token in row[1:]]
 

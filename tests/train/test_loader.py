@@ -20,7 +20,7 @@ from ranks import RunRanks
 from zorselike import ConfigError
 from zorselike.train.config import DataLoader
 from zorselike.train.corpus import Corpus
-from zorselike.train.loader import Batch, RowLoader, StepDataset
+from zorselike.train.loader import RowLoader, StepDataset
 from zorselike.train.row_order import permute, row_at
 
 GLOBAL_BATCH = 6
@@ -41,10 +41,8 @@ def test_every_epoch_holds_every_row_in_its_own_order() -> None:
 
 def test_the_order_is_for_ever() -> None:
     """A run goes on with another version of everything; change this and it reads other rows."""
-    assert [row_at(position, num_rows=10, seed=3) for position in range(12)] == ORDER
-
-
-ORDER = [2, 5, 7, 9, 4, 1, 6, 8, 0, 3, 5, 8]
+    order = [row_at(position, num_rows=10, seed=3) for position in range(12)]
+    assert order == [2, 5, 7, 9, 4, 1, 6, 8, 0, 3, 5, 8]
 
 
 @pytest.fixture
@@ -57,9 +55,7 @@ def corpus(tmp_path: Path) -> Corpus:
 def make_loader(
     corpus: Corpus, inputs: Sequence[int], targets: Sequence[int], *, workers: int = 0
 ) -> RowLoader:
-    dataset = StepDataset(
-        corpus, global_batch=GLOBAL_BATCH, seed=1, input_rows=inputs, target_rows=targets
-    )
+    dataset = StepDataset(corpus, global_batch=GLOBAL_BATCH, seed=1, input_rows=inputs, target_rows=targets)
     return RowLoader(dataset, DataLoader(num_workers=workers))
 
 
@@ -89,9 +85,7 @@ def test_ranks_without_rows_get_none(corpus: Corpus, workers: int) -> None:
 
 
 @pytest.mark.parametrize(("workers", "workers_after"), [(0, 0), (2, 1), (0, 2)])
-def test_the_state_is_the_step_and_serves_any_plan(
-    corpus: Corpus, workers: int, workers_after: int
-) -> None:
+def test_the_state_is_the_step_and_serves_any_plan(corpus: Corpus, workers: int, workers_after: int) -> None:
     first = make_loader(corpus, [0, 1, 2], [], workers=workers)
     whole = make_loader(corpus, range(GLOBAL_BATCH), range(GLOBAL_BATCH))
     batches = list(islice(iter(whole), 5))
@@ -135,17 +129,16 @@ def test_workers_outlive_signals_to_the_job_and_end_with_the_loader(corpus: Corp
     assert not active_children()
 
 
-def leave_with_a_worker(rank: int, world_size: int, corpus: Corpus, how: str) -> None:
-    batches: list[Batch] = []
+def be_killed_with_a_worker(rank: int, world_size: int, corpus: Corpus) -> None:
     loader = make_loader(corpus, [0], [0], workers=1)
-    batches.append(next(iter(loader)))
+    next(iter(loader))
     (worker,) = active_children()
     print(f"worker {worker.pid}", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_ends_with_its_killed_rank(run_ranks: RunRanks, corpus: Corpus) -> None:
-    (ended,) = run_ranks(leave_with_a_worker, 1, corpus, "kill", init=False, allow_exit=True)
+    (ended,) = run_ranks(be_killed_with_a_worker, 1, corpus, init=False, allow_exit=True)
     assert ended.code == -signal.SIGKILL
     worker = int(ended.stdout.split()[1])
     deadline = time.monotonic() + 3

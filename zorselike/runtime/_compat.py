@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -20,3 +21,9 @@ def default_store() -> Store:
     """The store through which the processes of the default group found each other."""
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def release_groups(mesh: DeviceMesh) -> None:
+    """Makes a mesh let go of its process groups: torch's caches of sharding decisions keep meshes
+    for good, and with them sockets and threads of pipelines that are closed."""
+    getattr(mesh, "_pg_registry", {}).clear()

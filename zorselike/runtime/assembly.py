@@ -288,16 +288,11 @@ def _make_mesh(plan: Plan, groups: Groups, device: torch.device) -> DeviceMesh:
     group = plan.groups[own]
     process_group = _member(made[own])
     if group.zero > 0 or len(group.flat_ranks) == 1:
-        return DeviceMesh.from_group(process_group, device.type, mesh_dim_names=("dp",))
+        return groups.make_mesh([process_group], device.type, [])
     # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
     alone = groups.make_own(backend)
     members = sorted(groups.ranks.processes(group.flat_ranks))
-    return DeviceMesh.from_group(
-        [process_group, alone],
-        device.type,
-        mesh=[[process] for process in members],
-        mesh_dim_names=("replicate", "shard"),
-    )
+    return groups.make_mesh([process_group, alone], device.type, [[process] for process in members])
 
 
 def _host_edges(

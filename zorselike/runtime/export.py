@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import pipe_split
 
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
@@ -268,6 +267,8 @@ class _Flat(nn.Module):
 
 
 def _mark_start(*_: Any) -> None:
+    from torch.distributed.pipelining import pipe_split  # a second, which few models need
+
     pipe_split()  # type: ignore[no-untyped-call]
 
 

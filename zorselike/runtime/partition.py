@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zorselike.plan.errors import ConfigError
+from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_modules
 from zorselike.plan.wording import count, list_few
@@ -119,7 +119,9 @@ def partition(
     on fake token ids, and proven to call what the whole model calls); any other is cut by
     `torch.export` when its inputs are known. `split="decoder"` and `split="export"` insist on
     one of the last two; a callable makes each ministage's module itself, with parameters under
-    their global names. `unpack` turns the model's output into a tensor or a tuple of tensors.
+    their global names. Modules are planned in the order in which the model registers them; for
+    export and a callable, in the order in which it runs them. `unpack` turns the model's output
+    into a tensor or a tuple of tensors.
 
     Raises `PlanError` where plan and model disagree, `ConfigError` where the model cannot be
     trained in pieces or `split` is wrong.
@@ -129,7 +131,12 @@ def partition(
     refuse_batch_statistics(model)
     loose = loose_parameters(model, plan)
     alone = len(plan.ministages) == 1
-    _check_modules(model, plan, allow_loose=alone or split != "decoder")
+    _check_modules(
+        model,
+        plan,
+        allow_loose=alone or split != "decoder",
+        any_order=callable(split) or split == "export",
+    )
     if callable(split):
         return _split_by_user(model, plan, split, unpack)
     if split == "export":
@@ -188,16 +195,32 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 # -- what every way needs ------------------------------------------------------------------
 
 
-def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool) -> None:
+def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool, any_order: bool) -> None:
     planned = plan_modules(plan)
     modules = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if n]
+    names = [name for name, _ in modules]
     owners = [
         name
         for name, module in [*modules, ("", model)]
         if any(True for _ in module.parameters(recurse=False))
         and not (allow_loose and name not in planned and is_above(name, planned))
     ]
-    validate_modules(plan, [name for name, _ in modules], owners)
+    try:
+        validate_modules(plan, _in_order_of(planned, names) if any_order else names, owners)
+    except PlanError as error:
+        if any_order:
+            raise
+        validate_modules(plan, _in_order_of(planned, names), owners)
+        # The order alone is wrong, by the only order that is known without running the model.
+        raise PlanError(
+            f"{error}; if the model runs them in the plan's order, pass split='export'"
+        ) from error
+
+
+def _in_order_of(planned: Sequence[str], names: Sequence[str]) -> list[str]:
+    """All names, those that are planned in the plan's order."""
+    known = iter([name for name in planned if name in set(names)])
+    return [next(known) if name in set(planned) else name for name in names]
 
 
 class _Forward:

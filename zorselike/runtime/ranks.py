@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.plan.plan import Plan
+from zorselike.runtime._compat import release_groups
 
 ProcessGroup = dist.ProcessGroup
 
@@ -40,6 +41,7 @@ class Groups:
     ranks: Ranks
     timeout: timedelta | None = None
     _made: list[ProcessGroup] = field(default_factory=list)
+    _meshes: list[DeviceMesh] = field(default_factory=list)
 
     def make(self, members: Sequence[int], backend: str) -> ProcessGroup | None:
         """A group over ranks of the plan; every process calls, members get it."""
@@ -59,9 +61,21 @@ class Groups:
         self._made.append(group)
         return group
 
+    def make_mesh(self, groups: list[ProcessGroup], device_type: str, ranks: list[list[int]]) -> DeviceMesh:
+        """A mesh over groups of this process, one a dimension; `ranks` is its layout."""
+        if len(groups) == 1:
+            mesh = DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=("dp",))
+        else:
+            names = ("replicate", "shard")
+            mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+        self._meshes.append(mesh)
+        return mesh
+
     def close(self) -> None:
         while self._made:
             dist.destroy_process_group(self._made.pop())
+        while self._meshes:
+            release_groups(self._meshes.pop())
 
 
 def broadcast_bytes(payload: bytes, source: int, ranks: Ranks, group: ProcessGroup) -> bytes:
@@ -76,8 +90,3 @@ def broadcast_bytes(payload: bytes, source: int, ranks: Ranks, group: ProcessGro
         content = torch.empty(int(length.item()), dtype=torch.uint8)
     dist.broadcast(content, process, group=group)
     return content.numpy().tobytes()
-
-
-def all_ranks(plan: Plan) -> tuple[int, ...]:
-    """The ranks of a plan in order."""
-    return tuple(range(plan.num_ranks))

@@ -111,12 +111,14 @@ def _rename_flag(argument: str) -> str:
 
 
 def _find_config_path(arguments: Sequence[str]) -> Path | None:
+    """The last one given, which is also the one that tyro takes."""
+    found = None
     for number, argument in enumerate(arguments):
         if argument.startswith("--config="):
-            return Path(argument.partition("=")[2])
-        if argument == "--config" and number + 1 < len(arguments):
-            return Path(arguments[number + 1])
-    return None
+            found = Path(argument.partition("=")[2])
+        elif argument == "--config" and number + 1 < len(arguments):
+            found = Path(arguments[number + 1])
+    return found
 
 
 def _refuse_flags(arguments: Sequence[str]) -> None:

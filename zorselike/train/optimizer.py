@@ -18,6 +18,8 @@ _CLASSES: dict[str, type[torch.optim.AdamW] | type[torch.optim.Adam]] = {
     "Adam": torch.optim.Adam,
 }
 
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
+
 logger = logging.getLogger("zorselike")
 
 
@@ -27,26 +29,26 @@ def build_optimizer_factory(config: OptimizerConfig) -> Callable[[NamedParameter
     def build(named_parameters: NamedParameters) -> torch.optim.Optimizer:
         groups = group_by_decay(named_parameters, weight_decay=config.weight_decay)
 
-        def make(implementation: str) -> torch.optim.Optimizer:
-            return _CLASSES[config.name](
-                groups,
-                lr=config.lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-                fused=implementation == "fused",
-                foreach=implementation == "foreach",
-            )
-
-        try:
-            return make(config.implementation)
-        except RuntimeError as error:
-            if config.implementation != "fused":
-                raise
-            logger.info("[optimizer] implementation: foreach takes the place of fused: %s", error)
-            return make("foreach")
+        implementation = config.implementation
+        if implementation == "fused" and not all(has_fused_kernel(p) for _, p in named_parameters):
+            logger.info('[optimizer] implementation: "foreach", for want of fused kernels on this device')
+            implementation = "foreach"
+        return _CLASSES[config.name](
+            groups,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=implementation == "fused",
+            foreach=implementation == "foreach",
+        )
 
     return build
+
+
+def has_fused_kernel(parameter: torch.Tensor) -> bool:
+    """Whether torch (2.11 on) updates it in one kernel; it would say so only at the first step."""
+    return parameter.device.type in _FUSED_DEVICES and parameter.is_floating_point()
 
 
 def group_by_decay(

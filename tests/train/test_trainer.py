@@ -1,0 +1,309 @@
+"""The program as people start it: recipes, errors, signals, several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankExit, RunRanks
+
+import zorselike.train.trainer  # noqa: F401  Imported once, before the ranks are forked.
+from zorselike.train.__main__ import main
+from zorselike.train.config_file import load_config
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "1")
+
+
+def start(
+    rank: int,
+    world_size: int,
+    port: int,
+    arguments: list[str],
+    environment: list[dict[str, str]],
+    signal_at: Path | None,
+) -> None:
+    """What torchrun does for one process."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(environment[rank] if environment else {})
+    if signal_at is not None and rank == 2:
+        threading.Thread(target=terminate_when, args=(signal_at,), daemon=True).start()
+    sys.argv = ["train", *(argument.format(rank=rank) for argument in arguments)]
+    sys.exit(main())
+
+
+def terminate_when(folder: Path) -> None:
+    """Sends SIGTERM to this process once a run has logged a step."""
+    while not any("step:" in log.read_text() for log in folder.glob("*/log.txt")):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(
+    run_ranks: RunRanks,
+    recipe: str,
+    *arguments: str,
+    folder: Path,
+    num_ranks: int = 4,
+    environment: list[dict[str, str]] | None = None,
+    signal_at: Path | None = None,
+) -> list[RankExit]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["--config", str(RECIPES / recipe), "--job.dump_folder", str(folder), *arguments]
+    return run_ranks(
+        start, num_ranks, port, command, environment or [], signal_at, init=False, allow_exit=True, timeout=90
+    )
+
+
+def read_losses(folder: Path) -> list[tuple[int, float]]:
+    (log,) = folder.glob("*/log.txt")
+    return [
+        (int(step), float(loss)) for step, loss in re.findall(r"step: +(\d+) +loss: +(\S+)", log.read_text())
+    ]
+
+
+def test_a_run_and_what_it_leaves(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ends = train(run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "4", folder=tmp_path)
+    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    assert not any(end.stdout for end in ends[1:])
+    assert "\x1b" not in ends[0].stdout
+    losses = read_losses(tmp_path)
+    assert [step for step, _ in losses] == [1, 2, 3, 4]
+    assert all(f"{loss:8.5f}" in ends[0].stdout for _, loss in losses)
+    assert losses[-1][1] < losses[0][1]
+    (run,) = (entry for entry in tmp_path.iterdir() if entry.name.startswith("debug_cpu-"))
+    assert {"config.toml", "plan.toml", "log.txt", "tb"} == {entry.name for entry in run.iterdir()}
+    assert list((run / "tb").glob("events*"))
+    effective = load_config(run / "config.toml")
+    assert effective.training.steps == 4
+    assert effective.hetero.plan == str(run / "plan.toml")
+
+    again = tmp_path / "again"
+    again.mkdir()
+    command = ["--config", str(run / "config.toml"), "--job.dump_folder", str(again)]
+    ends = train(run_ranks, "debug_cpu.toml", *command, folder=again)
+    assert read_losses(again) == losses
+
+
+def test_losses_do_not_depend_on_the_plan(run_ranks: RunRanks, tmp_path: Path) -> None:
+    losses = []
+    for recipe in ("debug_cpu.toml", "debug_cpu_dp.toml"):
+        folder = tmp_path / recipe
+        ends = train(run_ranks, recipe, *SHORT, "--training.steps", "3", folder=folder)
+        assert ends[0].code == 0, ends[0].stderr
+        losses.append([loss for _, loss in read_losses(folder)])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ends = train(
+        run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "100000", folder=tmp_path, signal_at=tmp_path
+    )
+    assert [end.code for end in ends] == [128 + signal.SIGTERM] * 4, ends[0].stderr
+    assert re.search(r"ended by signal 15 after \d+ of 100000 steps", ends[0].stdout)
+
+
+NODES = [
+    {"ZORSELIKE_NODE": "node-a", "LOCAL_RANK": "0"},
+    {"ZORSELIKE_NODE": "node-a", "LOCAL_RANK": "1"},
+    {"ZORSELIKE_NODE": "node-b", "LOCAL_RANK": "0"},
+]
+
+
+def test_nodes_may_come_up_in_any_order(run_ranks: RunRanks, tmp_path: Path) -> None:
+    losses = []
+    for number, nodes in enumerate((NODES, NODES[2:] + NODES[:2])):
+        folder = tmp_path / str(number)
+        short = (*SHORT, "--training.steps", "3")
+        ends = train(run_ranks, "multi_node.toml", *short, folder=folder, num_ranks=3, environment=nodes)
+        assert [end.code for end in ends] == [0] * 3, ends[0].stderr
+        losses.append(read_losses(folder))
+    assert losses[0] == losses[1]
+
+
+def test_traces_speak_the_schedule_s_words(run_ranks: RunRanks, tmp_path: Path) -> None:
+    plan = tmp_path / "one.plan.toml"
+    modules = json.dumps(["tok_embeddings", *(f"layers.{number}" for number in range(6)), "norm", "output"])
+    plan.write_text(
+        "version = 1\nglobal_batch = 2\n[[groups]]\nranks = [0]\nshares = [[0, 2, 1]]\n"
+        f"[[ministages]]\ngroup = 0\nmodules = {modules}\n"
+    )
+    profiling = (
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq",
+        "2",
+        "--profiling.profiler_warmup",
+        "1",
+    )
+    more = (*SHORT, "--hetero.plan", str(plan), "--training.steps", "2", *profiling)
+    (end,) = train(run_ranks, "debug_cpu.toml", *more, folder=tmp_path, num_ranks=1)
+    assert end.code == 0, end.stderr
+    (trace,) = tmp_path.glob("*/profile_traces/iteration_2/rank0_trace.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"0F0", "0B1", "0STEP"} <= names
+
+
+def make_token_files(folder: Path) -> str:
+    """Another file for every rank."""
+    for rank in range(4):
+        np.arange(rank, 4000 + rank, dtype="uint16").__mod__(250).tofile(folder / f"{rank}.bin")
+    return str(folder / "{rank}.bin")
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "expected"),
+    [
+        ("misspelt", 4, "[training] stepz: no such key; the nearest is steps"),
+        ("three processes", 3, "is for 4 ranks, but 3 processes run"),
+        ("global batch", 4, "global_batch_size = 99, but the plan"),
+        ("no data", 4, "holds no .txt, .jsonl or .bin file"),
+        ("too long", 4, "knows 2048 positions"),
+        ("other data", 4, "reads other data than the others"),
+        ("no such model", 4, "llama has no flavor 'debgu': did you mean 'debug'?"),
+        ("no gpu", 4, '[hetero] device = "cuda", but torch finds no GPU here'),
+        ("no module", 4, "layers.9"),
+    ],
+)
+def test_bad_input_ends_all_ranks_with_the_mend(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, num_ranks: int, expected: str
+) -> None:
+    if kind == "no gpu" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    recipe = tmp_path / "recipe.toml"
+    text = (RECIPES / "debug_cpu.toml").read_text()
+    plan = (RECIPES / "debug_cpu.plan.toml").read_text()
+    if kind == "misspelt":
+        text = text.replace("steps = 100", "stepz = 100")
+    if kind == "no module":
+        plan = plan.replace("layers.5", "layers.9")
+    recipe.write_text(text)
+    (tmp_path / "debug_cpu.plan.toml").write_text(plan)
+    (tmp_path / "empty").mkdir()
+    arguments = {
+        "global batch": ["--training.global_batch_size", "99"],
+        "no data": ["--training.dataset_path", str(tmp_path / "empty")],
+        "too long": ["--training.seq_len", "4096"],
+        "other data": ["--training.dataset_path", make_token_files(tmp_path)],
+        "no such model": ["--model.flavor", "debgu"],
+        "no gpu": ["--hetero.device", "cuda"],
+    }.get(kind, [])
+    folder = tmp_path / "outputs"
+    ends = train(run_ranks, str(recipe), *arguments, folder=folder, num_ranks=num_ranks)
+    assert [end.code for end in ends] == [2] * num_ranks, ends[0].stderr
+    errors = [line for line in ends[0].stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert expected in errors[0]
+    assert not list(folder.glob("*/config.toml"))
+
+
+@pytest.mark.parametrize("recipe", ["debug_cpu", "debug_cpu_dp", "multi_node", "two_gpus"])
+def test_dry_run_needs_nothing(recipe: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "zorselike.train",
+        "--config",
+        str(RECIPES / f"{recipe}.toml"),
+        "--dry-run",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for part in ("rows per step", "parameters of each rank's ministages", "0F0", "checked: "):
+        assert part in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 1500
+
+
+def test_a_schedule_that_hangs_is_refused_before_it_runs(tmp_path: Path) -> None:
+    plan = (RECIPES / "debug_cpu.plan.toml").read_text().replace("[2, 4, 2]", "[2, 3, 2]")
+    (tmp_path / "p.toml").write_text(plan)
+    command = [
+        sys.executable,
+        "-m",
+        "zorselike.train",
+        "--hetero.plan",
+        str(tmp_path / "p.toml"),
+        "--dry-run",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def by_hand(rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    script = RECIPES / "train_by_hand.py"
+    source = script.read_text()
+    short = source.replace("STEPS, SEQ_LEN, LR = 100, 128, 3e-3", "STEPS, SEQ_LEN, LR = 11, 32, 3e-3")
+    assert short != source
+    exec(compile(short, str(script), "exec"), {"__file__": str(script), "__name__": "__main__"})
+
+
+def test_train_by_hand(run_ranks: RunRanks) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ends = run_ranks(by_hand, 4, port, init=False, allow_exit=True, timeout=90)
+    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    losses = [float(loss) for loss in re.findall(r"loss +(\S+)", ends[0].stdout)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] - 1
+    assert "57 tensors, 328,512 parameters" in ends[0].stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {"NGPU": "4"},
+            "--nnodes 1 --nproc-per-node 4 --standalone -m zorselike.train --config recipes/debug_cpu.toml",
+        ),
+        (
+            {"NGPU": "2", "NNODES": "2", "RDZV": "node-a:29500", "CONFIG_FILE": "x.toml"},
+            "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node-a:29500 --rdzv-id train "
+            "-m zorselike.train --config x.toml",
+        ),
+        ({"LOG_RANK": "0,1"}, "--local-ranks-filter 0,1 --role rank --tee 3"),
+    ],
+)
+def test_run_train_script(tmp_path: Path, variables: dict[str, str], expected: str) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+    command = [bash, str(ROOT / "run_train.sh"), "--training.steps", "10"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert expected in done.stdout
+    assert done.stdout.endswith("--training.steps 10\n")
+
+
+def test_run_train_script_asks_where_nodes_meet() -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    environment = {"PATH": os.environ["PATH"], "NNODES": "2"}
+    done = subprocess.run(
+        [bash, str(ROOT / "run_train.sh")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "say where the nodes meet" in done.stderr
