@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
-from zorselike.train.config import Config, check_against_plan
+from zorselike.train.config import Config, check_against_plan, load_plan
 from zorselike.train.config_file import dump_config, load_config, parse_command_line
 from zorselike.train.titan_keys import REFUSED_SECTIONS, refusal
 
@@ -217,8 +217,7 @@ def test_recipes_load_and_fit_their_plans(recipe: Path) -> None:
         Plan.load(recipe)
         return
     config = parse_command_line(["--config", str(recipe)]).config
-    plan = Plan.load(config.hetero.plan)
-    check_against_plan(config, plan, plan_path=config.hetero.plan)
+    load_plan(config)
 
 
 def make_plan(**changes: object) -> Plan:
@@ -240,14 +239,14 @@ def test_contradictions_with_the_plan(
 ) -> None:
     config = parse_command_line(["--hetero.plan", "p.toml", *arguments]).config
     with pytest.raises(ConfigError) as caught:
-        check_against_plan(config, make_plan(**changes), plan_path="p.toml")
+        check_against_plan(config, make_plan(**changes))
     assert expected in str(caught.value)
 
 
 def test_agreement_with_the_plan() -> None:
     arguments = ["--training.global_batch_size", "4", "--activation_checkpoint.mode", "full"]
     config = parse_command_line(["--hetero.plan", "p.toml", *arguments]).config
-    check_against_plan(config, make_plan(sequence_length=config.training.seq_len), plan_path="p.toml")
+    check_against_plan(config, make_plan(sequence_length=config.training.seq_len))
 
 
 def test_configuration_needs_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -58,6 +59,15 @@ def test_token_files_are_one_stream(tmp_path: Path) -> None:
     assert corpus.num_rows == 10
     assert stream_of(corpus) == tokens.tolist()
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_corpus_travels_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    np.arange(50_000, dtype="uint16").tofile(path)
+    corpus = open_corpus(make_config(tmp_path, path), vocab_size=50_000)
+    content = pickle.dumps(corpus)
+    assert len(content) < 1000
+    assert pickle.loads(content).read_row(7).tolist() == corpus.read_row(7).tolist()
 
 
 def test_fingerprint_tells_streams_apart(tmp_path: Path) -> None:

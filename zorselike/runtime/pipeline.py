@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -204,8 +205,13 @@ class HeteroPipeline:
     def __enter__(self) -> HeteroPipeline:
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Closes; after an error between steps tells the other ranks why, and all end."""
+        if isinstance(error, Exception) and not self._is_closed:
+            self._alarm.fail(error)
+        elif error is None:
             self.close()
 
     # -- inside ----------------------------------------------------------------------------

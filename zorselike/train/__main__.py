@@ -7,6 +7,8 @@ import sys
 import time
 
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.train.config import load_plan
+from zorselike.train.config_file import parse_command_line
 
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 _HEAD_START_S = 3.0
@@ -14,15 +16,14 @@ _HEAD_START_S = 3.0
 
 def main() -> int:
     """Trains as the command line says; 2 after an error that the user can mend."""
-    from zorselike.train.config_file import parse_command_line
-
     try:
         request = parse_command_line()
+        plan = load_plan(request.config)
 
         # Only now: torch takes seconds, which a misspelt key should not cost.
         from zorselike.train.trainer import run
 
-        return run(request)
+        return run(request, plan)
     except _USER_ERRORS as error:
         if int(os.environ.get("LOCAL_RANK", 0)) != 0:
             # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.

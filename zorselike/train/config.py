@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from zorselike.plan.errors import ConfigError
@@ -235,8 +234,17 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"[{section}] {name} = {value}: {expected}")
 
 
-def check_against_plan(config: Config, plan: Plan, *, plan_path: str | Path) -> None:
+def load_plan(config: Config) -> Plan:
+    """The plan of `[hetero] plan`; raises `PlanError` if it is wrong, and `ConfigError` where recipe
+    and plan contradict each other."""
+    plan = Plan.load(config.hetero.plan)
+    check_against_plan(config, plan)
+    return plan
+
+
+def check_against_plan(config: Config, plan: Plan) -> None:
     """Raises `ConfigError` where recipe and plan contradict each other."""
+    plan_path = config.hetero.plan
     size = config.training.global_batch_size
     if size not in (-1, plan.global_batch):
         raise ConfigError(

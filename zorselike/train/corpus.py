@@ -10,9 +10,10 @@ import bisect
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,12 @@ class Corpus:
         self, files: Sequence[Path], *, dtype: str, seq_len: int, vocab_size: int, source: str
     ) -> None:
         """`vocab_size` is the model's: a token that it lacks raises `ConfigError` when read."""
+        self._settings: dict[str, Any] = {
+            "dtype": dtype,
+            "seq_len": seq_len,
+            "vocab_size": vocab_size,
+            "source": source,
+        }
         itemsize = np.dtype(dtype).itemsize
         for file in files:
             if file.stat().st_size % itemsize:
@@ -58,6 +65,10 @@ class Corpus:
                 f"{source}: {self.num_tokens} tokens do not fill one row of [training] seq_len = {seq_len} "
                 "tokens and the one after it; give more data or a smaller seq_len"
             )
+
+    def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[()]]:
+        """Travels to a data worker as its files' names; a mapped array would travel with its content."""
+        return partial(Corpus, self._files, **self._settings), ()
 
     def read_row(self, row: int) -> NDArray[np.int64]:
         """`seq_len` + 1 tokens."""

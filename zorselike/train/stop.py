@@ -3,6 +3,9 @@
 Python runs a signal handler only between two of its own instructions, not while a thread waits in
 Gloo. But the interpreter writes the signal's number into a file descriptor at once; a thread that
 reads there knows of the signal whatever the main thread waits for.
+
+torchrun passes SIGTERM and Ctrl-C on to its processes and kills those that are still there 30 s
+later, so a step must be shorter than that to be finished.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import draw
 from zorselike.runtime.pipeline import HeteroPipeline
-from zorselike.train.config import Config, check_against_plan
+from zorselike.train.config import Config
 from zorselike.train.config_file import Request, dump_config
 from zorselike.train.corpus import Corpus, open_corpus
 from zorselike.train.dry_run import describe_run
@@ -35,7 +35,7 @@ from zorselike.train.world import World, join_world, set_up_logging
 logger = logging.getLogger("zorselike")
 
 
-def run(request: Request) -> int:
+def run(request: Request, plan: Plan) -> int:
     """Trains, or only shows what would be trained; the process's exit code.
 
     Raises:
@@ -43,8 +43,6 @@ def run(request: Request) -> int:
     """
     set_up_logging()
     config = request.config
-    plan = Plan.load(config.hetero.plan)
-    check_against_plan(config, plan, plan_path=config.hetero.plan)
     shape = get_config(config.model.name, config.model.flavor)
     _check_seq_len(config, shape)
     model = _build_on_meta(config)
