@@ -21,11 +21,11 @@ from pathlib import Path
 # Before torch is imported, here and in every rank forked from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from bench.contest import Bench  # noqa: E402
-from bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal  # noqa: E402
-from bench.overhead import run_cycles, run_growth, run_overhead  # noqa: E402
-from bench.ragged import run_hand_tuned  # noqa: E402
-from bench.report import describe_machine, format_figures, format_runs, to_json  # noqa: E402
+from bench.contest import Bench
+from bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal
+from bench.overhead import run_cycles, run_growth, run_overhead
+from bench.ragged import run_hand_tuned
+from bench.report import describe_machine, format_figures, format_runs, to_json
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "unequal": run_unequal,
@@ -41,10 +41,14 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 def main() -> int:
     """Runs the sections asked for; the exit status says whether every target was met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs and figures there")
     parser.add_argument("--quick", action="store_true", help="fewer cases, one step each")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}"
+    )
     arguments = parser.parse_args()
     begin_s = time.monotonic()
     bench = Bench(is_quick=arguments.quick, say=lambda line: print(line, flush=True))

@@ -17,7 +17,8 @@ from .runs import Emulation, run_fsdp, run_mesh, run_ours
 MIN_SLEEP_S = 0.045
 """The shortest sleep of a ministage with seven ranks: what Python and Gloo do for one action of
 every rank then stays far under 30 % of two cores over that time."""
-MIN_SLEEP_DOZEN_S = 0.1
+QUICK = 0.6
+"""With `--quick` everything sleeps so much shorter."""
 MIN_STEP_S = 4.0
 """The shortest step, so that what a step costs once (collectives of seven ranks on two cores)
 stays small against it, as it is against a real step."""
@@ -42,9 +43,7 @@ class Case:
     def cluster(self) -> Cluster:
         """The same devices for a mesh of torch's."""
         emulation = self.emulation
-        return Cluster(
-            emulation.seconds_of_rank, emulation.links, emulation.row_bytes, emulation.layer_bytes
-        )
+        return Cluster(emulation.seconds_of_rank, emulation.links, emulation.row_bytes, emulation.layer_bytes)
 
 
 @dataclass
@@ -61,6 +60,11 @@ class Bench:
     def num_steps(self) -> int:
         return 1 if self.is_quick else 3
 
+    @property
+    def pace(self) -> float:
+        """By how much all sleeps are shortened."""
+        return QUICK if self.is_quick else 1.0
+
     def case(
         self,
         name: str,
@@ -71,9 +75,8 @@ class Bench:
         num_rows: int,
         num_microbatches: int,
         ministages: int,
-        min_sleep_s: float = MIN_SLEEP_S,
     ) -> Case:
-        """A plan by speed, on devices so slow that no forward sleeps less than `min_sleep_s` and an
+        """A plan by speed, on devices so slow that no forward sleeps less than `MIN_SLEEP_S` and an
         ideal step takes `MIN_STEP_S`."""
         plan, sizes = make_plan(
             groups,
@@ -84,7 +87,8 @@ class Bench:
             ministages=ministages,
         )
         ideal_steps = Workload(tuple(1 / speed for speed in speeds), sizes).ideal_s(num_rows)
-        unit_s = max(min_sleep_s / shortest_forward(plan, sizes, speeds), MIN_STEP_S / ideal_steps)
+        unit_s = max(MIN_SLEEP_S / shortest_forward(plan, sizes, speeds), MIN_STEP_S / ideal_steps)
+        unit_s *= self.pace
         emulation = Emulation(tuple(unit_s / speed for speed in speeds), num_steps=self.num_steps)
         return Case(f"{name} x {ministages}", plan, sizes, emulation)
 

@@ -57,7 +57,7 @@ def _live(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, .
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        store = dist.FileStore(str(folder / "store"), world_size)
+        store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         value = fn(rank, *args)
         (folder / f"value{rank}").write_bytes(pickle.dumps(value))

@@ -141,7 +141,8 @@ class LinkSleeper:
     def _slow_send(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         target = arguments["dst"]
         if target is None:
-            target = dist.get_global_rank(arguments["group"] or dist.group.WORLD, arguments["group_dst"])
+            group = arguments["group"] or dist.group.WORLD
+            target = dist.get_global_rank(group, arguments["group_dst"])  # type: ignore[arg-type]
         if not self._shared.links.crosses(self._rank, target):
             return original(**arguments)
         tensor: torch.Tensor = arguments["tensor"]

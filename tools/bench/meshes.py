@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .actions_bound import compute_s
+from .actions_bound import BACKWARD_FACTOR, compute_s
 from .simulation import Links, Meet, Operation, Outcome, Send, Work, simulate_operations
 
 SCHEDULES = ("LoopedBFS", "Interleaved1F1B")
@@ -159,7 +159,9 @@ def stage_layouts(nodes: Sequence[Sequence[int]], dp: int) -> Iterator[tuple[tup
             yield stages
 
 
-def split_layers(num_layers: int, speeds: Sequence[float], least: int, slack: float) -> Iterator[tuple[int, ...]]:
+def split_layers(
+    num_layers: int, speeds: Sequence[float], least: int, slack: float
+) -> Iterator[tuple[int, ...]]:
     """Layers of each stage, at least `least`, whose slowest stage is within `slack` of the best."""
     best = _best_bottleneck(num_layers, speeds, least)
     most = [max(least, int(best * slack * speed + 1e-9)) for speed in speeds]
@@ -171,7 +173,9 @@ def split_layers(num_layers: int, speeds: Sequence[float], least: int, slack: fl
                 yield prefix
             return
         rest = len(speeds) - stage - 1
-        for layers in range(max(least, left - sum(most[stage + 1 :])), min(most[stage], left - rest * least) + 1):
+        for layers in range(
+            max(least, left - sum(most[stage + 1 :])), min(most[stage], left - rest * least) + 1
+        ):
             yield from extend((*prefix, layers), left - layers)
 
     yield from extend((), num_layers)
@@ -226,20 +230,21 @@ def lower_bound_s(mesh: Mesh, cluster: Cluster) -> float:
     """A time that no step of the mesh can beat: of any rank, its own work, plus the way of the
     first microbatch to it and of the last gradient back, and with LoopedBFS (where all backwards
     follow all forwards) the way of the last microbatch to the loss and back."""
-    slowest = [max(cluster.seconds_of_rank[rank] for rank in ranks) for ranks in mesh.stages]
-
-    def through(rows: int, layers: int, stage: int) -> float:
-        return compute_s(rows, layers, slowest[stage]) + compute_s(rows, layers, slowest[stage], backward=True)
-
-    first = [through(mesh.microbatch_rows, mesh.layers[s], s) for s in range(mesh.pp)]
-    last = [through(mesh.microbatch_rows, mesh.layers[s - mesh.pp], s) for s in range(mesh.pp)]
     rows = mesh.num_microbatches * mesh.microbatch_rows
-    return max(
-        through(rows, sum(mesh.layers[s :: mesh.pp]), s)
-        + sum(first[:s])
-        + (sum(last[s + 1 :]) if mesh.schedule == "LoopedBFS" else 0.0)
-        for s in range(mesh.pp)
-    )
+    bound_s = 0.0
+    for replica in range(mesh.dp):
+        seconds = [cluster.seconds_of_rank[ranks[replica]] for ranks in mesh.stages]
+
+        def through(num_rows: int, layers: int, stage: int, seconds: list[float] = seconds) -> float:
+            return (1.0 + BACKWARD_FACTOR) * compute_s(num_rows, layers, seconds[stage])
+
+        first = [through(mesh.microbatch_rows, mesh.layers[s], s) for s in range(mesh.pp)]
+        last = [through(mesh.microbatch_rows, mesh.layers[s - mesh.pp], s) for s in range(mesh.pp)]
+        for s in range(mesh.pp):
+            own_s = through(rows, sum(mesh.layers[s :: mesh.pp]), s)
+            turn_s = sum(last[s + 1 :]) if mesh.schedule == "LoopedBFS" else 0.0
+            bound_s = max(bound_s, own_s + sum(first[:s]) + turn_s)
+    return bound_s
 
 
 def search(meshes: Iterable[Mesh], cluster: Cluster) -> dict[tuple[int, int], tuple[float, Mesh]]:

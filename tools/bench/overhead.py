@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
 import statistics
+import sys
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from zorselike import HeteroPipeline
 from zorselike.models import Llama, build_model, get_config, module_names
 from zorselike.plan.plan import Plan
 from zorselike.runtime.executor import Executor
-from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.actions import Action
 
 from .contest import Bench
 from .forked import run_forked
@@ -30,9 +36,10 @@ from .plans import spread_modules
 NUM_RANKS = 4
 NUM_ROWS = 16
 SEQUENCE = 16
-WARM_STEPS = 20
-MAX_GROWTH_BYTES = 2 * 2**20
-"""Resident memory of a process breathes by so much without anything being kept."""
+WARM_STEPS = 150
+MIB = 2**20
+MAX_GROWTH_BYTES = 2 * MIB
+"""What counts as no growth: caches that fill up late, and the samples themselves."""
 
 
 def run_overhead(bench: Bench) -> None:
@@ -52,10 +59,10 @@ def run_overhead(bench: Bench) -> None:
     medians = {kind: statistics.median(values) for kind, values in sorted(by_kind.items())}
     bench.hold("python_us_per_action", {f"of {len(everything)} actions": statistics.median(everything)})
     for kind, value in medians.items():
-        values = {f"{len(by_kind[kind])} actions": value}
+        shown = {f"{len(by_kind[kind])} actions": value}
         if kind in bare:
-            values["of which the layers themselves"] = bare[kind]
-        bench.hold(f"  {kind} us", values, worst=max)
+            shown["of which the layers themselves"] = bare[kind]
+        bench.hold(f"  {kind} us", shown, worst=max)
 
 
 def _time_actions(rank: int, num_steps: int) -> dict[str, list[float]]:
@@ -95,7 +102,7 @@ def _time_bare_layers(plan: Plan, rank: int, times: dict[str, list[float]]) -> N
 
 def run_growth(bench: Bench) -> None:
     """Memory, threads and file descriptors before and after 500 steps."""
-    num_steps = 500
+    num_steps = 150 if bench.is_quick else 500
     grown = run_forked(_grow, NUM_RANKS, num_steps)
     _hold_growth(bench, f"over_{num_steps}_steps", grown)
 
@@ -110,9 +117,15 @@ def _grow(rank: int, num_steps: int) -> Footprint:
 
 def run_cycles(bench: Bench) -> None:
     """Builds, trains and closes twenty pipelines of different plans in the same processes, after
-    a first round with each of the plans."""
-    grown = run_forked(_cycle, NUM_RANKS, 20)
-    _hold_growth(bench, "over_20_pipelines", grown)
+    two first rounds with each of the plans; and as many times plain FSDP2, because torch itself
+    keeps something of every process group."""
+    num_cycles = 20
+    grown = run_forked(_cycle, NUM_RANKS, num_cycles)
+    torchs = run_forked(_cycle_fsdp, NUM_RANKS, num_cycles)
+    torchs_bytes = max(footprint.memory_bytes for footprint in torchs)
+    _hold_growth(bench, f"over_{num_cycles}_pipelines", grown, torchs_bytes)
+    kept = {f"rank {rank}": float(footprint.pipelines) for rank, footprint in enumerate(grown)}
+    bench.hold("pipelines_alive", kept, 0, worst=max)
 
 
 def _cycle(rank: int, num_cycles: int) -> Footprint:
@@ -124,68 +137,124 @@ def _cycle(rank: int, num_cycles: int) -> Footprint:
         _plan(((0,), (1,), (2,), (3,)), 1, 2),
     ]
     alive: list[weakref.ref[HeteroPipeline]] = []
-    before = Footprint.now()
-    for number, plan in enumerate(itertools.islice(itertools.cycle(plans), len(plans) + num_cycles)):
-        if number == len(plans):
-            before = Footprint.now()
-        pipe = _pipeline(plan)
+
+    def cycle(number: int) -> None:
+        pipe = _pipeline(plans[number % len(plans)])
         _train(pipe, 2)
         pipe.close()
         alive.append(weakref.ref(pipe))
-        del pipe
-    gc.collect()
-    kept = sum(ref() is not None for ref in alive)
-    return Footprint.now(pipelines=kept) - before
+
+    grown = _grow_by(cycle, 2 * len(plans), num_cycles)
+    return replace(grown, pipelines=sum(ref() is not None for ref in alive))
+
+
+def _cycle_fsdp(rank: int, num_cycles: int) -> Footprint:
+    def cycle(number: int) -> None:
+        groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+        own = groups[rank == 3]
+        mesh = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("dp",))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            torch.autograd.backward(model(torch.randn(4, 64)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        dist.destroy_process_group(own)
+
+    return _grow_by(cycle, 10, num_cycles)
+
+
+def _grow_by(cycle: Callable[[int], None], num_first: int, num_cycles: int) -> Footprint:
+    """What `num_cycles` cycles add to what the first ones left."""
+    for number in range(num_first):
+        cycle(number)
+    before = Footprint.now()
+    for number in range(num_first, num_first + num_cycles):
+        cycle(number)
+    return Footprint.now() - before
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of the GNU C library."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _allocated_bytes() -> int:
+    """What is allocated and not freed, by the C library where it can say so (tensors and all of
+    torch), else what is resident; free memory kept for later is no leak."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return _resident_bytes()
+    mallinfo2.restype = _MallocInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 @dataclass(frozen=True)
 class Footprint:
     """What a process holds."""
 
+    memory_bytes: int
     resident_bytes: int
+    blocks: int
+    """Of Python's own allocator."""
     threads: int
     descriptors: int
-    objects: int
     pipelines: int = 0
 
     @classmethod
-    def now(cls, pipelines: int = 0) -> Footprint:
+    def now(cls) -> Footprint:
         gc.collect()
         tasks, descriptors = Path("/proc/self/task"), Path("/proc/self/fd")
-        if not tasks.exists():  # Not Linux: what Python itself knows.
-            return cls(0, threading.active_count(), 0, len(gc.get_objects()), pipelines)
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
-            pages * os.sysconf("SC_PAGE_SIZE"),
-            len(list(tasks.iterdir())),
-            len(list(descriptors.iterdir())),
-            len(gc.get_objects()),
-            pipelines,
+            memory_bytes=_allocated_bytes(),
+            resident_bytes=_resident_bytes(),
+            blocks=sys.getallocatedblocks(),
+            threads=len(list(tasks.iterdir())) if tasks.exists() else threading.active_count(),
+            descriptors=len(list(descriptors.iterdir())) if descriptors.exists() else 0,
         )
 
     def __sub__(self, other: Footprint) -> Footprint:
         return Footprint(
+            self.memory_bytes - other.memory_bytes,
             self.resident_bytes - other.resident_bytes,
+            self.blocks - other.blocks,
             self.threads - other.threads,
             self.descriptors - other.descriptors,
-            self.objects - other.objects,
-            self.pipelines - other.pipelines,
         )
 
 
-def _hold_growth(bench: Bench, suffix: str, grown: Sequence[Footprint]) -> None:
-    """The worst rank counts."""
+def _hold_growth(bench: Bench, suffix: str, grown: Sequence[Footprint], torchs_bytes: int = 0) -> None:
+    """The worst rank counts; `torchs_bytes` is what torch itself keeps in as many cycles."""
 
-    def of_ranks(values: Iterator[float]) -> dict[str, float]:
+    def of_ranks(values: Iterable[float]) -> dict[str, float]:
         return {f"rank {rank}": value for rank, value in enumerate(values)}
 
-    mebibytes = of_ranks(f.resident_bytes / 2**20 for f in grown)
-    bench.hold(f"memory_mib_{suffix}", mebibytes, MAX_GROWTH_BYTES / 2**20, worst=max)
+    memory = of_ranks(footprint.memory_bytes / MIB for footprint in grown)
+    if torchs_bytes:
+        memory = {f"{rank} (plain FSDP2: {torchs_bytes / MIB:.2f})": value for rank, value in memory.items()}
+    limit = round((torchs_bytes + MAX_GROWTH_BYTES) / MIB, 2)
+    bench.hold(f"memory_mib_{suffix}", memory, limit, worst=max)
+    bench.hold(f"  resident_mib_{suffix}", of_ranks(f.resident_bytes / MIB for f in grown), worst=max)
+    bench.hold(f"  python_blocks_{suffix}", of_ranks(f.blocks for f in grown), worst=max)
     bench.hold(f"threads_{suffix}", of_ranks(f.threads for f in grown), 0, worst=max)
     bench.hold(f"descriptors_{suffix}", of_ranks(f.descriptors for f in grown), 0, worst=max)
-    bench.hold(f"objects_{suffix}", of_ranks(f.objects for f in grown), worst=max)
-    if suffix.endswith("pipelines"):
-        bench.hold(f"pipelines_alive_{suffix}", of_ranks(f.pipelines for f in grown), 0, worst=max)
 
 
 def _plan(groups: Sequence[Sequence[int]], ministages: int, zero: int) -> Plan:

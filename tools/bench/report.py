@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ def describe_machine() -> dict[str, Any]:
     """Where and with what the figures were measured."""
     model = platform.processor() or platform.machine()
     try:
-        with open("/proc/cpuinfo") as file:
-            model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # Not Linux.
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     return {
         "processor": model,
         "cores": num_cores(),
@@ -82,11 +83,12 @@ def describe_machine() -> dict[str, Any]:
 def format_runs(runs: Sequence[Run]) -> str:
     """A table of all timed steps."""
     lines = [
-        f"{'case':34} {'contestant':40} {'step s':>8} {'bound s':>8} {'of bound':>8} {'of ideal':>8} {'cpu':>5}"
+        f"{'case':28} {'contestant':36} "
+        f"{'step s':>8} {'bound s':>8} {'of bound':>8} {'of ideal':>8} {'cpu':>5}"
     ]
     for run in runs:
         lines.append(
-            f"{run.case:34} {run.contestant:40} {run.timing.median_s:8.3f} {run.bound_s:8.3f} "
+            f"{run.case:28} {run.contestant:36} {run.timing.median_s:8.3f} {run.bound_s:8.3f} "
             f"{run.share_of_bound:8.3f} {run.share_of_ideal:8.3f} {run.timing.cpu_share:5.0%}"
         )
     return "\n".join(lines)

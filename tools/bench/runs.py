@@ -22,6 +22,7 @@ from .simulation import Links
 from .sleeping import Device, SleepingLayers, count_rows, squared_error
 
 LEARNING_RATE = 1e-3
+_SCHEDULES = {"LoopedBFS": ScheduleLoopedBFS, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _fsdp_rank(
     inputs, targets = torch.randn(2, rows_of_rank[rank], emulation.hidden)
 
     def step() -> None:
-        squared_error(model(inputs), targets).backward()
+        torch.autograd.backward(squared_error(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -155,8 +156,7 @@ def _mesh_rank(rank: int, emulation: Emulation, shared: SharedLinks | None, mesh
                 group=columns[replica],
             )
         )
-    schedule_class = {"LoopedBFS": ScheduleLoopedBFS, "Interleaved1F1B": ScheduleInterleaved1F1B}[mesh.schedule]
-    schedule = schedule_class(
+    schedule = _SCHEDULES[mesh.schedule](
         stages, n_microbatches=mesh.num_microbatches, loss_fn=squared_error, scale_grads=False
     )
     _check_order(schedule.pipeline_order[stage], mesh, stage)

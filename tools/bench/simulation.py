@@ -186,9 +186,7 @@ class _Simulation:
         return self.link_free_s[edge]
 
 
-def simulate_operations(
-    operations: Mapping[int, Sequence[Operation]], links: Links | None = None
-) -> Outcome:
+def simulate_operations(operations: Mapping[int, Sequence[Operation]], links: Links | None = None) -> Outcome:
     """Runs every rank's operations; raises `SimulatedDeadlockError` if they cannot all end."""
     simulation = _Simulation([_Rank(operations[rank]) for rank in sorted(operations)], links)
     makespan_s = simulation.run()

@@ -68,7 +68,9 @@ class SleepingLayers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.shape[-1]
         weight = self.weight.view(self._num_layers, hidden, hidden).mean(0)
-        slept: Tensor = _Sleep.apply(x + x @ weight, self._device, self._num_layers)
+        slept: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
+            x + x @ weight, self._device, self._num_layers
+        )
         return slept
 
 
