@@ -23,8 +23,11 @@
 # habit; errors of the others are then hidden). ZORSELIKE_NODE names the node in place of its hostname.
 set -euo pipefail
 
+if [ -z "${CONFIG_FILE:-}" ]; then
+    CONFIG_FILE=recipes/debug_cpu.toml
+    NGPU=${NGPU:-4} # as many as its plan is for
+fi
 NGPU=${NGPU:-gpu}
-CONFIG_FILE=${CONFIG_FILE:-recipes/debug_cpu.toml}
 NNODES=${NNODES:-1}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 

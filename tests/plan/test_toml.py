@@ -198,7 +198,7 @@ def test_unreadable_files_are_told_in_one_line(tmp_path, content, message):
         ("version = 1\n", "", 'version is missing; write "version = 1" on the first line'),
         ("global_batch = 9", "", "global_batch is missing; add it"),
         ("ranks = [3]\n", "", "groups[1].ranks is missing; add it"),
-        ("shares = [[3, 9, 5]]", "", "groups[1].microbatches is missing; give microbatches = [[rank, start"),
+        ("shares = [[3, 9, 5]]", "", "groups[1].shares is missing; give shares = [[rank, rows, "),
         ('modules = ["tok_embeddings", "layers.0"]', "", "ministages[0].modules is missing"),
         # Values of another type.
         ("version = 1", "version = 2", "version is 2; this zorselike reads version 1"),
@@ -238,7 +238,11 @@ def test_unreadable_files_are_told_in_one_line(tmp_path, content, message):
             "microbatches = [[3, 0, 9]]\nshares",
             "groups[1].shares and groups[1].microbatches are both given",
         ),
-        ("[[3, 9, 5]]", "[[4, 9, 5]]", "groups[1].shares[0] is for rank 4, which is not in groups[1].ranks"),
+        (
+            "[[3, 9, 5]]",
+            "[[4, 9, 5]]",
+            "groups[1].shares[0] is for rank 4, which is not in groups[1].ranks; add",
+        ),
         ("[[0, 0, 2], ", "[", "group 0: no rank computes rows 0 to 1"),
         (
             '"none"',

@@ -504,8 +504,12 @@ def test_plans_of_the_models_modules_pass(plan):
         ),
         (
             plan_of(["embed", "layers.0"], ["layers.2", "norm", "output"]),
-            "no ministage has module 'layers.1.wq', which owns parameters of the model; add 'layers.1.wq' to "
+            "no ministage has module 'layers.1', which owns parameters of the model; add 'layers.1' to "
             "ministages[0].modules, after 'layers.0', or to the next ministage",
+        ),
+        (
+            plan_of(["embed", "layers.0", "layers.1.act"], ["layers.2", "norm", "output"]),
+            "no ministage has module 'layers.1.wq', which owns parameters of the model; add 'layers.1.wq'",
         ),
         (
             plan_of(["layers.0", "layers.1", "layers.2"]),

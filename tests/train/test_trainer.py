@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import RankExit, RunRanks
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import zorselike.train.trainer  # noqa: F401  Imported once, before ranks are forked.
 from zorselike.models import build_model
@@ -118,7 +119,7 @@ def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: P
         run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "100000", folder=tmp_path, signal_at=tmp_path
     )
     assert [end.code for end in ends] == [128 + signal.SIGTERM] * 4, ends[0].stderr
-    assert re.search(r"ended by signal 15 after \d+ of 100000 steps", ends[0].stdout)
+    assert re.search(r"ended by SIGTERM after \d+ of 100000 steps", ends[0].stdout)
 
 
 def test_nodes_may_come_up_in_any_order(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -243,6 +244,29 @@ def test_errors_are_one_line_and_come_before_torch(tmp_path: Path) -> None:
     assert "| torch" not in done.stderr
 
 
+def test_a_plan_for_another_model_is_named(run_ranks: RunRanks, tmp_path: Path) -> None:
+    plan = tmp_path / "p.toml"
+    plan.write_text(
+        (RECIPES / "debug_cpu.plan.toml").read_text().replace('"layers.3", "layers.4"', '"layers.3"')
+    )
+    arguments = ["--hetero.plan", str(plan), "--dry-run"]
+    (end,) = train(run_ranks, "debug_cpu.toml", *arguments, folder=tmp_path, num_ranks=1)
+    assert end.code == 2
+    assert f"error: {plan}: no ministage has module 'layers.4', which owns parameters" in end.stderr
+
+
+def test_torchruns_report_says_why(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-m", "zorselike.train", "--config", str(tmp_path / "none.toml")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    failure = ProcessFailure(
+        local_rank=0, pid=1, exitcode=2, error_file=environment["TORCHELASTIC_ERROR_FILE"]
+    )
+    report = str(ChildFailedError("train", {0: failure}))
+    assert f"traceback : {done.stderr.strip()}" in report
+
+
 def by_hand(rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -278,6 +302,8 @@ def test_train_by_hand(run_ranks: RunRanks) -> None:
             "-m zorselike.train --config x.toml",
         ),
         ({"LOG_RANK": "0,1"}, "--local-ranks-filter 0,1 --role rank --tee 3"),
+        ({}, "--nproc-per-node 4 --standalone -m zorselike.train --config recipes/debug_cpu.toml"),
+        ({"CONFIG_FILE": "x.toml"}, "--nproc-per-node gpu --standalone -m zorselike.train --config x.toml"),
     ],
 )
 def test_run_train_script(tmp_path: Path, variables: dict[str, str], expected: str) -> None:

@@ -53,7 +53,8 @@ def match_devices(plan: Plan, processes: Iterable[tuple[str, int, str, int]]) ->
     if differences:
         raise PlanError(
             f"the plan does not match what runs: {'; '.join(differences)}. "
-            "Start what [[devices]] of the plan names, or plan for what runs"
+            "Start what [[devices]] of the plan names, or plan for what runs; a node's name is its hostname, "
+            "or what ZORSELIKE_NODE says there"
         )
     return matched
 
@@ -132,7 +133,7 @@ def _match_nodes(plan_nodes: Sequence[str], hostnames: Sequence[str]) -> dict[st
         raise PlanError(
             f"none of the plan's nodes runs: the plan names {', '.join(plan_nodes)}; "
             f"the processes run on {', '.join(hostnames) or 'no node'}. "
-            "Write the hostnames in [[devices]], or start on those nodes"
+            "Write the hostnames in [[devices]], name the nodes by ZORSELIKE_NODE, or start on those nodes"
         )
     meanings = Counter(hostname for hostname in matched.values() if hostname is not None)
     for hostname, times in meanings.items():

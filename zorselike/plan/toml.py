@@ -249,8 +249,8 @@ def _read_microbatches(
             raise PlanError(f"{where}shares and {where}microbatches are both given; keep one of them")
         case False, False:
             raise PlanError(
-                f"{where}microbatches is missing; give microbatches = [[rank, start, stop], ...] "
-                "or shares = [[rank, rows, rows_per_microbatch], ...]"
+                f"{where}shares is missing; give shares = [[rank, rows, rows_per_microbatch], ...] "
+                "or microbatches = [[rank, start, stop], ...]"
             )
         case True, _:
             triples = _read_triples(table["microbatches"], f"{where}microbatches", "[rank, start, stop]")
@@ -261,7 +261,10 @@ def _read_microbatches(
             for i, (rank, _, _) in enumerate(triples):
                 # Said here, in the words of the file; validation would name the expanded microbatch.
                 if rank not in members:
-                    raise PlanError(f"{where}shares[{i}] is for rank {rank}, which is not in {where}ranks")
+                    raise PlanError(
+                        f"{where}shares[{i}] is for rank {rank}, which is not in {where}ranks; "
+                        "add it there, or give its rows to a rank of the group"
+                    )
             try:
                 return expand_shares(triples, global_batch)
             except PlanError as error:

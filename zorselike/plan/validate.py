@@ -96,12 +96,19 @@ def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) ->
             "move them into a submodule and name that in the plan"
         )
     if missing:
+        # A forgotten layer is one name, not those of all its linears.
+        split = {parent for _, name in planned for parent in _parents(name)}
+        forgotten = list(
+            dict.fromkeys(
+                next(name for name in (*_parents(owner), owner) if name not in split) for owner in missing
+            )
+        )
         earlier = [(s, name) for s, name in planned if position[name] < position[missing[0]]]
         s, place = (earlier[-1][0], f"after {earlier[-1][1]!r}") if earlier else (0, "first")
-        owning = "which owns parameters" if len(missing) == 1 else "which own parameters"
+        owning = "which owns parameters" if len(forgotten) == 1 else "which own parameters"
         raise PlanError(
-            f"no ministage has {list_few(map(repr, missing), 'module')}, {owning} of the model; "
-            f"add {missing[0]!r} to ministages[{s}].modules, {place}, or to the next ministage"
+            f"no ministage has {list_few(map(repr, forgotten), 'module')}, {owning} of the model; "
+            f"add {forgotten[0]!r} to ministages[{s}].modules, {place}, or to the next ministage"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zorselike.plan.wording import count
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.state import count_parameters
 
@@ -15,12 +16,13 @@ def describe_assembly(assembly: Assembly) -> str:
         trains = "" if assembly.blueprint.trainable[index] else ", frozen"
         lines.append(
             f"  {index}: group {group}, {count_parameters(part.module):,} parameters"
-            f" in {len(part.units) or 1} units{trains}"
+            f" in {count(len(part.units) or 1, 'FSDP unit')}{trains}"
         )
     for tie in assembly.blueprint.ties:
         lines.append(f"  {tie.borrower_fqn} borrows {tie.owner_fqn}")
     lines.append(f"rank {assembly.ranks.rank} on {assembly.device}:")
-    for (source, target, direction), kind in sorted(assembly.transport.describe().items()):
+    channels = sorted(assembly.transport.describe().items(), key=lambda channel: (channel[0][2] == "B", channel))
+    for (source, target, direction), kind in channels:
         what = "activations" if direction == "F" else "gradients"
         lines.append(f"  {source} -> {target}, {what}: {kind}")
     for cycle in assembly.blueprint.report.cycles:

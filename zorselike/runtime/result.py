@@ -17,7 +17,7 @@ Sums = tuple[float, float, float]
 """Loss sum, number of targets, squared gradient norm, each over all ranks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
     """Loss per target, number of targets and gradient norm of one step over the global batch.
 
@@ -43,6 +43,9 @@ class StepResult:
     def grad_norm(self) -> float:
         """Norm of the whole gradient, before clipping; 0 after `evaluate`."""
         return math.sqrt(self._sums()[2])
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss}, num_targets={self.num_targets}, grad_norm={self.grad_norm})"
 
 
 class SumOverRanks:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from pathlib import Path
 
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.train.config import load_plan
@@ -29,7 +31,16 @@ def main() -> int:
             # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.
             time.sleep(_HEAD_START_S)
         print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"error: {error}")
         return 2
+
+
+def _tell_torchrun(message: str) -> None:
+    """Lets torchrun's report, the last on the screen, say why; in `ErrorHandler`'s format."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 if __name__ == "__main__":

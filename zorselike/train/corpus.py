@@ -86,7 +86,7 @@ class Corpus:
         for block in range(_SAMPLED_BLOCKS):
             start = last * block // (_SAMPLED_BLOCKS - 1)
             digest.update(self._read(start, min(start + _BLOCK_TOKENS, self.num_tokens)).tobytes())
-        return f"{self.num_tokens} tokens, {digest.hexdigest()[:12]}"
+        return f"{self.num_tokens:,} tokens with hash {digest.hexdigest()[:12]}"
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens `[start, stop)` of the stream, wherever its files end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zorselike.models import DecoderConfig, num_parameters
 from zorselike.plan.plan import Plan
@@ -14,6 +14,9 @@ from zorselike.train.work import work_of_step
 
 _MAX_ACTIONS = 40
 """Longer lists are shown by their beginning and their end."""
+
+_BYTES_KEPT = 3 * 4
+"""Of a parameter, between steps: itself and Adam's two averages, in fp32."""
 
 
 def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: DecoderConfig) -> str:
@@ -38,26 +41,35 @@ def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: Decode
         "",
         f"checked: {report.num_actions} actions; every row once forward and backward per ministage, "
         "collectives in one order, no deadlock",
-        *(
-            f"  {source} -> {target} {kind}: a blocking send could close a cycle, so it goes over Gloo"
-            for source, target, kind in sorted(report.buffered_edges)
-        ),
+        *_list_buffered_edges(report.buffered_edges),
     ]
     return "\n".join(lines)
 
 
 def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
-    lines = ["parameters of each rank's ministages, and its share of them with their optimizer states:"]
+    lines = [
+        "parameters of each rank's ministages, how many of them it keeps, and their size in fp32 with Adam's "
+        "states\n(gradients, gathered parameters and activations come on top):"
+    ]
     for rank, number in sorted(plan.group_of_rank.items()):
         group = plan.groups[number]
         own = plan.ministages_of_rank(rank)
         whole = sum(count_parameters(blueprint.parts[index].module) for index in own)
         share = whole if group.zero == 0 else -(-whole // len(group.flat_ranks))
         names = ", ".join(map(str, own))
+        own_share = "all" if share == whole else f"about {share:,}"
         lines.append(
-            f"  rank {rank}: ministages {names}, {whole:,} parameters, about {share:,} of them its share"
+            f"  rank {rank}: {'ministage' if len(own) == 1 else 'ministages'} {names}, {whole:,} parameters, "
+            f"keeps {own_share}, {share * _BYTES_KEPT / 2**30:,.3f} GiB"
         )
     return lines
+
+
+def _list_buffered_edges(edges: Iterable[tuple[int, int, str]]) -> list[str]:
+    words = {"F": "activations", "B": "gradients"}
+    listed = [f"  {source} -> {target}, {words[kind]}" for source, target, kind in sorted(edges)]
+    heading = "sends that go over Gloo on GPUs too, since a blocking send could close a cycle of waits:"
+    return [heading, *listed] if listed else []
 
 
 def _abbreviate(actions: Sequence[Action]) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 
 from zorselike.models import Decoder, DecoderConfig, build_model, get_config
-from zorselike.plan.errors import ConfigError
+from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import draw
 from zorselike.runtime.pipeline import HeteroPipeline
@@ -48,9 +49,10 @@ def run(request: Request, plan: Plan) -> int:
     model = _build_on_meta(config)
     if request.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
-            blueprint = draw(
-                model, plan, defer_steps=config.training.max_norm > 0 and config.hetero.clip == "global"
-            )
+            with _naming_the_plan(config):
+                blueprint = draw(
+                    model, plan, defer_steps=config.training.max_norm > 0 and config.hetero.clip == "global"
+                )
             print(describe_run(config, plan, blueprint, shape))
         return 0
     _set_determinism(config)
@@ -103,7 +105,7 @@ class _Run:
         ):
             vote = StopVote(watch, self._world.control)
             step, signal_number = self._loop(metrics, vote, after_step=(profile, collect))
-        why = f" by signal {signal_number}" if signal_number else ""
+        why = f" by {signal.Signals(signal_number).name}" if signal_number else ""
         seconds = time.perf_counter() - began
         logger.info("ended%s after %d of %d steps and %.1f s; see %s", why, step, steps, seconds, folder)
         return signal_number
@@ -145,16 +147,26 @@ def _build_on_meta(config: Config) -> Decoder:
 
 def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) -> HeteroPipeline:
     dtype = getattr(torch, config.training.mixed_precision_param)
-    return HeteroPipeline(
-        model,
-        plan,
-        optimizer=build_optimizer_factory(config.optimizer),
-        device=world.device,
-        param_dtype=None if dtype is torch.float32 else dtype,
-        max_norm=config.training.max_norm or None,
-        clip=config.hetero.clip,
-        seed=config.debug.seed,
-    )
+    with _naming_the_plan(config):
+        return HeteroPipeline(
+            model,
+            plan,
+            optimizer=build_optimizer_factory(config.optimizer),
+            device=world.device,
+            param_dtype=None if dtype is torch.float32 else dtype,
+            max_norm=config.training.max_norm or None,
+            clip=config.hetero.clip,
+            seed=config.debug.seed,
+        )
+
+
+@contextmanager
+def _naming_the_plan(config: Config) -> Iterator[None]:
+    """Says which file is meant where plan and model, or plan and processes, disagree."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{config.hetero.plan}: {error}") from error
 
 
 def _build_metrics(
