@@ -21,10 +21,10 @@ def describe_assembly(assembly: Assembly) -> str:
     for tie in assembly.blueprint.ties:
         lines.append(f"  {tie.borrower_fqn} borrows {tie.owner_fqn}")
     lines.append(f"rank {assembly.ranks.rank} on {assembly.device}:")
-    channels = sorted(assembly.transport.describe().items(), key=lambda channel: (channel[0][2] == "B", channel))
-    for (source, target, direction), kind in channels:
+    channels = assembly.transport.describe()
+    for source, target, direction in sorted(channels, key=lambda edge: (edge[2] == "B", edge)):
         what = "activations" if direction == "F" else "gradients"
-        lines.append(f"  {source} -> {target}, {what}: {kind}")
+        lines.append(f"  {source} -> {target}, {what}: {channels[source, target, direction]}")
     for cycle in assembly.blueprint.report.cycles:
         lines.append(f"  a blocking send could close this cycle, so it goes over Gloo: {cycle}")
     return "\n".join(lines)
