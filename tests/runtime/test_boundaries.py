@@ -298,7 +298,8 @@ def test_means_are_refused_with_the_mend() -> None:
         check_additive(mean_loss, count_valid_tokens, LOGITS, TARGETS)
     with pytest.raises(ConfigError, match="count_fn is not additive over rows: 1 for 5 rows, but 1 \\+ 1"):
         check_additive(token_cross_entropy, lambda targets: 1, LOGITS, TARGETS)
-    check_additive(mean_loss, lambda targets: 1, LOGITS[:1], TARGETS[:1])  # one row proves nothing
+    with pytest.raises(ConfigError, match="loss_fn is not additive"):  # one row is taken twice
+        check_additive(mean_loss, count_valid_tokens, LOGITS[:1], TARGETS[:1])
 
 
 def test_nested_outputs_and_targets_are_cut_alike() -> None:

@@ -17,9 +17,11 @@ from .runs import Emulation, run_fsdp, run_mesh, run_ours
 MIN_SLEEP_S = 0.045
 """The shortest sleep of a ministage with seven ranks: what Python and Gloo do for one action of
 every rank then stays far under 30 % of two cores over that time."""
-QUICK = 0.6
+LONG_STEP_S = 10.0
+"""Of longer steps fewer are timed."""
+QUICK = 0.8
 """With `--quick` everything sleeps so much shorter."""
-MIN_STEP_S = 4.0
+MIN_STEP_S = 5.0
 """The shortest step, so that what a step costs once (collectives of seven ranks on two cores)
 stays small against it, as it is against a real step."""
 
@@ -56,9 +58,11 @@ class Bench:
     figures: list[Figure] = field(default_factory=list)
     _ours: dict[Case, Run] = field(default_factory=dict)
 
-    @property
-    def num_steps(self) -> int:
-        return 1 if self.is_quick else 3
+    def num_steps(self, ideal_s: float) -> int:
+        """How many steps to time of which each takes at least so long."""
+        if self.is_quick:
+            return 1
+        return 3 if ideal_s < LONG_STEP_S else 2
 
     @property
     def pace(self) -> float:
@@ -86,10 +90,11 @@ class Bench:
             num_microbatches=num_microbatches,
             ministages=ministages,
         )
-        ideal_steps = Workload(tuple(1 / speed for speed in speeds), sizes).ideal_s(num_rows)
-        unit_s = max(MIN_SLEEP_S / shortest_forward(plan, sizes, speeds), MIN_STEP_S / ideal_steps)
+        ideal_units = Workload(tuple(1 / speed for speed in speeds), sizes).ideal_s(num_rows)
+        unit_s = max(MIN_SLEEP_S / shortest_forward(plan, sizes, speeds), MIN_STEP_S / ideal_units)
         unit_s *= self.pace
-        emulation = Emulation(tuple(unit_s / speed for speed in speeds), num_steps=self.num_steps)
+        num_steps = self.num_steps(unit_s * ideal_units)
+        emulation = Emulation(tuple(unit_s / speed for speed in speeds), num_steps=num_steps)
         return Case(f"{name} x {ministages}", plan, sizes, emulation)
 
     def ours(self, case: Case) -> Run:

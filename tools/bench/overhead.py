@@ -102,24 +102,24 @@ def _time_bare_layers(plan: Plan, rank: int, times: dict[str, list[float]]) -> N
 
 def run_growth(bench: Bench) -> None:
     """Memory, threads and file descriptors before and after 500 steps."""
-    num_steps = 150 if bench.is_quick else 500
-    grown = run_forked(_grow, NUM_RANKS, num_steps)
+    num_steps = 100 if bench.is_quick else 500
+    grown = run_forked(_grow, NUM_RANKS, WARM_STEPS // 3 if bench.is_quick else WARM_STEPS, num_steps)
     _hold_growth(bench, f"over_{num_steps}_steps", grown)
 
 
-def _grow(rank: int, num_steps: int) -> Footprint:
+def _grow(rank: int, num_first: int, num_steps: int) -> Footprint:
     with _pipeline(_plan(((0, 1, 2), (3,)), 2, 2)) as pipe:
-        _train(pipe, WARM_STEPS)
+        _train(pipe, num_first)
         before = Footprint.now()
         _train(pipe, num_steps)
         return Footprint.now() - before
 
 
 def run_cycles(bench: Bench) -> None:
-    """Builds, trains and closes twenty pipelines of different plans in the same processes, after
-    two first rounds with each of the plans; and as many times plain FSDP2, because torch itself
+    """Builds, trains and closes twenty pipelines of five plans in the same processes, after ten
+    that do not count; and as many times plain FSDP2, because torch itself
     keeps something of every process group."""
-    num_cycles = 20
+    num_cycles = 10 if bench.is_quick else 20
     grown = run_forked(_cycle, NUM_RANKS, num_cycles)
     torchs = run_forked(_cycle_fsdp, NUM_RANKS, num_cycles)
     torchs_bytes = max(footprint.memory_bytes for footprint in torchs)
@@ -144,7 +144,7 @@ def _cycle(rank: int, num_cycles: int) -> Footprint:
         pipe.close()
         alive.append(weakref.ref(pipe))
 
-    grown = _grow_by(cycle, 2 * len(plans), num_cycles)
+    grown = _grow_by(cycle, num_cycles // 2, num_cycles)
     return replace(grown, pipelines=sum(ref() is not None for ref in alive))
 
 
@@ -164,7 +164,7 @@ def _cycle_fsdp(rank: int, num_cycles: int) -> Footprint:
         dist.barrier()
         dist.destroy_process_group(own)
 
-    return _grow_by(cycle, 10, num_cycles)
+    return _grow_by(cycle, num_cycles // 2, num_cycles)
 
 
 def _grow_by(cycle: Callable[[int], None], num_first: int, num_cycles: int) -> Footprint:

@@ -9,15 +9,11 @@ from torch import Tensor, nn
 from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.wording import list_few
-from zorselike.runtime.ranks import ProcessGroup
 
 
 def check_same_plan(plan: Plan) -> None:
     """Raises `PlanError` where processes run different plans (an old copy on one node, say)."""
-    own = torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64)
-    group = dist.new_group(backend="gloo")
-    everyone = _gather(own, group)
-    dist.destroy_process_group(group)
+    everyone = _gather(torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64))
     found = [format(int(value), "012x") for value in everyone[:, 0]]
     others = [process for process, fingerprint in enumerate(found) if fingerprint != found[0]]
     if others:
@@ -27,14 +23,14 @@ def check_same_plan(plan: Plan) -> None:
         )
 
 
-def check_same_weights(model: nn.Module, group: ProcessGroup) -> None:
+def check_same_weights(model: nn.Module) -> None:
     """Raises `ConfigError` where a model that has weights already has others on another rank.
 
     Compares one sum a tensor; tensors on the meta device are initialised alike and skipped.
     """
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     sums = torch.tensor([_sum(p) for _, p in named], dtype=torch.float64)
-    counts = _gather(torch.tensor([len(named)]), group)[:, 0].tolist()
+    counts = _gather(torch.tensor([len(named)]))[:, 0].tolist()
     if len(set(counts)) > 1:
         raise ConfigError(
             f"the model has weights on some ranks and is on the meta device on others ({counts} tensors "
@@ -42,7 +38,7 @@ def check_same_weights(model: nn.Module, group: ProcessGroup) -> None:
         )
     if not named:
         return
-    everyone = _gather(sums, group)
+    everyone = _gather(sums)
     differing = [i for i in range(len(named)) if _differs(everyone[:, i])]
     if differing:
         names = [named[i][0] for i in differing]
@@ -61,8 +57,10 @@ def _differs(values: Tensor) -> bool:
     return bool((values - values[0]).abs().max() > 1e-9 * values[0].abs().clamp_min(1.0))
 
 
-def _gather(own: Tensor, group: ProcessGroup) -> Tensor:
+def _gather(own: Tensor) -> Tensor:
     """`[processes, ...]`, one row a process."""
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    group = dist.new_group(backend="gloo")
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own, group=group)
+    dist.destroy_process_group(group)
     return torch.stack(everyone)

@@ -110,6 +110,11 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             if self._watch is not None:
                 self._watch.wake()  # From now on silence counts; the next heartbeat may never come.
 
+    def begin(self, call: str) -> None:
+        """Says what this rank has called that all must call together, until `idle`."""
+        whereabouts = self._whereabouts
+        whereabouts.call = (whereabouts.rounds, call)
+
     def idle(self) -> None:
         """Says that a step (or whatever all ranks do together) is over; all ranks call it as often."""
         whereabouts = self._whereabouts

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.agreement import check_same_plan, check_same_weights
+from zorselike.runtime.agreement import check_same_plan
 from zorselike.runtime.boundaries import Trace, trainable_ministages
 from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.executor import Executor
@@ -21,6 +21,7 @@ from zorselike.runtime.initialize import initialize_unit
 from zorselike.runtime.loss import Unpack
 from zorselike.runtime.ministage import ShardedMinistage
 from zorselike.runtime.partition import ModelPart, Split, Tie, find_ties, partition
+from zorselike.runtime.pruning import find_units, plan_module
 from zorselike.runtime.ranks import Groups, ProcessGroup, Ranks
 from zorselike.runtime.ties import TiedWeights
 from zorselike.runtime.transport import Edge, Transport, edges_of
@@ -62,6 +63,7 @@ def draw(
     _refuse_unsupported(plan)
     parts = tuple(partition(model, plan, split=split, unpack=unpack))
     ties = tuple(find_ties(model, plan))
+    _refuse_mixed_dtypes(parts)
     trainable = trainable_ministages(parts)
     if not any(trainable):
         raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
@@ -116,6 +118,26 @@ def _refuse_unsupported(plan: Plan) -> None:
                 f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
                 "list single ranks"
             )
+
+
+def _refuse_mixed_dtypes(parts: Sequence[ModelPart]) -> None:
+    """FSDP2 gathers and reduces a unit's parameters as one flat tensor."""
+    for part in parts:
+        dtypes: dict[str, dict[torch.dtype, str]] = {}
+        for fqn, parameter in part.module.named_parameters():
+            if parameter.requires_grad:
+                unit = plan_module(fqn, part.units) or ""
+                dtypes.setdefault(unit, {}).setdefault(parameter.dtype, fqn)
+        for unit, names in dtypes.items():
+            where = f"module '{unit}'" if unit else part.name
+            if len(names) > 1:
+                found = " and ".join(
+                    f"{str(dtype).removeprefix('torch.')} ('{fqn}')" for dtype, fqn in names.items()
+                )
+                raise ConfigError(
+                    f"{where} has trainable parameters of {found}, which cannot be sharded as "
+                    "one: build the model in float32; param_dtype=torch.bfloat16 is what layers compute in"
+                )
 
 
 @dataclass
@@ -174,7 +196,6 @@ def assemble(
     groups = Groups(ranks)
     everyone = range(plan.num_ranks)
     control, totals, norms = (_member(groups.make(everyone, "gloo")) for _ in range(3))
-    check_same_weights(model, control)
     hosts = [groups.make(group.flat_ranks, "gloo") for group in plan.groups]
     mesh = _make_mesh(plan, groups, device)
     own = plan.group_of_rank[ranks.rank]
@@ -243,13 +264,16 @@ def assemble(
 
 
 def untie(blueprint: Blueprint) -> None:
-    """Gives every borrower of a tied weight a parameter of its own: FSDP2 would do so silently."""
+    """Gives every borrower of a tied weight a parameter of its own, under all names that it has
+    there: FSDP2 would untie silently."""
     for tie in blueprint.ties:
-        owner, _, name = tie.borrower_fqn.rpartition(".")
-        module = blueprint.parts[tie.borrower_ministage].module.get_submodule(owner)
-        shared = module.get_parameter(name)
+        part = blueprint.parts[tie.borrower_ministage].module
+        shared = part.get_parameter(tie.borrower_fqn)
         copy = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
-        module.register_parameter(name, copy)
+        for fqn, parameter in list(part.named_parameters(remove_duplicate=False)):
+            if parameter is shared:
+                owner, _, name = fqn.rpartition(".")
+                part.get_submodule(owner).register_parameter(name, copy)
 
 
 def _make_ministages(
@@ -265,6 +289,9 @@ def _make_ministages(
     ministages = {}
     for index in plan.ministages_of_rank(ranks.rank):
         part = blueprint.parts[index]
+        for name in find_units(part.module, plan.ministages[index].modules) if part.units else ():
+            if name not in part.units:  # shares weights, so it is sharded with the ministage's root
+                materialise(part.module.get_submodule(name), name)
         ministage = ShardedMinistage(
             part.module,
             part.units,

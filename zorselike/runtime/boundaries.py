@@ -292,6 +292,25 @@ def run_module(
         raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
 
 
+def check_crossing(tensors: Sequence[Tensor], boundary: Boundary, rows: int, where: str) -> None:
+    """Raises `ConfigError` where a ministage returned something else than it did when its shapes were
+    found: the next rank waits for just those bytes and gradients."""
+    found = [(tuple(t.shape), t.dtype) for t in tensors]
+    expected = [((rows, *spec.shape_per_row), spec.dtype) for spec in boundary.tensors]
+    if found != expected:
+        raise ConfigError(
+            f"{where} returns {_spell_shapes(tensors)} for {rows} rows, but "
+            f"{' and '.join(map(str, boundary.tensors))} when its shapes were found; they may depend "
+            "neither on values nor on what changes between calls (an autocast, a keyword argument)"
+        )
+    for i, (tensor, spec) in enumerate(zip(tensors, boundary.tensors, strict=True)):
+        if tensor.requires_grad and not spec.requires_grad:
+            raise ConfigError(
+                f"tensor {i} that {where} returns carries a gradient, and carried none when its shapes were "
+                "found; detach it always or never"
+            )
+
+
 def as_boundary(output: Any, where: str) -> tuple[tuple[Tensor, ...], bool]:
     """What a ministage returned as a tuple of tensors, and whether it was a tuple.
 
@@ -413,11 +432,14 @@ def check_additive(
     """Splits one batch in two and proves that loss and count are sums over rows.
 
     `outputs` and `targets`: tensors `[rows, ...]`, or nested tuples, lists and dictionaries of
-    them. One row proves nothing and passes. Raises `ConfigError` otherwise.
+    them. One row is taken twice. Raises `ConfigError` otherwise.
     """
     rows = min((t.shape[0] for t in tensors_in((outputs, targets)) if t.dim()), default=0)
-    if rows < 2:
+    if rows == 0:
         return
+    if rows == 1:
+        outputs, targets = _repeat(outputs), _repeat(targets)
+        rows = 2
     halves = [slice(0, rows // 2), slice(rows // 2, rows)]
     with torch.no_grad():
         for what, whole, split in (
@@ -429,6 +451,10 @@ def check_additive(
             ("count_fn", count_fn(targets), [count_fn(_cut(targets, half)) for half in halves]),
         ):
             _require_sum(what, whole, split, rows)
+
+
+def _repeat(value: Any) -> Any:
+    return map_leaves(value, lambda leaf: torch.cat((leaf, leaf)) if isinstance(leaf, Tensor) else leaf)
 
 
 def _cut(value: Any, rows: slice) -> Any:

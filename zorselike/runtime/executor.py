@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from zorselike.plan.plan import Plan
 from zorselike.runtime.batch import Batch
-from zorselike.runtime.boundaries import Boundary
+from zorselike.runtime.boundaries import Boundary, check_crossing, name_ministage
 from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.loss import Loss
 from zorselike.runtime.ministage import ShardedMinistage, Tensors, leaf_inputs
@@ -154,6 +154,8 @@ class Executor:
                     ministage.keep_outputs(number, (loss,))
                 return
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        num_rows = self._own[number].num_rows
+        check_crossing(tensors, run.boundaries[index + 1], num_rows, name_ministage(self._plan, index))
         if trains:
             ministage.keep_outputs(number, tensors)
         self._pass_on(Kind.F, index + 1, number, tensors, run)

@@ -71,6 +71,11 @@ class Loss:
                 "loss_fn must return one number, the sum of the losses (reduction='sum'); "
                 f"it returned {_spell(loss)}"
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ConfigError(
+                "loss_fn returned a loss without a gradient, from which nothing can train; do not detach the "
+                "outputs, and return outputs.sum() * 0 where no target counts"
+            )
         self._losses[number] = loss
         self.loss_sum += loss.detach()
         if self._forbid_nonfinite and not bool(torch.isfinite(loss)):

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Group
 from zorselike.runtime._compat import reduces_unused_parameters
 from zorselike.runtime.boundaries import Boundary
@@ -115,6 +116,11 @@ class ShardedMinistage:
         self._root.chain(self._units)
         self._shard(mesh, param_dtype, materialise)
         self._set_prefetch()
+        self._ordered: list[_Unit] = []
+        """Units to be called once each, in this order."""
+        self._next_in_order = 0
+        if self._reduces_in_backward and len(group.flat_ranks) > 1:
+            self._watch_order()
         self._handles: list[Any] = []
         self._sync_state: bool | None = None
         self._inputs: dict[int, Tensors] = {}
@@ -130,10 +136,11 @@ class ShardedMinistage:
     ) -> None:
         """Materialises one unit at a time and shards it before the next, so that a rank never
         holds more than one whole unit of a model that began on meta."""
+        computes_in = {param_dtype or p.dtype for p in self.module.parameters() if p.requires_grad}
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype,
             # Without an explicit fp32, torch before 2.15 accumulates microbatches in bf16.
-            reduce_dtype=torch.float32 if param_dtype in (torch.bfloat16, torch.float16) else None,
+            reduce_dtype=torch.float32 if computes_in & {torch.bfloat16, torch.float16} else None,
         )
         whole = [unit for unit in self._units if unit.owns_parameters]
         for unit in [*self._units, self._root]:
@@ -171,6 +178,26 @@ class ShardedMinistage:
             takes_part = takes_part or unit.trains
             previous = current
 
+    def _watch_order(self) -> None:
+        """With ZeRO 3 every rank gathers as its layers are called: one that leaves out a layer must
+        not meet the others in another layer's gather."""
+        self._ordered = [unit for unit in self._units if unit.owns_parameters]
+        for position, unit in enumerate(self._ordered):
+            unit.module.register_forward_pre_hook(partial(self._check_turn, position), prepend=True)
+
+    def _check_turn(self, position: int, *_: Any) -> None:
+        if position != self._next_in_order:
+            raise self._out_of_order(position)
+        self._next_in_order += 1
+
+    def _out_of_order(self, position: int) -> ConfigError:
+        due, called = self._next_in_order, position
+        what = f"left out '{self._ordered[due].name}'" if due < called else "called a layer twice"
+        return ConfigError(
+            f"a forward {what}; zero = 3 gathers layer by layer, so each must be called once for every "
+            "microbatch, in one order: set zero = 2 for this group"
+        )
+
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
         without rows can take part in collectives, and communicators exist."""
@@ -206,7 +233,10 @@ class ShardedMinistage:
 
     def forward(self, number: int, inputs: Tensors, kwargs: Mapping[str, Any], *, train: bool) -> Any:
         """Runs one microbatch; with `train` keeps what its backward needs under `number`."""
+        self._next_in_order = 0
         outputs = self.module(*inputs, **kwargs)
+        if self._next_in_order < len(self._ordered):
+            raise self._out_of_order(len(self._ordered))
         if train:
             self._inputs[number] = inputs
         return outputs
@@ -247,6 +277,7 @@ class ShardedMinistage:
         torch.autograd.backward(output, torch.zeros_like(output))
 
     def _touch(self, *, requires_grad: bool) -> Tensor:
+        self._next_in_order = 0
         x = torch.zeros(1, device=self._device, requires_grad=requires_grad)
         with self._touching():
             touched: Tensor = self.module(x)

@@ -37,6 +37,7 @@ from zorselike.runtime.pruning import (
     plan_module,
     plan_modules,
     prune,
+    separate_units,
     sequential_order,
 )
 from zorselike.runtime.tracing import Recorder, Skeleton, fake_copies, first_line
@@ -96,7 +97,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter under two names in different modules of a plan."""
+    """One parameter in two ministages of a plan."""
 
     owner_fqn: str
     borrower_fqn: str
@@ -156,21 +157,21 @@ def partition(
 
 
 def find_ties(model: nn.Module, plan: Plan) -> tuple[Tie, ...]:
-    """Parameters that several modules of the plan share, one entry for each but the owner.
+    """Parameters that several ministages share, one entry for each ministage but the owner.
 
-    The first in model order, so the lowest ministage, owns. Sharing within one module of the
-    plan is not listed: one FSDP unit keeps it by itself.
+    The lowest ministage owns; of several names in one ministage the first counts. Sharing within
+    one ministage is not listed: it ends up in one FSDP unit, which keeps it by itself.
     """
-    holders: dict[int, dict[str, tuple[str, int]]] = {}
+    holders: dict[int, dict[int, str]] = {}
     ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         module = plan_module(fqn, ministage_of)
         if module is not None:
-            holders.setdefault(id(parameter), {}).setdefault(module, (fqn, ministage_of[module]))
+            holders.setdefault(id(parameter), {}).setdefault(ministage_of[module], fqn)
     ties = []
-    for ends in holders.values():
-        (owner_fqn, owner), *borrowers = sorted(ends.values(), key=lambda end: end[1])
-        ties += [Tie(owner_fqn, fqn, owner, ministage) for fqn, ministage in borrowers]
+    for names in holders.values():
+        (owner, owner_fqn), *borrowers = sorted(names.items())
+        ties += [Tie(owner_fqn, fqn, owner, ministage) for ministage, fqn in borrowers]
     return tuple(ties)
 
 
@@ -260,7 +261,7 @@ def _make_parts(
             module.forward = _Forward(  # type: ignore[method-assign]
                 module.forward, packs=packs, unpack=unpack if is_last else None
             )
-        units = find_units(module, plan.ministages[index].modules)
+        units = separate_units(module, find_units(module, plan.ministages[index].modules))
         parts.append(ModelPart(index, module, units, accepts, name_ministage(plan, index), skeleton))
     skeleton.draw(model, modules)
     return parts

@@ -18,16 +18,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
+from zorselike.runtime.agreement import check_same_weights
 from zorselike.runtime.alarm import Alarm
 from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, draw, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
-from zorselike.runtime.boundaries import Boundary, Signature, check_additive, trace_boundaries
+from zorselike.runtime.boundaries import (
+    Boundary,
+    Signature,
+    check_additive,
+    check_kwargs,
+    trace_boundaries,
+)
 from zorselike.runtime.describe import describe_assembly
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
 from zorselike.runtime.partition import Split
 from zorselike.runtime.ranks import broadcast_bytes
 from zorselike.runtime.result import StepResult, SumOverRanks
 from zorselike.runtime.state import gather_full_state
+from zorselike.runtime.tracing import tensors_in
 from zorselike.runtime.updates import Clip, LRSchedulers, OptimizerFactory, default_optimizer
 from zorselike.schedule.actions import Action
 
@@ -91,6 +99,7 @@ class HeteroPipeline:
             )
         defer_steps = max_norm is not None and clip == "global"
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
+        check_same_weights(model)
         blueprint = draw(model, self.plan, split=split, unpack=unpack, defer_steps=defer_steps)
         self._loss_fn = loss_fn or token_cross_entropy
         self._count_fn = count_fn or count_valid_tokens
@@ -99,19 +108,24 @@ class HeteroPipeline:
         self._param_dtype = param_dtype
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
         torch.manual_seed(_dropout_seed(seed, ranks.rank))
-        self._assembly: Assembly = assemble(
-            blueprint,
-            ranks,
-            processes,
-            model=model,
-            device=self.device,
-            optimizer=optimizer or default_optimizer,
-            param_dtype=param_dtype,
-            max_norm=max_norm,
-            clip=clip,
-            seed=seed,
-            enter=self._alarm.enter,
-        )
+        try:
+            self._assembly: Assembly = assemble(
+                blueprint,
+                ranks,
+                processes,
+                model=model,
+                device=self.device,
+                optimizer=optimizer or default_optimizer,
+                param_dtype=param_dtype,
+                max_norm=max_norm,
+                clip=clip,
+                seed=seed,
+                enter=self._alarm.enter,
+            )
+        except Exception as error:
+            self._alarm.fail(error)  # The others wait for this rank already.
+            raise
+        self._alarm.idle()
         self.rank = ranks.rank
         self._index = RowIndex(self.plan.microbatches_of_rank(self.rank))
         own = self.plan.ministages_of_rank(self.rank)
@@ -181,6 +195,7 @@ class HeteroPipeline:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Collective: `{name: CPU tensor}` of the whole model on rank 0, `{}` elsewhere."""
         with self._failing_together():
+            self._alarm.begin("full_state_dict")
             self._alarm.enter("full_state_dict")
             state = gather_full_state(self._assembly)
         self._alarm.idle()
@@ -195,6 +210,7 @@ class HeteroPipeline:
         if self._is_closed:
             return
         self._is_closed = True
+        self._alarm.begin("close")
         self._totals.close()
         self._assembly.transport.close()
         # Nobody leaves before everybody has all that was sent; only then is leaving no failure.
@@ -221,7 +237,10 @@ class HeteroPipeline:
             raise ConfigError("this pipeline is closed; build another one")
         feeds = as_tensors(inputs, "inputs") if self.input_rows else None
         self._check_rows(feeds, targets, kwargs)
-        with self._failing_together():
+        check_kwargs(kwargs, self._assembly.blueprint.parts)
+        self._alarm.begin("step" if train else "evaluate")
+        # A caller's no_grad or inference_mode around a call is no part of it.
+        with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
             self._bind(feeds, kwargs)
             count = float(self._count_fn(targets)) if self.target_rows else 0.0
             batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
@@ -267,6 +286,8 @@ class HeteroPipeline:
                 f"targets is None, but rank {self.rank} compares with {len(self.target_rows)} rows"
             )
         if self.target_rows:
+            if not tensors_in(targets):
+                raise ConfigError(f"targets: a {type(targets).__name__} is not a tensor and has none")
             check_rows(targets, self.target_rows, "targets", f"pipe.target_rows of rank {self.rank}")
         for name, value in kwargs.items():
             if isinstance(value, Tensor):

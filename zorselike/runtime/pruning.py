@@ -61,6 +61,19 @@ def find_units(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(units)
 
 
+def separate_units(module: nn.Module, units: Sequence[str]) -> tuple[str, ...]:
+    """Those of `units` that share no parameter with the rest of `module`.
+
+    FSDP2 keeps a weight tied within one unit only; modules that share one are left to the unit
+    of `module` itself.
+    """
+    holders: dict[int, set[str]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(plan_module(fqn, units) or "")
+    sharing = {unit for names in holders.values() if len(names) > 1 for unit in names}
+    return tuple(unit for unit in units if unit not in sharing)
+
+
 def prune(
     model: nn.Module,
     ministages: Sequence[Collection[str]],

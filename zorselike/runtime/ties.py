@@ -56,6 +56,7 @@ class TiedWeights:
         group: ProcessGroup | None,
     ) -> None:
         self._ties = tuple(ties)
+        self._is_starting = False
         self._plan = plan
         self._ranks = ranks
         self._process_group = group
@@ -79,11 +80,13 @@ class TiedWeights:
 
     def synchronise(self) -> None:
         """Gives every borrower its owner's values; collective, at construction."""
+        self._is_starting = True
         for ministage in range(self._plan.num_ministages):
             self.send_values(ministage)
         for ministage in range(self._plan.num_ministages):
             self.receive_values(ministage)
         self.finish()
+        self._is_starting = False
 
     def exchange_grads(self, ministage: int) -> None:
         """As a borrower sends reduced gradients; as an owner waits for them and adds them."""
@@ -116,7 +119,7 @@ class TiedWeights:
 
     def _send(self, index: int, source: str, target: str, read: Callable[[nn.Parameter], Tensor]) -> None:
         end = self._ends.get((index, source))
-        if end is None:
+        if end is None or not self._changes(end):
             return
         for piece in self._slices(index, source, target):
             if piece.source != self._ranks.rank:
@@ -138,7 +141,7 @@ class TiedWeights:
         self, index: int, source: str, target: str, apply: Callable[[_End, _Slice, Tensor], None]
     ) -> None:
         end = self._ends.get((index, target))
-        if end is None:
+        if end is None or not self._changes(end):
             return
         pending = []
         for piece in self._slices(index, source, target):
@@ -158,6 +161,10 @@ class TiedWeights:
         for piece, buffer, work in pending:
             work.wait()
             apply(end, piece, buffer)
+
+    def _changes(self, end: _End) -> bool:
+        """Whether there is anything to exchange: a frozen weight only has its first values."""
+        return self._is_starting or end.parameter.requires_grad
 
     def _slices(self, index: int, source: str, target: str) -> Iterator[_Slice]:
         """Who gives which rows to whom, in an order that both ends derive alike."""

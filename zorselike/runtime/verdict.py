@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zorselike.plan.wording import list_few
 from zorselike.schedule.actions import COMPUTE, Kind, parse_action
 
 _MAX_REASON_LENGTH = 500
@@ -60,6 +61,10 @@ class State:
     """How long it has been there."""
     has_acted: bool = False
     """Whether it was ever in an action of a schedule."""
+    call: str = ""
+    """What it called last of what all ranks must call together, ..."""
+    called_in: int = 0
+    """... and in which round."""
 
     @property
     def is_busy(self) -> bool:
@@ -77,6 +82,24 @@ def find_absent(present: Mapping[int, State], left: Mapping[int, State]) -> Fail
     for rank, state in left.items():
         if furthest >= state.rounds:
             return Failure(rank, state.place, "it ended while other ranks went on")
+    return None
+
+
+def find_mismatch(present: Mapping[int, State]) -> Failure | None:
+    """A rank whose call in some round is another than that of the others: all wait for ever."""
+    calls: dict[int, dict[str, list[int]]] = {}
+    for rank, state in sorted(present.items()):
+        if state.call:
+            calls.setdefault(state.called_in, {}).setdefault(state.call, []).append(rank)
+    for ranks_of in calls.values():
+        if len(ranks_of) > 1:
+            usual, *others = sorted(ranks_of, key=lambda call: (-len(ranks_of[call]), ranks_of[call]))
+            rank = ranks_of[others[0]][0]
+            reason = (
+                f"it called {others[0]}() where {list_few(ranks_of[usual], 'rank')} called {usual}(); all "
+                "ranks make the same calls in the same order"
+            )
+            return Failure(rank, present[rank].place, reason)
     return None
 
 

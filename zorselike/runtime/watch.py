@@ -18,6 +18,7 @@ from zorselike.runtime.verdict import (
     Failure,
     State,
     find_absent,
+    find_mismatch,
     find_stalled,
     first_of,
     is_echo,
@@ -58,6 +59,8 @@ class Whereabouts:
         self.entered = 0
         self.rounds = 0
         self.has_acted = False
+        self.call = (0, "")
+        """A round, and what was called in it."""
         self.page = page
 
     @property
@@ -225,7 +228,15 @@ class Watch(threading.Thread):
 
     def _own_state(self, now: float) -> State:
         rounds = self._whereabouts.rounds  # Before the place: see `Alarm.idle`.
-        return State(self._whereabouts.place, rounds, now - self._entered_s, self._whereabouts.has_acted)
+        called_in, call = self._whereabouts.call
+        return State(
+            self._whereabouts.place,
+            rounds,
+            now - self._entered_s,
+            self._whereabouts.has_acted,
+            call,
+            called_in,
+        )
 
     # Failures.
 
@@ -269,7 +280,7 @@ class Watch(threading.Thread):
             present[self._rank] = self._own_state(now)
         elif self._left_at is not None:
             left[self._rank] = self._left_at
-        failure = find_absent(present, left)
+        failure = find_absent(present, left) or find_mismatch(present)
         if failure is None and self._limits.stall_s is not None:
             failure = find_stalled(present, self._limits.stall_s)
         if failure is not None:

@@ -1,0 +1,407 @@
+"""Mistakes that the runtime once made: wrong numbers, hangs, and errors that told nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RunRanks
+from tiny import DIM, VOCABULARY, Case, Decoder, Layer, adamw, module_names
+from torch import Tensor, nn
+
+from zorselike import HeteroPipeline, initialize
+from zorselike.plan import ConfigError
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.boundaries import check_additive
+from zorselike.runtime.loss import token_cross_entropy
+from zorselike.runtime.verdict import State, find_mismatch
+
+Make = Callable[[], nn.Module]
+
+
+def two_groups(*modules: tuple[str, ...], zero: tuple[int, int] = (2, 2)) -> Plan:
+    """Ranks 2 and 0, then rank 1; ministages in turn."""
+    first = Group((2, 0), (Microbatch(0, 0, 2), Microbatch(2, 2, 5)), zero=zero[0])
+    second = Group((1,), (Microbatch(1, 0, 5),), zero=zero[1])
+    return Plan(5, (first, second), tuple(Ministage(i % 2, names) for i, names in enumerate(modules)))
+
+
+def one_group(*modules: tuple[str, ...], zero: int = 2) -> Plan:
+    group = Group((1, 0), (Microbatch(0, 0, 2), Microbatch(1, 2, 5)), zero=zero)
+    return Plan(5, (group,), tuple(Ministage(0, names) for names in modules))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    return Case(one_group(("all",)), 1).batch(step)
+
+
+def on_meta(make: Make) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def train_single(rank: int, world_size: int, make: Make) -> tuple[list[float], dict[str, Tensor]]:
+    model = initialize(on_meta(make), seed=0)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(3):
+        inputs, targets = batch(step)
+        loss = token_cross_entropy(model(inputs), targets) / (targets != -100).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def train(rank: int, world_size: int, make: Make, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    pipe = HeteroPipeline(on_meta(make), plan, optimizer=adamw)
+    losses = [pipe.step_global(*batch(step)).loss for step in range(3)]
+    state = pipe.full_state_dict()
+    pipe.close()
+    return losses, state
+
+
+def assert_exact(run_ranks: RunRanks, make: Make, plan: Plan) -> None:
+    ((losses, state),) = run_ranks(train_single, 1, make)
+    found_losses, found_state = run_ranks(train, plan.num_ranks, make, plan)[0]
+    assert found_losses == pytest.approx(losses, abs=1e-12)
+    assert found_state.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.allclose(found_state[name], tensor, rtol=0, atol=1e-10), name
+
+
+# -- weights that are used twice -------------------------------------------------------------------
+
+
+class TwiceTied(nn.Module):
+    """Uses one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.v = nn.Linear(DIM, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.softmax(self.w(x), -1) @ self.w.weight + torch.tanh(self.v(x)) @ self.v.weight
+
+
+def tied_everywhere(is_frozen: bool = False) -> nn.Module:
+    """One weight in three modules, two names in one of them; others between layers."""
+    layers = [Layer() for _ in range(3)]
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, DIM),
+        layers[0],
+        TwiceTied(),
+        *layers[1:],
+        nn.Linear(DIM, VOCABULARY, bias=False),
+    ).double()
+    model[2].w.weight = model[2].v.weight = model[5].weight = model[0].weight  # type: ignore[union-attr,assignment]
+    model[4].up.weight = model[1].up.weight  # type: ignore[union-attr]
+    model[4].down = model[3].down
+    model[0].weight.requires_grad_(not is_frozen)  # type: ignore[operator,union-attr]
+    return model
+
+
+@pytest.mark.parametrize("zero", [(2, 3), (3, 0), (0, 1)])
+def test_a_weight_under_several_names_in_several_ministages(
+    zero: tuple[int, int], run_ranks: RunRanks
+) -> None:
+    plan = two_groups(("0",), ("1", "2"), ("3",), ("4", "5"), zero=zero)
+    assert_exact(run_ranks, tied_everywhere, plan)
+
+
+def test_a_frozen_tie_beside_one_that_trains(run_ranks: RunRanks) -> None:
+    plan = two_groups(("0",), ("1", "2"), ("3",), ("4", "5"))
+    assert_exact(run_ranks, lambda: tied_everywhere(is_frozen=True), plan)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_modules_of_one_ministage_share_weights(zero: int, run_ranks: RunRanks) -> None:
+    names = module_names(3)
+    for plan in (
+        one_group(tuple(names), zero=zero),
+        one_group(tuple(names[:3]), tuple(names[3:]), zero=zero),
+    ):
+        assert_exact(run_ranks, lambda: Decoder(3, tied=True).double(), plan)
+
+
+class Repeated(nn.Module):
+    """One layer, applied three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList([Layer()] * 3)
+        self.output = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for layer in self.layers:
+            h = layer(h)
+        return self.output(h) if self.output is not None else h
+
+
+def test_one_layer_applied_several_times(run_ranks: RunRanks) -> None:
+    plan = two_groups(("tok_embeddings", "layers"), ("output",))
+    assert_exact(run_ranks, lambda: Repeated().double(), plan)
+
+
+class LooselyTied(nn.Module):
+    """Holds a module's weight as a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.layer = Layer()
+        self.head = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.embedding(x)) @ self.head.t()
+
+
+def test_a_parameter_of_the_model_that_a_module_shares(run_ranks: RunRanks) -> None:
+    assert_exact(run_ranks, lambda: LooselyTied().double(), one_group(("embedding", "layer")))
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+NAMES = module_names(2)
+PLAN = two_groups(tuple(NAMES[:2]), tuple(NAMES[2:]))
+
+
+def plain() -> nn.Module:
+    return Decoder(2).double()
+
+
+def build_mixed(rank: int, world_size: int) -> str:
+    model = on_meta(lambda: Decoder(2).bfloat16())
+    model.get_submodule("layers.1.norm").float()
+    try:
+        HeteroPipeline(model, PLAN)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_two_dtypes_in_one_unit_are_refused_by_name(run_ranks: RunRanks) -> None:
+    for message in run_ranks(build_mixed, 3):
+        assert "'layers.1'" in message and "bfloat16 ('layers.1.up.weight')" in message
+        assert "param_dtype" in message
+
+
+def _note_dtype(seen: list[torch.dtype], original: Any, *args: Any, **kwargs: Any) -> Any:
+    seen += [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return original(*args, **kwargs)
+
+
+def look_at_reductions(rank: int, world_size: int) -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # torch 2.13 renamed it
+        original = getattr(torch.distributed, name, None)
+        if original is not None:
+            setattr(torch.distributed, name, partial(_note_dtype, seen, original))
+    with HeteroPipeline(on_meta(lambda: Decoder(2).bfloat16()), one_group(tuple(NAMES))) as pipe:
+        pipe.step_global(*batch(0))
+    return seen
+
+
+def test_a_bf16_model_is_reduced_in_fp32(run_ranks: RunRanks) -> None:
+    for dtypes in run_ranks(look_at_reductions, 2):
+        assert dtypes and set(dtypes) == {torch.float32}
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def call_within(rank: int, world_size: int, zero: int) -> list[float]:
+    plan = two_groups(tuple(NAMES[:2]), tuple(NAMES[2:]), zero=(zero, zero))
+    with HeteroPipeline(on_meta(plain), plan, optimizer=adamw) as pipe:
+        losses = []
+        for step in range(3):
+            with torch.inference_mode():
+                pipe.evaluate_global(*batch(step))
+            with torch.no_grad():
+                losses.append(pipe.step_global(*batch(step)).loss)
+        return losses
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_callers_no_grad_and_inference_mode_change_nothing(zero: int, run_ranks: RunRanks) -> None:
+    ((losses, _),) = run_ranks(train_single, 1, plain)
+    for found in run_ranks(call_within, 3, zero):
+        assert found == pytest.approx(losses, abs=1e-12)
+
+
+def refused_later(rank: int, world_size: int, what: str) -> tuple[str, float]:
+    """What a mistake says in the second step, and the loss of the step after it."""
+    message = "not refused"
+    with HeteroPipeline(on_meta(plain), PLAN, optimizer=adamw) as pipe:
+        inputs, targets = batch(0)
+        pipe.step_global(inputs, targets)
+        inputs, targets = batch(1)
+        try:
+            if what == "keyword":
+                pipe.step_global(inputs, targets, maks=torch.ones(5))
+            else:
+                own = inputs[pipe.input_rows] if pipe.input_rows else None
+                pipe.step(own, targets.numpy() if pipe.target_rows else None)
+        except ConfigError as error:
+            message = str(error)
+        return message, pipe.step_global(inputs, targets).loss
+
+
+def test_a_keyword_that_nobody_takes_is_refused_in_later_steps_too(run_ranks: RunRanks) -> None:
+    for message, _ in run_ranks(refused_later, 3, "keyword"):
+        assert "'maks'" in message
+
+
+def linear_layers() -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, VOCABULARY))
+
+
+def lose_in_step(rank: int, world_size: int, what: str) -> None:
+    """What would train on wrong numbers, or wait for ever."""
+
+    def detached(outputs: Tensor, targets: Tensor) -> Tensor:
+        return token_cross_entropy(outputs.detach(), targets)
+
+    loss_fn = detached if what == "detached" else None
+    inputs, targets = batch(0)
+    plan = PLAN
+    make: Make = partial(Decoder, 2)
+    if what == "autocast":  # changes the dtype of what a linear layer returns
+        plan, make = two_groups(("0", "1"), ("2",)), linear_layers
+    with HeteroPipeline(on_meta(make), plan, loss_fn=loss_fn) as pipe:
+        pipe.evaluate_global(inputs, targets)
+        if what == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                pipe.step_global(inputs, targets)
+        pipe.step_global(inputs, targets)
+        match what, rank:
+            case "state", 1:
+                pipe.full_state_dict()
+            case "evaluate", 1:
+                pipe.evaluate_global(inputs, targets).loss  # noqa: B018
+            case "close", 1:
+                pipe.close()
+        pipe.step_global(inputs, targets).loss  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("detached", "loss without a gradient"),
+        ("autocast", "when its shapes were found"),
+        ("state", "rank 1 failed first, in full_state_dict: it called full_state_dict() where rank"),
+        ("evaluate", "it called evaluate() where rank"),
+        ("close", "it called close() where rank"),
+    ],
+)
+def test_what_cannot_go_on_ends_every_rank_with_its_reason(
+    what: str, expected: str, run_ranks: RunRanks
+) -> None:
+    for end in run_ranks(lose_in_step, 3, what, allow_exit=True, timeout=30):
+        assert end.code != 0
+        assert expected in end.last_line, end.stderr[-2000:]
+
+
+def test_the_odd_call_is_found_by_its_round() -> None:
+    step, late = State("1F0", 3, call="step", called_in=3), State("", 4, call="step", called_in=3)
+    assert find_mismatch({0: step, 1: late, 2: State("2F0", 4, call="evaluate", called_in=4)}) is None
+    failure = find_mismatch({0: step, 1: late, 2: State("", 4, call="evaluate", called_in=3)})
+    assert failure is not None and failure.rank == 2
+    assert "evaluate() where ranks 0 and 1 called step()" in failure.reason
+
+
+class Skips(Decoder):
+    """Leaves out a layer now and then, which a trace does not show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for name, layer in self.layers.items():
+            if name != "1" or type(h) is not Tensor or h.shape[0] == 2:
+                h = layer(h)
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h
+
+
+def skip_layer(rank: int, world_size: int) -> None:
+    names = module_names(3)
+    with HeteroPipeline(on_meta(lambda: Skips(3)), one_group(tuple(names), zero=3)) as pipe:
+        pipe.step_global(*batch(0))
+
+
+def test_zero_3_refuses_a_forward_that_leaves_out_a_layer(run_ranks: RunRanks) -> None:
+    for end in run_ranks(skip_layer, 2, allow_exit=True, timeout=30):
+        assert end.code != 0
+        assert "left out 'layers.1'" in end.last_line and "zero = 2" in end.last_line, end.stderr[-2000:]
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+def mean_of_one_row(rank: int, world_size: int) -> str:
+    outputs, targets = torch.randn(1, 4, VOCABULARY), torch.arange(4)[None]
+    check_additive(token_cross_entropy, lambda t: (t != -100).sum(), outputs, targets)
+    try:
+        check_additive(lambda o, t: token_cross_entropy(o, t) / t.numel(), torch.numel, outputs, targets)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_mean_is_found_with_one_row_too(run_ranks: RunRanks) -> None:
+    assert "reduction='sum'" in run_ranks(mean_of_one_row, 1)[0]
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+from tiny import Decoder
+from test_regressions import PLAN, batch, on_meta
+from zorselike import HeteroPipeline
+from zorselike.plan import ConfigError
+
+torch.distributed.init_process_group("gloo")
+if sys.argv[1] == "caught":
+    model = Decoder(2)
+    torch.nn.init.constant_(model.norm.weight, torch.distributed.get_rank())
+    try:
+        HeteroPipeline(model, PLAN)
+    except ConfigError:
+        pipe = HeteroPipeline(on_meta(lambda: Decoder(2)), PLAN)
+        pipe.step_global(*batch(0))
+        pipe.close()
+else:
+    HeteroPipeline(on_meta(lambda: Decoder(2)), PLAN)
+"""
+
+
+@pytest.mark.parametrize("what", ["caught", "unused"])
+def test_a_process_whose_pipeline_did_nothing_ends_well(what: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    tests = Path(__file__).parents[1]
+    folders = (tests.parent, tests, tests / "runtime")
+    found = subprocess.run(
+        [*command, str(tmp_path / "script.py"), what],
+        env={
+            **os.environ,
+            "PYTHONPATH": ":".join(map(str, folders)),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr[:3000]
