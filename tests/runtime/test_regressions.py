@@ -243,24 +243,27 @@ def test_a_callers_no_grad_and_inference_mode_change_nothing(zero: int, run_rank
 def refused_later(rank: int, world_size: int, what: str) -> tuple[str, float]:
     """What a mistake says in the second step, and the loss of the step after it."""
     message = "not refused"
-    with HeteroPipeline(on_meta(plain), PLAN, optimizer=adamw) as pipe:
-        inputs, targets = batch(0)
-        pipe.step_global(inputs, targets)
+    with HeteroPipeline(on_meta(plain), one_group(tuple(NAMES)), optimizer=adamw) as pipe:
+        pipe.step_global(*batch(0))
         inputs, targets = batch(1)
         try:
             if what == "keyword":
                 pipe.step_global(inputs, targets, maks=torch.ones(5))
             else:
-                own = inputs[pipe.input_rows] if pipe.input_rows else None
-                pipe.step(own, targets.numpy() if pipe.target_rows else None)
+                pipe.step(inputs[pipe.input_rows], targets[pipe.target_rows].numpy())
         except ConfigError as error:
             message = str(error)
         return message, pipe.step_global(inputs, targets).loss
 
 
-def test_a_keyword_that_nobody_takes_is_refused_in_later_steps_too(run_ranks: RunRanks) -> None:
-    for message, _ in run_ranks(refused_later, 3, "keyword"):
-        assert "'maks'" in message
+@pytest.mark.parametrize(("what", "expected"), [("keyword", "'maks'"), ("array", "targets: a ndarray")])
+def test_a_mistake_in_a_later_step_is_refused_and_changes_nothing(
+    what: str, expected: str, run_ranks: RunRanks
+) -> None:
+    ((losses, _),) = run_ranks(train_single, 1, plain)
+    for message, loss in run_ranks(refused_later, 2, what):
+        assert expected in message
+        assert loss == pytest.approx(losses[1], abs=1e-12)
 
 
 def linear_layers() -> nn.Module:

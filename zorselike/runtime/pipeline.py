@@ -193,7 +193,8 @@ class HeteroPipeline:
     # -- state -----------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Collective: `{name: CPU tensor}` of the whole model on rank 0, `{}` elsewhere."""
+        """Collective: `{name: CPU tensor}` of the whole model on rank 0 of the plan (`pipe.rank == 0`),
+        `{}` elsewhere."""
         with self._failing_together():
             self._alarm.begin("full_state_dict")
             self._alarm.enter("full_state_dict")
