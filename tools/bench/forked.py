@@ -34,23 +34,29 @@ class RankFailedError(RuntimeError):
 
 def run_forked(fn: Callable[..., _T], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[_T]:
     """`fn(rank, *args)` on every rank; the ranks' values by rank."""
+    # Values come back through memory that each child shares with this process alone, not files.
+    values = [os.memfd_create(f"value{rank}") for rank in range(world_size)]
     with tempfile.TemporaryDirectory() as folder:
         pids = {}
         for rank in range(world_size):
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
-                _live(fn, rank, world_size, args, Path(folder))
+                _live(fn, rank, world_size, args, Path(folder), values[rank])
             pids[pid] = rank
         try:
-            _await_all(dict(pids), timeout_s, Path(folder))
+            _await_all(dict(pids), timeout_s, values)
+            return [pickle.loads(os.pread(value, os.fstat(value).st_size, 0)) for value in values]
         finally:
             for pid in pids:
                 _end(pid)
-        return [pickle.loads((Path(folder) / f"value{rank}").read_bytes()) for rank in range(world_size)]
+            for value in values:
+                os.close(value)
 
 
-def _live(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: Path) -> None:
+def _live(
+    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, result: int
+) -> None:
     """A rank's whole life; does not return."""
     code = 1
     try:
@@ -60,7 +66,8 @@ def _live(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, .
         store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         value = fn(rank, *args)
-        (folder / f"value{rank}").write_bytes(pickle.dumps(value))
+        with os.fdopen(result, "wb", closefd=False) as memory:
+            pickle.dump(value, memory)
         dist.barrier()
         code = 0
     except BaseException:
@@ -71,7 +78,7 @@ def _live(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, .
         os._exit(code)
 
 
-def _await_all(alive: dict[int, int], timeout_s: float, folder: Path) -> None:
+def _await_all(alive: dict[int, int], timeout_s: float, values: list[int]) -> None:
     deadline = time.monotonic() + timeout_s
     while alive:
         for pid in list(alive):
@@ -79,7 +86,7 @@ def _await_all(alive: dict[int, int], timeout_s: float, folder: Path) -> None:
             if ended == 0:
                 continue
             rank = alive.pop(pid)
-            if status != 0 and not (folder / f"value{rank}").exists():
+            if status != 0 and not os.fstat(values[rank]).st_size:
                 raise RankFailedError(f"rank {rank} ended with code {os.waitstatus_to_exitcode(status)}")
         if time.monotonic() > deadline:
             raise RankFailedError(f"ranks {sorted(alive.values())} did not end in {timeout_s} s")
