@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
 
 
 def random_plan(
@@ -22,8 +23,8 @@ def random_plan(
     """A valid plan drawn from `rng`: the same state gives the same plan.
 
     Microbatches are ragged and differ by rank and by group, ranks may have no rows, rank
-    numbers may interleave between groups, and `zero`, `grad_reduce` and `recompute` differ
-    by group. Modules are `layers.0`, `layers.1`, ..., one to three a ministage.
+    numbers may interleave between groups, and `zero`, `grad_reduce`, `recompute` and `offload`
+    differ by group. Modules are `layers.0`, `layers.1`, ..., one to three a ministage.
 
     Args:
         rng: where all randomness comes from.
@@ -75,13 +76,17 @@ def _random_group(rng: random.Random, ranks: tuple[int, ...], global_batch: int)
     zero = rng.randint(0, 3)
     reduces: Sequence[GradReduce] = ("once", "microbatch") if zero >= 2 else ("once",)
     recomputes: Sequence[Recompute] = ("none", "layer")
-    return Group(
+    group = Group(
         ranks=ranks,
         microbatches=_random_microbatches(rng, ranks, global_batch),
         zero=zero,
         grad_reduce=rng.choice(reduces),
         recompute=rng.choice(recomputes),
     )
+    # Drawn from a generator of its own, so that the rest of a seed's plan is what it was before.
+    offload_rng = random.Random(f"{ranks}{group.microbatches}")
+    wanted = offload_rng.random() < 0.5
+    return replace(group, offload=tuple(k for k in OFFLOAD_KINDS if wanted and offload_rng.random() < 0.6))
 
 
 def _random_microbatches(

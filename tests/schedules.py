@@ -22,6 +22,7 @@ class Options(TypedDict):
     ties: tuple[tuple[int, int], ...]
     forward_only: bool
     defer_steps: bool
+    masters: bool
 
 
 def random_case(rng: random.Random, *, small: bool) -> tuple[Plan, Options]:
@@ -49,6 +50,7 @@ def random_case(rng: random.Random, *, small: bool) -> tuple[Plan, Options]:
         ties=tuple(sorted(ties)),
         forward_only=rng.random() < 0.15,
         defer_steps=rng.random() < 0.3,
+        masters=rng.random() < 0.5,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans import random_plan
 from ranks import RunRanks
-from tiny import Case, assert_same, over_model, train_all_planned, train_all_single
+from tiny import Case, assert_same, over_model, train_all_planned, train_all_single, with_groups
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
@@ -37,7 +37,7 @@ def make_case(seed: int) -> Case:
         )
     plan, num_layers = over_model(plan, rng)
     return Case(
-        plan,
+        with_groups(plan, lambda group: replace(group, offload=())),
         num_layers,
         seed,
         tied=rng.random() < 0.5,

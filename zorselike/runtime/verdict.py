@@ -35,6 +35,10 @@ _PHASES = {
     Kind.STEP: "optimizer step",
     Kind.LOAD: "loading from host memory",
     Kind.OFFLOAD: "offloading to host memory",
+    Kind.LOAD_STATE: "loading optimizer state from host memory",
+    Kind.OFFLOAD_STATE: "offloading optimizer state to host memory",
+    Kind.LOAD_GRAD: "loading gradients from host memory",
+    Kind.OFFLOAD_GRAD: "offloading gradients to host memory",
 }
 
 

@@ -1,8 +1,8 @@
 """The action grammar: what one rank does, one small value an action.
 
 Vocabulary and text form follow `torch.distributed.pipelining` (`3F0`, `2UNSHARD`, `0SEND_F2`)
-and add what it lacks: `STEP`, `NORM`, `LOAD`, `OFFLOAD`, exchanges of tied weights, and on
-transfers the peer with the rows of the global batch: `0SEND_F2@4[3:5]`.
+and add what it lacks: `STEP`, `NORM`, copies between device and host, exchanges of tied weights,
+and on transfers the peer with the rows of the global batch: `0SEND_F2@4[3:5]`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,26 @@ class Kind(StrEnum):
     STEP = "STEP"
     """A ministage's optimizer update."""
     LOAD = "LOAD"
+    """Without a microbatch: a ministage's parameter shards start on their way from host to device.
+    With one: what its backward needs of that microbatch."""
     OFFLOAD = "OFFLOAD"
+    """The opposite; shards that have not changed are only freed."""
+    LOAD_STATE = "LOAD_STATE"
+    """A ministage's optimizer state, fp32 master weights included, starts on its way to the device."""
+    OFFLOAD_STATE = "OFFLOAD_STATE"
+    LOAD_GRAD = "LOAD_GRAD"
+    """Reduced gradients that wait for a deferred update come back to the device."""
+    OFFLOAD_GRAD = "OFFLOAD_GRAD"
 
 
 COMPUTE = frozenset({Kind.F, Kind.B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+HOST_COPIES = frozenset(
+    {Kind.LOAD, Kind.OFFLOAD, Kind.LOAD_STATE, Kind.OFFLOAD_STATE, Kind.LOAD_GRAD, Kind.OFFLOAD_GRAD}
+)
+"""What moves between device and host: a rank's own affair."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.offloading import add_host_copies
 from zorselike.schedule.transfers import Transfer, match_rows, number_microbatches
 
 RECEIVE_AHEAD = 2
@@ -61,14 +62,16 @@ def build(
     ties: Sequence[Tie] = (),
     forward_only: bool = False,
     defer_steps: bool = False,
+    masters: bool = False,
 ) -> dict[int, list[Action]]:
     """The actions of every rank for one optimizer step, or one evaluation if `forward_only`.
 
     `trainable[i]` says whether ministage `i` has a parameter that trains (default: all have):
     ministages below the lowest such one run no backward, frozen ones above it neither reduce
-    nor step. `defer_steps` moves all updates behind the global gradient norm.
+    nor step. `defer_steps` moves all updates behind the global gradient norm. `masters` says that
+    updates change fp32 master weights and overwrite the shards, so that a step need not load them.
     """
-    return _Builder(plan, trainable, ties, forward_only, defer_steps).build()
+    return _Builder(plan, trainable, ties, forward_only, defer_steps, masters).build()
 
 
 class _Builder:
@@ -79,8 +82,10 @@ class _Builder:
         ties: Sequence[Tie],
         forward_only: bool,
         defer_steps: bool,
+        masters: bool,
     ) -> None:
         self._plan = plan
+        self._masters = masters
         self._trainable = (True,) * plan.num_ministages if trainable is None else tuple(trainable)
         self._ties = () if forward_only else tuple(sorted(set(ties)))
         self._forward_only = forward_only
@@ -91,7 +96,16 @@ class _Builder:
 
     def build(self) -> dict[int, list[Action]]:
         wiring = self._wire()
-        return {rank: self._list_actions(rank, wiring) for rank in sorted(self._plan.group_of_rank)}
+        return {
+            rank: add_host_copies(
+                self._plan,
+                rank,
+                self._list_actions(rank, wiring),
+                lowest_backward=self._lowest_backward,
+                masters=self._masters,
+            )
+            for rank in sorted(self._plan.group_of_rank)
+        }
 
     # -- what is computed, in which order -------------------------------------------------
 

@@ -36,14 +36,16 @@ def check(
     ties: Sequence[tuple[int, int]] = (),
     forward_only: bool = False,
     defer_steps: bool = False,
+    masters: bool = False,
 ) -> CheckReport:
     """Proves a schedule complete, ordered, within its memory bound and free of deadlock.
 
     Each in turn: every row goes forward and, where due, backward exactly once in every
     ministage, with its input rows there, reduced and stepped after; parameters are gathered
     while they compute and no more ministages than the ZeRO stage allows; all ranks of a group
-    issue the same collectives in the same order; every send meets its receive; all lists end
-    if sends buffer. Then it finds the edges on which sends must buffer for them to end.
+    issue the same collectives in the same order; what is offloaded is back before it is used;
+    every send meets its receive; all lists end if sends buffer. Then it finds the edges on which
+    sends must buffer for them to end.
 
     Takes the same options as `build`.
 
@@ -51,7 +53,12 @@ def check(
         ScheduleError: at the first fault, with a table of the lists around it.
     """
     demands = work_out_demands(
-        plan, trainable=trainable, ties=ties, forward_only=forward_only, defer_steps=defer_steps
+        plan,
+        trainable=trainable,
+        ties=ties,
+        forward_only=forward_only,
+        defer_steps=defer_steps,
+        masters=masters,
     )
     steps = flatten(plan, actions)
     for rank, own in steps.items():

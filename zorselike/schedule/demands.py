@@ -22,6 +22,8 @@ class Demands:
     lowest_backward: int
     """The first ministage that runs a backward; the number of ministages if none does."""
     defer_steps: bool
+    masters: bool = False
+    """Updates overwrite the shards, and so need not have them on the device before."""
 
     @property
     def has_backward(self) -> bool:
@@ -63,6 +65,7 @@ def work_out_demands(
     ties: Sequence[tuple[int, int]],
     forward_only: bool,
     defer_steps: bool,
+    masters: bool = False,
 ) -> Demands:
     """The demands of `build`'s arguments; raises `ScheduleError` if they contradict each other."""
     trains = (True,) * plan.num_ministages if trainable is None else tuple(trainable)
@@ -87,4 +90,5 @@ def work_out_demands(
         ties=() if forward_only else tuple(sorted(set(ties))),
         lowest_backward=lowest,
         defer_steps=defer_steps,
+        masters=masters,
     )

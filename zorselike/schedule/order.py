@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from zorselike.schedule.actions import Kind
+from zorselike.schedule.actions import HOST_COPIES, Kind
 from zorselike.schedule.demands import Demands
+from zorselike.schedule.host_residence import HostResidence
 from zorselike.schedule.residency import Fault, Residency
 from zorselike.schedule.steps import NONE, Step
 
@@ -54,6 +55,7 @@ class _RankOrder:
         """Microbatches of each ministage that run, dummies of ZeRO 3 among them."""
         self._norm_due = demands.defer_steps and demands.has_backward
         self._residency = Residency(group, demands.lowest_backward)
+        self._host = HostResidence(group, self._own, masters=demands.masters)
         self._following_backward = _following_backward(steps)
         self._done: set[tuple[Kind, int, int]] = set()
         """All so far of the kinds that come once for a (ministage, microbatch)."""
@@ -66,21 +68,53 @@ class _RankOrder:
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
-            Kind.UNSHARD: lambda step: self._residency.gather(step.ministage),
-            Kind.RESHARD: lambda step: self._residency.release(step.ministage),
+            Kind.UNSHARD: self._gather,
+            Kind.RESHARD: self._release,
             Kind.REDUCE_GRAD: self._reduce,
             Kind.TIE_GRAD: self._tie_grad,
             Kind.NORM: self._norm,
             Kind.STEP: self._step,
             Kind.TIE_VALUE: lambda step: self._tie_new_values(step, self._demands.owners),
             Kind.TIE_FETCH: lambda step: self._tie_new_values(step, self._demands.borrowers),
-            # These move bytes between host and device and change nothing that is proven here.
-            Kind.LOAD: lambda step: None,
-            Kind.OFFLOAD: lambda step: None,
+            **dict.fromkeys(HOST_COPIES, self._copy),
         }
 
     def read(self, step: Step) -> None:
         self._readers[step.kind](step)
+
+    def _gather(self, step: Step) -> None:
+        self._residency.gather(step.ministage)
+        self._host.read_shards(step.ministage)
+
+    def _release(self, step: Step) -> None:
+        self._residency.release(step.ministage)
+        self._num_done[Kind.RESHARD, step.ministage] += 1
+        turns = self._turns(step.ministage) and self._num_done[Kind.RESHARD, step.ministage] == 1
+        if not self._rows and not turns:
+            self._host.check_shards_left(step.ministage, updates_next=False)
+
+    def _turns(self, ministage: int) -> bool:
+        """Whether it is gathered twice running, at the turn from forward to backward."""
+        return self._zero == 2 and ministage == self._own[-1] and self._demands.has_backward
+
+    def _copy(self, step: Step) -> None:
+        """Between device and host."""
+        ministage, microbatch = step.ministage, step.microbatch
+        match step.kind:
+            case Kind.LOAD | Kind.OFFLOAD if microbatch != NONE:
+                if (Kind.F, ministage, microbatch) not in self._done or microbatch >= len(self._rows):
+                    raise Fault(f"{ministage}F{microbatch} must come first")
+                if (Kind.B, ministage, microbatch) in self._done or ministage < self._demands.lowest_backward:
+                    raise Fault(f"no backward of ministage {ministage} needs it any more")
+                self._host.move_activations(ministage, microbatch, load=step.kind is Kind.LOAD)
+            case Kind.LOAD | Kind.OFFLOAD:
+                self._host.move_shards(ministage, load=step.kind is Kind.LOAD)
+            case Kind.LOAD_STATE | Kind.OFFLOAD_STATE:
+                self._check_trains(ministage)
+                self._host.move_state(ministage, load=step.kind is Kind.LOAD_STATE)
+            case _:
+                self._check_gradients_final(ministage)
+                self._host.move_gradients(ministage, load=step.kind is Kind.LOAD_GRAD)
 
     # -- computation -----------------------------------------------------------------------
 
@@ -108,6 +142,7 @@ class _RankOrder:
         if microbatch >= self._num_computed:
             raise Fault(f"this rank computes {self._num_computed} microbatches of a ministage")
         self._residency.use(ministage)
+        self._use_host_copies(step, is_first=self._num_done[kind, ministage] == 1)
         is_dummy = microbatch >= len(self._rows)
         if is_dummy or not 0 <= source < self._demands.plan.num_ministages:
             return
@@ -115,6 +150,17 @@ class _RankOrder:
             self._check_received(receive, ministage, microbatch)
         elif (kind, source, microbatch) not in self._done:
             raise Fault(f"{source}{kind.value}{microbatch} must come first")
+
+    def _use_host_copies(self, step: Step, *, is_first: bool) -> None:
+        """With ZeRO 0 and 3 a computation gathers by itself; with the others shards have gone by then."""
+        kind, ministage = step.kind, step.ministage
+        gathers = self._zero == 3 or (self._zero == 0 and kind is Kind.F and is_first)
+        if gathers:
+            self._host.read_shards(ministage)
+        if not gathers and not (kind is Kind.F and self._turns(ministage)):
+            self._host.check_shards_left(ministage, updates_next=kind is Kind.B)
+        if kind is Kind.B:
+            self._host.read_activations(ministage, step.microbatch)
 
     def _check_received(self, receive: Kind, ministage: int, microbatch: int) -> None:
         start, stop = self._rows[microbatch]
@@ -182,6 +228,8 @@ class _RankOrder:
         self._note(step)
         # The reducing pass touches every parameter: were they freed, FSDP would gather unseen.
         self._residency.use(ministage)
+        if self._zero == 0 and not self._rows:
+            self._host.read_shards(ministage)
         self._residency.reduce(ministage)
 
     def _check_reduced(self, ministage: int) -> None:
@@ -213,6 +261,7 @@ class _RankOrder:
         self._check_gradients_final(step.ministage)
         if self._norm_due and (Kind.NORM, NONE, NONE) not in self._done:
             raise Fault("updates wait for NORM, which must come first")
+        self._host.update(step.ministage)
 
     def _check_gradients_final(self, ministage: int) -> None:
         self._check_reduced(ministage)
@@ -249,6 +298,7 @@ class _RankOrder:
             self._expect(Kind.NORM, NONE, (NONE,))
         if self._residency.gathered:
             raise Fault(f"{min(self._residency.gathered)}RESHARD is missing")
+        self._host.finish()
 
     def _expect(self, kind: Kind, ministage: int, microbatches: Sequence[int]) -> None:
         for microbatch in microbatches:

@@ -19,6 +19,7 @@ from zorselike.schedule.check import check
 from zorselike.schedule.complete import add_surroundings, add_transfers, direction, pin_rows
 from zorselike.schedule.demands import work_out_demands
 from zorselike.schedule.errors import ScheduleError
+from zorselike.schedule.offloading import add_host_copies
 
 _KNOWN_TO_TORCH = COMPUTE | TRANSFERS | {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
 
@@ -26,8 +27,8 @@ _KNOWN_TO_TORCH = COMPUTE | TRANSFERS | {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE
 def to_torch_csv(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> str:
     """The schedule as torch's CSV with communication (`format="compute_comms"`).
 
-    What torch does not know is left out: row ranges and peers of transfers, `STEP`, `NORM`,
-    `LOAD`, `OFFLOAD` and exchanges of tied weights.
+    What torch does not know is left out: row ranges and peers of transfers, `STEP`, `NORM`, copies
+    between device and host, and exchanges of tied weights.
 
     Raises:
         ScheduleError: torch cannot express the plan; says why.
@@ -55,11 +56,12 @@ def from_torch_csv(
     ties: Sequence[tuple[int, int]] = (),
     forward_only: bool = False,
     defer_steps: bool = False,
+    masters: bool = False,
 ) -> dict[int, list[Action]]:
     """Every rank's actions, with computations (and transfers, if it has any) in the file's order.
 
     Gathers and reductions of the file are replaced by those that the plan's ZeRO stage asks for,
-    and updates are added, as `build` would place them. A file that only computes gets its
+    and updates and copies are added, as `build` would place them. A file that only computes gets its
     transfers too. The result has passed `check`; the options are those of `build`.
 
     Args:
@@ -72,7 +74,12 @@ def from_torch_csv(
     """
     _refuse_other_shapes(plan)
     demands = work_out_demands(
-        plan, trainable=trainable, ties=ties, forward_only=forward_only, defer_steps=defer_steps
+        plan,
+        trainable=trainable,
+        ties=ties,
+        forward_only=forward_only,
+        defer_steps=defer_steps,
+        masters=masters,
     )
     rows = list(csv.reader(io.StringIO(text)))
     if len(rows) != plan.num_ranks:
@@ -82,8 +89,25 @@ def from_torch_csv(
     lists = {rank: _read_row(plan, rank, cells) for rank, cells in enumerate(rows)}
     if not any(action.kind in TRANSFERS for own in lists.values() for action in own):
         lists = add_transfers(demands, lists)
-    actions = {rank: add_surroundings(demands, rank, own) for rank, own in lists.items()}
-    check(plan, actions, trainable=trainable, ties=ties, forward_only=forward_only, defer_steps=defer_steps)
+    actions = {
+        rank: add_host_copies(
+            plan,
+            rank,
+            add_surroundings(demands, rank, own),
+            lowest_backward=demands.lowest_backward,
+            masters=masters,
+        )
+        for rank, own in lists.items()
+    }
+    check(
+        plan,
+        actions,
+        trainable=trainable,
+        ties=ties,
+        forward_only=forward_only,
+        defer_steps=defer_steps,
+        masters=masters,
+    )
     return actions
 
 

@@ -1,0 +1,182 @@
+"""Where copies between device and host stand in a rank's list (Zorse 4.1.3 and 5.4).
+
+A pass over a finished list, for groups whose plan offloads. What is needed next is loaded while the
+current ministage computes; what is not needed any more leaves at once:
+
+- parameters: the shards of a ministage come for its gathers (and for an update that changes them in
+  place) and leave after each. Those of the rank's first ministage stay, since the step ends and
+  begins with it and nothing would hide the copies;
+- optimizer state: comes before the ministage's backward, leaves after its update. Deferred updates
+  load one ministage ahead, and their gradients wait on the host;
+- activations: leave after each forward, come back one microbatch ahead of their backward. The last
+  two stay: they would have to come back at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zorselike.plan.plan import Plan
+from zorselike.schedule.actions import COMPUTE, SENDS, Action, Kind
+
+KEPT_MICROBATCHES = 2
+"""Newest microbatches of the last ministage whose activations stay: one that computes, one loaded."""
+
+
+def add_host_copies(
+    plan: Plan, rank: int, actions: Sequence[Action], *, lowest_backward: int, masters: bool
+) -> list[Action]:
+    """The rank's list with the copies that its group's `offload` asks for.
+
+    `lowest_backward`: the first ministage that runs a backward; `masters`: see `build`.
+    """
+    offload = plan.groups[plan.group_of_rank[rank]].offload
+    if not offload:
+        return list(actions)
+    weave = _Weave(plan, rank, actions, lowest_backward)
+    if "params" in offload:
+        weave.add_parameters(masters=masters)
+    if "optimizer" in offload:
+        weave.add_state()
+    if "activations" in offload:
+        weave.add_activations()
+    return weave.woven()
+
+
+class _Weave:
+    """A list of actions, and what is to be put before and after each of them."""
+
+    def __init__(self, plan: Plan, rank: int, actions: Sequence[Action], lowest_backward: int) -> None:
+        self._actions = actions
+        self._zero = plan.groups[plan.group_of_rank[rank]].zero
+        self._own = plan.ministages_of_rank(rank)
+        self._num_microbatches = len(plan.microbatches_of_rank(rank))
+        self._lowest_backward = lowest_backward
+        self._before: defaultdict[int, list[Action]] = defaultdict(list)
+        self._after: defaultdict[int, list[Action]] = defaultdict(list)
+        self._positions: defaultdict[tuple[Kind, int | None], list[int]] = defaultdict(list)
+        for position, action in enumerate(actions):
+            self._positions[action.kind, action.ministage].append(position)
+        self._phases = self._find_phases()
+        self._gathers = [p for p, action in enumerate(actions) if action.kind is Kind.UNSHARD]
+
+    def woven(self) -> list[Action]:
+        found: list[Action] = []
+        for position, action in enumerate(self._actions):
+            found += [*self._before[position], action, *self._after[position]]
+        return found
+
+    def _find_phases(self) -> list[int]:
+        """Where the rank turns to another ministage or direction: positions of computations."""
+        computed = [position for position, action in enumerate(self._actions) if action.kind in COMPUTE]
+        phase = [(self._actions[p].kind, self._actions[p].ministage) for p in computed]
+        return computed[:1] + [p for (a, b), p in zip(pairwise(phase), computed[1:], strict=True) if a != b]
+
+    # -- parameters ------------------------------------------------------------------------
+
+    def add_parameters(self, *, masters: bool) -> None:
+        for ministage in self._own[1:]:
+            needs = [(self._ahead_of(start), start, stop) for start, stop in self._reads(ministage)]
+            steps = self._positions[Kind.STEP, ministage]
+            if masters:  # The update overwrites them, so nothing is loaded for it.
+                for position in steps:
+                    self._after[position].append(Action(Kind.OFFLOAD, ministage))
+            else:
+                needs += [(self._ahead_of_step(position), position, position) for position in steps]
+            for load, _, last in _merge(needs):
+                self._before[load].append(Action(Kind.LOAD, ministage))
+                self._after[last].append(Action(Kind.OFFLOAD, ministage))
+
+    def _reads(self, ministage: int) -> list[tuple[int, int]]:
+        """First and last position of each stretch in which FSDP reads the shards."""
+        if self._zero in (1, 2):
+            return [(p, p) for p in self._positions[Kind.UNSHARD, ministage]]
+        by_kind = [self._positions[kind, ministage] for kind in (Kind.F, Kind.B)]
+        if self._zero == 3:
+            return [(positions[0], positions[-1]) for positions in by_kind if positions]
+        # ZeRO 0 gathers as layers are first called: by a forward, or by the reduction of an idle rank.
+        first = (*self._positions[Kind.F, ministage], *self._positions[Kind.REDUCE_GRAD, ministage])[:1]
+        return [(p, p) for p in first]
+
+    def _ahead_of(self, position: int) -> int:
+        """Where a load must start to be there at `position`: a phase earlier, unless what stands there
+        is itself a gather ahead of its use. At the turn from forward to backward a ministage is
+        gathered twice running; its shards stay for the second time."""
+        action = self._actions[position]
+        if action.kind is Kind.UNSHARD:
+            before = max((p for p in self._gathers if p < position), default=position)
+            return before if self._actions[before] == action else position
+        earlier = [phase for phase in self._phases if phase < position]
+        return earlier[-1] if earlier else position
+
+    # -- optimizer state and deferred gradients --------------------------------------------
+
+    def add_state(self) -> None:
+        deferred = bool(self._positions[Kind.NORM, None])
+        for ministage in self._own:
+            for position in self._positions[Kind.STEP, ministage]:
+                load = self._ahead_of_step(position)
+                self._before[load].append(Action(Kind.LOAD_STATE, ministage))
+                self._after[position].append(Action(Kind.OFFLOAD_STATE, ministage))
+                if deferred:
+                    self._before[load].append(Action(Kind.LOAD_GRAD, ministage))
+                    self._after[self._reduced_at(ministage)].append(Action(Kind.OFFLOAD_GRAD, ministage))
+
+    def _ahead_of_step(self, position: int) -> int:
+        """The beginning of the ministage's own backward; for a deferred update the update before it,
+        for the first of them the norm."""
+        norms = self._positions[Kind.NORM, None]
+        if norms:
+            between = range(position - 1, norms[0], -1)
+            return next((p for p in between if self._actions[p].kind is Kind.STEP), norms[0])
+        backwards = self._positions[Kind.B, self._actions[position].ministage]
+        return backwards[0] if backwards else position
+
+    def _reduced_at(self, ministage: int) -> int:
+        """After this its gradients are final."""
+        kinds = (Kind.B, Kind.REDUCE_GRAD, Kind.TIE_GRAD)
+        return max(position for kind in kinds for position in self._positions[kind, ministage])
+
+    # -- activations -----------------------------------------------------------------------
+
+    def add_activations(self) -> None:
+        backwards = [
+            (position, action)
+            for position, action in enumerate(self._actions)
+            if action.kind is Kind.B and action.microbatch is not None and self._has_rows(action)
+        ]
+        kept = {
+            (action.ministage, action.microbatch)
+            for _, action in backwards[:KEPT_MICROBATCHES]
+            if action.ministage == backwards[0][1].ministage
+        }
+        for position, action in enumerate(self._actions):
+            is_due = action.kind is Kind.F and (action.ministage or 0) >= self._lowest_backward
+            if is_due and self._has_rows(action) and (action.ministage, action.microbatch) not in kept:
+                offload = Action(Kind.OFFLOAD, action.ministage, action.microbatch)
+                self._after[self._last_send(position)].append(offload)
+        for number, (position, action) in enumerate(backwards):
+            if (action.ministage, action.microbatch) not in kept:
+                ahead = backwards[number - 1][0] if number else position
+                self._before[ahead].append(Action(Kind.LOAD, action.ministage, action.microbatch))
+
+    def _has_rows(self, action: Action) -> bool:
+        return action.microbatch is not None and action.microbatch < self._num_microbatches
+
+    def _last_send(self, position: int) -> int:
+        while position + 1 < len(self._actions) and self._actions[position + 1].kind in SENDS:
+            position += 1
+        return position
+
+
+def _merge(needs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """`(load, first, last)` in order, with those joined whose load would precede the free before it."""
+    merged: list[tuple[int, int, int]] = []
+    for load, first, last in sorted(needs, key=lambda need: need[1]):
+        if merged and load <= merged[-1][2] + 1:
+            merged[-1] = (*merged[-1][:2], last)
+        else:
+            merged.append((load, first, last))
+    return merged
