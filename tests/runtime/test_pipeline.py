@@ -312,7 +312,6 @@ def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def refused(rank: int, world_size: int, what: str) -> str:
     """What the pipeline says to one mistake, made alike on every rank."""
     plan = {
-        "offload": two_groups(offload=("params",)),
         "ranks": Plan(5, (*two_groups().groups, Group((3,), (Microbatch(3, 0, 5),))),
                       (*two_groups().ministages[:3], Ministage(2, ("layers.3", "norm", "output")))),
     }.get(what, two_groups())  # fmt: skip
@@ -342,7 +341,6 @@ def refused(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("offload", ["PlanError", "groups[0].offload", "params", "offload = []"]),
         ("ranks", ["PlanError", "4", "3"]),
         ("clip", ["ConfigError", "clip = 'layer'", "ministage"]),
         ("max_norm", ["ConfigError", "max_norm = -1.0"]),

@@ -16,14 +16,20 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime.agreement import check_same_plan
 from zorselike.runtime.boundaries import Trace, trainable_ministages
 from zorselike.runtime.busy import BusyClock
+from zorselike.runtime.departures import Departures, Retired
 from zorselike.runtime.executor import Executor
+from zorselike.runtime.gradients import HALF
 from zorselike.runtime.initialize import initialize_unit
 from zorselike.runtime.loss import Unpack
-from zorselike.runtime.ministage import ShardedMinistage
+from zorselike.runtime.loss_scale import LossScale
+from zorselike.runtime.memory import Memory
+from zorselike.runtime.ministage import Rank, ShardedMinistage
 from zorselike.runtime.partition import ModelPart, Split, Tie, find_ties, partition
 from zorselike.runtime.pruning import find_units, plan_module
 from zorselike.runtime.ranks import Groups, ProcessGroup, Ranks
-from zorselike.runtime.ties import TiedWeights
+from zorselike.runtime.stash import Stash
+from zorselike.runtime.streams import make_streams
+from zorselike.runtime.ties import TiedWeights, borrowed_names, tied_names
 from zorselike.runtime.transport import Edge, Transport, edges_of
 from zorselike.runtime.updates import Clip, OptimizerFactory, Updates
 from zorselike.runtime.world import ProcessInfo, check_world, describe_process, gather_world
@@ -40,10 +46,22 @@ class Blueprint:
     parts: tuple[ModelPart, ...]
     ties: tuple[Tie, ...]
     trainable: tuple[bool, ...]
+    masters: bool
+    """Whether optimizers update fp32 master weights only, and never the shards."""
     lowest_backward: int
     step_actions: dict[int, list[Action]]
     evaluate_actions: dict[int, list[Action]]
     report: CheckReport
+    state: tuple[dict[str, TensorShape], ...]
+    """Parameters and persistent buffers of each ministage, as the model was given, by global name."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What a whole tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def draw(
@@ -53,6 +71,7 @@ def draw(
     split: Split | None = None,
     unpack: Unpack | None = None,
     defer_steps: bool = False,
+    param_dtype: torch.dtype | None = None,
 ) -> Blueprint:
     """Divides the model, builds the schedules and proves them; needs no process group.
 
@@ -68,15 +87,19 @@ def draw(
     if not any(trainable):
         raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
     tied = [(t.owner_ministage, t.borrower_ministage) for t in ties if trains_tie(model, t)]
-    step_actions = build(plan, trainable=trainable, ties=tied, defer_steps=defer_steps)
+    masters = have_masters(model, param_dtype)
+    step_actions = build(plan, trainable=trainable, ties=tied, defer_steps=defer_steps, masters=masters)
     evaluate_actions = build(plan, trainable=trainable, forward_only=True)
-    report = check(plan, step_actions, trainable=trainable, ties=tied, defer_steps=defer_steps)
+    report = check(
+        plan, step_actions, trainable=trainable, ties=tied, defer_steps=defer_steps, masters=masters
+    )
     evaluation = check(plan, evaluate_actions, trainable=trainable, forward_only=True)
     return Blueprint(
         plan=plan,
         parts=parts,
         ties=ties,
         trainable=trainable,
+        masters=masters,
         lowest_backward=trainable.index(True),
         step_actions=step_actions,
         evaluate_actions=evaluate_actions,
@@ -85,7 +108,17 @@ def draw(
             cycles=report.cycles + evaluation.cycles,
             num_actions=report.num_actions,
         ),
+        state=tuple(
+            {name: TensorShape(t.shape, t.dtype) for name, t in part.module.state_dict().items()}
+            for part in parts
+        ),
     )
+
+
+def have_masters(model: nn.Module, param_dtype: torch.dtype | None) -> bool:
+    """Whether all that trains computes in half precision, and so has fp32 master weights."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return all((param_dtype or p.dtype) in HALF for p in trained)
 
 
 def trains_tie(model: nn.Module, tie: Tie) -> bool:
@@ -108,11 +141,6 @@ def check_unit_order(blueprint: Blueprint, trace: Trace) -> None:
 
 def _refuse_unsupported(plan: Plan) -> None:
     for g, group in enumerate(plan.groups):
-        if group.offload:
-            raise PlanError(
-                f"groups[{g}].offload = {list(group.offload)}: this release keeps everything on the device; "
-                "set offload = []"
-            )
         if any(not isinstance(entry, int) for entry in group.ranks):
             raise PlanError(
                 f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
@@ -150,6 +178,7 @@ class Assembly:
     groups: Groups
     processes: tuple[ProcessInfo, ...]
     ministages: dict[int, ShardedMinistage]
+    shared: Rank
     transport: Transport
     updates: Updates
     ties: TiedWeights
@@ -186,6 +215,8 @@ def assemble(
     device: torch.device,
     optimizer: OptimizerFactory,
     param_dtype: torch.dtype | None,
+    compiles: bool,
+    scale: LossScale | None,
     max_norm: float | None,
     clip: Clip,
     seed: int,
@@ -200,12 +231,22 @@ def assemble(
     mesh = _make_mesh(plan, groups, device)
     own = plan.group_of_rank[ranks.rank]
     untie(blueprint)
+    memory = Memory.of(device, make_streams(device))
+    offload = plan.groups[own].offload
+    shared = Rank(
+        memory,
+        Stash(memory) if "activations" in offload else None,
+        leaving_shards=Departures(),
+        leaving_state=Departures(),
+        retired=Retired(),
+    )
     ministages = _make_ministages(
         blueprint,
         ranks,
         mesh,
-        device=device,
+        shared=shared,
         param_dtype=param_dtype,
+        compiles=compiles,
         materialise=partial(initialize_unit, seed=seed, device=device, root=model),
     )
     ties = TiedWeights(
@@ -214,6 +255,7 @@ def assemble(
         {i: dict(ministage.named_parameters()) for i, ministage in ministages.items()},
         ranks,
         groups.make(everyone, "gloo") if blueprint.ties else None,
+        gradient=lambda ministage, name: ministages[ministage].gradients.local(name),
     )
     ties.synchronise()
     updates = Updates(
@@ -221,9 +263,10 @@ def assemble(
         optimizer,
         max_norm=max_norm,
         clip=clip,
-        borrowed=ties.borrowed,
+        scale=scale,
         counts_replicated=plan.groups[own].flat_ranks[0] == ranks.rank,
         device=device,
+        streams=memory.streams,
         world=norms,
         own_group=_member(hosts[own]),
     )
@@ -236,6 +279,7 @@ def assemble(
         rank=ranks.rank,
         plan=plan,
         ministages=ministages,
+        shared=shared,
         accepts={i: blueprint.parts[i].accepts for i in ministages},
         lowest_backward=blueprint.lowest_backward,
         transport=transport,
@@ -251,6 +295,7 @@ def assemble(
         groups=groups,
         processes=processes,
         ministages=ministages,
+        shared=shared,
         transport=transport,
         updates=updates,
         ties=ties,
@@ -281,8 +326,9 @@ def _make_ministages(
     ranks: Ranks,
     mesh: DeviceMesh,
     *,
-    device: torch.device,
+    shared: Rank,
     param_dtype: torch.dtype | None,
+    compiles: bool,
     materialise: Callable[[nn.Module, str], None],
 ) -> dict[int, ShardedMinistage]:
     plan = blueprint.plan
@@ -293,13 +339,18 @@ def _make_ministages(
             if name not in part.units:  # shares weights, so it is sharded with the ministage's root
                 materialise(part.module.get_submodule(name), name)
         ministage = ShardedMinistage(
+            index,
             part.module,
             part.units,
             group=plan.group_of(index),
             mesh=mesh,
-            device=device,
+            rank=shared,
             receives_grad=index > blueprint.lowest_backward,
             param_dtype=param_dtype,
+            compiles=compiles,
+            keeps_shards=index == plan.ministages_of_rank(ranks.rank)[0],
+            tied=tied_names(blueprint.ties),
+            borrowed=borrowed_names(blueprint.ties),
             materialise=materialise,
         )
         ministage.warm_up()

@@ -162,6 +162,19 @@ class Trace:
     """Entry i enters ministage i; the last entry is what the last ministage returns."""
     unit_calls: tuple[tuple[str, ...], ...]
     """Names of the units of each ministage in the order of their calls."""
+    layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
+    """What the numbered layers of each ministage are given, each tensor once."""
+
+
+@dataclass(frozen=True)
+class InputBytes:
+    """Size of a tensor that depends on a microbatch's rows."""
+
+    fixed: int
+    per_row: int
+
+    def at(self, rows: int) -> int:
+        return self.fixed + rows * self.per_row
 
 
 def trainable_ministages(parts: Sequence[ModelPart]) -> tuple[bool, ...]:
@@ -214,7 +227,27 @@ def trace_boundaries(
                 "train; do not detach there, or freeze their parameters"
             )
         boundaries.append(boundary)
-    return Trace(tuple(boundaries), tuple(runs[0].unit_calls))
+    return Trace(
+        tuple(boundaries), tuple(runs[0].unit_calls), _layer_inputs(runs[0], runs[1], skeleton.probe_rows)
+    )
+
+
+def _layer_inputs(few: PartsRun, more: PartsRun, rows: tuple[int, int]) -> tuple[tuple[InputBytes, ...], ...]:
+    found = []
+    for one, other in zip(few.recorders, more.recorders, strict=True):
+        sizes: dict[int, InputBytes] = {}
+        for call, larger in zip(one.calls, other.calls, strict=True):
+            if is_layer(call.name):
+                for (identity, low), (_, high) in zip(call.input_bytes, larger.input_bytes, strict=True):
+                    per_row = (high - low) // (rows[1] - rows[0])
+                    sizes[identity] = InputBytes(low - rows[0] * per_row, per_row)
+        found.append(tuple(sizes.values()))
+    return tuple(found)
+
+
+def is_layer(name: str) -> bool:
+    """Whether a unit is one of a container's numbered layers (the ones worth recomputing)."""
+    return name.rpartition(".")[2].isdigit()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from zorselike.runtime.batch import Batch
 from zorselike.runtime.boundaries import Boundary, check_crossing, name_ministage
 from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.loss import Loss
-from zorselike.runtime.ministage import ShardedMinistage, Tensors, leaf_inputs
+from zorselike.runtime.ministage import Rank, ShardedMinistage, Tensors
 from zorselike.runtime.ties import TiedWeights
 from zorselike.runtime.transport import Transport
 from zorselike.runtime.updates import Updates
@@ -53,6 +53,7 @@ class Executor:
         rank: int,
         plan: Plan,
         ministages: Mapping[int, ShardedMinistage],
+        shared: Rank,
         accepts: Mapping[int, Collection[str]],
         lowest_backward: int,
         transport: Transport,
@@ -66,6 +67,8 @@ class Executor:
         self._plan = plan
         self._own = plan.microbatches_of_rank(rank)
         self._ministages = ministages
+        self._shared = shared
+        self._streams = shared.memory.streams
         self._accepts = accepts
         self._lowest_backward = lowest_backward
         self._last = plan.num_ministages - 1
@@ -86,6 +89,7 @@ class Executor:
     ) -> None:
         """Runs a list to its end and waits for what it sent."""
         run = _Run(batch, loss, boundaries, train)
+        self._streams.begin()
         self._busy.restart()
         for action in actions:
             self._enter(action)
@@ -93,11 +97,23 @@ class Executor:
                 self._do(action, run)
         self._transport.finish()
         self._ties.finish()
+        self._settle()
+
+    def _settle(self) -> None:
+        """At the end: the last update is over before anything follows; its copies to the host go on."""
+        self._streams.join(self._streams.compute, [self._streams.update])
+        for departures in (self._shared.leaving_shards, self._shared.leaving_state):
+            departures.settle()
+        self._shared.retired.settle()
+        if self._shared.stash is not None:
+            self._shared.stash.finish()
 
     def forget(self) -> None:
         """Drops what an unfinished pass kept."""
         for ministage in self._ministages.values():
-            ministage.forget_activations()
+            ministage.forget_step()
+        if self._shared.stash is not None:
+            self._shared.stash.forget()
 
     def _do(self, action: Action, run: _Run) -> None:
         if action.kind is Kind.NORM:
@@ -128,11 +144,36 @@ class Executor:
             case Kind.TIE_GRAD:
                 self._ties.exchange_grads(index)
             case Kind.TIE_VALUE:
+                ministage.await_update()
                 self._ties.send_values(index)
             case Kind.TIE_FETCH:
                 self._ties.receive_values(index)
             case Kind.STEP:
                 self._updates.step(index)
+            case _:
+                self._copy(action, ministage)
+
+    def _copy(self, action: Action, ministage: ShardedMinistage) -> None:
+        """Between device and host."""
+        match action.kind:
+            case Kind.LOAD | Kind.OFFLOAD if action.microbatch is not None:
+                stash = self._shared.stash
+                assert stash is not None
+                move = stash.load if action.kind is Kind.LOAD else stash.offload
+                move((ministage.index, action.microbatch))
+            case Kind.LOAD:
+                ministage.load_shards()
+            case Kind.OFFLOAD:
+                ministage.offload_shards()
+            case Kind.LOAD_STATE:
+                ministage.state.load()
+            case Kind.OFFLOAD_STATE:
+                ministage.offload_state()
+            case Kind.LOAD_GRAD:
+                ministage.gradients.load()
+            case Kind.OFFLOAD_GRAD:
+                self._updates.measure(ministage.index)
+                ministage.gradients.offload()
             case _:
                 raise ValueError(f"this runtime has no action {action.text}")
 
@@ -143,16 +184,17 @@ class Executor:
             with _grad_mode(trains):
                 ministage.dummy_forward(number, train=trains)
             return
-        inputs = self._inputs(index, number, run)
         kwargs = run.batch.kwargs(number, self._accepts[index])
-        with _grad_mode(trains), self._busy.running():
-            leaves = leaf_inputs(inputs, run.boundaries[index], train=trains)
-            outputs = ministage.forward(number, leaves, kwargs, train=trains)
-            if index == self._last:
-                loss = run.loss.add(outputs, run.batch.targets(number), number)
-                if trains:
-                    ministage.keep_outputs(number, (loss,))
-                return
+        carries_grad = [spec.requires_grad for spec in run.boundaries[index].tensors]
+        with _grad_mode(trains), _keeping(ministage, number, trains):
+            inputs = self._inputs(index, number, run)
+            with self._busy.running():
+                outputs = ministage.forward(number, inputs, carries_grad, kwargs, train=trains)
+                if index == self._last:
+                    loss = run.loss.add(outputs, run.batch.targets(number), number)
+                    if trains:
+                        ministage.keep_outputs(number, (loss,))
+                    return
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
         num_rows = self._own[number].num_rows
         check_crossing(tensors, run.boundaries[index + 1], num_rows, name_ministage(self._plan, index))
@@ -165,7 +207,13 @@ class Executor:
             return run.batch.inputs(number)
         if self._is_own(index - 1):
             return run.handed_over.pop((Kind.F, index, number))
-        return self._transport.take(Kind.RECV_F, index, number)
+        received = self._transport.take(Kind.RECV_F, index, number)
+        if self._shared.stash is not None:
+            specs = run.boundaries[index].tensors
+            for tensor, host, spec in zip(received.tensors, received.hosts, specs, strict=True):
+                if host is not None and spec.requires_grad:  # Autograd refuses to change such in place.
+                    self._shared.stash.note_host_copy(tensor, host)
+        return received.tensors
 
     def _backward(self, index: int, number: int, run: _Run) -> None:
         ministage = self._ministages[index]
@@ -185,7 +233,7 @@ class Executor:
         if self._is_own(index + 1):
             received = run.handed_over.pop((Kind.B, index, number))
         else:
-            received = self._transport.take(Kind.RECV_B, index, number)
+            received = self._transport.take(Kind.RECV_B, index, number).tensors
         grads = iter(received)
         return [next(grads) if spec.requires_grad else None for spec in run.boundaries[index + 1].tensors]
 
@@ -203,6 +251,10 @@ class Executor:
     def _send(self, action: Action, boundary: Boundary, run: _Run) -> None:
         assert run.produced is not None, f"{action.text} has nothing to send"
         self._transport.send(action, run.produced.tensors, boundary, run.produced.first_row)
+
+
+def _keeping(ministage: ShardedMinistage, number: int, train: bool) -> AbstractContextManager[Any]:
+    return ministage.keeping(number) if train else nullcontext()
 
 
 def _grad_mode(train: bool) -> AbstractContextManager[Any]:

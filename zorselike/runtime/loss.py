@@ -48,9 +48,12 @@ class Loss:
         device: torch.device,
         group: ProcessGroup | None,
         forbid_nonfinite: bool,
+        scale: float = 1.0,
     ) -> None:
         """`num_targets`: this rank's count; `group`: the last ministage's ranks (Gloo), None
-        elsewhere. The global count is summed while the pipeline fills."""
+        elsewhere. The global count is summed while the pipeline fills. `scale`: what gradients, not
+        losses, are multiplied by."""
+        self._loss_scale = scale
         self._loss_fn = loss_fn
         self._forbid_nonfinite = forbid_nonfinite
         self._device = device
@@ -76,6 +79,8 @@ class Loss:
                 "loss_fn returned a loss without a gradient, from which nothing can train; do not detach the "
                 "outputs, and return outputs.sum() * 0 where no target counts"
             )
+        if loss.dtype is torch.float16:
+            loss = loss.float()  # The scaled gradient of a loss in fp16 would overflow at once.
         self._losses[number] = loss
         self.loss_sum += loss.detach()
         if self._forbid_nonfinite and not bool(torch.isfinite(loss)):
@@ -89,7 +94,9 @@ class Loss:
             if self._work is not None:
                 self._work.wait()
             total = float(self._global_targets)
-            self._scale = torch.tensor(1.0 / total if total else 0.0, dtype=loss.dtype, device=self._device)
+            self._scale = torch.tensor(
+                self._loss_scale / total if total else 0.0, dtype=loss.dtype, device=self._device
+            )
         return self._scale
 
     def finish(self) -> None:

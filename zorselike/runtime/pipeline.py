@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,22 +24,36 @@ from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, dra
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
 from zorselike.runtime.boundaries import (
     Boundary,
+    InputBytes,
     Signature,
     check_additive,
     check_kwargs,
     trace_boundaries,
 )
 from zorselike.runtime.describe import describe_assembly
+from zorselike.runtime.gradients import HALF
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
+from zorselike.runtime.loss_scale import LossScale
+from zorselike.runtime.memory_report import (
+    MemoryReport,
+    check_host_room,
+    report_memory,
+    reserve_activations,
+)
 from zorselike.runtime.partition import Split
+from zorselike.runtime.precision import ParamDtype, choose_dtype, computes_in_fp16
 from zorselike.runtime.ranks import broadcast_bytes
 from zorselike.runtime.result import StepResult, SumOverRanks
 from zorselike.runtime.state import gather_full_state
 from zorselike.runtime.tracing import tensors_in
-from zorselike.runtime.updates import Clip, LRSchedulers, OptimizerFactory, default_optimizer
+from zorselike.runtime.updates import (
+    Clip,
+    LRSchedulers,
+    OptimizerFactory,
+    default_optimizer,
+    defers_updates,
+)
 from zorselike.schedule.actions import Action
-
-ParamDtype = torch.dtype | Literal["auto"] | None
 
 
 class HeteroPipeline:
@@ -59,9 +73,14 @@ class HeteroPipeline:
         split: `(model, module names) -> nn.Module` for models that need it; "decoder" or "export"
             to insist on one way.
         device: this rank's device; the CUDA device of LOCAL_RANK where there is one, else the CPU.
-        param_dtype: dtype in which layers compute (bf16); parameters and reductions stay fp32.
+        param_dtype: dtype in which layers compute: torch.bfloat16, torch.float16 (with dynamic loss
+            scaling), "auto" (fp16 as soon as one card of the job is older than sm_80, else bf16), or
+            None for the model's own. Below fp32, shards are in that dtype, reductions are in fp32, and
+            the optimizer gets fp32 master parameters.
+        compile: `torch.compile` each numbered layer.
         max_norm: clip gradients to this norm: of the whole model with `clip="global"`, which
-            defers all updates to the end of the step, of each ministage with `clip="ministage"`.
+            defers all updates to the end of the step (as fp16 does), of each ministage with
+            `clip="ministage"`.
         seed: of the initialisation, and with the rank of dropout.
         forbid_nonfinite_loss: end the job where a microbatch's loss is not finite (waits for the
             loss of every microbatch, so not free on a GPU).
@@ -81,7 +100,8 @@ class HeteroPipeline:
         unpack: Unpack | None = None,
         split: Split | None = None,
         device: torch.device | str | None = None,
-        param_dtype: torch.dtype | None = None,
+        param_dtype: ParamDtype = None,
+        compile: bool = False,
         max_norm: float | None = None,
         clip: Clip = "global",
         seed: int = 0,
@@ -97,15 +117,24 @@ class HeteroPipeline:
                 "torch.distributed is not initialised; call torch.distributed.init_process_group first "
                 "and start the script with torchrun"
             )
-        defer_steps = max_norm is not None and clip == "global"
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
         check_same_weights(model)
-        blueprint = draw(model, self.plan, split=split, unpack=unpack, defer_steps=defer_steps)
+        dtype = choose_dtype(param_dtype, processes)
+        self._scale = LossScale() if computes_in_fp16(model, dtype) else None
+        blueprint = draw(
+            model,
+            self.plan,
+            split=split,
+            unpack=unpack,
+            defer_steps=defers_updates(max_norm, clip, self._scale),
+            param_dtype=dtype,
+        )
         self._loss_fn = loss_fn or token_cross_entropy
         self._count_fn = count_fn or count_valid_tokens
         self._is_loss_checked = False
         self._forbid_nonfinite = forbid_nonfinite_loss
-        self._param_dtype = param_dtype
+        self.param_dtype = dtype
+        """What layers compute in; None: what the model is in."""
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
         torch.manual_seed(_dropout_seed(seed, ranks.rank))
         try:
@@ -116,7 +145,9 @@ class HeteroPipeline:
                 model=model,
                 device=self.device,
                 optimizer=optimizer or default_optimizer,
-                param_dtype=param_dtype,
+                param_dtype=dtype,
+                compiles=compile,
+                scale=self._scale,
                 max_norm=max_norm,
                 clip=clip,
                 seed=seed,
@@ -138,6 +169,7 @@ class HeteroPipeline:
         self._totals = SumOverRanks(self._assembly.totals, self.device)
         self._signature: Signature | None = None
         self._boundaries: tuple[Boundary, ...] = ()
+        self._layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
         self._is_closed = False
 
     # -- training --------------------------------------------------------------------------
@@ -190,7 +222,21 @@ class HeteroPipeline:
         """Seconds of the last step in which this rank computed; waits for it on a GPU."""
         return self._assembly.busy.seconds()
 
+    @property
+    def loss_scale(self) -> float | None:
+        """With fp16, what the next step's losses are multiplied by."""
+        return None if self._scale is None else self._scale.value
+
     # -- state -----------------------------------------------------------------------------
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Inside, all that this rank offloads is on its device, as if nothing were offloaded: for who
+        reads or changes parameters or the state of `optimizers` between two steps. Needs the memory."""
+        with ExitStack() as stack:
+            for ministage in self._assembly.ministages.values():
+                stack.enter_context(ministage.on_device())
+            yield
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Collective: `{name: CPU tensor}` of the whole model on rank 0 of the plan (`pipe.rank == 0`),
@@ -206,6 +252,10 @@ class HeteroPipeline:
         """What runs where and over which transport, as a table."""
         return describe_assembly(self._assembly)
 
+    def memory_report(self) -> MemoryReport:
+        """This rank's memory by purpose, device and host, as planned and as found so far."""
+        return report_memory(self._assembly, boundaries=self._boundaries, layer_inputs=self._layer_inputs)
+
     def close(self) -> None:
         """Gives back groups, buffers and threads; collective. The process can build another."""
         if self._is_closed:
@@ -214,6 +264,7 @@ class HeteroPipeline:
         self._alarm.begin("close")
         self._totals.close()
         self._assembly.transport.close()
+        self._assembly.shared.memory.pool.close()
         # Nobody leaves before everybody has all that was sent; only then is leaving no failure.
         dist.barrier(group=self._assembly.control)
         self._alarm.close()
@@ -251,6 +302,7 @@ class HeteroPipeline:
                 device=self.device,
                 group=self._assembly.loss_group,
                 forbid_nonfinite=self._forbid_nonfinite,
+                scale=self._scale.value if self._scale is not None else 1.0,
             )
             updates = self._assembly.updates
             updates.begin()
@@ -261,7 +313,7 @@ class HeteroPipeline:
             values = torch.stack(
                 (loss.loss_sum, loss.loss_sum.new_tensor(loss.local_targets), updates.squares())
             )
-            result = self._totals.start(values)
+            result = self._totals.start(values, scaled=train and self._scale is not None)
         self._alarm.idle()
         return result
 
@@ -308,10 +360,14 @@ class HeteroPipeline:
                 signature,
                 kwargs,
                 trainable=blueprint.trainable,
-                param_dtype=self._param_dtype,
+                param_dtype=self.param_dtype,
             )
             check_unit_order(blueprint, trace)
             self._signature, self._boundaries = signature, trace.boundaries
+            self._layer_inputs = trace.layer_inputs
+            if any(group.offload for group in self.plan.groups):
+                reserve_activations(self._assembly, trace.layer_inputs)
+                check_host_room(self._assembly)
         if feeds is not None and Signature.of(feeds) != self._signature:
             raise ConfigError(
                 f"inputs are {Signature.of(feeds)}, but this pipeline was built for {self._signature}; "
@@ -338,14 +394,14 @@ class HeteroPipeline:
         }
 
 
-def _check_arguments(max_norm: float | None, clip: str, param_dtype: torch.dtype | None) -> None:
+def _check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype) -> None:
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm = {max_norm} clips nothing; give a number above 0, or None")
     if clip not in ("global", "ministage"):
         raise ConfigError(f"clip = '{clip}' is neither 'global' nor 'ministage'")
-    if param_dtype is torch.float16:
+    if param_dtype not in (None, "auto", torch.float32, torch.float64, *HALF):
         raise ConfigError(
-            "param_dtype = torch.float16 needs loss scaling, which is not there yet; use torch.bfloat16"
+            f'param_dtype = {param_dtype!r}; give torch.bfloat16, torch.float16, "auto", or None'
         )
 
 

@@ -26,6 +26,7 @@ class StepResult:
     """
 
     _sums: Callable[[], Sums]
+    _scaled: bool = False
 
     @property
     def loss(self) -> float:
@@ -44,6 +45,11 @@ class StepResult:
         """Norm of the whole gradient, before clipping; 0 after `evaluate`."""
         return math.sqrt(self._sums()[2])
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was updated, because a gradient overflowed in fp16 (the loss scale halves)."""
+        return self._scaled and not math.isfinite(self._sums()[2])
+
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss}, num_targets={self.num_targets}, grad_norm={self.grad_norm})"
 
@@ -57,8 +63,8 @@ class SumOverRanks:
         self._thread = None if device.type == "cpu" else ThreadPoolExecutor(1, "zorselike-result")
         self._last: Callable[[], Sums] | None = None
 
-    def start(self, values: Tensor) -> StepResult:
-        """`values`: float64 `[3]` of this rank, see `Sums`."""
+    def start(self, values: Tensor, *, scaled: bool = False) -> StepResult:
+        """`values`: float64 `[3]` of this rank, see `Sums`; `scaled`: whether the loss was."""
         if self._thread is None:
             work = dist.all_reduce(values, group=self._group, async_op=True)
             self._last = _once(lambda: (work.wait(), _read(values))[1])
@@ -75,7 +81,7 @@ class SumOverRanks:
 
             future: Future[Sums] = self._thread.submit(reduce)
             self._last = future.result
-        return StepResult(self._last)
+        return StepResult(self._last, scaled)
 
     def close(self) -> None:
         """Waits for the last sum: a rank that left earlier would break it for the others."""

@@ -14,12 +14,12 @@ def gather_full_state(assembly: Assembly) -> dict[str, Tensor]:
     elsewhere; collective. One ministage is whole at a time on a rank that gives it."""
     plan, ranks = assembly.blueprint.plan, assembly.ranks
     state: dict[str, Tensor] = {}
-    for index, part in enumerate(assembly.blueprint.parts):
+    for index, described_state in enumerate(assembly.blueprint.state):
         giver = plan.group_of(index).flat_ranks[0]
         whole: dict[str, Tensor] = {}
         if index in assembly.ministages:
             whole = assembly.ministages[index].gather_state(assembly.own_host, ranks.process_of[giver])
-        for name, described in part.module.state_dict().items():
+        for name, described in described_state.items():
             if ranks.rank == 0:
                 if giver != 0:
                     whole[name] = torch.empty(described.shape, dtype=described.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zorselike.plan.plan import Plan
-from zorselike.runtime.ministage import local_tensor
 from zorselike.runtime.partition import Tie
 from zorselike.runtime.ranks import ProcessGroup, Ranks
+from zorselike.runtime.sharding import local_tensor
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,17 @@ class _End:
     """This rank's shard of a tied weight, at one end of the tie."""
 
     parameter: nn.Parameter
+    gradient: Callable[[], Tensor]
+    """This rank's shard of the reduced gradient."""
     first_row: int
 
-    def rows(self, tensor: Tensor, piece: _Slice) -> Tensor:
-        return local_tensor(tensor)[piece.start - self.first_row : piece.stop - self.first_row]
+    @property
+    def value(self) -> Tensor:
+        """This rank's shard."""
+        return local_tensor(self.parameter.detach())
+
+    def rows(self, local: Tensor, piece: _Slice) -> Tensor:
+        return local[piece.start - self.first_row : piece.stop - self.first_row]
 
 
 class TiedWeights:
@@ -54,7 +62,11 @@ class TiedWeights:
         parameters: Mapping[int, Mapping[str, nn.Parameter]],
         ranks: Ranks,
         group: ProcessGroup | None,
+        *,
+        gradient: Callable[[int, str], Tensor],
     ) -> None:
+        """`parameters`: the sharded ones of this rank's ministages by global name; `gradient`: this
+        rank's shard of a ministage's reduced gradient."""
         self._ties = tuple(ties)
         self._is_starting = False
         self._plan = plan
@@ -71,12 +83,9 @@ class TiedWeights:
                 if ministage in parameters:
                     parameter = parameters[ministage][name]
                     holders = self._holders(ministage, parameter.shape[0])
-                    self._ends[index, end] = _End(parameter, holders[ranks.rank][0])
-
-    @property
-    def borrowed(self) -> frozenset[str]:
-        """Global names of the weights that somebody else owns."""
-        return frozenset(tie.borrower_fqn for tie in self._ties)
+                    self._ends[index, end] = _End(
+                        parameter, partial(gradient, ministage, name), holders[ranks.rank][0]
+                    )
 
     def synchronise(self) -> None:
         """Gives every borrower its owner's values; collective, at construction."""
@@ -92,22 +101,22 @@ class TiedWeights:
         """As a borrower sends reduced gradients; as an owner waits for them and adds them."""
         for index, tie in enumerate(self._ties):
             if tie.borrower_ministage == ministage:
-                self._send(index, "borrower", "owner", lambda parameter: _grad(parameter))
+                self._send(index, "borrower", "owner", lambda end: end.gradient())
         for index, tie in enumerate(self._ties):
             if tie.owner_ministage == ministage:
-                self._receive(index, "borrower", "owner", _add_to_grad)
+                self._receive(index, "borrower", "owner", lambda end: end.gradient(), _add)
 
     def send_values(self, ministage: int) -> None:
         """As an owner sends the values that its step gave."""
         for index, tie in enumerate(self._ties):
             if tie.owner_ministage == ministage:
-                self._send(index, "owner", "borrower", lambda parameter: parameter.detach())
+                self._send(index, "owner", "borrower", lambda end: end.value)
 
     def receive_values(self, ministage: int) -> None:
         """As a borrower takes over the owner's values."""
         for index, tie in enumerate(self._ties):
             if tie.borrower_ministage == ministage:
-                self._receive(index, "owner", "borrower", _overwrite)
+                self._receive(index, "owner", "borrower", lambda end: end.value, Tensor.copy_)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
@@ -117,7 +126,7 @@ class TiedWeights:
 
     # ---------------------------------------------------------------------------------------
 
-    def _send(self, index: int, source: str, target: str, read: Callable[[nn.Parameter], Tensor]) -> None:
+    def _send(self, index: int, source: str, target: str, read: Callable[[_End], Tensor]) -> None:
         end = self._ends.get((index, source))
         if end is None or not self._changes(end):
             return
@@ -125,7 +134,7 @@ class TiedWeights:
             if piece.source != self._ranks.rank:
                 continue
             # A copy: the shard changes, or is freed, while the slice is on its way.
-            content = end.rows(read(end.parameter), piece).detach().to("cpu", copy=True)
+            content = end.rows(read(end), piece).detach().to("cpu", copy=True)
             if piece.target == self._ranks.rank:
                 self._kept.setdefault((index, target), []).append((piece, content))
             else:
@@ -138,16 +147,22 @@ class TiedWeights:
                 self._sends.append((work, content))
 
     def _receive(
-        self, index: int, source: str, target: str, apply: Callable[[_End, _Slice, Tensor], None]
+        self,
+        index: int,
+        source: str,
+        target: str,
+        read: Callable[[_End], Tensor],
+        apply: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         end = self._ends.get((index, target))
         if end is None or not self._changes(end):
             return
+        local = read(end)
         pending = []
         for piece in self._slices(index, source, target):
             if piece.target == self._ranks.rank and piece.source != self._ranks.rank:
                 shape = (piece.stop - piece.start, *end.parameter.shape[1:])
-                buffer = torch.empty(shape, dtype=end.parameter.dtype)
+                buffer = torch.empty(shape, dtype=local.dtype)
                 work = dist.irecv(
                     buffer,
                     self._ranks.process_of[piece.source],
@@ -157,10 +172,10 @@ class TiedWeights:
                 assert work is not None
                 pending.append((piece, buffer, work))
         for piece, content in self._kept.pop((index, target), []):
-            apply(end, piece, content)
+            apply(end.rows(local, piece), content)
         for piece, buffer, work in pending:
             work.wait()
-            apply(end, piece, buffer)
+            apply(end.rows(local, piece), buffer)
 
     def _changes(self, end: _End) -> bool:
         """Whether there is anything to exchange: a frozen weight only has its first values."""
@@ -204,16 +219,15 @@ def _tag(index: int, target: str) -> int:
     return 2 * index + (1 if target == "owner" else 0)
 
 
-def _grad(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "a tied weight was not reduced"
-    return parameter.grad
+def _add(rows: Tensor, content: Tensor) -> Tensor:
+    return rows.add_(content.to(rows.device))
 
 
-def _add_to_grad(end: _End, piece: _Slice, content: Tensor) -> None:
-    grad = end.rows(_grad(end.parameter), piece)
-    grad.add_(content.to(grad.device))
+def borrowed_names(ties: Sequence[Tie]) -> frozenset[str]:
+    """Global names of the weights that somebody else owns."""
+    return frozenset(tie.borrower_fqn for tie in ties)
 
 
-def _overwrite(end: _End, piece: _Slice, content: Tensor) -> None:
-    with torch.no_grad():
-        end.rows(end.parameter.detach(), piece).copy_(content)
+def tied_names(ties: Sequence[Tie]) -> frozenset[str]:
+    """Global names of all ends of ties."""
+    return borrowed_names(ties) | {tie.owner_fqn for tie in ties}

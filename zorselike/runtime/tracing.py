@@ -161,6 +161,8 @@ class UnitCall:
 
     name: str
     arguments: str
+    input_bytes: tuple[tuple[int, int], ...] = ()
+    """`(identity, bytes)` of each tensor that it was given."""
 
 
 class Recorder(TorchFunctionMode):
@@ -169,6 +171,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[UnitCall] = []
+        self._given: list[Tensor] = []
+        """All tensors that units were given, alive so that no identity is used twice."""
         self.outside: Counter[str] = Counter()
         """Operations outside all units whose result carries a gradient, by name."""
         self.strays: dict[str, str] = {}
@@ -202,7 +206,10 @@ class Recorder(TorchFunctionMode):
     def _enter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._active:
-                self.calls.append(UnitCall(name, f"{_describe(args)} {_describe(kwargs)}"))
+                tensors = tensors_in((args, kwargs))
+                self._given += tensors
+                given = tuple((id(tensor), tensor.nbytes) for tensor in tensors)
+                self.calls.append(UnitCall(name, f"{_describe(args)} {_describe(kwargs)}", given))
             self._active.append(name)
 
         return enter

@@ -24,6 +24,9 @@ from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
 
 Tensors = tuple[Tensor, ...]
 
+Arrived = tuple[Tensor, Tensor | None]
+"""A tensor on this rank's device, and the host memory through which it came."""
+
 Edge = tuple[int, int, str]
 """A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
 
@@ -50,15 +53,25 @@ def edges_of(schedules: Iterable[Mapping[int, Sequence[Action]]]) -> list[Edge]:
     )
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What is on its way; whoever holds this holds its memory."""
+
+    wait: Callable[[], None]
+    """Waits until the memory may be reused."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether it may be now, where that can be known without waiting."""
+
+
 class _Channel(ABC):
     """One edge as its sender or its receiver sees it."""
 
     @abstractmethod
-    def send(self, tensor: Tensor) -> Callable[[], None]:
-        """Starts sending; the result waits until the memory may be reused."""
+    def send(self, tensor: Tensor) -> _Sent:
+        """Starts sending."""
 
     @abstractmethod
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
         """Posts a receive; the result waits for it and gives the tensor."""
 
 
@@ -68,7 +81,7 @@ class _GlooChannel(_Channel):
     def __init__(self, process: int, group: ProcessGroup, tag: int) -> None:
         self._process, self._group, self._tag = process, group, tag
 
-    def send(self, tensor: Tensor) -> Callable[[], None]:
+    def send(self, tensor: Tensor) -> _Sent:
         whole = tensor.contiguous()
         work = _started(dist.isend(whole, self._process, group=self._group, tag=self._tag))
 
@@ -76,15 +89,15 @@ class _GlooChannel(_Channel):
             work.wait()
             whole.size()  # Keeps the tensor alive until it has left.
 
-        return wait
+        return _Sent(wait)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
         buffer = torch.empty(tuple(shape), dtype=dtype)
         work = _started(dist.irecv(buffer, self._process, group=self._group, tag=self._tag))
 
-        def wait() -> Tensor:
+        def wait() -> Arrived:
             work.wait()
-            return buffer
+            return buffer, buffer
 
         return wait
 
@@ -98,32 +111,28 @@ class _StagedChannel(_Channel):
         # channel's own waits for that, so that the executor goes on.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zorselike-stage")
 
-    def send(self, tensor: Tensor) -> Callable[[], None]:
+    def send(self, tensor: Tensor) -> _Sent:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
 
-        def pass_on() -> Callable[[], None]:
+        def pass_on() -> _Sent:
             copied.synchronize()
             return self._channel.send(host)
 
-        started: Future[Callable[[], None]] = self._thread.submit(pass_on)
+        started: Future[_Sent] = self._thread.submit(pass_on)
+        return _Sent(lambda: started.result().wait())
 
-        def wait() -> None:
-            started.result()()
-
-        return wait
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
         host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         work = _started(
             dist.irecv(host, self._channel._process, group=self._channel._group, tag=self._channel._tag)
         )
 
-        def wait() -> Tensor:
+        def wait() -> Arrived:
             work.wait()
-            return host.to(self._device, non_blocking=True)
+            return host.to(self._device, non_blocking=True), host
 
         return wait
 
@@ -137,7 +146,7 @@ class _NcclChannel(_Channel):
     def __init__(self, process: int, group: ProcessGroup, device: torch.device) -> None:
         self._process, self._group, self._device = process, group, device
 
-    def send(self, tensor: Tensor) -> Callable[[], None]:
+    def send(self, tensor: Tensor) -> _Sent:
         whole = tensor.contiguous()
         work = _started(dist.isend(whole, self._process, group=self._group))
 
@@ -145,17 +154,25 @@ class _NcclChannel(_Channel):
             work.wait()
             whole.size()  # Keeps the tensor alive until the stream has waited.
 
-        return wait
+        return _Sent(wait, work.is_completed)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         work = _started(dist.irecv(buffer, self._process, group=self._group))
 
-        def wait() -> Tensor:
+        def wait() -> Arrived:
             work.wait()
-            return buffer
+            return buffer, None
 
         return wait
+
+
+@dataclass(frozen=True)
+class Received:
+    """A boundary's tensors, and for each the host memory that holds the same, if there is any."""
+
+    tensors: Tensors
+    hosts: tuple[Tensor | None, ...]
 
 
 @dataclass
@@ -163,7 +180,7 @@ class _Piece:
     """A posted receive: rows of one microbatch's boundary, one entry a tensor."""
 
     start: int
-    waits: list[Callable[[], Tensor]]
+    waits: list[Callable[[], Arrived]]
 
 
 class Transport:
@@ -181,7 +198,7 @@ class Transport:
         self._channels: dict[Edge, _Channel] = {}
         self._kinds: dict[Edge, str] = {}
         self._receives: dict[tuple[Kind, int, int], list[_Piece]] = defaultdict(list)
-        self._sends: list[Callable[[], None]] = []
+        self._sends: list[_Sent] = []
         everyone = range(groups.ranks.world_size)
         host = groups.make(everyone, "gloo")
         assert host is not None
@@ -213,7 +230,7 @@ class Transport:
         for edge, channel in sorted(self._channels.items()):
             if isinstance(channel, _NcclChannel):
                 if self._ranks.rank == edge[0]:
-                    channel.send(torch.zeros(1, device=device))()
+                    channel.send(torch.zeros(1, device=device)).wait()
                 else:
                     channel.receive((1,), torch.float32)()
 
@@ -235,13 +252,14 @@ class Transport:
         ]
         self._receives[_key(action)].append(_Piece(action.start, waits))
 
-    def take(self, kind: Kind, ministage: int, microbatch: int) -> Tensors:
+    def take(self, kind: Kind, ministage: int, microbatch: int) -> Received:
         """Waits for a microbatch's posted pieces and joins them by row; no copy if there is one."""
         pieces = sorted(self._receives.pop((kind, ministage, microbatch)), key=lambda piece: piece.start)
         received = [[wait() for wait in piece.waits] for piece in pieces]
         if len(received) == 1:
-            return tuple(received[0])
-        return tuple(torch.cat(parts) for parts in zip(*received, strict=True))
+            return Received(tuple(t for t, _ in received[0]), tuple(host for _, host in received[0]))
+        joined = tuple(torch.cat([tensor for tensor, _ in parts]) for parts in zip(*received, strict=True))
+        return Received(joined, (None,) * len(joined))
 
     def expects(self, kind: Kind, ministage: int, microbatch: int) -> bool:
         """Whether receives were posted for a computation."""
@@ -252,13 +270,14 @@ class Transport:
         assert action.start is not None and action.stop is not None
         channel = self._channels[edge_of(self._ranks.rank, action)]
         rows = slice(action.start - first_row, action.stop - first_row)
+        self._sends = [sent for sent in self._sends if not sent.is_over()]
         for tensor, _ in zip(tensors, _travelling(action.kind, boundary), strict=True):
             self._sends.append(channel.send(tensor.detach()[rows]))
 
     def finish(self) -> None:
         """Waits until everything sent has left; memory may be reused afterwards."""
-        for wait in self._sends:
-            wait()
+        for sent in self._sends:
+            sent.wait()
         self._sends.clear()
 
     def close(self) -> None:

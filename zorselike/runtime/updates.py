@@ -1,8 +1,9 @@
-"""Optimizer updates: one optimizer a ministage, exact clipping by norm.
+"""Optimizer updates: one optimizer a ministage, exact clipping by norm, loss scaling.
 
-Without clipping by the global norm a ministage steps as soon as it is reduced. The global norm
-is known only after the last backward, so `max_norm` with `clip="global"` keeps the sharded
-gradients and defers all updates; `clip="ministage"` clips each ministage by its own norm at once.
+A ministage steps as soon as it is reduced, on a stream of its own beside the next one's backward.
+Two things are known only after the last backward, and defer all updates until then: the global
+norm (`max_norm` with `clip="global"`), and with fp16 whether every gradient of the step is finite.
+`clip="ministage"` clips each ministage by its own norm.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zorselike.runtime.ministage import ShardedMinistage, local_tensor
+from zorselike.runtime.loss_scale import LossScale
+from zorselike.runtime.ministage import ShardedMinistage
 from zorselike.runtime.ranks import ProcessGroup
+from zorselike.runtime.streams import Streams
 
 Clip = Literal["global", "ministage"]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -36,14 +39,16 @@ class Updates:
         *,
         max_norm: float | None,
         clip: Clip,
-        borrowed: frozenset[str],
+        scale: LossScale | None,
         counts_replicated: bool,
         device: torch.device,
+        streams: Streams,
         world: ProcessGroup,
         own_group: ProcessGroup,
     ) -> None:
         """`counts_replicated`: whether this rank is the one of its group whose whole gradients
-        (ZeRO 0) enter the norm; `world` and `own_group` are Gloo groups of this object alone."""
+        (ZeRO 0) enter the norm; `world` and `own_group` are Gloo groups of this object alone.
+        `scale`: what losses are multiplied by, with fp16."""
         self._ministages = ministages
         self._max_norm = max_norm
         self._clip = clip
@@ -51,75 +56,104 @@ class Updates:
         self._device = device
         self._world = world
         self._own_group = own_group
-        self._parameters = {
-            i: [
-                (name, p)
-                for name, p in ministage.named_parameters()
-                if p.requires_grad and name not in borrowed
-            ]
-            for i, ministage in ministages.items()
-        }
+        self._scale = scale
+        self._streams = streams
         self.optimizers: dict[int, Optimizer] = {
-            i: factory(parameters) for i, parameters in self._parameters.items() if parameters
+            i: factory(list(ministage.trained.items()))
+            for i, ministage in ministages.items()
+            if ministage.trained
         }
-        self._squares = torch.zeros((), dtype=torch.float64, device=device)
-        self._coefficient: float | None = None
+        for i, optimizer in self.optimizers.items():
+            ministages[i].state.attach(optimizer)
+        self.begin()
 
     @property
     def defers(self) -> bool:
-        """Whether updates wait for the global norm."""
-        return self._max_norm is not None and self._clip == "global"
+        """Whether updates wait until all gradients of the step are there."""
+        return defers_updates(self._max_norm, self._clip, self._scale)
 
     def begin(self) -> None:
         """Starts a step: no norm yet."""
-        self._squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._coefficient = None
+        if self._scale is not None:
+            self._scale.begin()
+        self._squares_of: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
 
     def squares(self) -> Tensor:
-        """Sum of squares of the gradients that this rank answers for, in float64."""
-        return self._squares
+        """Sum of squares of the gradients that this rank answers for, in float64 and unscaled."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for ministage in self._ministages:  # In one order, whenever each was measured.
+            if ministage in self._squares_of:
+                total = total + self._squares_of[ministage]
+        return total if self._scale is None else total / self._scale.value_of_step**2
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no update of this step takes place: a gradient of it overflowed on some rank."""
+        return self._scale is not None and self._total is not None and not bool(self._total.isfinite())
+
+    def measure(self, ministage: int) -> None:
+        """Takes the squares of a ministage's final gradients, which are on the device."""
+        if ministage in self._squares_of:
+            return
+        grads = self._grads(ministage)
+        if not grads or (self._ministages[ministage].is_replicated and not self._counts_replicated):
+            squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        else:
+            # An overflow of the norm itself must not look like one of the gradients.
+            squares = torch.nn.utils.get_total_norm(grads).to(torch.float64).square()
+        self._squares_of[ministage] = squares
 
     def find_global_norm(self) -> None:
-        """Sums the squares over all ranks and derives the factor of the deferred updates."""
+        """Sums the squares over all ranks; deferred updates need it."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for ministage in self._ministages:
-            self._squares += self._squares_of(ministage)
-        total = self._squares.to("cpu", copy=True)
-        dist.all_reduce(total, group=self._world)
-        self._coefficient = self._factor(total)
+            self.measure(ministage)
+            total = total + self._squares_of[ministage]
+        self._total = total.to("cpu", copy=True)
+        dist.all_reduce(self._total, group=self._world)
+        if self._scale is not None:
+            self._scale.update(overflowed=self.is_skipped)
 
     def step(self, ministage: int) -> None:
         """Clips, updates and drops the gradients of one ministage."""
+        owner = self._ministages[ministage]
         if self.defers:
-            assert self._coefficient is not None, "NORM comes before deferred updates"
-            self._scale(ministage, self._coefficient)
+            assert self._total is not None, "NORM comes before deferred updates"
+            total = self._total
         else:
-            squares = self._squares_of(ministage)
-            self._squares += squares
-            if self._max_norm is not None:
-                total = squares.to("cpu", copy=True)
-                dist.all_reduce(total, group=self._own_group)
-                self._scale(ministage, self._factor(total))
-        if ministage in self.optimizers:
-            self.optimizers[ministage].step()
-        self._ministages[ministage].zero_grad()
+            self.measure(ministage)
+            total = None
+        if self._max_norm is not None and self._clip == "ministage":
+            total = self._squares_of[ministage].to("cpu", copy=True)
+            dist.all_reduce(total, group=self._own_group)
+        with owner.updating():
+            if ministage in self.optimizers and not self.is_skipped:
+                self._multiply(ministage, self._factor(total))
+                self.optimizers[ministage].step()
 
-    def _factor(self, squares: Tensor) -> float:
-        assert self._max_norm is not None
-        return min(1.0, self._max_norm / (float(squares.sqrt()) + _EPSILON))
+    def _factor(self, squares: Tensor | None) -> float:
+        """What gradients are multiplied by: the clipping, and the inverse of the loss scale."""
+        unscaling = 1.0 if self._scale is None else 1.0 / self._scale.value_of_step
+        if self._max_norm is None:
+            return unscaling
+        assert squares is not None
+        norm = float(squares.sqrt()) * unscaling
+        return min(1.0, self._max_norm / (norm + _EPSILON)) * unscaling
 
     def _grads(self, ministage: int) -> list[Tensor]:
-        return [local_tensor(p.grad) for _, p in self._parameters[ministage] if p.grad is not None]
+        owner = self._ministages[ministage]
+        return [owner.gradients.local(name) for name in owner.trained if owner.gradients.has(name)]
 
-    def _squares_of(self, ministage: int) -> Tensor:
-        grads = self._grads(ministage)
-        if not grads or (self._ministages[ministage].is_replicated and not self._counts_replicated):
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.nn.utils.get_total_norm(grads).to(torch.float64).square()
-
-    def _scale(self, ministage: int, factor: float) -> None:
-        if factor < 1.0:
+    def _multiply(self, ministage: int, factor: float) -> None:
+        if factor != 1.0:
             for grad in self._grads(ministage):
                 grad.mul_(factor)
+
+
+def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> bool:
+    """Whether updates wait until all gradients of the step are there."""
+    return scale is not None or (max_norm is not None and clip == "global")
 
 
 class LRSchedulers:

@@ -1,0 +1,59 @@
+"""Random training runs over random plans, the same at every start."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from plans import random_plan
+from tiny import Case, over_model, with_groups
+
+from zorselike.plan.plan import Group, Microbatch
+
+NUM_CASES = 72
+MAX_RANKS = 7
+
+
+def make_case(seed: int) -> Case:
+    """A random plan of at most seven ranks, and random things to do with it."""
+    rng = random.Random(seed)
+    while True:
+        plan = random_plan(
+            rng,
+            max_groups=4,
+            max_ranks_per_group=4,
+            max_ministages_per_group=4,
+            max_rows=10,
+            round_robin=rng.random() < 0.7,
+        )
+        if plan.num_ranks <= MAX_RANKS and plan.num_ministages <= 9:
+            break
+    if rng.random() < 0.3:
+        plan = replace(
+            plan, groups=tuple(with_unequal_counts(group, plan.global_batch) for group in plan.groups)
+        )
+    plan, num_layers = over_model(plan, rng)
+    return Case(
+        with_groups(plan, lambda group: replace(group, offload=())),
+        num_layers,
+        seed,
+        tied=rng.random() < 0.5,
+        max_norm=rng.choice((None, 0.05, 0.5)),
+        evaluate_before=rng.choice(((), (1,), (0, 3))),
+        frozen=rng.choice(((), (), (), ("tok_embeddings", "layers.0."), ("layers.0.up", "norm"))),
+    )
+
+
+def with_unequal_counts(group: Group, global_batch: int) -> Group:
+    """ZeRO 3 whose first rank computes row by row and whose last takes the rest at once."""
+    ranks = group.flat_ranks
+    if len(ranks) == 1 or global_batch < 3:
+        return group
+    singles = max(2, global_batch // 2)
+    microbatches = [Microbatch(ranks[0], row, row + 1) for row in range(singles)]
+    if singles < global_batch:
+        microbatches.append(Microbatch(ranks[-1], singles, global_batch))
+    return replace(group, zero=3, grad_reduce="once", microbatches=tuple(microbatches))
+
+
+CASES = [make_case(seed) for seed in range(NUM_CASES)]

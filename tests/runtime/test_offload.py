@@ -1,0 +1,142 @@
+"""Offloading changes where bytes are, never what they are (DESIGN, section 8)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+
+import pytest
+import torch
+from cases import CASES
+from ranks import RunRanks
+from tiny import Case, adamw
+from torch import Tensor
+
+from zorselike import HeteroPipeline
+from zorselike.plan.plan import OFFLOAD_KINDS, Plan
+from zorselike.runtime.sharding import local_tensor
+
+SUBSETS = list(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in (1, 2, 3)))
+DTYPES = (None, None, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A case, and how its groups offload."""
+
+    case: Case
+    offload: tuple[tuple[str, ...], ...]
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """All that a training run shows of itself."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    evaluations: tuple[float, ...]
+    weights: dict[str, Tensor]
+    states: list[Tensor]
+
+
+def make_setting(number: int) -> Setting:
+    """Every group of a case with a random subset, at least one of them not empty."""
+    rng = random.Random(number)
+    case = CASES[number]
+    offload = [rng.choice(SUBSETS) for _ in case.plan.groups]
+    return Setting(case, tuple(offload), rng.choice(DTYPES))
+
+
+SETTINGS = [make_setting(number) for number in range(len(CASES))]
+
+
+def with_offload(plan: Plan, offload: Sequence[tuple[str, ...]]) -> Plan:
+    groups = [replace(group, offload=kinds) for group, kinds in zip(plan.groups, offload, strict=True)]
+    return replace(plan, groups=tuple(groups))
+
+
+def train(setting: Setting, *, offload: bool) -> Numbers:
+    """Three steps with this rank's weights and moments at the end."""
+    case = setting.case
+    plan = with_offload(case.plan, setting.offload) if offload else case.plan
+    model = case.model() if setting.dtype is None else case.model().float()
+    pipe = HeteroPipeline(
+        model, plan, optimizer=adamw, max_norm=case.max_norm, seed=case.seed, param_dtype=setting.dtype
+    )
+    results, evaluations = [], []
+    for step in range(3):
+        if step in case.evaluate_before:
+            evaluations.append(pipe.evaluate_global(*case.batch(step)))
+        results.append(pipe.step_global(*case.batch(step)))
+    with pipe.loaded():
+        states = [state.clone() for state in states_of(pipe)]
+    numbers = Numbers(
+        tuple(result.loss for result in results),
+        tuple(result.grad_norm for result in results),
+        tuple(result.loss for result in evaluations),
+        pipe.full_state_dict(),
+        states,
+    )
+    pipe.close()
+    return numbers
+
+
+def states_of(pipe: HeteroPipeline) -> list[Tensor]:
+    """This rank's parameters and moments, in order."""
+    found: list[Tensor] = []
+    for _, optimizer in sorted(pipe.optimizers.items()):
+        for parameter in optimizer.param_groups[0]["params"]:
+            found.append(local_tensor(parameter.detach()))
+            state = optimizer.state[parameter]
+            found += [local_tensor(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+    return found
+
+
+def compare_all(rank: int, world_size: int, settings: Sequence[Setting]) -> list[str]:
+    """Which settings differ, in anything, from keeping everything on the device."""
+    return [
+        str(setting)
+        for setting in settings
+        if not is_equal(train(setting, offload=True), train(setting, offload=False))
+    ]
+
+
+def is_equal(ours: Numbers, theirs: Numbers) -> bool:
+    same_numbers = (ours.losses, ours.norms, ours.evaluations) == (
+        theirs.losses,
+        theirs.norms,
+        theirs.evaluations,
+    )
+    return (
+        same_numbers
+        and ours.weights.keys() == theirs.weights.keys()
+        and all(torch.equal(ours.weights[name], theirs.weights[name]) for name in ours.weights)
+        and len(ours.states) == len(theirs.states)
+        and all(torch.equal(a, b) for a, b in zip(ours.states, theirs.states, strict=True))
+    )
+
+
+def test_the_settings_cover_what_they_should() -> None:
+    groups = [
+        (group, kinds, setting)
+        for setting in SETTINGS
+        for group, kinds in zip(setting.case.plan.groups, setting.offload, strict=True)
+    ]
+    for zero in range(4):
+        for kind in OFFLOAD_KINDS:
+            assert sum(group.zero == zero and kind in kinds for group, kinds, _ in groups) >= 5
+    assert sum(setting.dtype is not None for setting in SETTINGS) >= 10
+    deferred = [
+        s for s in SETTINGS if s.case.max_norm is not None and any("optimizer" in k for k in s.offload)
+    ]
+    assert len(deferred) >= 10
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 8))
+def test_offloading_is_bit_equal(num_ranks: int, run_ranks: RunRanks) -> None:
+    settings = [s for s in SETTINGS if s.case.plan.num_ranks == num_ranks]
+    for differing in run_ranks(compare_all, num_ranks, settings, timeout=300):
+        assert differing == []

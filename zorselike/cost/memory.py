@@ -1,0 +1,456 @@
+"""What one rank's memory holds while its actions run, by purpose: a walk over its list.
+
+The walk is an upper bound on what the runtime holds, in bytes that tensors ask for (an allocator's
+rounding and gaps are not in it). Where it cannot know, it assumes the worse:
+
+- What is written back (shards after an update, optimizer state, gradients) is freed once the copy is
+  over, and nobody waits for that: of each kind one ministage, the newest, counts until the next one
+  is written back or it is loaded again. Shards that are the same on the host are freed at once. Of
+  offloaded activations the two newest microbatches count, also beside a copy that was loaded again.
+- Gradients that an update has used up count until the next update, reduction or gradients loaded.
+- What an action adds is there before it frees anything. All copies are over when a step ends.
+- What a rank sends to another group is kept until the step ends; what it receives, from its post.
+- Parameters gathered without an action (ZeRO 0) stay until the reduction; what a step leaves gathered,
+  the next one finds.
+- Buffers that come and go inside an action are the "working set": a microbatch's internals, a unit's
+  gradients in the compute dtype until they are added up, FSDP2's buffers for reductions and gathers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zorselike.plan.plan import Plan
+from zorselike.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+
+Purpose = Literal[
+    "gathered parameters",
+    "parameter shards",
+    "gradients",
+    "gradient shards",
+    "optimizer state",
+    "activations",
+    "working set",
+]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
+LEAVING_MICROBATCHES = 2
+"""Offloaded microbatches whose copy to the host may not be over."""
+
+REDUCTION_BUFFERS = 1
+"""Copies of a unit's gradients from which FSDP2 reduces."""
+REDUCTION_BUFFERS_ALONE = 2
+"""On a rank alone, where it divides by one into another."""
+
+ZERO3_UNITS = 2
+"""FSDP units gathered at once with ZeRO 3: the one that computes and the one ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinistageBytes:
+    """Sizes of one ministage on one rank, in bytes."""
+
+    gathered_bytes: int
+    """All parameters, whole, in the compute dtype."""
+    shard_bytes: int
+    """This rank's shards, in the compute dtype."""
+    kept_shard_bytes: int = 0
+    """Of these what never leaves the device: tied weights."""
+    gradient_bytes: int
+    """Gradients of the trainable parameters, whole, as they are added up: fp32 where the ministage
+    computes in half precision, else the parameters' dtype."""
+    gradient_shard_bytes: int
+    """This rank's reduced gradients: fp32 with master weights, else the parameters' dtype."""
+    state_bytes: int
+    """This rank's optimizer state, fp32 master weights included."""
+    masters: bool = False
+    """Whether updates change master weights and overwrite the shards."""
+    activation_bytes_per_row: int = 0
+    """What stays of a row between its forward and its backward, the ministage's input included: with
+    recomputation the inputs of layers, else all that autograd saves."""
+    working_bytes_per_row: int = 0
+    """What else a row needs while it computes: a layer's internals."""
+    boundary_bytes_per_row: int = 0
+    """A row of what enters or leaves the ministage, whichever is larger."""
+    largest_unit_bytes: int = 0
+    """Parameters of the largest FSDP unit, whole, in the compute dtype."""
+    largest_unit_gradient_bytes: int = 0
+    """Their gradients, as they are added up."""
+    update_bytes: int = 0
+    """What an update allocates beside the state; nothing with a fused optimizer."""
+
+
+@dataclass(frozen=True)
+class MemoryWalk:
+    """What one rank's memory holds during a step, in bytes."""
+
+    device: Mapping[Purpose, int]
+    """The most that the device holds at once, for each purpose by itself."""
+    host: Mapping[Purpose, int]
+    """Host copies, which are allocated once and kept."""
+    device_bytes: tuple[int, ...]
+    """The most on the device during each action, the context included."""
+    at_peak: Mapping[Purpose, int]
+    """What the device holds at its peak."""
+    holders: Mapping[Purpose, tuple[int, ...]]
+    """Whose parameters, gradients and state are on the device at its peak: ministages."""
+    between_steps: Mapping[Purpose, int]
+    """What stays on the device between two steps."""
+    context_bytes: int
+    peak_position: int | None
+    """The action at which the device holds most; None if the rank has no actions."""
+    peak_action: Action | None
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most that the device holds at once, the context included."""
+        return max(self.device_bytes, default=self.context_bytes + sum(self.between_steps.values()))
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """All host copies together."""
+        return sum(self.host.values())
+
+
+def walk_memory(
+    plan: Plan,
+    rank: int,
+    actions: Sequence[Action],
+    sizes: Mapping[int, MinistageBytes],
+    *,
+    context_bytes: int = 0,
+) -> MemoryWalk:
+    """What `rank` holds while it runs `actions`, a list that has passed `check`.
+
+    Args:
+        plan: the plan that the list was built for.
+        rank: whose list it is.
+        actions: one step, or one evaluation.
+        sizes: of each of the rank's ministages.
+        context_bytes: what is on the device whatever the rank does, such as the CUDA context.
+    """
+    walk = _Walk(plan, rank, actions, sizes)
+    walk.run()  # Finds what a step leaves for the next one.
+    walk.start_recording()
+    walk.run()
+    return walk.report(context_bytes)
+
+
+_Entry = tuple[str, Kind, int, int]
+"""What it is (kept, passed on, sent, leaving), the computation it belongs to, ministage, microbatch."""
+
+
+class _Walk:
+    """The device of one rank, one action after the other."""
+
+    def __init__(
+        self, plan: Plan, rank: int, actions: Sequence[Action], sizes: Mapping[int, MinistageBytes]
+    ) -> None:
+        group = plan.groups[plan.group_of_rank[rank]]
+        own = plan.ministages_of_rank(rank)
+        self._actions = actions
+        self._own = own
+        self._sizes = {i: sizes[i] for i in own}
+        self._rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
+        self._zero = group.zero
+        self._is_alone = len(group.flat_ranks) == 1
+        self._computed = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in COMPUTE}
+        self._pieces = Counter(
+            (_needs(a.kind), a.ministage, a.microbatch) for a in actions if a.kind in RECEIVES
+        )
+        self._sent = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in SENDS}
+        away: dict[Purpose, tuple[int, ...]] = {
+            "parameter shards": own[1:] if "params" in group.offload else (),
+            "optimizer state": own if "optimizer" in group.offload else (),
+            "gradient shards": tuple(
+                sorted({a.ministage or 0 for a in actions if a.kind is Kind.OFFLOAD_GRAD})
+            ),
+        }
+        self._away = {purpose: frozenset(ministages) for purpose, ministages in away.items()}
+        """Ministages that have a host copy."""
+        self._held: dict[Purpose, dict[int, int]] = {purpose: {} for purpose in PURPOSES}
+        """By ministage; activations are in `_activations`."""
+        self._activations: dict[_Entry, int] = {}
+        self._totals: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
+        self._leaving: dict[Purpose, int] = {}
+        """The ministage that was written back, or whose gradients were used up, last."""
+        self._leaving_microbatches: deque[_Entry] = deque()
+        self._updated: set[int] = set()
+        """Ministages whose shards are newer than their host copies."""
+        self._on_host: dict[tuple[int, int], int] = {}
+        self._host_activations = 0
+        self._begin()
+        self.start_recording()
+
+    def _begin(self) -> None:
+        """What the first step finds."""
+        for ministage in self._own:
+            if ministage not in self._away["optimizer state"]:
+                self._put("optimizer state", ministage, self._sizes[ministage].state_bytes)
+            if ministage in self._away["parameter shards"]:
+                self._totals["parameter shards"] += self._sizes[ministage].kept_shard_bytes
+            else:
+                self._put("parameter shards", ministage, self._sizes[ministage].shard_bytes)
+
+    # -- what is recorded ------------------------------------------------------------------
+
+    def start_recording(self) -> None:
+        """Forgets all peaks so far."""
+        self._peaks = dict(self._totals)
+        self._host_peak = 0
+        self._device_bytes: list[int] = []
+        self._peak = -1
+        self._peak_position: int | None = None
+        self._at_peak = dict(self._totals)
+        self._holders: dict[Purpose, tuple[int, ...]] = {}
+
+    def run(self) -> None:
+        """One step."""
+        for position, action in enumerate(self._actions):
+            working = self._add(action)
+            during = self._record(position, working)
+            self._remove(action)
+            self._device_bytes.append(max(during, self._record(position, 0)))
+        for purpose in PURPOSES:
+            self._settle(purpose)
+        for entry in [e for e in self._activations if e[0] in ("sent", "leaving")]:
+            self._drop_activations(entry)
+        self._leaving_microbatches.clear()
+
+    def _record(self, position: int, working: int) -> int:
+        """The device's bytes now; `working` come and go with the action."""
+        held = sum(self._totals.values()) + working
+        for purpose, num_bytes in self._totals.items():
+            self._peaks[purpose] = max(self._peaks[purpose], num_bytes)
+        self._peaks["working set"] = max(self._peaks["working set"], working)
+        if held > self._peak:
+            self._peak, self._peak_position = held, position
+            self._at_peak = self._totals | {"working set": working}
+            self._holders = {purpose: tuple(sorted(own)) for purpose, own in self._held.items() if own}
+        return held
+
+    def report(self, context_bytes: int) -> MemoryWalk:
+        host: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
+        for purpose, ministages in self._away.items():
+            host[purpose] = sum(self._size(purpose, ministage) for ministage in ministages)
+        host["activations"] = self._host_peak
+        position = self._peak_position
+        return MemoryWalk(
+            device=self._peaks,
+            host=host,
+            device_bytes=tuple(num_bytes + context_bytes for num_bytes in self._device_bytes),
+            at_peak=self._at_peak,
+            holders=self._holders,
+            between_steps=dict(self._totals),
+            context_bytes=context_bytes,
+            peak_position=position,
+            peak_action=None if position is None else self._actions[position],
+        )
+
+    # -- holding ---------------------------------------------------------------------------
+
+    def _size(self, purpose: Purpose, ministage: int) -> int:
+        sizes = self._sizes[ministage]
+        match purpose:
+            case "parameter shards":
+                return sizes.shard_bytes - sizes.kept_shard_bytes
+            case "optimizer state":
+                return sizes.state_bytes
+            case _:
+                return sizes.gradient_shard_bytes
+
+    def _put(self, purpose: Purpose, ministage: int, num_bytes: int) -> None:
+        """Holds for a ministage what it does not hold yet."""
+        held = self._held[purpose]
+        if num_bytes and ministage not in held:
+            held[ministage] = num_bytes
+            self._totals[purpose] += num_bytes
+
+    def _drop(self, purpose: Purpose, ministage: int) -> None:
+        self._totals[purpose] -= self._held[purpose].pop(ministage, 0)
+
+    def _settle(self, purpose: Purpose) -> None:
+        """What was leaving is gone."""
+        if purpose in self._leaving:
+            self._drop(purpose, self._leaving.pop(purpose))
+
+    def _leave(self, purpose: Purpose, ministage: int) -> None:
+        """It will be gone; the one before it is."""
+        self._settle(purpose)
+        self._leaving[purpose] = ministage
+
+    def _put_activations(self, entry: _Entry, num_bytes: int) -> None:
+        if num_bytes:
+            self._activations[entry] = self._activations.get(entry, 0) + num_bytes
+            self._totals["activations"] += num_bytes
+
+    def _drop_activations(self, entry: _Entry) -> int:
+        num_bytes = self._activations.pop(entry, 0)
+        self._totals["activations"] -= num_bytes
+        return num_bytes
+
+    def _num_rows(self, microbatch: int) -> int:
+        """None for a dummy."""
+        return self._rows[microbatch] if microbatch < len(self._rows) else 0
+
+    # -- what an action brings -------------------------------------------------------------
+
+    def _add(self, action: Action) -> int:
+        """Enters what an action allocates; returns what it needs only while it runs."""
+        kind, i, m = action.kind, action.ministage, action.microbatch
+        if i is None:
+            return 0
+        sizes = self._sizes[i]
+        match kind:
+            case Kind.UNSHARD:
+                self._put("gathered parameters", i, sizes.gathered_bytes)
+            case Kind.F if m is not None:
+                return self._forward(i, m)
+            case Kind.B if m is not None:
+                return self._backward(i, m)
+            case Kind.REDUCE_GRAD:
+                self._gather_by_itself(i)
+                self._settle("gradient shards")
+                self._put("gradients", i, sizes.largest_unit_gradient_bytes)
+                return self._reduction_bytes(i)
+            case Kind.STEP:
+                self._put("parameter shards", i, self._size("parameter shards", i))
+                self._updated.add(i)
+                return sizes.update_bytes
+            case Kind.LOAD if m is not None:
+                self._put_activations(("kept", Kind.F, i, m), self._on_host.get((i, m), 0))
+            case Kind.LOAD | Kind.LOAD_STATE | Kind.LOAD_GRAD:
+                purpose = _MOVED[kind]
+                if self._leaving.get(purpose) == i:
+                    del self._leaving[purpose]
+                if kind is Kind.LOAD_GRAD:
+                    self._settle(purpose)
+                self._put(purpose, i, self._size(purpose, i))
+            case _ if kind in RECEIVES and m is not None:
+                assert action.start is not None and action.stop is not None
+                num_bytes = (action.stop - action.start) * sizes.boundary_bytes_per_row
+                self._put_activations(("passed on", _needs(kind), i, m), num_bytes)
+        return 0
+
+    def _forward(self, i: int, m: int) -> int:
+        sizes, rows = self._sizes[i], self._num_rows(m)
+        self._gather_by_itself(i)
+        if (Kind.B, i, m) in self._computed:
+            self._put_activations(("kept", Kind.F, i, m), rows * sizes.activation_bytes_per_row)
+        self._pass_on(Kind.F, Kind.SEND_F, i, i + 1, m)
+        return rows * sizes.working_bytes_per_row + self._joining_bytes(Kind.F, i, m)
+
+    def _backward(self, i: int, m: int) -> int:
+        sizes, rows = self._sizes[i], self._num_rows(m)
+        self._gather_by_itself(i)
+        self._pass_on(Kind.B, Kind.SEND_B, i, i - 1, m)
+        working = rows * sizes.working_bytes_per_row + self._joining_bytes(Kind.B, i, m)
+        if sizes.gradient_bytes:
+            working += sizes.largest_unit_bytes
+        if self._zero == 3:
+            self._settle("gradient shards")
+            self._put("gradients", i, sizes.largest_unit_gradient_bytes)
+            return working + self._reduction_bytes(i)
+        self._put("gradients", i, sizes.gradient_bytes)
+        return working
+
+    def _gather_by_itself(self, i: int) -> None:
+        """ZeRO 0 and 3 gather where parameters are used."""
+        sizes = self._sizes[i]
+        if self._zero == 0:
+            self._put("gathered parameters", i, sizes.gathered_bytes)
+        elif self._zero == 3:
+            units = min(ZERO3_UNITS * sizes.largest_unit_bytes, sizes.gathered_bytes)
+            self._put("gathered parameters", i, units)
+
+    def _pass_on(self, kind: Kind, send: Kind, i: int, neighbour: int, m: int) -> None:
+        """What a computation gives to the next: to another group, or within the rank."""
+        num_bytes = self._num_rows(m) * self._sizes[i].boundary_bytes_per_row
+        if (send, i, m) in self._sent:
+            self._put_activations(("sent", kind, i, m), num_bytes)
+        elif (kind, neighbour, m) in self._computed:
+            self._put_activations(("passed on", kind, neighbour, m), num_bytes)
+
+    def _joining_bytes(self, kind: Kind, i: int, m: int) -> int:
+        """Buffers inside a computation: what was received in pieces is joined; what several ranks gathered
+        into a flat buffer is copied out of it."""
+        is_joined = self._pieces[kind, i, m] > 1
+        joined = self._activations.get(("passed on", kind, i, m), 0) if is_joined else 0
+        return joined + (0 if self._is_alone else self._sizes[i].largest_unit_bytes)
+
+    def _reduction_bytes(self, i: int) -> int:
+        """Buffers of a reduction; with master weights the rounded gradients that FSDP2 leaves, and
+        another set of shards if they are added to what an earlier reduction gave."""
+        sizes = self._sizes[i]
+        buffers = REDUCTION_BUFFERS_ALONE if self._is_alone else REDUCTION_BUFFERS
+        num_bytes = buffers * sizes.largest_unit_gradient_bytes
+        if sizes.masters:
+            num_bytes += sizes.shard_bytes + self._held["gradient shards"].get(i, 0)
+        return num_bytes
+
+    # -- what an action leaves -------------------------------------------------------------
+
+    def _remove(self, action: Action) -> None:
+        kind, i, m = action.kind, action.ministage, action.microbatch
+        if i is None:
+            return
+        match kind:
+            case Kind.RESHARD:
+                self._drop("gathered parameters", i)
+            case Kind.F | Kind.B if m is not None:
+                self._drop_activations(("passed on", kind, i, m))
+                if kind is Kind.B:
+                    self._drop_activations(("kept", Kind.F, i, m))
+                    self._host_activations -= self._on_host.pop((i, m), 0)
+                if self._zero == 3:
+                    self._drop("gathered parameters", i)
+                    if kind is Kind.B:
+                        self._end_reduction(i)
+            case Kind.REDUCE_GRAD:
+                self._end_reduction(i)
+                if self._zero == 0:
+                    self._drop("gathered parameters", i)
+            case Kind.STEP:
+                self._leave("gradient shards", i)
+            case Kind.OFFLOAD if m is not None:
+                self._offload_activations(i, m)
+            case Kind.OFFLOAD if i not in self._updated:
+                self._drop("parameter shards", i)
+            case Kind.OFFLOAD | Kind.OFFLOAD_STATE | Kind.OFFLOAD_GRAD:
+                self._leave(_MOVED[kind], i)
+                if kind is Kind.OFFLOAD:
+                    self._updated.remove(i)
+
+    def _end_reduction(self, i: int) -> None:
+        self._drop("gradients", i)
+        self._put("gradient shards", i, self._sizes[i].gradient_shard_bytes)
+
+    def _offload_activations(self, i: int, m: int) -> None:
+        while len(self._leaving_microbatches) >= LEAVING_MICROBATCHES:
+            self._drop_activations(self._leaving_microbatches.popleft())
+        num_bytes = self._drop_activations(("kept", Kind.F, i, m))
+        leaving: _Entry = ("leaving", Kind.F, i, m)
+        self._put_activations(leaving, num_bytes)
+        self._leaving_microbatches.append(leaving)
+        self._on_host[i, m] = num_bytes
+        self._host_activations += num_bytes
+        self._host_peak = max(self._host_peak, self._host_activations)
+
+
+def _needs(receive: Kind) -> Kind:
+    """The computation that waits for a receive."""
+    return Kind.F if receive is Kind.RECV_F else Kind.B
+
+
+_MOVED: dict[Kind, Purpose] = {
+    Kind.LOAD: "parameter shards",
+    Kind.OFFLOAD: "parameter shards",
+    Kind.LOAD_STATE: "optimizer state",
+    Kind.OFFLOAD_STATE: "optimizer state",
+    Kind.LOAD_GRAD: "gradient shards",
+    Kind.OFFLOAD_GRAD: "gradient shards",
+}
+"""What a copy without a microbatch moves."""

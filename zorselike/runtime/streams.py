@@ -1,0 +1,166 @@
+"""The streams on which one rank's device works, and the order between them.
+
+Compute is whatever stream the caller is on; gathers, copies each way and optimizer updates have
+their own. Rules that keep memory safe without `record_stream`, whose effect on memory depends on
+timing:
+
+- Memory belongs to the stream on which it was allocated. It is given back (its storage resized to
+  nothing, or the last reference dropped) only after that stream waits for its last use elsewhere.
+- What reads a buffer on one stream waits for the event of who wrote it on another.
+- Inside `with torch.cuda.stream(s)` the current stream is `s`, so "wait for compute" always names
+  the stream that was current when the step began.
+
+Copies of optimizer state move most bytes and are the least urgent, so parameters and activations
+have streams of their own and never queue behind them.
+
+A CPU rank does each thing at once and in order; its streams do nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Event(ABC):
+    """The end of all that one stream had been given when the event was recorded."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Blocks this thread until then."""
+
+
+class Stream(ABC):
+    """An order of execution on the device."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event after everything that this stream has been given so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What this stream is given from now on runs after the event."""
+
+    @abstractmethod
+    def use(self) -> AbstractContextManager[Any]:
+        """What is started inside goes to this stream, and memory comes from its pool."""
+
+
+class Streams(ABC):
+    """A rank's streams."""
+
+    compute: Stream
+    """Forwards, backwards and reductions: the stream that was current when the step began."""
+    gather: Stream
+    """All-gathers of parameters."""
+    load: Stream
+    """Parameters, host to device."""
+    load_state: Stream
+    """Optimizer state and deferred gradients, host to device."""
+    store: Stream
+    """Parameters, gradients and optimizer state, device to host."""
+    fetch: Stream
+    """Activations, host to device."""
+    stash: Stream
+    """Activations, device to host."""
+    update: Stream
+    """Optimizer updates."""
+    is_concurrent: bool
+    """Whether streams run beside each other at all."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Starts a step: takes the current stream for compute."""
+
+    def join(self, waiting: Stream, others: Sequence[Stream]) -> None:
+        """Makes one stream wait for all that the others have been given."""
+        for other in others:
+            waiting.wait(other.record())
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Streams of a CUDA device; for a CPU rank ones that do nothing."""
+    return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()
+
+
+class _Done(Event):
+    """Everything is over as soon as it is started."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _ImmediateStream(Stream):
+    def record(self) -> Event:
+        return _DONE
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def use(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+_DONE = _Done()
+
+
+class ImmediateStreams(Streams):
+    """A CPU rank's: each thing happens at once."""
+
+    is_concurrent = False
+
+    def __init__(self) -> None:
+        self.compute = self.gather = self.load = self.store = _ImmediateStream()
+        self.fetch = self.stash = self.update = self.load_state = self.compute
+
+    def begin(self) -> None:
+        pass
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class _CudaStream(Stream):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def record(self) -> Event:
+        return _CudaEvent(self._stream.record_event())
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def use(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+
+class CudaStreams(Streams):
+    """A CUDA rank's."""
+
+    is_concurrent = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        urgent = -1
+        self.gather, self.fetch = (_make_stream(device, urgent) for _ in range(2))
+        self.load, self.load_state, self.store, self.stash, self.update = (
+            _make_stream(device, 0) for _ in range(5)
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        self.compute = _CudaStream(torch.cuda.current_stream(self._device))
+
+
+def _make_stream(device: torch.device, priority: int) -> _CudaStream:
+    return _CudaStream(torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]
