@@ -365,6 +365,34 @@ def test_a_mean_is_found_with_one_row_too(run_ranks: RunRanks) -> None:
     assert "reduction='sum'" in run_ranks(mean_of_one_row, 1)[0]
 
 
+@pytest.mark.parametrize("offload", [(), ("activations",)])
+def test_a_graph_is_not_captured_inside_a_recomputed_forward(
+    offload: tuple[str, ...], run_ranks: RunRanks
+) -> None:
+    """Graphs are made when a row count first comes; what that saves is no layer's."""
+    rows = (Microbatch(0, 0, 1), Microbatch(0, 1, 2), Microbatch(0, 2, 5))
+    group = Group((0,), rows, recompute="layer", offload=offload)
+    names = module_names(2)
+    plan = Plan(5, (group,), (Ministage(0, tuple(names[:2])), Ministage(0, tuple(names[2:]))))
+    ((losses, state),) = run_ranks(train_single, 1, double_decoder)
+    found_losses, found_state = run_ranks(train_exported, 1, plan)[0]
+    assert found_losses == pytest.approx(losses, abs=1e-12)
+    for name, tensor in state.items():
+        assert torch.allclose(found_state[name], tensor, rtol=0, atol=1e-10), name
+
+
+def double_decoder() -> nn.Module:
+    return Decoder(2).double()
+
+
+def train_exported(rank: int, world_size: int, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    pipe = HeteroPipeline(on_meta(double_decoder), plan, optimizer=adamw, split="export")
+    losses = [pipe.step_global(*batch(step)).loss for step in range(3)]
+    state = pipe.full_state_dict()
+    pipe.close()
+    return losses, state
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 SCRIPT = """

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
@@ -89,7 +90,9 @@ class Exporter(Skeleton):
         mode = None if training else False
         key = (index, rows, mode, device)
         if key not in self._graphs:
-            with torch.enable_grad():
+            # The first forward of a microbatch asks: whoever keeps what that saves for its backward (a
+            # checkpoint, an offload) must not see what the capture saves.
+            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 flow = self._flow(rows, mode)
             try:
                 graph = flow.build(index, self._layout, device)
@@ -311,6 +314,10 @@ def _place_loose(model: nn.Module, plan: Plan) -> dict[str, int]:
         elif name in loose:
             homes[name] = current
     return homes
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_fake(tensor: Tensor) -> bool:

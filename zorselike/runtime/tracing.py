@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,7 +161,7 @@ class UnitCall:
 
     name: str
     arguments: str
-    input_bytes: tuple[tuple[int, int], ...] = ()
+    input_bytes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """`(identity, bytes)` of each tensor that it was given."""
 
 
