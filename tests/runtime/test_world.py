@@ -217,6 +217,12 @@ def test_a_node_that_fell_back_to_its_cpu_is_refused_unless_planned() -> None:
     check_world(_cluster(A100, CPU), _plan(4, a="A100", c="cpu"))
 
 
+def test_who_names_its_gpu_does_not_name_it_for_planned_cpus() -> None:
+    plan = _plan(4, a="A100", c="cpu")
+    for device in ("cuda", "cpu"):  # What `device=` is on either kind of rank.
+        assert check_world(_cluster(A100, CPU), plan, device=device) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
 def test_information_travels_as_json_from_other_versions_too() -> None:
     assert ProcessInfo.from_json(A100.to_json()) == A100
     text = '{"rank": 3, "node": "z", "local_rank": 1, "colour": "blue"}'

@@ -228,7 +228,7 @@ def assemble(
     everyone = range(plan.num_ranks)
     control, totals, norms = (_member(groups.make(everyone, "gloo")) for _ in range(3))
     hosts = [groups.make(group.flat_ranks, "gloo") for group in plan.groups]
-    mesh = _make_mesh(plan, groups, device)
+    mesh = _make_mesh(plan, groups, device, processes)
     own = plan.group_of_rank[ranks.rank]
     untie(blueprint)
     memory = Memory.of(device, make_streams(device))
@@ -358,17 +358,19 @@ def _make_ministages(
     return ministages
 
 
-def _make_mesh(plan: Plan, groups: Groups, device: torch.device) -> DeviceMesh:
+def _make_mesh(
+    plan: Plan, groups: Groups, device: torch.device, processes: Sequence[ProcessInfo]
+) -> DeviceMesh:
     """The mesh of this rank's group; every process creates every group, in one order."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    made = [groups.make(group.flat_ranks, backend) for group in plan.groups]
+    backends = [backend_for(group.flat_ranks, groups.ranks, processes) for group in plan.groups]
+    made = [groups.make(group.flat_ranks, b) for group, b in zip(plan.groups, backends, strict=True)]
     own = plan.group_of_rank[groups.ranks.rank]
     group = plan.groups[own]
     process_group = _member(made[own])
     if group.zero > 0 or len(group.flat_ranks) == 1:
         return groups.make_mesh([process_group], device.type, [])
     # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
-    alone = groups.make_own(backend)
+    alone = groups.make_own(backends[own])
     members = sorted(groups.ranks.processes(group.flat_ranks))
     return groups.make_mesh([process_group, alone], device.type, [[process] for process in members])
 
@@ -376,16 +378,19 @@ def _make_mesh(plan: Plan, groups: Groups, device: torch.device) -> DeviceMesh:
 def _host_edges(
     edges: Sequence[Edge], blueprint: Blueprint, ranks: Ranks, processes: Sequence[ProcessInfo]
 ) -> frozenset[Edge]:
-    """Edges that NCCL cannot serve: one end is no GPU, or a blocking send could close a cycle."""
-
-    def on_host(rank: int) -> bool:
-        return processes[ranks.process_of[rank]].device != "cuda"
-
+    """Edges that NCCL cannot serve, or on which a blocking send could close a cycle."""
     return frozenset(
         edge
         for edge in edges
-        if edge in blueprint.report.buffered_edges or on_host(edge[0]) or on_host(edge[1])
+        if edge in blueprint.report.buffered_edges or backend_for(edge[:2], ranks, processes) == "gloo"
     )
+
+
+def backend_for(members: Sequence[int], ranks: Ranks, processes: Sequence[ProcessInfo]) -> str:
+    """NCCL, where every one of these ranks has a GPU of its own; elsewhere Gloo, which takes a GPU's
+    tensors through host memory."""
+    gpus = [processes[process].gpu for process in ranks.processes(members)]
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def _member(group: ProcessGroup | None) -> ProcessGroup:

@@ -232,7 +232,8 @@ class HeteroPipeline:
     @contextmanager
     def loaded(self) -> Iterator[None]:
         """Inside, all that this rank offloads is on its device, as if nothing were offloaded: for who
-        reads or changes parameters or the state of `optimizers` between two steps. Needs the memory."""
+        reads or changes parameters or the state of `optimizers` between two steps. Needs the memory.
+        Copy what is to outlast it: outside, these tensors have no memory, and reading one may crash."""
         with ExitStack() as stack:
             for ministage in self._assembly.ministages.values():
                 stack.enter_context(ministage.on_device())
@@ -413,6 +414,8 @@ def _find_device(device: torch.device | str | None) -> torch.device:
     else:
         found = torch.device("cpu")
     if found.type == "cuda" and torch.cuda.is_available():
+        if found.index is None:
+            found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(found)
     return found
 

@@ -46,6 +46,8 @@ class ProcessInfo:
     """`cpu` or `cuda`: what it computes on."""
     device_name: str = ""
     """The GPU's name as its driver gives it; empty without one."""
+    gpu: str = ""
+    """What tells this GPU from all others, in whatever order processes see them; empty without one."""
     num_gpus: int = 0
     """GPUs that this process sees."""
     architecture: str = ""
@@ -86,10 +88,10 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
     local_rank = next((int(os.environ[name]) for name in _LOCAL_RANK_VARIABLES if name in os.environ), rank)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = local_rank if device.index is None else device.index
-    name, architecture, memory_bytes = "", "", _host_memory_bytes()
+    name, gpu, architecture, memory_bytes = "", "", "", _host_memory_bytes()
     if device.type == "cuda" and index < num_gpus:
         properties = torch.cuda.get_device_properties(index)
-        name, memory_bytes = properties.name, properties.total_memory
+        name, gpu, memory_bytes = properties.name, str(properties.uuid), properties.total_memory
         architecture = (
             properties.gcnArchName.split(":")[0]
             if torch.version.hip
@@ -101,6 +103,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         local_rank=local_rank,
         device=device.type,
         device_name=name,
+        gpu=gpu,
         num_gpus=num_gpus,
         architecture=architecture,
         compiled_architectures=tuple(torch.cuda.get_arch_list()) if num_gpus else (),
@@ -218,7 +221,9 @@ def _check_cuda_exists(
     for process in processes:
         planned = types.get(process.rank, "")
         from_plan = bool(planned) and planned.casefold() != "cpu"
-        if not from_plan and "cuda" not in (process.device, device):
+        # In a job of GPUs and CPUs each rank names its own device, and the plan says which are CPUs.
+        asked = None if planned.casefold() == "cpu" else device
+        if not from_plan and "cuda" not in (process.device, asked):
             continue
         where = f"node {process.node}, where rank {process.rank} runs,"
         source = f"the plan names device type {planned!r}" if from_plan else "device 'cuda' is asked for"
