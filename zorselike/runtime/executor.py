@@ -108,12 +108,15 @@ class Executor:
         if self._shared.stash is not None:
             self._shared.stash.finish()
 
-    def forget(self) -> None:
-        """Drops what an unfinished pass kept."""
-        for ministage in self._ministages.values():
-            ministage.forget_step()
+    def recover(self) -> None:
+        """After an unfinished pass on a rank alone: ready for the next, as if this one had not begun but
+        for the updates that took place."""
+        self._settle()
         if self._shared.stash is not None:
             self._shared.stash.forget()
+        for ministage in self._ministages.values():
+            ministage.recover()
+        self._settle()
 
     def _do(self, action: Action, run: _Run) -> None:
         if action.kind is Kind.NORM:

@@ -1,41 +1,31 @@
-"""One ministage on one rank: its layers, sharded over its group by FSDP2.
-
-The only class that knows how parameters are sharded. Everything is FSDP2's public API; what
-each call yields, and the traps, were measured (collectives are counted in the tests).
-"""
+"""One ministage on one rank: its microbatches, its updates, and where its memory is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Group
-from zorselike.runtime._compat import reduces_unused_parameters
-from zorselike.runtime.boundaries import is_layer
 from zorselike.runtime.departures import Departures, Retired
-from zorselike.runtime.gradients import HALF, Gradients
+from zorselike.runtime.gradients import Gradients
 from zorselike.runtime.memory import Memory
-from zorselike.runtime.mirror import Mirror
 from zorselike.runtime.optimizer_state import OptimizerState
 from zorselike.runtime.ranks import ProcessGroup
-from zorselike.runtime.sharding import local_tensor, master_parameter, own_rows
+from zorselike.runtime.sharded_units import ShardedUnits
+from zorselike.runtime.sharding import gather_rows, local_tensor
 from zorselike.runtime.shards import Shards
 from zorselike.runtime.sizes import Sizes, measure
 from zorselike.runtime.stash import Stash
 from zorselike.runtime.streams import Event
-from zorselike.runtime.unit import Unit, enter
+from zorselike.runtime.unit import enter
 
 Tensors = tuple[Tensor, ...]
 
@@ -88,44 +78,37 @@ class ShardedMinistage:
         self._receives_grad = receives_grad
         self._gathered_by_schedule = group.zero in (1, 2)
         self._reduces_in_backward = group.zero == 3
-        self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
-        recompute = group.recompute == "layer"
-        unit_modules = [module.get_submodule(name) for name in unit_names]
-        options = partial(Unit, stash=rank.stash)
-        self._units = [
-            options(
-                name, unit, (), recompute=recompute and is_layer(name), compiles=compiles and is_layer(name)
-            )
-            for name, unit in zip(unit_names, unit_modules, strict=True)
-        ]
-        self._root = options("", module, unit_modules, recompute=recompute and not unit_names)
-        self._root.chain(self._units)
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
         """Of the model as it was given."""
-        self._prefixes = {id(m): prefix for prefix, m in reversed(list(module.named_modules()))}
-        self._shard(mesh, param_dtype, borrowed, materialise)
-        self._set_prefetch()
-        self._ordered: list[Unit] = []
-        """Units to be called once each, in this order."""
-        self._next_in_order = 0
-        if self._reduces_in_backward and len(group.flat_ranks) > 1:
-            self._watch_order()
-        if self._streams.is_concurrent:
-            for unit in self._owners:
-                unit.module.register_forward_pre_hook(partial(self._await_gather, unit), prepend=True)
-        self._handles: list[Any] = []
-        self._gathered: dict[str, Event] = {}
-        """Per unit: the end of its gather, until compute waits for it."""
-        self._sync_state: bool | None = None
+        self._units = ShardedUnits(
+            module,
+            unit_names,
+            group=group,
+            mesh=mesh,
+            memory=rank.memory,
+            stash=rank.stash,
+            receives_grad=receives_grad,
+            param_dtype=param_dtype,
+            compiles=compiles,
+            borrowed=borrowed,
+            materialise=materialise,
+        )
+        self.state = OptimizerState(
+            masters=self._units.masters,
+            mirrors=self._units.master_mirrors,
+            memory=rank.memory,
+            departures=rank.leaving_state,
+            offload="optimizer" in group.offload,
+        )
         self._inputs: dict[int, list[Tensor | None]] = {}
         """Per microbatch: leaves that collect the gradients of its inputs."""
         self._dummies: dict[int, Tensor] = {}
         self._edges: dict[int, list[GradientEdge | None]] = {}
         """Per microbatch: where its backward starts; the outputs themselves are not needed."""
         self._keeps_shards, self._tied = keeps_shards, tied
-        named = self._named_by_unit()
-        trained = [[(name, p) for name, p in unit if p.requires_grad] for unit in named]
-        self.gradients = Gradients(list(zip(self._sharded, trained, strict=True)), rank.memory, rank.retired)
+        trained = [[(name, p) for name, p in unit if p.requires_grad] for unit in self._units.named]
+        units = list(zip(self._units.fsdp_modules, trained, strict=True))
+        self.gradients = Gradients(units, rank.memory, rank.retired)
         self.trained = {
             name: self.state.masters.get(name, p)
             for unit in trained
@@ -134,161 +117,28 @@ class ShardedMinistage:
         }
         """What the optimizer updates, by global name in model order: fp32 masters where there are."""
 
-    # -- construction ----------------------------------------------------------------------
-
-    def _shard(
-        self,
-        mesh: DeviceMesh,
-        param_dtype: torch.dtype | None,
-        borrowed: Collection[str],
-        materialise: Callable[[nn.Module, str], None],
-    ) -> None:
-        """Materialises one unit at a time and shards it before the next, so that a rank never
-        holds more than one whole unit of a model that began on meta."""
-        computes_in = {param_dtype or p.dtype for p in self.module.parameters() if p.requires_grad}
-        policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype,
-            # Without an explicit fp32, torch before 2.15 accumulates microbatches in bf16.
-            reduce_dtype=torch.float32 if computes_in & {*HALF} else None,
-        )
-        offloads = "optimizer" in self._group.offload
-        masters: dict[str, nn.Parameter] = {}
-        mirrors: list[Mirror] = []
-        whole = [unit for unit in self._units if unit.owns_parameters]
-        for unit in [*self._units, self._root]:
-            materialise(unit.module, unit.name)
-            local = self._take_masters(unit, mesh, param_dtype, borrowed)
-            if unit.owns_parameters or unit is self._root:
-                fully_shard(
-                    unit.module, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
-                )
-            sharded = dict(self._named_parameters_of(unit))
-            masters |= {name: master_parameter(rows, sharded[name]) for name, rows in local.items()}
-            mirrors += self._place_masters(local, offloads=offloads)
-        owners = [*whole, self._root] if self._root.owns_parameters else whole
-        self._owners = owners
-        self._sharded: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
-        for fsdp in {id(m): m for m in [*self._sharded, _as_fsdp(self.module)]}.values():
-            # Rows, not ranks, weigh a gradient: the loss is a sum over the global batch.
-            fsdp.set_gradient_divide_factor(1.0)
-            fsdp.set_force_sum_reduction_for_comms(True)
-        self._fsdp_root = _as_fsdp(self.module)
-        if self._reduces_in_backward:
-            for unit in owners:
-                if unit.trains and not reduces_unused_parameters(_as_fsdp(unit.module)):
-                    unit.touches_real_forwards = True
-        self.state = OptimizerState(
-            masters=masters,
-            mirrors=mirrors,
-            memory=self._rank.memory,
-            departures=self._rank.leaving_state,
-            offload=offloads,
-        )
-
-    def _take_masters(
-        self, unit: Unit, mesh: DeviceMesh, param_dtype: torch.dtype | None, borrowed: Collection[str]
-    ) -> dict[str, Tensor]:
-        """Turns a whole unit into the dtype that it computes in; what trains in half precision leaves
-        this rank's fp32 rows behind. (FSDP2 has no master weights: shards that are cast for each
-        gather would have to be loaded whole.)"""
-        masters: dict[str, Tensor] = {}
-        for name, parameter in self._named_parameters_of(unit):
-            dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
-            if dtype in HALF and parameter.requires_grad and name not in borrowed:
-                masters[name] = own_rows(parameter, mesh).to(torch.float32, copy=True).contiguous()
-            parameter.data = parameter.data.to(dtype)
-        return masters
-
-    def _place_masters(self, local: Mapping[str, Tensor], *, offloads: bool) -> list[Mirror]:
-        memory = self._rank.memory
-        if not offloads:
-            num_bytes = sum(rows.numel() * rows.itemsize for rows in local.values())
-            memory.ledger.hold("optimizer state", "device", num_bytes)
-            return []
-        mirror = Mirror(
-            local,
-            purpose="optimizer state",
-            memory=memory,
-            home=memory.streams.compute,
-            inbound=memory.streams.load_state,
-        )
-        mirror.free(mirror.store(memory.streams.compute.record()))
-        return [mirror]
-
-    def _named_parameters_of(self, unit: Unit) -> list[tuple[str, nn.Parameter]]:
-        """The unit's own parameters as they are registered now, each once, by global name."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for owner, key, parameter in unit.slots():
-            prefix = self._prefixes[id(owner)]
-            found.setdefault(id(parameter), (f"{prefix}.{key}" if prefix else key, parameter))
-        return list(found.values())
-
-    def _named_by_unit(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """The sharded parameters of each unit that owns some."""
-        return [self._named_parameters_of(unit) for unit in self._owners]
-
-    def _set_prefetch(self) -> None:
-        """Gathers happen where the schedule says: FSDP's guess at the order is wrong as soon as
-        several forwards precede a backward, or an evaluation came between. A list of the unit
-        itself turns it off; with ZeRO 3 it names the unit that the backward visits next."""
-        self._fsdp_root.set_modules_to_backward_prefetch([self._fsdp_root])
-        takes_part = self._receives_grad
-        previous: FSDPModule | None = None
-        for unit in self._units:
-            if not unit.owns_parameters:
-                continue
-            current = _as_fsdp(unit.module)
-            use_previous = self._reduces_in_backward and previous is not None and takes_part
-            current.set_modules_to_backward_prefetch([previous if use_previous and previous else current])
-            takes_part = takes_part or unit.trains
-            previous = current
-
-    def _watch_order(self) -> None:
-        """With ZeRO 3 every rank gathers as its layers are called: one that leaves out a layer must
-        not meet the others in another layer's gather."""
-        self._ordered = [unit for unit in self._units if unit.owns_parameters]
-        for position, unit in enumerate(self._ordered):
-            unit.module.register_forward_pre_hook(partial(self._check_turn, position), prepend=True)
-
-    def _check_turn(self, position: int, *_: Any) -> None:
-        if position != self._next_in_order:
-            raise self._out_of_order(position)
-        self._next_in_order += 1
-
-    def _out_of_order(self, position: int) -> ConfigError:
-        due, called = self._next_in_order, position
-        what = f"left out '{self._ordered[due].name}'" if due < called else "called a layer twice"
-        return ConfigError(
-            f"a forward {what}; zero = 3 gathers layer by layer, so each must be called once for every "
-            "microbatch, in one order: set zero = 2 for this group"
-        )
-
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
         without rows can take part in collectives, communicators exist, and shards may leave."""
-        self._gather()
-        self._wait_gathered()
+        self._units.gather(lambda unit, stream: None)
+        self._units.wait_gathered()
         with torch.no_grad():
-            self._touch(requires_grad=False)
-        self._reshard_all()
+            self._units.touch(requires_grad=False)
+        self._units.reshard()
         self.sizes()  # While all storage is there.
         self._shards = Shards(
-            self._named_by_unit(),
+            self._units.named,
             kept=self._tied,
             offload="params" in self._group.offload and not self._keeps_shards,
             memory=self._rank.memory,
             departures=self._rank.leaving_shards,
         )
-        self._enter_whole()
-
-    def _enter_whole(self) -> None:
-        """Enters gathered parameters that no action gathers: all with ZeRO 0, those of two layers
-        (one that computes, one that is gathered ahead) with ZeRO 3."""
-        if not self._gathered_by_schedule:
-            sizes = self.sizes()
+        if self._reduces_in_backward:
+            # ZeRO 3 gathers two layers of one ministage: one that computes, one ahead.
+            sizes, ledger = self.sizes(), self._rank.memory.ledger
             two_layers = min(2 * sizes.largest_unit_bytes, sizes.gathered_bytes)
-            num_bytes = sizes.gathered_bytes if self._group.zero == 0 else two_layers
-            self._rank.memory.ledger.hold("gathered parameters", "device", num_bytes)
+            others = ledger.held("gathered parameters", "device")
+            ledger.hold("gathered parameters", "device", max(0, two_layers - others))
 
     @property
     def gathered_bytes(self) -> int:
@@ -298,7 +148,7 @@ class ShardedMinistage:
     def sizes(self) -> Sizes:
         """Bytes of its parts on this rank; the same at any time."""
         if self._sizes is None:
-            self._sizes = measure(self._named_by_unit(), kept=self._tied, masters=self.state.masters)
+            self._sizes = measure(self._units.named, kept=self._tied, masters=self.state.masters)
         return self._sizes
 
     _sizes: Sizes | None = None
@@ -306,55 +156,28 @@ class ShardedMinistage:
     # -- residency -------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Starts the all-gathers, one a unit, in the order in which layers compute."""
-        self._rank.memory.ledger.hold("gathered parameters", "device", self.gathered_bytes)
-        self._gather()
+        """Starts the all-gathers."""
+        self._enter_gathered()
+        self._units.gather(self.shards.arrive)
 
-    def _gather(self) -> None:
-        """Each unit is gathered and copied out on one stream, and what `reshard` frees returns there.
-        FSDP2 orders only gathers that it starts itself; so these begin after all that compute has
-        been given, and compute waits for each."""
-        gather = self._streams.gather
-        gather.wait(self._streams.compute.record())
-        self._handles = []
-        for position, (unit, fsdp) in enumerate(zip(self._owners, self._sharded, strict=True)):
-            if self._shards is not None:
-                self._shards.arrive(position, gather)
-            with gather.use():
-                handle = fsdp.unshard(async_op=True)
-                if handle is not None and self._waits_at_once:
-                    handle.wait()
-                elif handle is not None:
-                    self._handles.append(handle)
-            if self._streams.is_concurrent:
-                self._gathered[unit.name] = gather.record()
+    _is_gathered = False
+    _has_unreduced = False
+    """Whether a backward has left gradients whole."""
 
     def reshard(self) -> None:
-        """Frees gathered parameters; a gather that nobody used is waited for first, since FSDP
-        would otherwise skip the next one."""
-        self._wait_gathered()
-        self._reshard_all()
-        self._gathered.clear()
-        self._rank.memory.ledger.drop("gathered parameters", "device", self.gathered_bytes)
+        """Frees gathered parameters."""
+        self._units.reshard()
+        self._leave_gathered()
 
-    def _wait_gathered(self) -> None:
-        """Makes compute wait for all gathers."""
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
-        for gathered in self._gathered.values():
-            self._streams.compute.wait(gathered)
-        self._gathered.clear()
+    def _enter_gathered(self) -> None:
+        if not self._is_gathered:
+            self._rank.memory.ledger.hold("gathered parameters", "device", self.gathered_bytes)
+            self._is_gathered = True
 
-    def _await_gather(self, unit: Unit, *_: Any) -> None:
-        """Before a unit computes."""
-        gathered = self._gathered.pop(unit.name, None)
-        if gathered is not None:
-            self._streams.compute.wait(gathered)
-
-    def _reshard_all(self) -> None:
-        for fsdp in self._sharded:
-            fsdp.reshard()
+    def _leave_gathered(self) -> None:
+        if self._is_gathered:
+            self._rank.memory.ledger.drop("gathered parameters", "device", self.gathered_bytes)
+            self._is_gathered = False
 
     # -- between device and host -----------------------------------------------------------
 
@@ -380,6 +203,8 @@ class ShardedMinistage:
         self.shards.offload(last_use)
 
     def _await_shards(self) -> None:
+        if self._group.zero == 0:
+            self._enter_gathered()  # As layers are called, until the reduction.
         if self._shards_due:
             self.shards.arrive_all(self._streams.compute, on_host_too=True)
             self._shards_due = False
@@ -390,6 +215,7 @@ class ShardedMinistage:
     def updating(self) -> Iterator[None]:
         """Inside, on the update stream, the optimizer's parameters have their gradients and state; then
         shards get the new values, and the gradients go."""
+        self._rank.retired.settle()
         update = self._streams.update
         update.wait(self._streams.compute.record())
         self.state.arrive(update)
@@ -447,12 +273,11 @@ class ShardedMinistage:
         `carries_grad`: which inputs a gradient is wanted of.
         """
         self._await_shards()
-        self._next_in_order = 0
+        self._units.call_order.begin()
         if train:
             inputs = self._enter(number, inputs, carries_grad)
         outputs = self.module(*inputs, **kwargs)
-        if self._next_in_order < len(self._ordered):
-            raise self._out_of_order(len(self._ordered))
+        self._units.call_order.end()
         return outputs
 
     def _enter(self, number: int, inputs: Tensors, carries_grad: Sequence[bool]) -> Tensors:
@@ -483,7 +308,8 @@ class ShardedMinistage:
         stash, key = self._rank.stash, (self.index, number)
         if stash is not None:
             stash.arrive(key)
-        self._synchronise(self._reduces_in_backward)
+        self._units.synchronise(self._reduces_in_backward)
+        self._has_unreduced = True
         due = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         torch.autograd.backward([edge for edge, _ in due], [grad for _, grad in due])
         self._collect_reduced()
@@ -495,27 +321,28 @@ class ShardedMinistage:
     def _prepare_backward(self) -> None:
         """Parameters are there, and, where a backward reduces, last reductions' results are used up."""
         self._await_shards()
-        self._wait_gathered()
+        self._units.wait_gathered()
         if self._reduces_in_backward:
             self._rank.retired.settle()
 
     def _collect_reduced(self) -> None:
         if self._reduces_in_backward:
             self.gradients.collect()
+            self._has_unreduced = False
 
     def dummy_forward(self, number: int, *, train: bool) -> None:
         """Joins a ZeRO 3 microbatch's gathers without computing."""
         self._await_shards()
         if train:
-            self._dummies[number] = self._touch(requires_grad=self._receives_grad)
+            self._dummies[number] = self._units.touch(requires_grad=self._receives_grad)
         else:
-            self._touch(requires_grad=False)
+            self._units.touch(requires_grad=False)
 
     def dummy_backward(self, number: int) -> None:
         """Joins a ZeRO 3 microbatch's gathers and reductions without computing."""
         output = self._dummies.pop(number)
         self._prepare_backward()
-        self._synchronise(True)
+        self._units.synchronise(True)
         if output.requires_grad:
             torch.autograd.backward(output, torch.zeros_like(output))
             self._collect_reduced()
@@ -525,40 +352,15 @@ class ShardedMinistage:
         with a zero gradient, so that ranks with fewer or no microbatches, and parameters that a
         step did not use, take part alike."""
         self._await_shards()
-        self._wait_gathered()
+        self._units.wait_gathered()
         self._rank.retired.settle()
-        self._synchronise(True)
-        output = self._touch(requires_grad=True)
+        self._units.synchronise(True)
+        output = self._units.touch(requires_grad=True)
         torch.autograd.backward(output, torch.zeros_like(output))
         self.gradients.collect()
-
-    def _touch(self, *, requires_grad: bool) -> Tensor:
-        self._next_in_order = 0
-        x = torch.zeros(1, device=self._device, requires_grad=requires_grad)
-        with self._touching():
-            touched: Tensor = self.module(x)
-        return touched
-
-    @contextmanager
-    def _touching(self) -> Iterator[None]:
-        units = [*self._units, self._root]
-        for unit in units:
-            unit.is_touching = True
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.is_touching = False
-
-    def _synchronise(self, reduce_now: bool) -> None:
-        """Whether the next backward reduces, frees the parameters and ends FSDP's iteration."""
-        if self._sync_state is reduce_now:
-            return
-        self._sync_state = reduce_now
-        keeps_gathered = self._group.grad_reduce == "microbatch" and self._gathered_by_schedule
-        self._fsdp_root.set_requires_gradient_sync(reduce_now)
-        self._fsdp_root.set_reshard_after_backward(reduce_now and not keeps_gathered)
-        self._fsdp_root.set_is_last_backward(reduce_now)
+        self._has_unreduced = False
+        if self._group.zero == 0:
+            self._leave_gathered()
 
     # -- parameters ------------------------------------------------------------------------
 
@@ -568,26 +370,24 @@ class ShardedMinistage:
 
     def gather_state(self, group: ProcessGroup, giver: int) -> dict[str, Tensor]:
         """Collective over the ministage's ranks: `{name: whole CPU tensor}` on process `giver`,
-        `{}` elsewhere: master weights where there are. `group` is their Gloo group.
-        (`DTensor.full_tensor` caches meshes across pipelines, with groups that a closed one has
-        destroyed.)"""
-        state = {}
+        `{}` elsewhere, in the dtypes that the model was given in. `group` is their Gloo group."""
         first_name: dict[int, str] = {}
-        canonical = {
+        own_name = {
             name: first_name.setdefault(id(parameter), name)
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
+        state = {}
         for name, tensor in self.module.state_dict().items():
-            own_name = canonical.get(name, name)
-            local = self._value_on_host(own_name, tensor.detach())
+            known = own_name.get(name, name)
+            local = self._value_on_host(known, tensor.detach())
             is_sharded = isinstance(tensor, DTensor) and not self.is_replicated
-            whole = _gather_shards(local, tensor, group, giver, is_sharded=is_sharded)
+            whole = gather_rows(local, tensor.shape[0] if is_sharded else None, group, giver)
             if whole is not None:
-                state[name] = whole.to(self._dtypes.get(own_name, whole.dtype))
+                state[name] = whole.to(self._dtypes.get(known, whole.dtype))
         return state
 
     def _value_on_host(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of this rank's values of a parameter or buffer."""
+        """A copy of this rank's values of a parameter (its master weight, if it has one) or buffer."""
         local = local_tensor(tensor)
         found = self.state.master_on_host(name)
         if found is None and name in self.state.masters:
@@ -616,40 +416,35 @@ class ShardedMinistage:
                 self.shards.offload(done)
             if state_away:
                 self.state.offload(done)
+            self._rank.leaving_shards.settle()
+            self._rank.leaving_state.settle()
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank of the group holds every gradient (ZeRO 0)."""
         return self._group.zero == 0
 
-    def forget_step(self) -> None:
-        """Drops what an unfinished step kept."""
+    def recover(self) -> None:
+        """After an unfinished step on a rank alone: whole and reduced gradients go, parameters are freed,
+        and what is offloaded is on the host again."""
         self._inputs.clear()
         self._edges.clear()
         self._dummies.clear()
+        if self._has_unreduced:
+            if self.shards.are_away:
+                self.load_shards()
+            if self._gathered_by_schedule and not self._is_gathered:
+                self.unshard()
+            self.reduce()  # The only way to make FSDP2 give up what it has added up.
+        if self._is_gathered and self._gathered_by_schedule:
+            self.reshard()
         self.gradients.forget(self.trained)
-
-
-def _gather_shards(
-    local: Tensor, tensor: Tensor, group: ProcessGroup, giver: int, *, is_sharded: bool
-) -> Tensor | None:
-    """The whole of `tensor` on process `giver`, out of CPU copies of what each rank has of it."""
-    if not is_sharded:
-        return local if dist.get_rank() == giver else None
-    num_ranks = dist.get_world_size(group)
-    padded = local.new_zeros((-(-tensor.shape[0] // num_ranks), *tensor.shape[1:]))
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in range(num_ranks)] if dist.get_rank() == giver else None
-    dist.gather(padded, parts, dst=giver, group=group)
-    return None if parts is None else torch.cat(parts)[: tensor.shape[0]]
+        done = self._streams.compute.record()
+        self.shards.recover(done)
+        self.state.recover(done)
 
 
 def _input_grad(leaf: Tensor | None) -> Tensor | None:
     if leaf is None:
         return None
     return torch.zeros_like(leaf, memory_format=torch.contiguous_format) if leaf.grad is None else leaf.grad
-
-
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), f"{type(module).__name__} is not sharded"
-    return module

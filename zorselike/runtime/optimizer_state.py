@@ -68,6 +68,13 @@ class OptimizerState:
             gone = mirror.store(updated)
         self._departures.add(self._mirrors, gone)
 
+    def recover(self, last_use: Event) -> None:
+        """After an unfinished step: to the host with what is on the device."""
+        if self._offload:
+            for mirror in self._mirrors:
+                if mirror.is_on_device:
+                    mirror.free(mirror.store(last_use))
+
     def find_moments(self) -> None:
         """After an update: takes in moments that are new."""
         moments = dict(self._find())

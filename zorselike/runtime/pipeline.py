@@ -171,6 +171,7 @@ class HeteroPipeline:
         self._boundaries: tuple[Boundary, ...] = ()
         self._layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
         self._is_closed = False
+        self._is_broken = False
 
     # -- training --------------------------------------------------------------------------
 
@@ -288,6 +289,8 @@ class HeteroPipeline:
     def _run(self, inputs: Any, targets: Any, kwargs: dict[str, Any], *, train: bool) -> StepResult:
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
+        if self._is_broken:
+            raise ConfigError("this pipeline failed in the middle of a step; build another one")
         feeds = as_tensors(inputs, "inputs") if self.input_rows else None
         self._check_rows(feeds, targets, kwargs)
         check_kwargs(kwargs, self._assembly.blueprint.parts)
@@ -330,8 +333,17 @@ class HeteroPipeline:
         except Exception as error:
             if self._assembly.ranks.world_size > 1:
                 self._alarm.fail(error)
-            self._assembly.executor.forget()
+            else:
+                self._recover(error)
             raise
+
+    def _recover(self, error: Exception) -> None:
+        """A rank alone may go on with another step, if FSDP2 lets go of this one."""
+        try:
+            self._assembly.executor.recover()
+        except Exception as failed:
+            self._is_broken = True
+            error.add_note(f"zorselike: this pipeline cannot take another step ({failed}); build another one")
 
     def _check_rows(self, feeds: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
         check_rows(feeds, self.input_rows, "inputs", f"pipe.input_rows of rank {self.rank}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from zorselike.runtime.ranks import ProcessGroup
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -44,3 +47,18 @@ def own_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 def master_parameter(local: Tensor, sharded: nn.Parameter) -> nn.Parameter:
     """An fp32 parameter that is distributed as its half-precision twin is."""
     return nn.Parameter(like_sharded(local, sharded), requires_grad=True)
+
+
+def gather_rows(local: Tensor, num_rows: int | None, group: ProcessGroup, giver: int) -> Tensor | None:
+    """The whole of a tensor of `num_rows` rows on process `giver`, out of CPU copies of what each rank
+    holds; collective. `num_rows` None: every rank holds all of it. (`DTensor.full_tensor` caches meshes
+    across pipelines, with groups that a closed one has destroyed.)"""
+    is_giver = dist.get_rank() == giver
+    if num_rows is None:
+        return local if is_giver else None
+    num_ranks = dist.get_world_size(group)
+    padded = local.new_zeros((-(-num_rows // num_ranks), *local.shape[1:]))
+    padded[: local.shape[0]] = local
+    parts = [torch.empty_like(padded) for _ in range(num_ranks)] if is_giver else None
+    dist.gather(padded, parts, dst=giver, group=group)
+    return None if parts is None else torch.cat(parts)[:num_rows]

@@ -186,6 +186,8 @@ class Stash:
 
     def load(self, key: Key) -> None:
         """Starts the copies of a microbatch back to the device."""
+        if self._leaving:
+            self._let_go()  # Its room is wanted.
         microbatch = self._microbatches[key]
         fetch = self._streams.fetch
         assert microbatch.left is not None, "only what was offloaded is loaded"

@@ -1,0 +1,325 @@
+"""The command line: `zorselike show`.
+
+What needs torch is imported when it is used: `zorselike --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.plan.plan import Plan
+from zorselike.plan.wording import count
+
+if TYPE_CHECKING:
+    from zorselike.cost.fit import Fit, Job, ModelShape
+
+_USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
+_LINE_LENGTH = 110
+
+_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_GIB = 2**30
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": _GIB, "TIB": 2**40}
+
+CONTEXT_BYTES = _GIB
+"""Of the device, for the CUDA context and the workspaces of libraries."""
+ALLOCATOR_SHARE = 0.05
+"""Of the device, for rounding and gaps in torch's allocator."""
+HOST_SHARE = 0.05
+"""Of the host's free memory, left to others."""
+
+
+_Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Show a plan, or with --fit the largest model that this machine trains."""
+
+    plan: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.toml")] = None
+    """The plan to show."""
+
+    schedule: bool = False
+    """Also what every rank does in one step, in order."""
+
+    fit: bool = False
+    """The largest model of a family that one device trains, for each way of offloading."""
+
+    family: Literal["llama", "gpt"] = "llama"
+    """With --fit: whose sizes are tried."""
+
+    memory: Annotated[_Size, tyro.conf.arg(help_behavior_hint="(default: that of the GPUs here)")] = None
+    """With --fit: the device's memory, such as 24GiB."""
+
+    host_memory: Annotated[_Size, tyro.conf.arg(help_behavior_hint="(default: what is free here)")] = None
+    """With --fit: host memory for what is offloaded, such as 64GiB."""
+
+    seq_len: int = 2048
+    """With --fit: tokens per row."""
+
+    rows: int = 8
+    """With --fit: rows per optimizer step."""
+
+    rows_per_microbatch: int = 1
+    """With --fit: rows that are computed at once."""
+
+    ministages: int = 8
+    """With --fit: ministages, at most."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What layers compute in; in half precision the optimizer updates fp32 master weights."""
+
+    optimizer_moments: int = 2
+    """With --fit: averages that the optimizer keeps of each parameter (Adam: 2)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does as the command line (`sys.argv` unless given) says; 2 after an error that the user can mend."""
+    app = tyro.extras.SubcommandApp()
+    app.command(name="show")(Show)
+    command: Show = app.cli(
+        prog="zorselike",
+        description="Training on mixed GPUs. Training itself is torchrun -m zorselike.train.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        print(show_fit(command) if command.fit else show_plan(command))
+    except _USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+# -- a plan ----------------------------------------------------------------------------------
+
+
+def show_plan(command: Show) -> str:
+    """The plan as a table, and what every rank does if asked for."""
+    if command.plan is None:
+        raise ConfigError("show: give a plan file, or --fit for the largest model that this machine trains")
+    plan = Plan.load(command.plan)
+    shown = plan.explain()
+    return f"{shown}\n\n{_show_schedule(plan, command.dtype)}" if command.schedule else shown
+
+
+def _show_schedule(plan: Plan, dtype: str) -> str:
+    from zorselike.schedule import build, format_actions
+
+    actions = build(plan, masters=_ITEMSIZES[dtype] < 4)
+    lines = [f"one step in {dtype}, rank by rank (ministage, action, microbatch, @peer[rows]):"]
+    for rank, own in actions.items():
+        lines += textwrap.wrap(
+            f"rank {rank}: {format_actions(own)}",
+            _LINE_LENGTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+# -- the largest model -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory that models are to fit into, in bytes, and what it is that of."""
+
+    device: str
+    device_bytes: int
+    host: str
+    host_bytes: int
+
+
+def show_fit(command: Show) -> str:
+    """A table for each kind of device at hand, under what it assumes."""
+    from zorselike.cost.fit import SETTINGS, Job, Room, find_largest
+
+    _check_fit(command)
+    job = Job(
+        num_rows=command.rows,
+        rows_per_microbatch=command.rows_per_microbatch,
+        seq_len=command.seq_len,
+        num_ministages=command.ministages,
+        itemsize=_ITEMSIZES[command.dtype],
+        num_moments=command.optimizer_moments,
+    )
+    places = _find_places(command)
+    shapes = list_shapes(command.family, job)
+    sections = [_describe_job(command)]
+    for place in places:
+        room = Room(
+            device_bytes=int(place.device_bytes * (1 - ALLOCATOR_SHARE)),
+            context_bytes=CONTEXT_BYTES,
+            host_bytes=place.host_bytes,
+        )
+        fits = [find_largest(shapes, job, setting, room) for setting in SETTINGS]
+        heading = [
+            f"device: {_show_gib(place.device_bytes)} ({place.device})",
+            f"host memory for what is offloaded: {_show_gib(place.host_bytes)} ({place.host})",
+        ]
+        sections.append("\n".join([*heading, "", *_tabulate(command.family, fits)]))
+    return "\n\n".join([*sections, _describe_assumptions()])
+
+
+def _check_fit(command: Show) -> None:
+    if command.plan is not None:
+        raise ConfigError(
+            f"show: --fit is about this machine and takes no plan: leave out {command.plan!r}, or --fit"
+        )
+    if command.schedule:
+        raise ConfigError("show: --schedule is about a plan and --fit about this machine: leave one out")
+    for name in ("seq_len", "rows", "rows_per_microbatch", "ministages", "optimizer_moments"):
+        least = 0 if name == "optimizer_moments" else 1
+        if getattr(command, name) < least:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"show: --{flag} is {getattr(command, name)}; it must be at least {least}")
+
+
+def list_shapes(family: str, job: Job) -> list[ModelShape]:
+    """The family's flavors, without the one for debugging."""
+    from zorselike.models import flavors
+
+    return [make_shape(family, flavor, job) for flavor in flavors(family) if flavor != "debug"]
+
+
+def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
+    """What memory depends on of a model of `zorselike/models`, for sequences as long as the job's."""
+    from zorselike.cost.activations import count_gpt_layer, count_head, count_llama_layer
+    from zorselike.cost.fit import ModelShape
+    from zorselike.models import LlamaConfig, get_config
+
+    config = get_config(family, flavor)
+    if job.seq_len > config.max_seq_len:
+        config = get_config(family, flavor, max_seq_len=job.seq_len)
+    widths: dict[str, Any] = {
+        "dim": config.dim,
+        "num_heads": config.num_heads,
+        "ffn_hidden": config.ffn_hidden,
+        "itemsize": job.itemsize,
+    }
+    if isinstance(config, LlamaConfig):
+        layer = count_llama_layer(**widths, kv_width=config.num_kv_heads * config.head_dim)
+    else:
+        layer = count_gpt_layer(**widths)
+    norm, output = count_head(dim=config.dim, vocab_size=config.vocab_size, itemsize=job.itemsize)
+    return ModelShape(
+        flavor=flavor,
+        dim=config.dim,
+        num_layers=config.num_layers,
+        embedding_parameters=config.embedding_parameters,
+        layer_parameters=config.layer_parameters,
+        norm_parameters=config.norm_parameters,
+        output_parameters=config.vocab_size * config.dim,
+        is_tied=config.tie_embeddings,
+        layer=layer,
+        norm=norm,
+        output=output,
+    )
+
+
+def _find_places(command: Show) -> list[_Place]:
+    """Each kind of GPU at hand, or what the command line gives instead, beside the host."""
+    from zorselike.runtime.host_memory import find_host_room
+
+    free = find_host_room()
+    host_bytes = _read_size("--host-memory", command.host_memory)
+    host = "as --host-memory says"
+    if host_bytes is None:
+        host_bytes = int(free.num_bytes * (1 - HOST_SHARE))
+        host = f"{100 * (1 - HOST_SHARE):.0f} % of what is free here ({free.limit})"
+    device_bytes = _read_size("--memory", command.memory)
+    found = {"as --memory says": device_bytes} if device_bytes is not None else _find_devices()
+    if not found:
+        found = {"no GPU here: the host's free memory stands in, or give --memory": free.num_bytes}
+    return [_Place(device, num_bytes, host, host_bytes) for device, num_bytes in found.items()]
+
+
+def _find_devices() -> dict[str, int]:
+    """Memory in bytes of each kind of GPU here."""
+    import torch
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    numbers = Counter((each.name, each.total_memory) for each in properties)
+    return {
+        name if number == 1 else f"{name}, one of {number}, with all of the host to itself": num_bytes
+        for (name, num_bytes), number in numbers.items()
+    }
+
+
+def _read_size(flag: str, text: str | None) -> int | None:
+    """Bytes of `24GiB` or `80 GB`."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise ConfigError(f"show: {flag} is '{text}'; write it as 24GiB or 80GB (MiB, GiB, TiB, MB, GB, TB)")
+    return int(float(match[1]) * unit)
+
+
+def _show_gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:,.1f} GiB"
+
+
+def _describe_job(command: Show) -> str:
+    masters = ", fp32 gradients and master weights" if _ITEMSIZES[command.dtype] < 4 else ""
+    tokens = command.rows * command.seq_len
+    return "\n".join(
+        [
+            f"the largest {command.family} that one device trains",
+            f"step: {tokens:,} tokens in {count(command.rows, 'row')} of {command.seq_len:,}, "
+            f"{count(command.rows_per_microbatch, 'row')} a microbatch",
+            f"precision: {command.dtype}{masters}; {count(command.optimizer_moments, 'fp32 moment')} "
+            "a parameter",
+            f"plan: one rank, ZeRO 2, {count(command.ministages, 'ministage')} at most, updates not deferred",
+        ]
+    )
+
+
+def _describe_assumptions() -> str:
+    from zorselike.cost.fit import MAX_DEPTH, MIN_DEPTH
+
+    text = (
+        f"Assumed: {_show_gib(CONTEXT_BYTES)} of the device for the CUDA context and libraries, and "
+        f"{100 * ALLOCATOR_SHARE:.0f} % for gaps in the allocator; an optimizer that updates in place "
+        "(fused); flash attention (in float32 the memory-efficient one), no dropout, no torch.compile; "
+        "activations as zorselike/cost/activations.py counts them, the rest as zorselike/cost/memory.py "
+        f"walks the schedule, an upper bound. A model has {MIN_DEPTH:g} to {MAX_DEPTH:g} times the layers "
+        "of the flavor of its width, where such a one fits. What limits it is what one more layer would "
+        "not fit into."
+    )
+    return "\n".join(textwrap.wrap(text, _LINE_LENGTH))
+
+
+def _tabulate(family: str, fits: Sequence[Fit]) -> list[str]:
+    table = [("offload", "flavor", "largest model", "device peak", "host", "what limits it")]
+    for fit in fits:
+        if fit.walk is None:
+            model, device, host = f"none, not even one layer of h={fit.shape.dim}", "", ""
+        else:
+            parameters = fit.shape.num_parameters(fit.num_layers) / 1e9
+            model = f"h={fit.shape.dim} x {count(fit.num_layers, 'layer')}, {parameters:.1f} B parameters"
+            device = _show_gib(fit.walk.device_peak_bytes)
+            host = _show_gib(fit.walk.host_peak_bytes)
+        flavor = f"{family} {fit.flavor}" if fit.flavor else "none"
+        table.append((fit.setting.name, flavor, model, device, host, fit.limit))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
