@@ -16,9 +16,13 @@ from torch import Tensor
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Plan
+from zorselike.runtime.memory_report import MemoryLine
 from zorselike.runtime.sharding import local_tensor
 
 SUBSETS = list(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in (1, 2, 3)))
+ALIGNMENT_BYTES = 64 * 200
+"""Of at most so many host buffers."""
+NUM_STEPS = 2
 DTYPES = (None, None, torch.bfloat16)
 
 
@@ -40,6 +44,7 @@ class Numbers:
     evaluations: tuple[float, ...]
     weights: dict[str, Tensor]
     states: list[Tensor]
+    memory: tuple[MemoryLine, ...]
 
 
 def make_setting(number: int) -> Setting:
@@ -59,7 +64,7 @@ def with_offload(plan: Plan, offload: Sequence[tuple[str, ...]]) -> Plan:
 
 
 def train(setting: Setting, *, offload: bool) -> Numbers:
-    """Three steps with this rank's weights and moments at the end."""
+    """A few steps, with this rank's weights and moments at the end."""
     case = setting.case
     plan = with_offload(case.plan, setting.offload) if offload else case.plan
     model = case.model() if setting.dtype is None else case.model().float()
@@ -67,10 +72,11 @@ def train(setting: Setting, *, offload: bool) -> Numbers:
         model, plan, optimizer=adamw, max_norm=case.max_norm, seed=case.seed, param_dtype=setting.dtype
     )
     results, evaluations = [], []
-    for step in range(3):
+    for step in range(NUM_STEPS):
         if step in case.evaluate_before:
             evaluations.append(pipe.evaluate_global(*case.batch(step)))
         results.append(pipe.step_global(*case.batch(step)))
+    memory = pipe.memory_report().lines
     with pipe.loaded():
         states = [state.clone() for state in states_of(pipe)]
     numbers = Numbers(
@@ -79,6 +85,7 @@ def train(setting: Setting, *, offload: bool) -> Numbers:
         tuple(result.loss for result in evaluations),
         pipe.full_state_dict(),
         states,
+        memory,
     )
     pipe.close()
     return numbers
@@ -96,12 +103,26 @@ def states_of(pipe: HeteroPipeline) -> list[Tensor]:
 
 
 def compare_all(rank: int, world_size: int, settings: Sequence[Setting]) -> list[str]:
-    """Which settings differ, in anything, from keeping everything on the device."""
-    return [
-        str(setting)
-        for setting in settings
-        if not is_equal(train(setting, offload=True), train(setting, offload=False))
-    ]
+    """Which settings differ, in anything, from keeping everything on the device, or need other memory
+    than was planned."""
+    complaints = []
+    for setting in settings:
+        ours, theirs = train(setting, offload=True), train(setting, offload=False)
+        if not is_equal(ours, theirs):
+            complaints.append(f"differs: {setting}")
+        complaints += [
+            f"{line}: {setting}" for line in (*ours.memory, *theirs.memory) if not is_as_planned(line)
+        ]
+    return complaints
+
+
+def is_as_planned(line: MemoryLine) -> bool:
+    """What is moved as a whole is planned exactly; the rest never needs more than was planned."""
+    planned, found = line.device_planned, line.device_peak
+    exact = line.purpose in ("parameter shards", "optimizer state", "gradient shards")
+    on_device = planned is None or found is None or (planned == found if exact else planned >= found)
+    planned, found = line.host_planned, line.host_peak
+    return on_device and (planned is None or found is None or planned + ALIGNMENT_BYTES >= found)
 
 
 def is_equal(ours: Numbers, theirs: Numbers) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,3 +28,8 @@ def release_groups(mesh: DeviceMesh) -> None:
     """Makes a mesh let go of its process groups: torch's caches of sharding decisions keep meshes
     for good, and with them sockets and threads of pipelines that are closed."""
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or what it is a view of, has been changed in place."""
+    return tensor._version

@@ -106,11 +106,20 @@ class OptimizerState:
         """Every tensor of the optimizer's state that is as large as a parameter's shard may be."""
         if self._optimizer is None:  # All that trains here is borrowed.
             return
+        others = {
+            local_tensor(tensor.detach()).untyped_storage().data_ptr()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            for tensor in (parameter, parameter.grad)
+            if tensor is not None
+        }
+        """Memory of parameters and gradients, which a state may refer to."""
         for number, state in enumerate(self._optimizer.state.values()):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     local = local_tensor(value)
-                    if local.numel() and local.device.type == self._memory.device.type:
+                    is_own = local.untyped_storage().data_ptr() not in others
+                    if is_own and local.numel() and local.device.type == self._memory.device.type:
                         yield (number, key), local
 
     def master_on_host(self, name: str) -> Tensor | None:

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zorselike.runtime._compat import version_of
 from zorselike.runtime.memory import Memory
 from zorselike.runtime.streams import Event
 from zorselike.runtime.tracing import map_leaves
@@ -68,9 +68,22 @@ class Saved:
 class _Microbatch:
     kept: dict[int, _Kept] = field(default_factory=dict)
     """By the address of the storage that was saved; stays valid while that is on the device."""
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """What autograd saved, as long as it is on the device, and how often it had been changed by then."""
     left: Event | None = None
     """The end of the copies to the host."""
     loaded: Event | None = None
+
+    def refuse_changes(self) -> None:
+        """Raises `RuntimeError`, as autograd would, if something saved was changed in place since."""
+        for tensor, version in self.versions:
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: a {tensor.dtype} tensor of shape {list(tensor.shape)} is at version "
+                    f"{version_of(tensor)}; expected version {version}"
+                )
+        self.versions.clear()
 
 
 class Stash:
@@ -101,7 +114,7 @@ class Stash:
         """What autograd saves inside belongs to microbatch `key`."""
         self._recording = self._microbatches.setdefault(key, _Microbatch())
         try:
-            with saved_tensors_hooks(partial(self._pack, requires_grad=False), _unpack):
+            with saved_tensors_hooks(self._save, _unpack):
                 yield
         finally:
             self.kept_bytes[key] = sum(kept.num_bytes for kept in self._recording.kept.values())
@@ -132,9 +145,16 @@ class Stash:
         packed = map_leaves(arguments, save)
         return lambda: map_leaves(packed, _unpack)
 
+    def _save(self, tensor: Tensor) -> Any:
+        """What autograd saves. It cannot tell any more whether somebody changes that in place."""
+        packed = self._pack(tensor, requires_grad=False)
+        if isinstance(packed, Saved) and self._recording is not None:
+            self._recording.versions.append((tensor.detach(), version_of(tensor)))
+        return packed
+
     def _pack(self, tensor: Tensor, *, requires_grad: bool) -> Any:
         assert self._recording is not None
-        view = tensor.detach()
+        view = tensor.detach().resolve_conj().resolve_neg()
         address = _address(view)
         is_out = any(address in excluded for excluded in self._excluded)
         if not address or is_out or view.device != self._device:
@@ -161,6 +181,7 @@ class Stash:
     def offload(self, key: Key) -> None:
         """Starts the copies of a microbatch to the host and gives up its device memory."""
         microbatch = self._microbatches[key]
+        microbatch.refuse_changes()
         while len(self._leaving) >= COPIES_IN_FLIGHT:
             self._let_go()
         stash = self._streams.stash
@@ -204,9 +225,12 @@ class Stash:
     # -- backward --------------------------------------------------------------------------
 
     def arrive(self, key: Key) -> None:
-        """Makes compute wait for what `load` started."""
+        """Before a backward: makes compute wait for what `load` started."""
         microbatch = self._microbatches.get(key)
-        if microbatch is not None and microbatch.loaded is not None:
+        if microbatch is None:
+            return
+        microbatch.refuse_changes()
+        if microbatch.loaded is not None:
             self._streams.compute.wait(microbatch.loaded)
 
     def drop(self, key: Key) -> None:
@@ -214,6 +238,7 @@ class Stash:
         microbatch = self._microbatches.pop(key, None)
         if microbatch is None:
             return
+        microbatch.versions.clear()
         if microbatch.loaded is not None:
             # Loaded memory belongs to the fetching stream.
             self._streams.fetch.wait(self._streams.compute.record())

@@ -8,6 +8,7 @@ norm (`max_norm` with `clip="global"`), and with fp16 whether every gradient of 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zorselike.plan.errors import ConfigError
 from zorselike.runtime.loss_scale import LossScale
 from zorselike.runtime.ministage import ShardedMinistage
 from zorselike.runtime.ranks import ProcessGroup
@@ -64,6 +66,7 @@ class Updates:
             if ministage.trained
         }
         for i, optimizer in self.optimizers.items():
+            _refuse_closure(optimizer)
             ministages[i].state.attach(optimizer)
         self.begin()
 
@@ -154,6 +157,17 @@ class Updates:
 def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> bool:
     """Whether updates wait until all gradients of the step are there."""
     return scale is not None or (max_norm is not None and clip == "global")
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for an optimizer that evaluates the model itself."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.default is p.empty and p.kind not in variadic for p in parameters):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.step needs a closure that evaluates the model again, "
+            "which a pipeline cannot; use one that steps on gradients, such as torch.optim.AdamW"
+        )
 
 
 class LRSchedulers:
