@@ -76,12 +76,13 @@ class HostPool:
             self._free[purpose, buffer.numel()].append(buffer)
 
     def close(self) -> None:
-        """Gives everything back to the system."""
+        """Gives everything back to the system, whoever still holds a buffer."""
         self._free.clear()
         while self._slabs:
             slab = self._slabs.pop()
             if self._pin and slab.numel():
                 _cudart().cudaHostUnregister(slab.data_ptr())
+            slab.untyped_storage().resize_(0)
 
     def _allocate(self, purpose: Purpose, num_bytes: int) -> Tensor:
         room = find_host_room()

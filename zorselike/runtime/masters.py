@@ -44,7 +44,7 @@ def place_masters(local: Mapping[str, Tensor], memory: Memory, *, offload: bool)
         return []
     compute = memory.streams.compute
     mirror = Mirror(
-        local, purpose="optimizer state", memory=memory, home=compute, inbound=memory.streams.load_state
+        local, purpose="optimizer state", memory=memory, homes=[compute], inbound=memory.streams.load_state
     )
     mirror.free(mirror.store(compute.record()))
     return [mirror]

@@ -410,6 +410,8 @@ class ShardedMinistage:
         try:
             yield
         finally:
+            with torch.no_grad():
+                self._publish()
             done = compute.record()
             if shards_away:
                 self.shards.note_update(done)

@@ -7,7 +7,7 @@ no such offload: its `CPUOffloadPolicy` runs the optimizer on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zorselike.runtime.streams import Event, Stream
 class Mirror:
     """Tensors with a host copy, moved together, by whatever names them.
 
-    All are on the device at first, allocated on stream `home`, and nobody else uses their storages.
+    All are on the device at first, and nobody else uses their storages.
     """
 
     def __init__(
@@ -30,10 +30,11 @@ class Mirror:
         *,
         purpose: Purpose,
         memory: Memory,
-        home: Stream,
+        homes: Sequence[Stream],
         inbound: Stream,
     ) -> None:
-        """`inbound`: the stream that brings them back. Enters them in the ledger."""
+        """`homes`: streams of which one has allocated them; `inbound`: the one that brings them back.
+        Enters them in the ledger."""
         filled = {key: t.detach() for key, t in tensors.items() if t.untyped_storage().nbytes()}
         numbers: dict[int, int] = {}
         self._number_of = {
@@ -49,7 +50,7 @@ class Mirror:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._purpose = purpose
         self._memory = memory
-        self._home, self._inbound = home, inbound
+        self._homes, self._inbound = tuple(homes), inbound
         memory.pool.reserve(purpose, self._sizes)
         self._host = [memory.pool.take(purpose, size) for size in self._sizes]
         memory.ledger.hold(purpose, "device", self.num_bytes)
@@ -72,14 +73,14 @@ class Mirror:
             self._refill()
             for whole, host in zip(self._bytes(), self._host, strict=True):
                 whole.copy_(host, non_blocking=True)
-        self._home, self._arrived = load, load.record()
+        self._homes, self._arrived = (load,), load.record()
 
     def make_room(self, stream: Stream) -> None:
         """Storage without values, for a `stream` that is about to write all of them."""
         assert not self.is_on_device
         with stream.use():
             self._refill()
-        self._home, self._arrived = stream, None
+        self._homes, self._arrived = (stream,), None
 
     def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
         """Makes `stream` wait for the copies that `load` started, and if told so this thread."""
@@ -102,15 +103,20 @@ class Mirror:
     def free(self, last_use: Event) -> None:
         """Gives the device memory back once `last_use` is over."""
         assert self.is_on_device
-        self._home.wait(last_use)
+        self._wait_homes(last_use)
         for storage in self._storages:
             storage.resize_(0)
         self._memory.ledger.drop(self._purpose, "device", self.num_bytes)
         self.is_on_device = False
         self._arrived = None
 
-    def discard(self) -> None:
-        """Lets go of the host copy for good; waits until nothing is on its way."""
+    def _wait_homes(self, last_use: Event) -> None:
+        for home in self._homes:
+            home.wait(last_use)
+
+    def discard(self, last_use: Event) -> None:
+        """Lets go of the tensors after `last_use`, and of the host copy once nothing is on its way."""
+        self._wait_homes(last_use)
         if self._left is not None:
             self._left.synchronize()
         for buffer in self._host:

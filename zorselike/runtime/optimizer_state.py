@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zorselike.plan.errors import ConfigError
 from zorselike.runtime.departures import Departures
 from zorselike.runtime.memory import Memory
 from zorselike.runtime.mirror import Mirror
@@ -46,6 +47,14 @@ class OptimizerState:
     def attach(self, optimizer: Optimizer) -> None:
         """The optimizer whose moments are meant."""
         self._optimizer = optimizer
+        optimizer.register_state_dict_pre_hook(self._refuse_on_host)
+
+    def _refuse_on_host(self, _: Optimizer) -> None:
+        if not self.is_on_device:
+            raise ConfigError(
+                "the state of this optimizer is in host memory between steps; read it inside "
+                "`with pipe.loaded():`, and copy what is to outlast that"
+            )
 
     @property
     def _mirrors(self) -> list[Mirror]:
@@ -86,14 +95,16 @@ class OptimizerState:
             return
         if ids == self._moment_ids:
             return
+        streams = self._memory.streams
         if self._moments is not None:
-            self._moments.discard()
+            self._moments.discard(streams.update.record())
         self._moment_ids = ids
+        # An update may have allocated them, or the optimizer's constructor, or an earlier load.
         self._moments = Mirror(
             moments,
             purpose="optimizer state",
             memory=self._memory,
-            home=self._memory.streams.update,
+            homes=[streams.update, streams.compute, streams.load_state],
             inbound=self._memory.streams.load_state,
         )
 

@@ -233,8 +233,9 @@ class HeteroPipeline:
     @contextmanager
     def loaded(self) -> Iterator[None]:
         """Inside, all that this rank offloads is on its device, as if nothing were offloaded: for who
-        reads or changes parameters or the state of `optimizers` between two steps. Needs the memory.
-        Copy what is to outlast it: outside, these tensors have no memory, and reading one may crash."""
+        reads or changes the parameters and the state of `optimizers` between two steps. Needs the memory.
+        Copy what is to outlast it: outside, these tensors have no memory, and reading one crashes. A
+        weight that is tied across ministages reaches its other ends with the next step."""
         with ExitStack() as stack:
             for ministage in self._assembly.ministages.values():
                 stack.enter_context(ministage.on_device())
@@ -242,7 +243,8 @@ class HeteroPipeline:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Collective: `{name: CPU tensor}` of the whole model on rank 0 of the plan (`pipe.rank == 0`),
-        `{}` elsewhere."""
+        `{}` elsewhere. What trains comes from its fp32 master weights where it has them; what is frozen,
+        as it computes."""
         with self._failing_together():
             self._alarm.begin("full_state_dict")
             self._alarm.enter("full_state_dict")
@@ -259,13 +261,16 @@ class HeteroPipeline:
         return report_memory(self._assembly, boundaries=self._boundaries, layer_inputs=self._layer_inputs)
 
     def close(self) -> None:
-        """Gives back groups, buffers and threads; collective. The process can build another."""
+        """Gives back groups, buffers and threads; collective. The process can build another. What was
+        offloaded is gone: the model's parameters must not be read any more."""
         if self._is_closed:
             return
         self._is_closed = True
         self._alarm.begin("close")
         self._totals.close()
         self._assembly.transport.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # The last copies to the host may be on their way.
         self._assembly.shared.memory.pool.close()
         # Nobody leaves before everybody has all that was sent; only then is leaving no failure.
         dist.barrier(group=self._assembly.control)

@@ -54,7 +54,7 @@ class Shards:
                     {name: local_tensor(p.detach()) for name, p in away if p.requires_grad is trains},
                     purpose="parameter shards",
                     memory=memory,
-                    home=compute,
+                    homes=[compute],
                     inbound=memory.streams.load,
                 )
                 for trains in (True, False)

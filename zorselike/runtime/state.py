@@ -27,6 +27,9 @@ def gather_full_state(assembly: Assembly) -> dict[str, Tensor]:
                 state[name] = whole.pop(name)
             elif ranks.rank == giver:
                 dist.send(whole.pop(name).contiguous(), ranks.process_of[0], group=assembly.control)
+    for tie in assembly.blueprint.ties:
+        if tie.owner_fqn in state:  # The borrower's copy may be rounded.
+            state[tie.borrower_fqn] = state[tie.owner_fqn]
     return state
 
 

@@ -1,0 +1,297 @@
+"""The offloading benchmark: its arithmetic, its sections on made-up jobs, and one tiny run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.offload_bench.capacity import guess_layers, search
+from tools.offload_bench.child import classify
+from tools.offload_bench.exposure import clip, find_exposure, subtract, total, union
+from tools.offload_bench.figures import compare_ministages, exposed_shares, find_ratios, is_same_loss
+from tools.offload_bench.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
+from tools.offload_bench.launch import spawn
+from tools.offload_bench.llama import build_model, fill, make_plan, split_evenly
+from tools.offload_bench.sections import SECTIONS, OffloadBench
+from zorselike import initialize
+from zorselike.plan.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "bench_offload.py"
+TINY = Shape(num_layers=4, dim=32, num_heads=2, ffn_hidden=48, vocab_size=64, sequence=8, microbatch_rows=2)
+interval = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
+intervals = st.lists(interval)
+
+
+# -- exposed copies ------------------------------------------------------------------------
+
+
+def covered(found: list[tuple[float, float]]) -> set[int]:
+    return {second for begin, end in found for second in range(int(begin), int(end))}
+
+
+@given(intervals, intervals)
+def test_intervals_are_sets_of_time(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    assert covered(union(a)) == covered(a)
+    assert covered(subtract(a, b)) == covered(a) - covered(b)
+    assert total(a) == len(covered(a))
+    assert covered(clip(a, (10, 30))) == {second for second in covered(a) if 10 <= second < 30}
+
+
+def event(category: str, name: str, begin: float, duration: float, num_bytes: int = 0) -> dict[str, Any]:
+    times = {"ph": "X", "ts": begin, "dur": duration}
+    return {**times, "cat": category, "name": name, "args": {"bytes": num_bytes}}
+
+
+def test_a_copy_is_exposed_where_nothing_computes() -> None:
+    trace = [
+        event("kernel", "gemm", 1000, 3000),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 3000, 2000, 64),  # 1 ms beyond the kernel
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4500, 1000, 32),  # half beside it
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 5250, 250),  # computes, as it were
+        event("kernel", "gemm", 7000, 1000),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 8500, 5000, 32),  # beside the next step
+        event("cpu_op", "aten::mm", 0, 9000),
+        {"ph": "i", "ts": 0, "name": "mark"},
+    ]
+    found = find_exposure(trace, num_steps=2)
+    assert found is not None
+    assert (found.step_ms, found.compute_ms, found.copy_ms) == (3.5, 2.125, 1.25)
+    assert (found.exposed_ms, found.idle_ms) == (0.625, 0.75)
+    assert found.share == pytest.approx(0.625 / 3.5)
+    assert found.longest_ms == ((3.0, 1.25),)
+    assert (found.to_device_bytes, found.to_host_bytes) == (32, 32)
+
+
+def test_a_trace_without_kernels_shows_nothing() -> None:
+    assert find_exposure([event("cpu_op", "aten::mm", 0, 1)], num_steps=1) is None
+
+
+# -- figures -------------------------------------------------------------------------------
+
+
+def measurement(variant: str, num_tokens: int = 65_536, step_s: float = 1.0, **more: Any) -> Measurement:
+    usual = {
+        "num_ministages": 8,
+        "num_layers": 4,
+        "num_parameters": 10,
+        "wall_s": step_s,
+        "loss": 5.0,
+        "device_bytes": 100,
+        "reserved_bytes": None,
+        "host_bytes": None,
+        "set_up_s": 1.0,
+        "device_name": "card",
+    }
+    return Measurement(variant, num_tokens, step_s=(step_s,), **usual | more)
+
+
+def test_ratios_are_of_tokens_a_second() -> None:
+    measured = {
+        ("a", 65_536): measurement("a", step_s=1.0, device_bytes=100),
+        ("c", 65_536): measurement("c", step_s=1.25, device_bytes=40),
+        ("d", 65_536): measurement("d", step_s=5.0),
+        ("a", 32_768): measurement("a", 32_768, step_s=0.5),
+        ("c", 32_768): measurement("c", 32_768, step_s=0.5),
+    }
+    found = {ratio.name: ratio for ratio in find_ratios(measured)}
+    assert found["c_over_a"].value == 0.8 and found["c_over_a"].target == 0.97
+    assert found["c_over_a_32768"].value == 1.0 and found["c_over_a_32768"].target == 0.95
+    assert found["c_over_d"].value == 4.0 and found["c_over_d"].target == 3.0
+    assert found["peak_memory_c_over_a"].value == 0.4 and found["peak_memory_c_over_a"].at_most
+    assert "b_over_a" not in found and "a_over_e" not in found
+    assert all(ratio.target is None for ratio in find_ratios(measured, has_targets=False))
+
+
+def test_offloading_must_not_change_the_loss() -> None:
+    same = {("a", 8): measurement("a", 8), ("b", 8): measurement("b", 8)}
+    assert is_same_loss(same) is True
+    assert is_same_loss(same | {("c", 8): measurement("c", 8, loss=5.0000001)}) is False
+    assert is_same_loss({("a", 8): measurement("a", 8)}) is None
+
+
+def test_the_sweep_is_relative_to_one_ministage() -> None:
+    rows = compare_ministages(
+        [
+            measurement("c", step_s=1.25, num_ministages=8, device_bytes=60),
+            measurement("c", step_s=1.0, num_ministages=1, device_bytes=100),
+        ]
+    )
+    assert [(row.num_ministages, row.throughput, row.memory) for row in rows] == [
+        (1, 1.0, 1.0),
+        (8, 0.8, 0.6),
+    ]
+
+
+def test_repetitions_are_merged() -> None:
+    both = merge([measurement("a", step_s=1.0), measurement("a", step_s=3.0, device_bytes=120)])
+    assert both.step_s == (1.0, 3.0) and both.median_s == 2.0 and both.device_bytes == 120
+
+
+def test_exposed_ends_by_arithmetic() -> None:
+    # 10^9 parameters in 8 ministages, 2 bytes each at 50 GB/s, of 8 * 10^9 FLOPs a token at 500 TFLOP/s.
+    first, all_of_it = exposed_shares(500e12, 50e9, 8, 65_536)
+    step_s = 8e9 * 65_536 / 500e12
+    assert first == pytest.approx(2e9 / 8 / 50e9 / step_s)
+    assert all_of_it == pytest.approx(26e9 / 8 / 50e9 / step_s)
+
+
+# -- the largest model ---------------------------------------------------------------------
+
+
+@given(st.integers(0, 90), st.integers(1, 90), st.integers(1, 8))
+def test_the_search_finds_the_most_that_fits(fitting: int, guess: int, resolution: int) -> None:
+    highest = 80
+    tried = []
+
+    def try_layers(layers: int) -> str:
+        tried.append(layers)
+        return "" if layers <= fitting else "device memory"
+
+    trials = search(try_layers, guess=guess, lowest=1, highest=highest, resolution=resolution)
+    assert len(tried) == len(set(tried)) and all(1 <= layers <= highest for layers in tried)
+    if fitting == 0:
+        assert trials.largest is None and trials.limit == "1 layers: device memory"
+    else:
+        assert trials.largest is not None
+        assert min(fitting, highest) - resolution < trials.largest <= min(fitting, highest)
+
+
+def test_the_search_ends_when_time_does() -> None:
+    answers = iter(["", None])
+    trials = search(lambda layers: next(answers), guess=4, lowest=1, highest=80, resolution=1)
+    assert trials.largest == 4 and trials.limit == ""
+
+
+def test_layers_by_arithmetic() -> None:
+    assert guess_layers(1600, 16, 10, 20) == 8
+    assert guess_layers(10, 16, 10, 20) == 1
+
+
+def test_what_ran_out_is_told_apart() -> None:
+    assert classify(torch.OutOfMemoryError("CUDA out of memory")) == "device memory"
+    assert classify(ConfigError("offloading needs 9 GiB more host memory")) == "host memory"
+    assert classify(RuntimeError("CUDA error: out of memory")) == "host memory"
+    assert classify(RuntimeError("anything else")) == "other"
+
+
+# -- the model -----------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.data())
+def test_modules_are_split_into_parts_none_empty(weights: list[int], data: st.DataObject) -> None:
+    num_parts = data.draw(st.integers(1, len(weights)))
+    cuts = split_evenly(weights, num_parts)
+    assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
+    assert cuts[-1][1] == len(weights) and all(start < stop for start, stop in cuts)
+    heaviest = max(sum(weights[start:stop]) for start, stop in cuts)
+    assert heaviest <= sum(weights) / num_parts + max(weights)
+
+
+def test_a_plan_offloads_what_its_variant_says() -> None:
+    job = Job("train", TINY, variant="c", num_tokens=48, num_ministages=3)
+    plan = make_plan(job)
+    plan.validate()
+    assert plan.groups[0].offload == ("params", "optimizer", "activations")
+    assert [m.num_rows for m in plan.groups[0].microbatches] == [2, 2, 2]
+    with pytest.raises(ValueError, match="no multiple of --sequence 8"):
+        make_plan(replace(job, num_tokens=50))
+
+
+def test_weights_are_a_repeated_tile() -> None:
+    job = Job("train", TINY, device="cpu")
+    drawn = initialize(build_model(job), seed=3)
+    filled = initialize(build_model(replace(job, init="random")), seed=3)
+    assert not torch.equal(drawn.output.weight, filled.output.weight)
+    fill(filled)
+    for name, parameter in drawn.named_parameters():
+        assert torch.equal(parameter, filled.get_parameter(name)), name
+        assert parameter.dim() == 1 or 0.015 < float(parameter.detach().std()) < 0.025
+
+
+# -- sections ------------------------------------------------------------------------------
+
+
+def fake(job: Job, timeout_s: float) -> Outcome:
+    """Jobs of a card that holds 40 layers with everything offloaded, 20 without."""
+    if job.kind == "machine":
+        rates = dict.fromkeys(("to_device", "to_host", "both_to_device", "both_to_host", "matmul"), 1e9)
+        return Outcome({**rates, "matmuls": {}, "device": "card", "device_bytes": 2**30})
+    if job.kind == "trace":
+        return Outcome({"exposure": None, "num_events": 7})
+    if job.shape.num_layers > (40 if job.variant == "c" else 20):
+        return Outcome(None, "device memory", "OutOfMemoryError: all gone")
+    step_s = {"a": 1.0, "b": 1.0, "c": 1.25, "d": 4.0, "d_kept": 2.0, "e": 1.0}[job.variant]
+    made = measurement(job.variant, job.num_tokens, step_s, num_ministages=job.num_ministages)
+    return Outcome(replace(made, num_layers=job.shape.num_layers).to_json())
+
+
+def make_bench(**options: Any) -> tuple[OffloadBench, list[str]]:
+    said: list[str] = []
+    return OffloadBench(TINY, run=fake, tokens=(8, 16), say=said.append, **options), said
+
+
+def test_all_sections_on_made_up_jobs() -> None:
+    bench, said = make_bench()
+    for section in SECTIONS.values():
+        section(bench)
+    assert set(bench.measured) == {(variant, n) for variant in VARIANTS for n in (8, 16)}
+    assert len(bench.measured["a", 16].step_s) == bench.rounds
+    assert {ratio.name: ratio.value for ratio in find_ratios(bench.measured)}["c_over_a"] == 0.8
+    assert [m.num_ministages for m in bench.sweep] == [1, 2, 4, 8]
+    assert {variant: found["num_layers"] for variant, found in bench.largest.items()} == {
+        "c": 40,
+        "e": 20,
+        "d": 20,
+    }
+    assert bench.is_sound
+    assert any("losses with and without offloading are equal" in line for line in said)
+    json.dumps(bench.to_json())
+
+
+def test_nothing_starts_when_the_time_is_over() -> None:
+    bench, said = make_bench(seconds=0.0)
+    for section in SECTIONS.values():
+        section(bench)
+    assert not bench.measured and not bench.largest and "  no time left" in said
+
+
+def test_a_job_that_fails_for_its_own_reason_is_no_measurement() -> None:
+    bench, said = make_bench()
+    bench.run = lambda job, timeout_s: Outcome(None, "other", "ValueError: a mistake")
+    SECTIONS["throughput"](bench)
+    assert not bench.is_sound and not bench.measured
+    assert "ValueError: a mistake" in said[0]
+
+
+# -- runs ----------------------------------------------------------------------------------
+
+
+def test_a_job_runs_in_a_process_of_its_own() -> None:
+    job = Job("train", TINY, "cpu", "c", num_tokens=16, num_ministages=2, num_warm_up=0, num_steps=1)
+    outcome = spawn(job, SCRIPT, 120.0)
+    assert outcome.failure == "", outcome.reason
+    assert outcome.measurement is not None and outcome.measurement.variant == "c"
+
+
+def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--tokens", "32"]
+    command += ["--only", "machine", "throughput", "exposed", "--json", str(path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "speeds mean nothing" in finished.stdout
+    found = json.loads(path.read_text())
+    ratios = {"b_over_a", "c_over_a", "c_over_d", "a_over_e", "peak_memory_c_over_a"}
+    names = ratios | {"device", "versions"}
+    assert names <= found.keys()
+    assert not found["failures"]
+    assert {m["variant"] for m in found["measurements"]} == set(VARIANTS)
