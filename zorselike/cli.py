@@ -230,7 +230,7 @@ def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
 
 def _find_places(command: Show) -> list[_Place]:
     """Each kind of GPU at hand, or what the command line gives instead, beside the host."""
-    from zorselike.runtime.host_memory import find_host_room
+    from zorselike.runtime.host_room import find_host_room
 
     free = find_host_room()
     host_bytes = _read_size("--host-memory", command.host_memory)

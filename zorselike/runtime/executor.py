@@ -112,6 +112,7 @@ class Executor:
         """After an unfinished pass on a rank alone: ready for the next, as if this one had not begun but
         for the updates that took place."""
         self._settle()
+        self._ties.recover()
         if self._shared.stash is not None:
             self._shared.stash.forget()
         for ministage in self._ministages.values():

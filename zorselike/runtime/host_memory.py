@@ -6,35 +6,21 @@ rank takes; here one slab holds many buffers and is registered with the driver a
 
 from __future__ import annotations
 
-import os
 import resource
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zorselike.plan.errors import ConfigError
+from zorselike.runtime.host_room import find_host_room
 from zorselike.runtime.ledger import Ledger, Purpose
 
 _ALIGNMENT = 64
 """Bytes: where each buffer of a slab begins."""
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class HostRoom:
-    """What one node can still give to buffers, and what says so."""
-
-    num_bytes: int
-    limit: str
-
-    def __str__(self) -> str:
-        return f"{self.num_bytes / 2**30:.2f} GiB ({self.limit})"
 
 
 class HostPool:
@@ -108,38 +94,6 @@ class HostPool:
                 f"(CUDA error {code}; locked-memory limit: {allowed}): raise it with 'ulimit -l unlimited', "
                 "or the container's memlock, or offload less"
             )
-
-
-def find_host_room() -> HostRoom:
-    """What this machine, or the container that this process is in, has free now."""
-    rooms = [HostRoom(_available_bytes(), "available memory")]
-    for used_name, limit_name in (
-        ("memory.current", "memory.max"),
-        ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"),
-    ):
-        limit, used = (_read_bytes(_CGROUP / name) for name in (limit_name, used_name))
-        if limit is not None and used is not None:
-            rooms.append(HostRoom(max(0, limit - used), "memory limit of the container"))
-    return min(rooms, key=lambda room: room.num_bytes)
-
-
-def _available_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _read_bytes(path: Path) -> int | None:
-    """The number in a file; None if there is no file, or no limit."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _cudart() -> Any:

@@ -124,6 +124,11 @@ class TiedWeights:
             work.wait()
         self._sends.clear()
 
+    def recover(self) -> None:
+        """After an unfinished step on a rank alone: drops what one end has handed to another."""
+        self._sends.clear()
+        self._kept.clear()
+
     # ---------------------------------------------------------------------------------------
 
     def _send(self, index: int, source: str, target: str, read: Callable[[_End], Tensor]) -> None:

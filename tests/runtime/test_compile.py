@@ -1,0 +1,182 @@
+"""Compiled layers compute what the layers themselves do, under everything else that a plan can ask for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import RunRanks
+from torch import Tensor, nn
+
+from zorselike import HeteroPipeline
+from zorselike.models import build_model, get_config, module_names
+from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
+
+SEQUENCE = 8
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "dim": 32,
+    "ffn_hidden": 48,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "vocab_size": 64,
+}
+COMPILE = torch.compile
+Backend = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two layers, each in a ministage of its own, and how they are trained."""
+
+    rows: tuple[tuple[int, int, int], ...] = ((0, 0, 2), (0, 2, 4))
+    zero: int = 2
+    offload: tuple[str, ...] = ()
+    recompute: bool = False
+    dtype: torch.dtype = torch.float32
+    """What the model is in, but for bf16, in which layers of an fp32 model compute."""
+    num_steps: int = 3
+    evaluates: bool = False
+
+    def plan(self) -> Plan:
+        names = module_names(get_config("llama", "debug", **SIZES))
+        microbatches = tuple(Microbatch(*row) for row in self.rows)
+        ranks = tuple(sorted({microbatch.rank for microbatch in microbatches}))
+        recompute = "layer" if self.recompute else "none"
+        group = Group(ranks, microbatches, zero=self.zero, offload=self.offload, recompute=recompute)
+        ministages = (Ministage(0, tuple(names[:2])), Ministage(0, tuple(names[2:])))
+        return Plan(max(stop for _, _, stop in self.rows), (group,), ministages)
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            model = build_model("llama", "debug", **SIZES)
+        return model.double() if self.dtype is torch.float64 else model
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        shape = (2, self.plan().global_batch, SEQUENCE)
+        inputs, targets = torch.randint(SIZES["vocab_size"], shape, generator=generator)
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class Numbers:
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    weights: dict[str, Tensor]
+    """On rank 0."""
+
+
+def sgd(named_parameters: Any) -> torch.optim.Optimizer:
+    """With a state to offload, and steps that do not turn round-off into a direction."""
+    return torch.optim.SGD(named_parameters, lr=0.1, momentum=0.9)
+
+
+def train(setting: Setting, backend: Backend | None) -> Numbers:
+    """`backend`: what compiles; None: nothing does."""
+    if backend is not None:
+        torch.compile = partial(COMPILE, backend=backend)
+    half = setting.dtype if setting.dtype is torch.bfloat16 else None
+    pipe = HeteroPipeline(
+        setting.model(), setting.plan(), optimizer=sgd, param_dtype=half, compile=backend is not None
+    )
+    results = []
+    for step in range(setting.num_steps):
+        if setting.evaluates:
+            results.append(pipe.evaluate_global(*setting.batch(step)))
+        results.append(pipe.step_global(*setting.batch(step)))
+    losses, norms = tuple(r.loss for r in results), tuple(r.grad_norm for r in results)
+    numbers = Numbers(losses, norms, pipe.full_state_dict())
+    pipe.close()
+    return numbers
+
+
+def compare(rank: int, world_size: int, settings: list[Setting], backend: str) -> dict[Setting, float]:
+    """The largest difference of each: of losses and norms relative to themselves, of a weight to the
+    tensor's largest."""
+    found = {}
+    for setting in settings:
+        expected, numbers = train(setting, None), train(setting, backend)
+        pairs = zip(numbers.losses + numbers.norms, expected.losses + expected.norms, strict=True)
+        found[setting] = max(abs(ours - theirs) / max(abs(theirs), 1e-30) for ours, theirs in pairs)
+        if setting.dtype is not torch.bfloat16:
+            for name, weight in expected.weights.items():
+                difference = (numbers.weights[name] - weight).abs().max() / weight.abs().max()
+                found[setting] = max(found[setting], float(difference))
+    return found
+
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+ALONE = ((0, 0, 2), (0, 2, 4), (0, 4, 5))
+UNEVEN = ((0, 0, 2), (1, 2, 5), (0, 5, 7), (0, 7, 8))
+
+
+@pytest.mark.parametrize("rows", [ALONE, UNEVEN], ids=["one rank", "two ranks"])
+def test_compiled_layers_compute_the_same(
+    rows: tuple[tuple[int, int, int], ...], run_ranks: RunRanks
+) -> None:
+    double, single, half = (Setting(rows, dtype=dtype) for dtype in TOLERANCES)
+    settings = [
+        replace(double, recompute=True, offload=OFFLOAD_KINDS, evaluates=True),
+        replace(single, recompute=True, zero=3, offload=("activations",)),
+        replace(single, offload=OFFLOAD_KINDS),
+        replace(half, recompute=True, offload=OFFLOAD_KINDS),
+        replace(half, zero=3),
+    ]
+    num_ranks = len({rank for rank, _, _ in rows})
+    for found in run_ranks(compare, num_ranks, settings, "aot_eager", timeout=240):
+        for setting, difference in found.items():
+            assert difference <= TOLERANCES[setting.dtype], setting
+
+
+def test_torchs_own_compiler(run_ranks: RunRanks) -> None:
+    setting = Setting(recompute=True, offload=OFFLOAD_KINDS)
+    ((difference,),) = (found.values() for found in run_ranks(compare, 1, [setting], "inductor", timeout=300))
+    assert 0 < difference <= TOLERANCES[torch.float32], "nothing was compiled" if not difference else ""
+
+
+class Recorder:
+    """A compiler that runs graphs as they are, and remembers which ran."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.graphs_of: defaultdict[int, set[int]] = defaultdict(set)
+        """By row count."""
+        self.num_calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        number = self.num_graphs
+        self.num_graphs += 1
+
+        def run(*args: Any) -> Any:
+            (rows,) = {arg.shape[0] for arg in args if isinstance(arg, Tensor) and arg.dim() == 3}
+            self.graphs_of[rows].add(number)
+            self.num_calls += 1
+            return graph(*args)
+
+        return run
+
+
+def record(rank: int, world_size: int, setting: Setting) -> tuple[dict[int, set[int]], list[int]]:
+    """The graphs by row count, and how many there were after each number of steps."""
+    recorder = Recorder()
+    counts = []
+    for num_steps in (1, 4):
+        train(replace(setting, num_steps=num_steps), recorder)
+        counts.append(recorder.num_graphs)
+    return dict(recorder.graphs_of), counts
+
+
+def test_a_layer_is_computed_again_by_the_graph_that_computed_it(run_ranks: RunRanks) -> None:
+    """Another graph could save other tensors than the backward of the first asks for."""
+    rows = tuple((0, sum(range(2, n)), sum(range(2, n + 1))) for n in range(2, 6))
+    setting = Setting(rows, recompute=True, offload=("activations",))
+    ((graphs_of, counts),) = run_ranks(record, 1, setting, timeout=120)
+    assert {rows: len(graphs) for rows, graphs in graphs_of.items()} == {2: 1, 3: 1, 4: 1, 5: 1}
+    # Two layers share them, and later steps, and another pipeline, need no others.
+    assert counts == [4, 4]

@@ -1,0 +1,464 @@
+"""The race detector finds each hazard that offloading has, and nothing in code that waits.
+
+Every function below runs on a forked rank and returns the kinds of races found, with the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RunRanks
+from stand_in import RaceStreams, StreamRace
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+N = 8
+Found = list[tuple[str, str, str]]
+"""Kind, earlier and later stream of each race."""
+
+
+def resize(tensor: Tensor, num_elements: int) -> None:
+    tensor.untyped_storage().resize_(num_elements * tensor.itemsize)
+
+
+def run(run_ranks: RunRanks, hazard: Callable[..., Found], *args: object) -> Found:
+    (races,) = run_ranks(hazard, 1, *args, init=False)
+    return list(races)
+
+
+# -- order of accesses -----------------------------------------------------------------------
+
+
+def load_then_compute(rank: int, world_size: int, waits: bool) -> Found:
+    streams = RaceStreams()
+    host = torch.ones(N)
+    with streams.watching():
+        with streams.load.use():
+            shard = torch.empty(N)
+            shard.copy_(host, non_blocking=True)
+        if waits:
+            streams.compute.wait(streams.load.record())
+        shard + 1
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_loaded_is_read_after_the_load(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, load_then_compute, waits)
+    assert races == ([] if waits else [("write-read", "load", "compute")])
+
+
+def early_event(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    host, shard = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        event = streams.load.record()
+        with streams.load.use():
+            shard.copy_(host)
+        streams.compute.wait(event)
+        shard + 1
+    return streams.pairs
+
+
+def test_an_event_recorded_too_early_orders_nothing(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, early_event) == [("write-read", "load", "compute")]
+
+
+def overwrite_while_read(rank: int, world_size: int, waits: bool) -> Found:
+    streams = RaceStreams()
+    shard, host = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        shard.add_(1)
+        streams.store.wait(streams.compute.record())
+        with streams.store.use():
+            host.copy_(shard)
+        if waits:
+            streams.join(streams.compute, [streams.store])
+        shard.add_(1)
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_stored_is_not_changed_meanwhile(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, overwrite_while_read, waits)
+    assert races == ([] if waits else [("read-write", "store", "compute")])
+
+
+def host_buffer_reuse(rank: int, world_size: int, waits: bool, apart: bool) -> Found:
+    streams = RaceStreams()
+    host, first, second = torch.zeros(2 * N), torch.zeros(N), torch.ones(N)
+    with streams.watching():
+        with streams.fetch.use():
+            first.copy_(host[:N])
+        if waits:
+            streams.stash.wait(streams.fetch.record())
+        with streams.stash.use():
+            host[N if apart else N - 1 :][:N].copy_(second)
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_host_buffer_is_reused_after_it_was_read(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, host_buffer_reuse, waits, False)
+    assert races == ([] if waits else [("read-write", "fetch", "stash")])
+
+
+def test_slices_of_one_buffer_that_do_not_overlap_are_apart(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, host_buffer_reuse, False, True) == []
+
+
+def through_a_third(rank: int, world_size: int, waits: bool) -> Found:
+    streams = RaceStreams()
+    host, shard = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        with streams.load.use():
+            shard.copy_(host)
+        streams.gather.wait(streams.load.record())
+        gathered = streams.gather.record() if waits else streams.update.record()
+        streams.compute.wait(gathered)
+        shard + 1
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_order_is_transitive(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, through_a_third, waits)
+    assert races == ([] if waits else [("write-read", "load", "compute")])
+
+
+def wait_for_current(rank: int, world_size: int, inside: bool) -> Found:
+    streams = RaceStreams()
+    shard, host = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        streams.begin()
+        shard.add_(1)
+        with streams.store.use():
+            streams.store.wait((streams.current if inside else streams.compute).record())
+            host.copy_(shard)
+    return streams.pairs
+
+
+def test_inside_use_the_current_stream_is_that_stream(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, wait_for_current, True) == [("write-read", "compute", "store")]
+    assert run(run_ranks, wait_for_current, False) == []
+
+
+def begin_elsewhere(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    other = streams.make("a caller's")
+    with streams.watching():
+        with other.use():
+            streams.begin()
+            assert streams.compute is other
+            with streams.load.use(), streams.update.use():
+                assert streams.current is streams.update
+            assert streams.current is other
+        streams.begin()
+        assert streams.compute is streams.default
+    return streams.pairs
+
+
+def test_begin_takes_the_current_stream(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, begin_elsewhere) == []
+
+
+def host_synchronises(rank: int, world_size: int, waits: bool) -> Found:
+    streams = RaceStreams()
+    host, shard = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        with streams.load.use():
+            shard.copy_(host)
+        event = streams.load.record()
+        if waits:
+            event.synchronize()
+        with streams.update.use():
+            shard.add_(1)
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_the_host_waited_for_is_before_all_that_it_starts(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, host_synchronises, waits)
+    assert races == ([] if waits else [("write-write", "load", "update")])
+
+
+def host_reads(rank: int, world_size: int, waits: bool, checks: bool) -> Found:
+    streams = RaceStreams(checks_host_reads=checks)
+    norm = torch.ones(1)
+    with streams.watching():
+        norm.mul_(2)
+        if waits:
+            streams.compute.record().synchronize()
+        norm.item()
+    return streams.pairs
+
+
+def test_reads_of_the_host_are_checked_on_demand(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, host_reads, False, False) == []
+    assert run(run_ranks, host_reads, True, True) == []
+    assert run(run_ranks, host_reads, False, True) == [("host read", "compute", "compute")]
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def free_by_resize(rank: int, world_size: int, waits: bool) -> Found:
+    streams = RaceStreams()
+    host, shard = torch.zeros(N), torch.ones(N)
+    with streams.watching():
+        shard.mul_(2)
+        streams.store.wait(streams.compute.record())
+        with streams.store.use():
+            host.copy_(shard)
+        if waits:
+            streams.compute.wait(streams.store.record())
+        resize(shard, 0)
+        torch.zeros(3)
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_is_freed_by_resize_after_its_last_use(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, free_by_resize, waits)
+    assert races == ([] if waits else [("memory reused", "store", "compute")])
+
+
+def free_by_reference(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    host = torch.zeros(N)
+    with streams.watching():
+        activation = torch.ones(N) * 2
+        streams.stash.wait(streams.compute.record())
+        with streams.stash.use():
+            host.copy_(activation)
+        del activation
+        torch.zeros(3)
+    return streams.pairs
+
+
+def test_memory_is_freed_by_the_last_reference(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, free_by_reference) == [("memory reused", "stash", "compute")]
+
+
+def wait_before_the_next_allocation(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    host = torch.zeros(N)
+    with streams.watching():
+        activation = torch.ones(N) * 2
+        streams.stash.wait(streams.compute.record())
+        with streams.stash.use():
+            host.copy_(activation)
+            del activation
+            torch.zeros(3)  # Of another pool.
+        streams.compute.wait(streams.stash.record())
+        torch.zeros(3)
+    return streams.pairs
+
+
+def test_a_pool_may_wait_until_it_allocates(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, wait_before_the_next_allocation) == []
+
+
+def pool_of_the_other_stream(rank: int, world_size: int, on_load: bool) -> Found:
+    """Refilled on a stream, the memory is that stream's, whoever had it before."""
+    streams = RaceStreams()
+    host, shard = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        resize(shard, 0)
+        with streams.load.use():
+            resize(shard, N)
+            shard.copy_(host)
+        streams.compute.wait(streams.load.record())
+        shard + 1
+        resize(shard, 0)
+        with (streams.load if on_load else streams.compute).use():
+            torch.zeros(3)
+    return streams.pairs
+
+
+def test_memory_belongs_to_the_stream_that_refilled_it(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, pool_of_the_other_stream, True) == [("memory reused", "compute", "load")]
+    assert run(run_ranks, pool_of_the_other_stream, False) == []
+
+
+def use_of_fresh_memory(rank: int, world_size: int, waits: bool) -> Found:
+    """Memory without a kernel of its own is still that of kernels queued before on its stream."""
+    streams = RaceStreams()
+    host = torch.ones(N)
+    with streams.watching():
+        host + 1
+        if waits:
+            streams.load.wait(streams.compute.record())
+        shard = torch.empty(N)
+        with streams.load.use():
+            shard.copy_(host)
+    return streams.pairs
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_fresh_memory_is_used_elsewhere_after_its_allocation(waits: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, use_of_fresh_memory, waits)
+    assert races == ([] if waits else [("write-write", "compute", "load")])
+
+
+def use_after_free(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    shard = torch.ones(N)
+    with streams.watching():
+        resize(shard, 0)
+        shard.view(2, N // 2), torch.empty_like(shard)
+        with pytest.raises(StreamRace, match=r"freed, 'layers\.0'"):
+            streams.name_storage(shard, "layers.0")
+            shard + 1
+    return streams.pairs
+
+
+def test_freed_memory_is_not_read(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, use_after_free) == [("freed", "", "compute")]
+
+
+def host_memory(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    shard = torch.zeros(N)
+    with streams.watching():
+        torch.ones(N)
+        host = torch.empty(N)
+        streams.mark_host(host)
+        with streams.load.use():
+            host.fill_(1)
+            shard.copy_(host)
+        del host
+        torch.zeros(3)
+    return streams.pairs
+
+
+def test_host_memory_is_of_no_pool(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, host_memory) == []
+
+
+def count_resident(rank: int, world_size: int) -> list[int]:
+    streams = RaceStreams()
+    seen: list[int] = []
+    streams.on_resize = seen.append
+    with streams.watching():
+        shards = [torch.ones(N), torch.ones(2 * N)]
+        seen.append(streams.resident_bytes())
+        for shard in shards:
+            resize(shard, 0)
+        resize(shards[1], 2 * N)
+        shards.clear()
+        del shard
+        seen.append(streams.resident_bytes())
+    return seen
+
+
+def test_resident_bytes_are_those_of_what_is_resized(run_ranks: RunRanks) -> None:
+    assert run_ranks(count_resident, 1, init=False) == [[0, 0, 0, 8 * N, 0]]
+
+
+# -- operators -------------------------------------------------------------------------------
+
+
+def through_a_view(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    flat = torch.zeros(2 * N)
+    with streams.watching():
+        with streams.load.use():
+            flat[:N].copy_(torch.ones(N))
+            torch.add(torch.ones(N), 1, out=flat[N:])
+        flat.view(2, N).t().detach()  # Looks at no bytes.
+        torch.cat([flat.view(2, N)[0], torch.ones(1)])
+        flat[N + 1 :].sum()
+    return streams.pairs
+
+
+def test_views_share_memory(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, through_a_view) == [("write-read", "load", "compute")] * 2
+
+
+def storage_copy(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    host, shard = torch.ones(N), torch.zeros(N)
+    with streams.watching():
+        with streams.load.use():
+            shard.untyped_storage().copy_(host.untyped_storage())
+        with torch.inference_mode():
+            nn.functional.linear(torch.ones(1, N), shard.view(1, N))
+    return streams.pairs
+
+
+def test_copies_of_storages_and_inference_mode_are_seen(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, storage_copy) == [("write-read", "load", "compute")]
+
+
+def backward_of_a_layer(rank: int, world_size: int, waits: bool, recompute: bool) -> Found:
+    """A weight that is freed after the forward and loaded again for the backward."""
+    streams = RaceStreams()
+    layer = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N, bias=False))
+    weight = layer[2].weight.detach()
+    mirror = weight.clone()
+    x = torch.ones(2, N, requires_grad=True)
+    with streams.watching():
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        resize(weight, 0)
+        streams.load.wait(streams.compute.record())
+        with streams.load.use():
+            resize(weight, N * N)
+            # As a copy of storages: it leaves autograd's version of the weight alone.
+            weight.untyped_storage().copy_(mirror.untyped_storage())
+        if waits:
+            streams.compute.wait(streams.load.record())
+        before = streams.num_operators["compute"]
+        y.sum().backward()
+        assert streams.num_operators["compute"] > before + 5
+    return streams.pairs
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("waits", [True, False])
+def test_backward_is_seen(waits: bool, recompute: bool, run_ranks: RunRanks) -> None:
+    races = run(run_ranks, backward_of_a_layer, waits, recompute)
+    assert set(races) == (set() if waits else {("write-read", "load", "compute")})
+
+
+def stops_at_once(rank: int, world_size: int) -> Found:
+    streams = RaceStreams(raises=True)
+    shard = torch.zeros(N)
+    streams.name_storage(shard, "shards of ministage 3")
+    with streams.watching(), streams.load.use():
+        shard.add_(1)
+    streams.label = "3F0"
+    with streams.watching(), pytest.raises(StreamRace) as error:
+        shard + 1
+    message = str(error.value)
+    assert (
+        "write-read, 'shards of ministage 3': 3F0 aten.add.Tensor on 'compute' does not wait for" in message
+    )
+    assert "aten.add_.Tensor on 'load'" in message
+    assert message.count("test_stand_in.py") >= 2 and "stops_at_once" in message
+    return []
+
+
+def test_a_race_is_told_with_both_places(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, stops_at_once) == []
+
+
+def after_watching(rank: int, world_size: int) -> Found:
+    streams = RaceStreams()
+    originals = (torch.UntypedStorage.resize_, torch.cpu.stream, torch.cpu.Stream.wait_stream, dist.Work.wait)
+    with streams.watching():
+        assert torch.cpu.stream is not originals[1]
+    assert originals == (
+        torch.UntypedStorage.resize_,
+        torch.cpu.stream,
+        torch.cpu.Stream.wait_stream,
+        dist.Work.wait,
+    )
+    return streams.pairs
+
+
+def test_everything_is_put_back(run_ranks: RunRanks) -> None:
+    assert run(run_ranks, after_watching) == []

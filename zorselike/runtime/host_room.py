@@ -1,0 +1,99 @@
+"""How much more host memory this process can have: the machine's, or a control group's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+"""Where `/proc` and `/sys` are; tests put their own there."""
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """What one node can still give to buffers, and what says so."""
+
+    num_bytes: int
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes / 2**30:.2f} GiB ({self.limit})"
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    """Names of one version of Linux's control groups."""
+
+    folder: str
+    limit: str
+    used: str
+    cached: str
+    """In `memory.stat`: what is used for files that the kernel can drop."""
+
+
+_V2 = _Hierarchy("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V1 = _Hierarchy(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
+
+
+def find_host_room() -> HostRoom:
+    """What this machine, or the container, job or unit that this process is in, has free now."""
+    rooms = [HostRoom(_available_bytes(), "available memory")]
+    for hierarchy, group in _own_groups():
+        rooms += _rooms(hierarchy, group)
+    return min(rooms, key=lambda room: room.num_bytes)
+
+
+def _available_bytes() -> int:
+    for line in _lines(ROOT / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _own_groups() -> Iterator[tuple[_Hierarchy, str]]:
+    """The control group of this process in each hierarchy that limits memory."""
+    for line in _lines(ROOT / "proc/self/cgroup"):
+        number, controllers, group = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield _V2, group
+        elif "memory" in controllers.split(","):
+            yield _V1, group
+
+
+def _rooms(hierarchy: _Hierarchy, group: str) -> Iterator[HostRoom]:
+    """Of a group and all above it, as far as they limit anything."""
+    top = ROOT / hierarchy.folder
+    # Inside a container the path may be that of the host; the container's own group is then the top.
+    folder = top / group.lstrip("/")
+    for place in (folder, *folder.parents):
+        limit, used = _number(place / hierarchy.limit), _number(place / hierarchy.used)
+        if limit is not None and used is not None:
+            held = max(0, used - _cached_bytes(place, hierarchy))
+            yield HostRoom(max(0, limit - held), "memory limit of the container or job")
+        if place == top:
+            return
+
+
+def _cached_bytes(place: Path, hierarchy: _Hierarchy) -> int:
+    for line in _lines(place / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name == hierarchy.cached:
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is no file, or no limit."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
