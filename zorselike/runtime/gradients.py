@@ -129,6 +129,7 @@ class Gradients:
         """Moves them to the host until a deferred update wants them."""
         streams, pool = self._memory.streams, self._memory.pool
         streams.store.wait(streams.compute.record())
+        pool.reserve("gradient shards", [local.numel() * local.itemsize for local in self._local.values()])
         with streams.store.use():
             for name, local in self._local.items():
                 host = pool.take("gradient shards", local.numel() * local.itemsize)

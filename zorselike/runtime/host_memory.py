@@ -21,6 +21,7 @@ from zorselike.runtime.ledger import Ledger, Purpose
 
 _ALIGNMENT = 64
 """Bytes: where each buffer of a slab begins."""
+_PAGE_BYTES = resource.getpagesize()
 
 
 class HostPool:
@@ -77,9 +78,15 @@ class HostPool:
                 f"offloading needs {num_bytes / 2**30:.2f} GiB more host memory for {purpose}, and this "
                 f"machine has {room} left: offload less, or give this rank fewer layers or rows"
             )
-        slab = torch.empty(num_bytes, dtype=torch.uint8)
         if self._pin:
+            # The driver locks whole pages, and none twice.
+            num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+            slab = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8)
+            first = -slab.data_ptr() % _PAGE_BYTES
+            slab = slab[first : first + num_bytes]
             self._register(slab, purpose)
+        else:
+            slab = torch.empty(num_bytes, dtype=torch.uint8)
         self._slabs.append(slab)
         self._ledger.hold(purpose, "host", num_bytes)
         return slab

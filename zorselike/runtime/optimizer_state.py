@@ -48,6 +48,15 @@ class OptimizerState:
         """The optimizer whose moments are meant."""
         self._optimizer = optimizer
         optimizer.register_state_dict_pre_hook(self._refuse_on_host)
+        optimizer.register_load_state_dict_post_hook(self._own_state)
+
+    def _own_state(self, optimizer: Optimizer) -> None:
+        """A loaded state may be the caller's own tensors, whose memory is not ours to give up."""
+        if self._offload:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[key] = value.clone()
 
     def _refuse_on_host(self, _: Optimizer) -> None:
         if not self.is_on_device:

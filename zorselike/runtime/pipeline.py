@@ -236,6 +236,7 @@ class HeteroPipeline:
         reads or changes the parameters and the state of `optimizers` between two steps. Needs the memory.
         Copy what is to outlast it: outside, these tensors have no memory, and reading one crashes. A
         weight that is tied across ministages reaches its other ends with the next step."""
+        self._refuse_unusable()
         with ExitStack() as stack:
             for ministage in self._assembly.ministages.values():
                 stack.enter_context(ministage.on_device())
@@ -245,6 +246,7 @@ class HeteroPipeline:
         """Collective: `{name: CPU tensor}` of the whole model on rank 0 of the plan (`pipe.rank == 0`),
         `{}` elsewhere. What trains comes from its fp32 master weights where it has them; what is frozen,
         as it computes."""
+        self._refuse_unusable()
         with self._failing_together():
             self._alarm.begin("full_state_dict")
             self._alarm.enter("full_state_dict")
@@ -292,10 +294,7 @@ class HeteroPipeline:
     # -- inside ----------------------------------------------------------------------------
 
     def _run(self, inputs: Any, targets: Any, kwargs: dict[str, Any], *, train: bool) -> StepResult:
-        if self._is_closed:
-            raise ConfigError("this pipeline is closed; build another one")
-        if self._is_broken:
-            raise ConfigError("this pipeline failed in the middle of a step; build another one")
+        self._refuse_unusable()
         feeds = as_tensors(inputs, "inputs") if self.input_rows else None
         self._check_rows(feeds, targets, kwargs)
         check_kwargs(kwargs, self._assembly.blueprint.parts)
@@ -341,6 +340,12 @@ class HeteroPipeline:
             else:
                 self._recover(error)
             raise
+
+    def _refuse_unusable(self) -> None:
+        if self._is_closed:
+            raise ConfigError("this pipeline is closed; build another one")
+        if self._is_broken:
+            raise ConfigError("this pipeline failed in the middle of a step; build another one")
 
     def _recover(self, error: Exception) -> None:
         """A rank alone may go on with another step, if FSDP2 lets go of this one."""

@@ -45,7 +45,7 @@ class _Kept:
     """Whether `host` is the pool's; otherwise it came with the data, which was received through it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
     """How to make a saved tensor again from its storage."""
 
@@ -55,8 +55,12 @@ class Saved:
     stride: tuple[int, ...]
     offset: int
     requires_grad: bool
+    fault: str = ""
+    """Why it must not be used: it was changed in place since."""
 
     def tensor(self) -> Tensor:
+        if self.fault:
+            raise RuntimeError(self.fault)
         device = self.kept.device
         assert device is not None, "a backward needs activations that were not loaded"
         made = torch.empty(0, dtype=self.dtype, device=device.device)
@@ -68,17 +72,18 @@ class Saved:
 class _Microbatch:
     kept: dict[int, _Kept] = field(default_factory=dict)
     """By the address of the storage that was saved; stays valid while that is on the device."""
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    versions: list[tuple[Saved, Tensor, int]] = field(default_factory=list)
     """What autograd saved, as long as it is on the device, and how often it had been changed by then."""
     left: Event | None = None
     """The end of the copies to the host."""
     loaded: Event | None = None
 
-    def refuse_changes(self) -> None:
-        """Raises `RuntimeError`, as autograd would, if something saved was changed in place since."""
-        for tensor, version in self.versions:
+    def note_changes(self) -> None:
+        """Marks what was changed in place since it was saved, so that using it raises as it would
+        without a stash."""
+        for saved, tensor, version in self.versions:
             if version_of(tensor) != version:
-                raise RuntimeError(
+                saved.fault = (
                     "one of the variables needed for gradient computation has been modified by an inplace "
                     f"operation: a {tensor.dtype} tensor of shape {list(tensor.shape)} is at version "
                     f"{version_of(tensor)}; expected version {version}"
@@ -149,7 +154,7 @@ class Stash:
         """What autograd saves. It cannot tell any more whether somebody changes that in place."""
         packed = self._pack(tensor, requires_grad=False)
         if isinstance(packed, Saved) and self._recording is not None:
-            self._recording.versions.append((tensor.detach(), version_of(tensor)))
+            self._recording.versions.append((packed, tensor.detach(), version_of(tensor)))
         return packed
 
     def _pack(self, tensor: Tensor, *, requires_grad: bool) -> Any:
@@ -181,12 +186,13 @@ class Stash:
     def offload(self, key: Key) -> None:
         """Starts the copies of a microbatch to the host and gives up its device memory."""
         microbatch = self._microbatches[key]
-        microbatch.refuse_changes()
+        microbatch.note_changes()
         while len(self._leaving) >= COPIES_IN_FLIGHT:
             self._let_go()
         stash = self._streams.stash
         stash.wait(self._streams.compute.record())
         leaving: list[Tensor] = []
+        self._pool.reserve("activations", [k.num_bytes for k in microbatch.kept.values() if k.host is None])
         with stash.use():
             for kept in microbatch.kept.values():
                 if kept.device is None:
@@ -229,7 +235,7 @@ class Stash:
         microbatch = self._microbatches.get(key)
         if microbatch is None:
             return
-        microbatch.refuse_changes()
+        microbatch.note_changes()
         if microbatch.loaded is not None:
             self._streams.compute.wait(microbatch.loaded)
 

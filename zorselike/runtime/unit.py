@@ -47,7 +47,9 @@ class Unit:
         self._recomputes = recompute
         self._stash = stash
         forward: Forward = module.forward
-        self._run: Forward = torch.compile(forward) if compiles else forward
+        # One graph a row count: of graphs that fit several, a layer might be computed again by another
+        # than computed it, which may save other tensors or in another order.
+        self._run: Forward = torch.compile(forward, dynamic=False) if compiles else forward
         self._pass_through: Callable[[Tensor], Tensor] = lambda x: x
         module.forward = self._forward
 
