@@ -105,7 +105,7 @@ class Stash:
         self._recording: _Microbatch | None = None
         self.kept_bytes: dict[Key, int] = {}
         """What each microbatch has kept, the last time that it ran."""
-        self._excluded: list[set[int]] = []
+        self._excluded: list[set[int]] = [{_address(self.anchor)}]
 
     @property
     def is_keeping(self) -> bool:
