@@ -59,13 +59,13 @@ class Run:
     param_dtype: torch.dtype | None = None
     max_norm: float | None = None
     tied: bool = False
-    num_steps: int = 3
+    num_steps: int = 2
 
     @property
     def case(self) -> Case:
         plan = with_groups(self.plan, lambda g: replace(g, offload=self.offload, recompute=self.recompute))
         return Case(
-            plan, NUM_LAYERS, tied=self.tied, max_norm=self.max_norm, evaluate_before=(1,), num_steps=3
+            plan, NUM_LAYERS, tied=self.tied, max_norm=self.max_norm, evaluate_before=(1,), num_steps=2
         )
 
 

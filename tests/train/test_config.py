@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
-from zorselike.train.config import Config, check_against_plan, load_plan
+from zorselike.train.config import Compile, Config, check_against_plan, load_plan
 from zorselike.train.config_file import dump_config, load_config, parse_command_line
 from zorselike.train.titan_keys import REFUSED_SECTIONS, refusal
 
@@ -107,7 +107,15 @@ def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
         ("[training]\ndataloader = 3\n", "must be a section"),
         ('[activation_checkpoint]\nmode = "selective"\n', "whole layers or none"),
         ('[training]\ndataset = "c4"\n', "not built in"),
-        ('[training]\nmixed_precision_param = "float16"\n', "needs loss scaling"),
+        (
+            '[training]\nmixed_precision_param = "fp16"\n',
+            'must be "bfloat16" or "float16" or "float32" or "auto"',
+        ),
+        ('[compile]\ncomponents = ["model", "loss"]\n', '[compile] components = "loss": losses are computed'),
+        ('[compile]\ncomponents = "model"\n', '[compile] components = "model": must be a list'),
+        ("[compile]\ncomponents = [3]\n", 'must be "model"'),
+        ('[compile]\nbackend = "aot_eager"\n', 'use "inductor"'),
+        ("[compile]\nenabled = true\n", "[compile] enabled: no such key; the nearest is enable"),
         ("[checkpoint]\ninterval = 5\n", "checkpoints are not there yet"),
         ("[training\n", "is not TOML"),
     ],
@@ -131,6 +139,10 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ("[training.dataloader]\nnum_workers = 0\nprefetch_factor = 2\n", "needs num_workers"),
         ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "must not be negative"),
+        (
+            "[compile]\nenable = true\ncomponents = []\n",
+            "[compile] components = []: with enable = true say what",
+        ),
     ],
 )
 def test_impossible_values_are_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -157,6 +169,17 @@ def test_command_line_over_file_over_defaults(tmp_path: Path, flag: str) -> None
     assert not request.config.metrics.enable_tensorboard
     assert request.dry_run
     assert request.config_path == path
+
+
+def test_compile_as_torchtitan_writes_it(tmp_path: Path) -> None:
+    text = (
+        '[hetero]\nplan = "p.toml"\n[compile]\nenable = true\ncomponents = ["model"]\nbackend = "inductor"\n'
+    )
+    request = parse_command_line(["--config", str(write(tmp_path, text))])
+    assert request.config.compile == Compile(enable=True)
+    flags = ["--hetero.plan", "p.toml", "--compile.enable", "--compile.components", "model"]
+    assert parse_command_line(flags).config.compile == Compile(enable=True)
+    assert not parse_command_line(["--hetero.plan", "p.toml"]).config.compile.enable
 
 
 def test_the_last_of_two_files_counts(tmp_path: Path) -> None:
@@ -206,7 +229,8 @@ def test_help_shows_the_merged_values(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
-    request = parse_command_line(["--config", str(RECIPES / "two_gpus.toml"), "--debug.seed", "5"])
+    more = ["--debug.seed", "5", "--compile.enable"]
+    request = parse_command_line(["--config", str(RECIPES / "two_gpus.toml"), *more])
     path = write(tmp_path, dump_config(request.config, comment="two\nlines"))
     assert load_config(path) == request.config
 

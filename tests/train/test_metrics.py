@@ -28,6 +28,7 @@ LAYERS = tuple(f"layers.{number}" for number in range(6))
 class Result:
     loss: float = 2.5
     grad_norm: float = 0.75
+    is_skipped: bool = False
 
 
 class Clock:
@@ -98,7 +99,12 @@ def test_recomputation_counts_for_the_hardware_only() -> None:
 
 
 def log_steps(
-    rank: int, world_size: int, folder: Path, peak: float | None, estimate: float | None
+    rank: int,
+    world_size: int,
+    folder: Path,
+    peak: float | None,
+    estimate: float | None,
+    skipped: tuple[int, ...] | None,
 ) -> tuple[list[str], dict[str, list[float]]]:
     clock = Clock()
     metrics.time = clock  # type: ignore[attr-defined]
@@ -123,6 +129,7 @@ def log_steps(
     log.restart()
     for step in range(1, 8):
         log.begin_step()
+        log.end_step(Result(is_skipped=step in (skipped or ())))
 
         def batches() -> object:
             clock.now += 0.5
@@ -131,7 +138,8 @@ def log_steps(
         log.wait_for_data(iter(batches()))  # type: ignore[call-overload]
         clock.now += 1.5
         if log.is_due(step):
-            log.log(step, Result(), lr=0.1, busy_s=0.5 if rank else 1.0)
+            scale = None if skipped is None else 65536.0
+            log.log(step, lr=0.1, busy_s=0.5 if rank else 1.0, loss_scale=scale)
     log.close()
     return lines, read_events(folder) if rank == 0 else {}
 
@@ -145,7 +153,7 @@ def read_events(folder: Path) -> dict[str, list[float]]:
 
 
 def test_lines_and_events(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (lines, events), (others, _) = run_ranks(log_steps, 2, tmp_path, 1e9, 1.0)
+    (lines, events), (others, _) = run_ranks(log_steps, 2, tmp_path, 1e9, 1.0, None)
     assert not others
     assert [re.search(r"step: +(\d+)", line)[1] for line in lines] == ["1", "3", "6", "7"]  # type: ignore[index]
     assert re.fullmatch(
@@ -172,7 +180,15 @@ def test_lines_and_events(run_ranks: RunRanks, tmp_path: Path) -> None:
 
 
 def test_without_known_peaks_there_is_no_mfu(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (lines, events), _ = run_ranks(log_steps, 2, tmp_path, None, None)
+    (lines, events), _ = run_ranks(log_steps, 2, tmp_path, None, None, None)
     assert "mfu: n/a  busy" in lines[0]
     assert not {"mfu(%)", "hetero/hfu(%)", "hetero/step_time_over_estimate"} & events.keys()
     assert not any(math.isnan(value) for values in events.values() for value in values)
+    assert not {"hetero/loss_scale", "hetero/num_skipped_steps"} & events.keys()
+
+
+def test_skipped_steps_between_two_lines_count(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (lines, events), _ = run_ranks(log_steps, 2, tmp_path, None, None, (1, 2, 5))
+    assert events["hetero/num_skipped_steps"] == [1, 2, 3, 3]
+    assert events["hetero/loss_scale"] == [65536] * 4
+    assert "grad_norm:  0.7500  scale: 65536  skipped: 2  memory:" in lines[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +23,13 @@ import torch
 from ranks import RankExit, RunRanks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import zorselike.train.trainer  # noqa: F401  Imported once, before ranks are forked.
-from zorselike.models import build_model
+from zorselike import Plan
+from zorselike.models import Decoder, build_model
+from zorselike.runtime.assembly import draw
+from zorselike.train import trainer  # Imported once, before ranks are forked.
 from zorselike.train.__main__ import main
-from zorselike.train.config_file import load_config
+from zorselike.train.config_file import load_config, parse_command_line
+from zorselike.train.world import World
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -33,10 +39,14 @@ SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.
 @pytest.fixture(scope="module", autouse=True)
 def what_ranks_inherit() -> None:
     """Torch imports half of itself at the first tensor on meta; once here, and not on every rank."""
-    import torch.utils.tensorboard
+    import torch.utils.tensorboard  # noqa: F401
 
+    build_on_meta()
+
+
+def build_on_meta() -> Decoder:
     with torch.device("meta"):
-        build_model("llama", "debug")
+        return build_model("llama", "debug")
 
 
 def start(
@@ -134,26 +144,95 @@ def test_nodes_may_come_up_in_any_order(run_ranks: RunRanks, tmp_path: Path) -> 
     assert len(read_losses(tmp_path)) == 2
 
 
-def test_traces_speak_the_schedule_s_words(run_ranks: RunRanks, tmp_path: Path) -> None:
-    plan = tmp_path / "one.plan.toml"
-    modules = json.dumps(["tok_embeddings", *(f"layers.{number}" for number in range(6)), "norm", "output"])
-    plan.write_text(
-        "version = 1\nglobal_batch = 2\n[[groups]]\nranks = [0]\nshares = [[0, 2, 1]]\n"
-        f"[[ministages]]\ngroup = 0\nmodules = {modules}\n"
-    )
-    profiling = (
+def labels_of(trace: Path) -> Counter[str]:
+    """The actions of a trace, which also names its rank."""
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {(event["name"], event["args"].get("name")) for event in events if event["ph"] == "M"}
+    rank = trace.name.removeprefix("rank").partition("_")[0]
+    assert {("process_name", f"rank {rank} CPU"), ("thread_name", "actions")} <= names
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+def test_offload_changes_no_loss_and_traces_speak_the_schedule_s_words(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    short = (*SHORT, "--training.steps", "2")
+    train(run_ranks, "debug_cpu.toml", *short, folder=tmp_path / "resident")
+    profiling = [
         "--profiling.enable_profiling",
         "--profiling.profile_freq",
         "2",
         "--profiling.profiler_warmup",
         "1",
-    )
-    more = (*SHORT, "--hetero.plan", str(plan), "--training.steps", "2", *profiling)
-    (end,) = train(run_ranks, "debug_cpu.toml", *more, folder=tmp_path, num_ranks=1)
-    assert end.code == 0, end.stderr
-    (trace,) = tmp_path.glob("*/profile_traces/iteration_2/rank0_trace.json")
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"0F0", "0B1", "0STEP"} <= names
+    ]
+    ends = train(run_ranks, "debug_cpu_offload.toml", *short, *profiling, folder=tmp_path / "offloaded")
+    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    assert read_losses(tmp_path / "offloaded") == read_losses(tmp_path / "resident")
+
+    out = ends[0].stdout
+    assert out.count("updates wait for all gradients of a step, since max_norm clips") == 1
+    assert re.search(r"group 0 0\.3 MiB in host memory, group 1 0\.4 MiB in host memory", out)
+    assert out.count("memory of rank") == 2
+    assert out.count("optimizer state") == 2
+
+    plan = Plan.load(RECIPES / "debug_cpu_offload.plan.toml")
+    actions = draw(build_on_meta(), plan, defer_steps=True).step_actions
+    folder = next((tmp_path / "offloaded").glob("*/profile_traces/iteration_2"))
+    assert len(list(folder.iterdir())) == 4
+    for rank in range(4):
+        labels = labels_of(folder / f"rank{rank}_trace.json.gz")
+        expected = Counter(action.text for action in actions[rank])
+        assert {label: labels[label] for label in expected} == expected
+    assert {"2LOAD", "2OFFLOAD", "0OFFLOAD_STATE", "0LOAD_GRAD", "0LOAD1"} <= {a.text for a in actions[0]}
+
+
+def test_fp16_tells_its_scale(run_ranks: RunRanks, tmp_path: Path) -> None:
+    half = ("--training.mixed_precision_param", "float16", "--training.max_norm", "0")
+    ends = train(run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "2", *half, folder=tmp_path)
+    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    assert "updates wait for all gradients of a step, since float16 skips a step as a whole" in ends[0].stdout
+    assert len(re.findall(r"scale: \d+  skipped: \d", ends[0].stdout)) == 2
+
+
+def test_without_clipping_nothing_is_deferred(run_ranks: RunRanks, tmp_path: Path) -> None:
+    at_once = ("--hetero.clip", "ministage", "--training.mixed_precision_param", "auto")
+    ends = train(run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "1", *at_once, folder=tmp_path)
+    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    assert "updates wait" not in ends[0].stdout
+    assert "scale:" not in ends[0].stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "compiles"),
+    [
+        ("--training.mixed_precision_param float32", None, False),
+        ("--training.mixed_precision_param float16 --compile.enable", torch.float16, True),
+        ("--training.mixed_precision_param bfloat16", torch.bfloat16, False),
+        ("--training.mixed_precision_param auto", "auto", False),
+    ],
+)
+def test_what_a_recipe_asks_of_the_pipeline(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, dtype: object, compiles: bool
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(trainer, "HeteroPipeline", lambda *_, **options: asked.update(options))
+    request = parse_command_line(["--config", str(RECIPES / "debug_cpu.toml"), *arguments.split()])
+    world = World(0, 4, torch.device("cpu"), control=None)  # type: ignore[arg-type]
+    plan = Plan.load(request.config.hetero.plan)
+    trainer._build_pipeline(request.config, plan, build_on_meta(), world)
+    assert (asked["param_dtype"], asked["compile"]) == (dtype, compiles)
+
+
+def test_a_dry_run_draws_what_will_run(run_ranks: RunRanks, tmp_path: Path) -> None:
+    half = ["--training.max_norm", "0", "--dry-run", "--training.mixed_precision_param"]
+    (full,) = train(run_ranks, "debug_cpu.toml", *half, "float32", folder=tmp_path, num_ranks=1)
+    assert "NORM" not in full.stdout
+    (fp16,) = train(run_ranks, "debug_cpu.toml", *half, "float16", folder=tmp_path, num_ranks=1)
+    assert "NORM" in fp16.stdout  # Updates wait until all gradients are known to be finite.
+    assert "their size in half precision, with fp32 masters" in fp16.stdout
+    (auto,) = train(run_ranks, "debug_cpu.toml", *half, "auto", folder=tmp_path, num_ranks=1)
+    assert '"auto" is bfloat16 here' in auto.stdout
 
 
 def make_token_files(folder: Path) -> str:
@@ -214,7 +293,9 @@ def test_bad_input_ends_all_ranks_with_the_mend(
     assert not list(folder.glob("*/config.toml"))
 
 
-@pytest.mark.parametrize("recipe", ["debug_cpu", "debug_cpu_dp", "multi_node", "two_gpus"])
+@pytest.mark.parametrize(
+    "recipe", ["debug_cpu", "debug_cpu_dp", "debug_cpu_offload", "multi_node", "two_gpus"]
+)
 def test_dry_run_needs_nothing(run_ranks: RunRanks, tmp_path: Path, recipe: str) -> None:
     (end,) = train(run_ranks, f"{recipe}.toml", "--dry-run", folder=tmp_path, num_ranks=1)
     assert end.code == 0, end.stderr

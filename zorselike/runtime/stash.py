@@ -55,6 +55,8 @@ class Saved:
     stride: tuple[int, ...]
     offset: int
     requires_grad: bool
+    is_conjugate: bool = False
+    """Whether it was a conjugate view of that."""
     fault: str = ""
     """Why it must not be used: it was changed in place since."""
 
@@ -65,7 +67,7 @@ class Saved:
         assert device is not None, "a backward needs activations that were not loaded"
         made = torch.empty(0, dtype=self.dtype, device=device.device)
         made.set_(device.untyped_storage(), self.offset, self.size, self.stride)
-        return made.requires_grad_(self.requires_grad)
+        return (made.conj() if self.is_conjugate else made).requires_grad_(self.requires_grad)
 
 
 @dataclass
@@ -159,7 +161,8 @@ class Stash:
 
     def _pack(self, tensor: Tensor, *, requires_grad: bool) -> Any:
         assert self._recording is not None
-        view = tensor.detach().resolve_conj().resolve_neg()
+        is_conjugate = tensor.is_conj()
+        view = (tensor.conj() if is_conjugate else tensor).detach().resolve_neg()
         address = _address(view)
         is_out = any(address in excluded for excluded in self._excluded)
         if not address or is_out or view.device != self._device:
@@ -170,7 +173,8 @@ class Stash:
                 view = view.clone(memory_format=torch.contiguous_format)
             kept = self._keep(view)
         offset = int(view.storage_offset())
-        return Saved(kept, view.dtype, tuple(view.size()), tuple(view.stride()), offset, requires_grad)
+        size, stride = tuple(view.size()), tuple(view.stride())
+        return Saved(kept, view.dtype, size, stride, offset, requires_grad, is_conjugate=is_conjugate)
 
     def _keep(self, view: Tensor) -> _Kept:
         assert self._recording is not None

@@ -70,13 +70,16 @@ class Training:
     """Tokens per row."""
 
     max_norm: float = 1.0
-    """Gradients are clipped to this norm; 0 clips nothing, so that ministages update at once."""
+    """Gradients are clipped to this norm; 0 clips nothing, so that ministages update at once (not so in
+    float16)."""
 
     steps: int = 10000
     """Optimizer steps to run."""
 
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which layers compute; weights and optimizer states stay fp32."""
+    mixed_precision_param: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    """Type in which layers compute; master weights and optimizer states are fp32. `float16` scales the
+    loss and skips steps that overflow. `auto` (ours): `float16` as soon as one card of the job is older
+    than Ampere, else `bfloat16`."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are reduced."""
@@ -141,6 +144,18 @@ class Checkpoint:
 class ActivationCheckpoint:
     mode: Literal["plan", "none", "full"] = "plan"
     """The plan says `recompute` per group. `none` or `full` demand it of every group, or refuse the plan."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False
+    """`torch.compile` each numbered layer by itself, once for every number of rows that a rank computes."""
+
+    components: tuple[Literal["model"], ...] = ("model",)
+    """What is compiled: layers of the model. TorchTitan's default has the loss too."""
+
+    backend: Literal["inductor"] = "inductor"
+    """torch's own compiler."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +234,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profiling: Profiling = field(default_factory=Profiling)
@@ -274,6 +290,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, bool, str]]:
     if config.checkpoint.enable:
         mend = "checkpoints are not there yet; set it to false, and the run trains without them"
         yield "checkpoint.enable", "true", False, mend
+    if config.compile.enable and not config.compile.components:
+        yield "compile.components", "[]", False, 'with enable = true say what to compile: ["model"]'
     for key, count, least in (
         ("training.steps", training.steps, 1),
         ("training.seq_len", training.seq_len, 1),

@@ -197,6 +197,12 @@ def _convert(hint: Any, value: Any, *, path: Path, section: str, key: str) -> An
     where = f"{path}: [{section}] {key} = {shown}"
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: must be a list")
+        return tuple(
+            _convert(get_args(hint)[0], entry, path=path, section=section, key=key) for entry in value
+        )
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value in choices:

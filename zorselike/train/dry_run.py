@@ -18,6 +18,9 @@ _MAX_ACTIONS = 40
 _BYTES_KEPT = 3 * 4
 """Of a parameter, between steps: itself and Adam's two averages, in fp32."""
 
+_BYTES_KEPT_HALF = 2 + _BYTES_KEPT
+"""The same of one that computes in half precision, beside its fp32 master."""
+
 
 def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: DecoderConfig) -> str:
     """Plan, model, what each rank holds, what it does in a step, and what the checker says."""
@@ -33,6 +36,7 @@ def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: Decode
             if work.hardware_flops != work.model_flops
             else ""
         ),
+        *_describe_auto(config),
         "",
         *_list_parameters(plan, blueprint),
         "",
@@ -46,9 +50,20 @@ def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: Decode
     return "\n".join(lines)
 
 
+def _describe_auto(config: Config) -> list[str]:
+    if config.training.mixed_precision_param != "auto":
+        return []
+    return [
+        'mixed_precision_param = "auto" is bfloat16 here; with a card older than Ampere it is float16, and '
+        "all updates wait for the end of the step"
+    ]
+
+
 def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
+    num_bytes = _BYTES_KEPT_HALF if blueprint.masters else _BYTES_KEPT
+    kept = "half precision, with fp32 masters and" if blueprint.masters else "fp32, with"
     lines = [
-        "parameters of each rank's ministages, how many of them it keeps, and their size in fp32 with Adam's "
+        f"parameters of each rank's ministages, how many of them it keeps, and their size in {kept} Adam's "
         "states\n(gradients, gathered parameters and activations come on top):"
     ]
     for rank, number in sorted(plan.group_of_rank.items()):
@@ -60,7 +75,7 @@ def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
         own_share = "all" if share == whole else f"about {share:,}"
         lines.append(
             f"  rank {rank}: {'ministage' if len(own) == 1 else 'ministages'} {names}, {whole:,} parameters, "
-            f"keeps {own_share}, {share * _BYTES_KEPT / 2**30:,.3f} GiB"
+            f"keeps {own_share}, {share * num_bytes / 2**30:,.3f} GiB"
         )
     return lines
 

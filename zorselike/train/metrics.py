@@ -37,6 +37,8 @@ class Numbers(Protocol):
     def loss(self) -> float: ...
     @property
     def grad_norm(self) -> float: ...
+    @property
+    def is_skipped(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class MetricsLog:
         self._group = group
         self._estimated_step_s = estimated_step_s
         self._colors = Colors.for_terminal(disabled=config.disable_color_printing)
+        self._num_skipped = 0
         self._writer = None
         if events_folder is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -99,6 +102,7 @@ class MetricsLog:
     def restart(self) -> None:
         """Starts an interval now."""
         self._num_steps = 0
+        self._results: list[Numbers] = []
         self._data_s = 0.0
         self._began = self._step_began = time.perf_counter()
         reset_peak(self._device)
@@ -107,6 +111,10 @@ class MetricsLog:
         """A step begins now."""
         self._num_steps += 1
         self._step_began = time.perf_counter()
+
+    def end_step(self, result: Numbers) -> None:
+        """What a step came to; nothing of it is read, and so waited for, before `log`."""
+        self._results.append(result)
 
     def wait_for_data(self, batches: Iterator[T]) -> T:
         """The next of `batches`, and how long it took."""
@@ -119,16 +127,18 @@ class MetricsLog:
         """Whether a step, counted from 1, is logged."""
         return step == 1 or step % self._log_freq == 0 or step == self._steps
 
-    def log(self, step: int, result: Numbers, *, lr: float, busy_s: float) -> None:
+    def log(self, step: int, *, lr: float, busy_s: float, loss_scale: float | None) -> None:
         """Writes the interval that ends with `step`; every rank calls it, for ranks report to each other.
 
-        `busy_s`: seconds that this rank computed in that step.
+        `busy_s`: seconds that this rank computed in that step. `loss_scale`: fp16's, of the next step.
         """
+        result = self._results[-1]
         loss, grad_norm = result.loss, result.grad_norm  # Waits for the step's end.
+        self._num_skipped += sum(result.is_skipped for result in self._results)
         now = time.perf_counter()
         interval_s = now - self._began
         reports = self._exchange(100 * busy_s / (now - self._step_began))
-        values = self._summarise(reports, interval_s)
+        values = self._summarise(reports, interval_s) | self._describe_scaling(loss_scale)
         if dist.get_rank() == 0:
             logger.info(self._format_line(step, loss, grad_norm, values, reports, interval_s))
         if self._writer is not None:
@@ -189,6 +199,11 @@ class MetricsLog:
             values[f"{where}/busy(%)"] = report.busy_percent
         return values
 
+    def _describe_scaling(self, loss_scale: float | None) -> dict[str, float]:
+        if loss_scale is None:
+            return {}
+        return {"hetero/loss_scale": loss_scale, "hetero/num_skipped_steps": self._num_skipped}
+
     def _format_line(
         self,
         step: int,
@@ -200,6 +215,10 @@ class MetricsLog:
     ) -> str:
         color = self._colors
         mfu = f"{values['mfu(%)']:.2f}%" if "mfu(%)" in values else "n/a"
+        scaling = ""
+        if "hetero/loss_scale" in values:
+            scale, skipped = values["hetero/loss_scale"], values["hetero/num_skipped_steps"]
+            scaling = f"scale: {scale:g}  skipped: {skipped:.0f}  "
         hfu = f"  hfu: {values['hetero/hfu(%)']:.2f}%" if self._shows_hfu else ""
         busy = "/".join(f"{report.busy_percent:.0f}" for report in reports)
         left = timedelta(seconds=round((self._steps - step) * interval_s / self._num_steps))
@@ -207,6 +226,7 @@ class MetricsLog:
             f"{color.red}step: {step:2}  "
             f"{color.green}loss: {loss:8.5f}  "
             f"{color.orange}grad_norm: {grad_norm:7.4f}  "
+            f"{scaling}"
             f"{color.turquoise}memory: {values['memory/max_reserved(GiB)']:5.2f}GiB"
             f"({values['memory/max_reserved(%)']:.2f}%)  "
             f"{color.blue}tps: {round(values['throughput(tps)']):,}  "

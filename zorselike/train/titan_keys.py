@@ -4,7 +4,6 @@ from __future__ import annotations
 
 REFUSED_SECTIONS: dict[str, str] = {
     "parallelism": "the plan says who computes what: groups, ministages and ZeRO stages ([hetero] plan)",
-    "compile": "not supported yet; remove the section",
     "quantize": "not supported yet; remove the section",
     "memory_estimation": "use --dry-run, which builds everything without memory",
     "fault_tolerance": "not supported; ranks fail together, with the reason of the one that failed first",
@@ -97,9 +96,12 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
 """Keys of sections that exist here too."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "training.mixed_precision_param": {
-        "float16": 'it needs loss scaling, which is not there yet; use "bfloat16" or "float32"',
+    "compile.components": {
+        "loss": 'losses are computed by the function as it is; only layers are compiled: ["model"]',
     },
+    "compile.backend": dict.fromkeys(
+        ("eager", "aot_eager", "cudagraphs"), 'made for debugging or for fixed memory; use "inductor"'
+    ),
     "activation_checkpoint.mode": {
         "selective": 'a plan recomputes whole layers or none: "plan", "none" or "full"',
         "memory_budget": 'a plan recomputes whole layers or none: "plan", "none" or "full"',

@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -15,8 +16,11 @@ import torch
 from zorselike.models import Decoder, DecoderConfig, build_model, get_config
 from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.assembly import draw
+from zorselike.runtime.assembly import Blueprint, draw
 from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.runtime.precision import ParamDtype
+from zorselike.runtime.result import StepResult
+from zorselike.runtime.updates import defers_updates
 from zorselike.train.config import Config
 from zorselike.train.config_file import Request, dump_config
 from zorselike.train.corpus import Corpus, open_corpus
@@ -24,6 +28,7 @@ from zorselike.train.dry_run import describe_run
 from zorselike.train.garbage import collect_garbage_every
 from zorselike.train.loader import RowLoader, StepDataset
 from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
+from zorselike.train.memory_notes import describe_deferral, describe_fullest
 from zorselike.train.metrics import MetricsLog, sum_peak_flops
 from zorselike.train.optimizer import build_optimizer_factory
 from zorselike.train.peak_flops import peak_flops
@@ -50,9 +55,7 @@ def run(request: Request, plan: Plan) -> int:
     if request.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
             with _naming_the_plan(config):
-                blueprint = draw(
-                    model, plan, defer_steps=config.training.max_norm > 0 and config.hetero.clip == "global"
-                )
+                blueprint = _draw(config, plan, model)
             print(describe_run(config, plan, blueprint, shape))
         return 0
     _set_determinism(config)
@@ -66,6 +69,7 @@ def run(request: Request, plan: Plan) -> int:
                 logger.info("configuration:\n%s", dump_config(config))
             logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
             logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
+            _tell_deferral(config, pipe, world)
             signal_number = _Run(config, pipe, corpus, shape, world).train(folder)
         return 128 + signal_number if signal_number else 0
 
@@ -104,19 +108,27 @@ class _Run:
             collect_garbage_every(config.training.gc_freq) as collect,
         ):
             vote = StopVote(watch, self._world.control)
-            step, signal_number = self._loop(metrics, vote, after_step=(profile, collect))
+            step, signal_number = self._loop(metrics, vote, profile=profile, collect=collect)
         why = f" by {signal.Signals(signal_number).name}" if signal_number else ""
         seconds = time.perf_counter() - began
         logger.info("ended%s after %d of %d steps and %.1f s; see %s", why, step, steps, seconds, folder)
         return signal_number
 
     def _loop(
-        self, metrics: MetricsLog, vote: StopVote, *, after_step: Sequence[Callable[[], None]]
+        self,
+        metrics: MetricsLog,
+        vote: StopVote,
+        *,
+        profile: Callable[[StepResult], None],
+        collect: Callable[[], None],
     ) -> tuple[int, int]:
         """Steps until the last one or a signal: the steps done, and the signal or 0."""
         config, steps = self._config, self._config.training.steps
         schedulers = self._pipe.lr_schedulers(build_lr_scheduler_factory(config.lr_scheduler, steps=steps))
         rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
+        if self._pipe.loss_scale is not None:
+            # torch takes a skipped first step for a schedule that is ahead of its optimizer.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         batches = iter(self._loader)
         batch = next(batches)
         metrics.restart()
@@ -124,14 +136,19 @@ class _Run:
             metrics.begin_step()
             vote.open()
             result = self._pipe.step(*batch)
-            schedulers.step()
+            metrics.end_step(result)
+            schedulers.step()  # After a skipped step too, so that the rate depends on the step alone.
             batch = metrics.wait_for_data(batches)  # While a GPU still computes.
-            for act in after_step:
-                act()
+            collect()
+            if step == 1:
+                # Before metrics count the device's peak anew.
+                reports = self._world.gather(self._pipe.memory_report())
+                logger.info("%s", describe_fullest(self._pipe.plan, reports))
             if metrics.is_due(step):
                 lr = config.optimizer.lr * rate(step - 1)
-                metrics.log(step, result, lr=lr, busy_s=self._pipe.busy_s)
+                metrics.log(step, lr=lr, busy_s=self._pipe.busy_s, loss_scale=self._pipe.loss_scale)
             signal_number = vote.close()
+            profile(result)
             if signal_number:
                 break
         return step, signal_number
@@ -145,19 +162,44 @@ def _build_on_meta(config: Config) -> Decoder:
         return build_model(config.model.name, config.model.flavor)
 
 
+def _param_dtype(config: Config) -> ParamDtype:
+    name = config.training.mixed_precision_param
+    if name in ("auto", "float32"):
+        return "auto" if name == "auto" else None  # Models are built in fp32.
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _draw(config: Config, plan: Plan, model: Decoder) -> Blueprint:
+    """What `HeteroPipeline` would draw; without the cards, "auto" is bf16."""
+    dtype = _param_dtype(config)
+    if isinstance(dtype, str):
+        dtype = torch.bfloat16
+    scale = 1.0 if dtype is torch.float16 else None
+    defers = defers_updates(config.training.max_norm or None, config.hetero.clip, scale)
+    return draw(model, plan, defer_steps=defers, param_dtype=dtype)
+
+
 def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) -> HeteroPipeline:
-    dtype = getattr(torch, config.training.mixed_precision_param)
     with _naming_the_plan(config):
         return HeteroPipeline(
             model,
             plan,
             optimizer=build_optimizer_factory(config.optimizer),
             device=world.device,
-            param_dtype=None if dtype is torch.float32 else dtype,
+            param_dtype=_param_dtype(config),
+            compile=config.compile.enable and "model" in config.compile.components,
             max_norm=config.training.max_norm or None,
             clip=config.hetero.clip,
             seed=config.debug.seed,
         )
+
+
+def _tell_deferral(config: Config, pipe: HeteroPipeline, world: World) -> None:
+    """Says once what deferred updates keep in memory; collective."""
+    if defers_updates(config.training.max_norm or None, config.hetero.clip, pipe.loss_scale):
+        reports = world.gather(pipe.memory_report())
+        logger.info("%s", describe_deferral(pipe.plan, reports, in_fp16=pipe.loss_scale is not None))
 
 
 @contextmanager
@@ -173,7 +215,8 @@ def _build_metrics(
     config: Config, pipe: HeteroPipeline, shape: DecoderConfig, world: World, folder: Path
 ) -> MetricsLog:
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    peak = sum_peak_flops(peak_flops(name, config.training.mixed_precision_param), group=world.control)
+    dtype = str(pipe.param_dtype or torch.float32).removeprefix("torch.")
+    peak = sum_peak_flops(peak_flops(name, dtype), group=world.control)
     events = folder / config.metrics.save_tb_folder
     if config.metrics.save_for_all_ranks:
         events = events / f"rank_{pipe.rank}"

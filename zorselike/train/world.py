@@ -47,6 +47,12 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, on every rank."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def agree_on_data(self, read: Callable[[], T], *, describe: Callable[[T], str]) -> T:
         """What `read` gives here, if every rank can read it and `describe` is the same everywhere.
 
@@ -60,8 +66,7 @@ class World:
             own = ("", describe(found))
         except ConfigError as error:
             own = (str(error), "")
-        everyone: list[tuple[str, str]] = [("", "")] * self.size
-        dist.all_gather_object(everyone, own, group=self.control)
+        everyone = self.gather(own)
         for rank, (error_text, _) in enumerate(everyone):
             if error_text:
                 raise ConfigError(error_text if own[0] == error_text else f"on process {rank}: {error_text}")
