@@ -18,6 +18,15 @@ def reduces_unused_parameters(module: FSDPModule) -> bool:
     return True
 
 
+def reset_after_failure(root: FSDPModule) -> bool:
+    """Makes an FSDP root forget a forward or backward that raised; False where torch cannot (2.11)."""
+    reset = getattr(root, "reset_iter_state", None)
+    if reset is None:
+        return False
+    reset()
+    return True
+
+
 def default_store() -> Store:
     """The store through which the processes of the default group found each other."""
     store: Store = distributed_c10d._get_default_store()

@@ -163,6 +163,8 @@ class ShardedMinistage:
     _is_gathered = False
     _has_unreduced = False
     """Whether a backward has left gradients whole."""
+    _is_inside = False
+    """Whether a backward has begun and not ended."""
 
     def reshard(self) -> None:
         """Frees gathered parameters."""
@@ -309,9 +311,10 @@ class ShardedMinistage:
         if stash is not None:
             stash.arrive(key)
         self._units.synchronise(self._reduces_in_backward)
-        self._has_unreduced = True
+        self._has_unreduced = self._is_inside = True
         due = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         torch.autograd.backward([edge for edge, _ in due], [grad for _, grad in due])
+        self._is_inside = False
         self._collect_reduced()
         if stash is not None:
             del edges, due
@@ -432,6 +435,10 @@ class ShardedMinistage:
         self._inputs.clear()
         self._edges.clear()
         self._dummies.clear()
+        if self._is_inside:
+            self._is_inside = False
+            self._units.recover()
+            self._leave_gathered()
         if self._has_unreduced:
             if self.shards.are_away:
                 self.load_shards()

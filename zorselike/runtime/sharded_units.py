@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zorselike.plan.plan import Group
-from zorselike.runtime._compat import reduces_unused_parameters
+from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure
 from zorselike.runtime.boundaries import is_layer
 from zorselike.runtime.call_order import CallOrder
 from zorselike.runtime.gradients import HALF
@@ -211,6 +211,12 @@ class ShardedUnits:
         self.wait_gathered()
         for fsdp in self._sharded:
             fsdp.reshard()
+
+    def recover(self) -> None:
+        """After an exception inside a forward or backward; raises `RuntimeError` where torch cannot."""
+        self._sync_state = None
+        if not reset_after_failure(self._fsdp_root):
+            raise RuntimeError("this torch cannot leave an unfinished backward behind; 2.13 can")
 
     # -- reducing --------------------------------------------------------------------------
 
