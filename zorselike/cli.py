@@ -115,7 +115,10 @@ def _show_schedule(plan: Plan, dtype: str) -> str:
     from zorselike.schedule import build, format_actions
 
     actions = build(plan, masters=_ITEMSIZES[dtype] < 4)
-    lines = [f"one step in {dtype}, rank by rank (ministage, action, microbatch, @peer[rows]):"]
+    lines = [
+        f"one step in {dtype}, rank by rank (ministage, action, microbatch, @peer[rows]);",
+        "max_norm and fp16 would defer each STEP to its end:",
+    ]
     for rank, own in actions.items():
         lines += textwrap.wrap(
             f"rank {rank}: {format_actions(own)}",
@@ -184,6 +187,11 @@ def _check_fit(command: Show) -> None:
         if getattr(command, name) < least:
             flag = name.replace("_", "-")
             raise ConfigError(f"show: --{flag} is {getattr(command, name)}; it must be at least {least}")
+    if command.rows_per_microbatch > command.rows:
+        raise ConfigError(
+            f"show: --rows-per-microbatch is {command.rows_per_microbatch}, of --rows {command.rows}; "
+            "a microbatch has no more rows than a step"
+        )
 
 
 def list_shapes(family: str, job: Job) -> list[ModelShape]:

@@ -33,6 +33,11 @@ class MemoryLine:
     host_planned: int | None
     host_peak: int | None
 
+    @property
+    def numbers(self) -> tuple[int | None, ...]:
+        """Device planned and peak, host planned and peak."""
+        return self.device_planned, self.device_peak, self.host_planned, self.host_peak
+
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -51,25 +56,27 @@ class MemoryReport:
     host_peak_bytes: int
 
     def __str__(self) -> str:
-        rows = [
-            (line.purpose, line.device_planned, line.device_peak, line.host_planned, line.host_peak)
-            for line in self.lines
-        ]
-        total = (
+        total = MemoryLine(
             "all at one time",
             self.device_planned_bytes,
             self.device_peak_bytes,
             self.host_planned_bytes,
             self.host_peak_bytes,
         )
-        head = (
-            f"memory of rank {self.rank}, GiB".ljust(34) + "  device planned    peak   host planned    peak"
-        )
-        return "\n".join([head, *(_format_row(*row) for row in (*rows, total))])
+        shown = [line for line in (*self.lines, total) if any(n is not None for n in line.numbers)]
+        largest = max((n for line in shown for n in line.numbers if n is not None), default=0)
+        unit, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", GIB // 1024)
+        titles = ("device planned", "peak", "host planned", "peak")
+        head = f"memory of rank {self.rank}, {unit}".ljust(34) + _align(titles)
+        return "\n".join([head, *(_format_line(unit_bytes, line) for line in shown), _LEGEND])
 
 
-def _format_row(name: str, *values: int | None) -> str:
-    return f"  {name:<32}" + _align(["-" if value is None else f"{value / GIB:.3f}" for value in values])
+_LEGEND = "  (-: not known before the first step, or autograd's and the allocator's affair)"
+
+
+def _format_line(unit_bytes: int, line: MemoryLine) -> str:
+    texts = ["-" if value is None else f"{value / unit_bytes:,.2f}" for value in line.numbers]
+    return f"  {line.purpose:<32}" + _align(texts)
 
 
 def _align(texts: Sequence[str]) -> str:

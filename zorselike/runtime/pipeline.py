@@ -31,6 +31,7 @@ from zorselike.runtime.boundaries import (
     trace_boundaries,
 )
 from zorselike.runtime.describe import describe_assembly
+from zorselike.runtime.early_check import refuse_unfitting_plan
 from zorselike.runtime.gradients import HALF
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
 from zorselike.runtime.loss_scale import LossScale
@@ -129,6 +130,20 @@ class HeteroPipeline:
             defer_steps=defers_updates(max_norm, clip, self._scale),
             param_dtype=dtype,
         )
+        if any(group.offload for group in self.plan.groups):
+            refuse_unfitting_plan(
+                self.plan,
+                blueprint.parts,
+                blueprint.step_actions,
+                ranks,
+                processes,
+                param_dtype=dtype,
+            )
+        if compile and not any(part.units for part in blueprint.parts):
+            raise ConfigError(
+                "compile=True compiles numbered layers, and a model that torch.export cuts has none; leave "
+                "it out, or pass split= for this model"
+            )
         self._loss_fn = loss_fn or token_cross_entropy
         self._count_fn = count_fn or count_valid_tokens
         self._is_loss_checked = False
@@ -172,6 +187,7 @@ class HeteroPipeline:
         self._layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
         self._is_closed = False
         self._is_broken = False
+        self._is_loaded = False
 
     # -- training --------------------------------------------------------------------------
 
@@ -240,7 +256,11 @@ class HeteroPipeline:
         with ExitStack() as stack:
             for ministage in self._assembly.ministages.values():
                 stack.enter_context(ministage.on_device())
-            yield
+            self._is_loaded = True
+            try:
+                yield
+            finally:
+                self._is_loaded = False
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Collective: `{name: CPU tensor}` of the whole model on rank 0 of the plan (`pipe.rank == 0`),
@@ -342,6 +362,8 @@ class HeteroPipeline:
             raise
 
     def _refuse_unusable(self) -> None:
+        if self._is_loaded:
+            raise ConfigError("inside `with pipe.loaded():` nothing else runs; leave the block first")
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
         if self._is_broken:

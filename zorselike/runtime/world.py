@@ -24,6 +24,7 @@ from zorselike.plan.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.wording import count, list_few
 from zorselike.runtime._compat import default_store
+from zorselike.runtime.host_room import find_host_room
 from zorselike.runtime.lifeline import Store
 
 NODE_VARIABLE = "ZORSELIKE_NODE"
@@ -56,6 +57,8 @@ class ProcessInfo:
     """What this process's torch holds code for."""
     memory_bytes: int = 0
     """Of the GPU, or of the machine."""
+    host_room_bytes: int = 0
+    """What the machine, or the container, still has of host memory."""
     torch: str = ""
     """With its build: `2.13.0+cu126`."""
     cuda: str = ""
@@ -108,6 +111,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         architecture=architecture,
         compiled_architectures=tuple(torch.cuda.get_arch_list()) if num_gpus else (),
         memory_bytes=memory_bytes,
+        host_room_bytes=find_host_room().num_bytes,
         torch=str(torch.__version__),
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=_nccl_version() if num_gpus else "",
