@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
+from torch import Tensor
 
 from zorselike import HeteroPipeline
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 
 NUM_LAYERS = 5
 NAMES = module_names(NUM_LAYERS)
@@ -26,10 +27,12 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 Counts = tuple[int, int, int]
 
 
-def one_group(zero: int, grad_reduce: str = "once", recompute: str = "none") -> Plan:
+def one_group(
+    zero: int, grad_reduce: str = "once", recompute: str = "none", offload: tuple[str, ...] = ()
+) -> Plan:
     """Three ranks with 3, 1 and 0 microbatches, two ministages."""
     microbatches = tuple(Microbatch(*m) for m in ((0, 0, 1), (1, 1, 4), (0, 4, 5), (0, 5, 6)))
-    group = Group((0, 1, 2), microbatches, zero=zero)
+    group = Group((0, 1, 2), microbatches, zero=zero, offload=offload)
     group = replace(group, grad_reduce=grad_reduce, recompute=recompute)  # type: ignore[arg-type]
     ministages = (Ministage(0, tuple(NAMES[:4])), Ministage(0, tuple(NAMES[4:])))
     return Plan(6, (group,), ministages)
@@ -59,8 +62,10 @@ def patch(name: str, counter: Counter[str]) -> None:
 
     def counted(*args: object, **kwargs: object) -> object:
         tensor = args[0] if args else None
-        # Loss, counts and norms are summed as at most three numbers, outside of FSDP.
-        if name != "all_reduce" or tensor is None or tensor.numel() > 3:  # type: ignore[attr-defined]
+        # Outside of FSDP, loss, counts and norms are summed as at most three numbers, and what hosts
+        # have left as integers.
+        is_other = isinstance(tensor, Tensor) and (tensor.numel() <= 3 or not tensor.is_floating_point())
+        if name != "all_reduce" or not is_other:
             counter[name] += 1
         return original(*args, **kwargs)
 
@@ -75,7 +80,9 @@ def summarise(counter: Counter[str]) -> Counts:
     )
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize(
+    ("recompute", "offload"), [("none", ()), ("layer", ()), ("none", OFFLOAD_KINDS), ("layer", OFFLOAD_KINDS)]
+)
 @pytest.mark.parametrize(
     ("zero", "grad_reduce", "step", "evaluation"),
     [
@@ -87,9 +94,16 @@ def summarise(counter: Counter[str]) -> Counts:
     ],
 )
 def test_collectives_of_a_step(
-    zero: int, grad_reduce: str, step: Counts, evaluation: Counts, recompute: str, run_ranks: RunRanks
+    zero: int,
+    grad_reduce: str,
+    step: Counts,
+    evaluation: Counts,
+    recompute: str,
+    offload: tuple[str, ...],
+    run_ranks: RunRanks,
 ) -> None:
-    for counts in run_ranks(count_steps, 3, one_group(zero, grad_reduce, recompute), ()):
+    """As many with offload as without."""
+    for counts in run_ranks(count_steps, 3, one_group(zero, grad_reduce, recompute, offload), ()):
         assert counts == [step, step, evaluation, step]
 
 
