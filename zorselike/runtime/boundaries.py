@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.plan.wording import list_few, show_modules, suggest
+from zorselike.runtime.layer_inputs import InputBytes, measure_layer_inputs
 from zorselike.runtime.tracing import FakeMode, Recorder, fake_copies, first_line, map_leaves, tensors_in
 
 if TYPE_CHECKING:
@@ -166,17 +167,6 @@ class Trace:
     """What the numbered layers of each ministage are given, each tensor once."""
 
 
-@dataclass(frozen=True)
-class InputBytes:
-    """Size of a tensor that depends on a microbatch's rows."""
-
-    fixed: int
-    per_row: int
-
-    def at(self, rows: int) -> int:
-        return self.fixed + rows * self.per_row
-
-
 def trainable_ministages(parts: Sequence[ModelPart]) -> tuple[bool, ...]:
     """Whether each ministage has a parameter that requires a gradient."""
     return tuple(any(p.requires_grad for p in part.module.parameters()) for part in parts)
@@ -228,26 +218,10 @@ def trace_boundaries(
             )
         boundaries.append(boundary)
     return Trace(
-        tuple(boundaries), tuple(runs[0].unit_calls), _layer_inputs(runs[0], runs[1], skeleton.probe_rows)
+        tuple(boundaries),
+        tuple(runs[0].unit_calls),
+        measure_layer_inputs(*(run.recorders for run in runs), rows=skeleton.probe_rows),
     )
-
-
-def _layer_inputs(few: PartsRun, more: PartsRun, rows: tuple[int, int]) -> tuple[tuple[InputBytes, ...], ...]:
-    found = []
-    for one, other in zip(few.recorders, more.recorders, strict=True):
-        sizes: dict[int, InputBytes] = {}
-        for call, larger in zip(one.calls, other.calls, strict=True):
-            if is_layer(call.name):
-                for (identity, low), (_, high) in zip(call.input_bytes, larger.input_bytes, strict=True):
-                    per_row = (high - low) // (rows[1] - rows[0])
-                    sizes[identity] = InputBytes(low - rows[0] * per_row, per_row)
-        found.append(tuple(sizes.values()))
-    return tuple(found)
-
-
-def is_layer(name: str) -> bool:
-    """Whether a unit is one of a container's numbered layers (the ones worth recomputing)."""
-    return name.rpartition(".")[2].isdigit()
 
 
 @dataclass

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from zorselike.cost.memory import MinistageBytes, walk_memory
 from zorselike.plan.errors import ConfigError
 from zorselike.runtime.assembly import Assembly
-from zorselike.runtime.boundaries import Boundary, InputBytes
+from zorselike.runtime.boundaries import Boundary
 from zorselike.runtime.host_room import find_host_room
+from zorselike.runtime.layer_inputs import InputBytes
 from zorselike.runtime.ledger import PURPOSES, Ledger
 from zorselike.runtime.ministage import ShardedMinistage
 from zorselike.runtime.optimizer_state import count_moments

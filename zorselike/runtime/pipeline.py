@@ -24,7 +24,6 @@ from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, dra
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
 from zorselike.runtime.boundaries import (
     Boundary,
-    InputBytes,
     Signature,
     check_additive,
     check_kwargs,
@@ -33,6 +32,7 @@ from zorselike.runtime.boundaries import (
 from zorselike.runtime.describe import describe_assembly
 from zorselike.runtime.early_check import refuse_unfitting_plan
 from zorselike.runtime.gradients import HALF
+from zorselike.runtime.layer_inputs import InputBytes
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
 from zorselike.runtime.loss_scale import LossScale
 from zorselike.runtime.memory_report import (
