@@ -267,7 +267,7 @@ class HeteroPipeline:
         `{}` elsewhere. What trains comes from its fp32 master weights where it has them; what is frozen,
         as it computes."""
         self._refuse_unusable()
-        with self._failing_together():
+        with torch.inference_mode(False), self._failing_together():
             self._alarm.begin("full_state_dict")
             self._alarm.enter("full_state_dict")
             state = gather_full_state(self._assembly)
@@ -287,6 +287,8 @@ class HeteroPipeline:
         offloaded is gone: the model's parameters must not be read any more."""
         if self._is_closed:
             return
+        if self._is_loaded:
+            self._refuse_unusable()
         self._is_closed = True
         self._alarm.begin("close")
         self._totals.close()
