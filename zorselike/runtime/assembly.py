@@ -266,7 +266,6 @@ def assemble(
         scale=scale,
         counts_replicated=plan.groups[own].flat_ranks[0] == ranks.rank,
         device=device,
-        streams=memory.streams,
         world=norms,
         own_group=_member(hosts[own]),
     )

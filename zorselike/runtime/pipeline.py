@@ -410,11 +410,12 @@ class HeteroPipeline:
                 param_dtype=self.param_dtype,
             )
             check_unit_order(blueprint, trace)
-            self._signature, self._boundaries = signature, trace.boundaries
-            self._layer_inputs = trace.layer_inputs
             if any(group.offload for group in self.plan.groups):
                 reserve_activations(self._assembly, trace.layer_inputs)
                 check_host_room(self._assembly)
+            # Last, so that a refusal is met again by who catches it and goes on.
+            self._signature, self._boundaries = signature, trace.boundaries
+            self._layer_inputs = trace.layer_inputs
         if feeds is not None and Signature.of(feeds) != self._signature:
             raise ConfigError(
                 f"inputs are {Signature.of(feeds)}, but this pipeline was built for {self._signature}; "

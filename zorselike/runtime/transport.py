@@ -261,10 +261,6 @@ class Transport:
         joined = tuple(torch.cat([tensor for tensor, _ in parts]) for parts in zip(*received, strict=True))
         return Received(joined, (None,) * len(joined))
 
-    def expects(self, kind: Kind, ministage: int, microbatch: int) -> bool:
-        """Whether receives were posted for a computation."""
-        return (kind, ministage, microbatch) in self._receives
-
     def send(self, action: Action, tensors: Tensors, boundary: Boundary, first_row: int) -> None:
         """Sends an action's rows of `tensors`, whose row 0 is row `first_row` of the batch."""
         assert action.start is not None and action.stop is not None

@@ -22,7 +22,6 @@ from zorselike.plan.errors import ConfigError
 from zorselike.runtime.loss_scale import LossScale
 from zorselike.runtime.ministage import ShardedMinistage
 from zorselike.runtime.ranks import ProcessGroup
-from zorselike.runtime.streams import Streams
 
 Clip = Literal["global", "ministage"]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -44,7 +43,6 @@ class Updates:
         scale: LossScale | None,
         counts_replicated: bool,
         device: torch.device,
-        streams: Streams,
         world: ProcessGroup,
         own_group: ProcessGroup,
     ) -> None:
@@ -59,7 +57,6 @@ class Updates:
         self._world = world
         self._own_group = own_group
         self._scale = scale
-        self._streams = streams
         self.optimizers: dict[int, Optimizer] = {
             i: factory(list(ministage.trained.items()))
             for i, ministage in ministages.items()
