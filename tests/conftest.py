@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import ranks
+import torch
+
+torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs where it uses them
 
 
 @pytest.fixture

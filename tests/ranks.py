@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 RunRanks = Callable[..., list[Any]]
 
@@ -185,6 +186,7 @@ def _call(
     report: dict[str, Any] = {"ok": False}
     code = 1
     try:
+        torch.set_num_threads(1)
         if init:
             _init_process_group(rank, world_size, folder)
         report = {"ok": True, "value": fn(rank, world_size, *args)}
@@ -210,10 +212,8 @@ def _call(
 
 
 def _init_process_group(rank: int, world_size: int, folder: Path) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
