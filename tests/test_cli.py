@@ -94,11 +94,13 @@ def test_fit_follows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_fit_says_where_its_numbers_are_from(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zorselike.cli._find_devices", dict)
+    monkeypatch.setattr("zorselike.cli.show._find_devices", dict)
     shown = run(capsys, "show", "--fit")
     assert "no GPU here: the host's free memory stands in, or give --memory" in shown
     assert "% of what is free here" in shown
-    monkeypatch.setattr("zorselike.cli._find_devices", lambda: {"Card A": 8 * 2**30, "Card B": 24 * 2**30})
+    monkeypatch.setattr(
+        "zorselike.cli.show._find_devices", lambda: {"Card A": 8 * 2**30, "Card B": 24 * 2**30}
+    )
     shown = run(capsys, "show", "--fit")
     assert shown.index("8.0 GiB (Card A)") < shown.index("24.0 GiB (Card B)")
 

@@ -1,12 +1,8 @@
-"""The command line: `zorselike show`.
-
-What needs torch is imported when it is used: `zorselike --help` answers at once.
-"""
+"""`zorselike show`: a plan, its schedule, or the largest model that fits."""
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -15,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.plan.wording import count
 
 if TYPE_CHECKING:
     from zorselike.cost.fit import Fit, Job, ModelShape
 
-_USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 _LINE_LENGTH = 110
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -80,23 +75,8 @@ class Show:
     optimizer_moments: int = 2
     """With --fit: averages that the optimizer keeps of each parameter (Adam: 2)."""
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Does as the command line (`sys.argv` unless given) says; 2 after an error that the user can mend."""
-    app = tyro.extras.SubcommandApp()
-    app.command(name="show")(Show)
-    command: Show = app.cli(
-        prog="zorselike",
-        description="Training on mixed GPUs. Training itself is torchrun -m zorselike.train.",
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    try:
-        print(show_fit(command) if command.fit else show_plan(command))
-    except _USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    def run(self) -> None:
+        print(show_fit(self) if self.fit else show_plan(self))
 
 
 # -- a plan ----------------------------------------------------------------------------------
@@ -327,7 +307,3 @@ def _tabulate(family: str, fits: Sequence[Fit]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

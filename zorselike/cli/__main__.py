@@ -1,0 +1,7 @@
+"""`python -m zorselike.cli`."""
+
+import sys
+
+from zorselike.cli.main import main
+
+sys.exit(main())
