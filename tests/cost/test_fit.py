@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zorselike.cli import list_shapes, make_shape
+from zorselike.cli.show import list_shapes, make_shape
 from zorselike.cost.fit import MAX_DEPTH, MIN_DEPTH, SETTINGS, Job, Room, find_largest, walk_model
 from zorselike.models import build_model
 

@@ -18,7 +18,6 @@ from zorselike.models import flops_per_token, get_config
 from zorselike.train import metrics
 from zorselike.train.config import Metrics
 from zorselike.train.metrics import MetricsLog, sum_peak_flops
-from zorselike.train.peak_flops import peak_flops
 from zorselike.train.work import StepWork, work_of_step
 
 LAYERS = tuple(f"layers.{number}" for number in range(6))
@@ -39,32 +38,6 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "bfloat16", 312),
-        ("NVIDIA A100 80GB PCIe", "float32", 19.5),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
-        ("NVIDIA H100 PCIe", "bfloat16", 756),
-        ("NVIDIA H100 NVL", "bfloat16", 835),
-        ("Tesla V100-SXM2-16GB", "float16", 125),
-        ("Tesla V100-PCIE-32GB", "float16", 112),
-        ("Tesla V100-SXM2-16GB", "bfloat16", None),
-        ("Tesla T4", "float16", 65),
-        ("NVIDIA A10G", "bfloat16", 70),
-        ("NVIDIA A10", "bfloat16", 125),
-        ("NVIDIA L4", "bfloat16", 121),
-        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
-        ("NVIDIA GeForce RTX 3080 Ti", "bfloat16", None),
-        ("cpu", "float32", None),
-    ],
-)
-def test_peaks_are_known_or_none(name: str, dtype: str, tflops: float | None) -> None:
-    assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12)
 
 
 def sum_two(rank: int, world_size: int) -> tuple[float | None, float | None]:

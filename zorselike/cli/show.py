@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Plan
+from zorselike.plan.units import parse_size
 from zorselike.plan.wording import count
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ _LINE_LENGTH = 110
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GIB = 2**30
-_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": _GIB, "TIB": 2**40}
 
 CONTEXT_BYTES = _GIB
 """Of the device, for the CUDA context and the workspaces of libraries."""
@@ -183,24 +182,14 @@ def list_shapes(family: str, job: Job) -> list[ModelShape]:
 
 def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
     """What memory depends on of a model of `zorselike/models`, for sequences as long as the job's."""
-    from zorselike.cost.activations import count_gpt_layer, count_head, count_llama_layer
     from zorselike.cost.fit import ModelShape
-    from zorselike.models import LlamaConfig, get_config
+    from zorselike.models import get_config
+    from zorselike.models.workload import count_module_bytes
 
     config = get_config(family, flavor)
     if job.seq_len > config.max_seq_len:
         config = get_config(family, flavor, max_seq_len=job.seq_len)
-    widths: dict[str, Any] = {
-        "dim": config.dim,
-        "num_heads": config.num_heads,
-        "ffn_hidden": config.ffn_hidden,
-        "itemsize": job.itemsize,
-    }
-    if isinstance(config, LlamaConfig):
-        layer = count_llama_layer(**widths, kv_width=config.num_kv_heads * config.head_dim)
-    else:
-        layer = count_gpt_layer(**widths)
-    norm, output = count_head(dim=config.dim, vocab_size=config.vocab_size, itemsize=job.itemsize)
+    module_bytes = count_module_bytes(config, itemsize=job.itemsize)
     return ModelShape(
         flavor=flavor,
         dim=config.dim,
@@ -210,9 +199,9 @@ def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
         norm_parameters=config.norm_parameters,
         output_parameters=config.vocab_size * config.dim,
         is_tied=config.tie_embeddings,
-        layer=layer,
-        norm=norm,
-        output=output,
+        layer=module_bytes.layer,
+        norm=module_bytes.norm,
+        output=module_bytes.head,
     )
 
 
@@ -249,11 +238,10 @@ def _read_size(flag: str, text: str | None) -> int | None:
     """Bytes of `24GiB` or `80 GB`."""
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
+    num_bytes = parse_size(text)
+    if num_bytes is None or num_bytes <= 0:
         raise ConfigError(f"show: {flag} is '{text}'; write it as 24GiB or 80GB (MiB, GiB, TiB, MB, GB, TB)")
-    return int(float(match[1]) * unit)
+    return int(num_bytes)
 
 
 def _show_gib(num_bytes: int) -> str:

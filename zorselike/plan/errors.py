@@ -15,3 +15,11 @@ class ClusterError(ValueError):
 
 class ProfileError(ValueError):
     """A profile is malformed or belongs to something else."""
+
+
+class FileError(ValueError):
+    """A file cannot be read or written, or does not say what it must.
+
+    Only between the functions that read files and those that know whose file it is, which raise one
+    of the errors above with the file's name.
+    """

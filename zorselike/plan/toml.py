@@ -7,17 +7,12 @@ of another type, is an error that names file, key and mend.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import tomllib
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import tomli_w
-
-from zorselike.plan.errors import PlanError
+from zorselike.plan.errors import FileError, PlanError
+from zorselike.plan.files import hash_content, read_text, write_text
 from zorselike.plan.plan import (
     PLAN_VERSION,
     Device,
@@ -31,13 +26,24 @@ from zorselike.plan.plan import (
     Replica,
 )
 from zorselike.plan.shares import expand_shares
+from zorselike.plan.tables import (
+    check_keys,
+    check_version,
+    read,
+    read_int,
+    read_ints,
+    read_list,
+    read_number,
+    read_optional,
+    read_str,
+    read_strings,
+    read_table,
+    read_tables,
+    wrong_type,
+)
+from zorselike.plan.toml_text import format_table, parse_toml
 from zorselike.plan.validate import validate_plan
-from zorselike.plan.wording import count, show_value, suggest
-
-T = TypeVar("T")
-D = TypeVar("D")
-
-LINE_LENGTH = 100
+from zorselike.plan.wording import count
 
 PLAN_KEYS = (
     "version",
@@ -65,29 +71,17 @@ def load_plan(path: str | Path) -> Plan:
             wrong type, or the plan contradicts itself. Names file, key and mend.
     """
     try:
-        # A byte-order mark is no error: some editors write one unasked.
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise PlanError(f"{path}: there is no such file; check the path of the plan") from None
-    except IsADirectoryError:
-        raise PlanError(f"{path}: is a directory; give the plan file in it") from None
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: is not a text file (byte {error.start}); a plan is UTF-8 TOML") from None
-    try:
-        return parse_plan(text)
-    except PlanError as error:
+        return parse_plan(read_text(path, "plan"))
+    except (FileError, PlanError) as error:
         raise PlanError(f"{path}: {error}") from None
 
 
 def parse_plan(text: str) -> Plan:
     """The plan that a TOML text says, validated, with `shares` expanded; raises `PlanError`."""
     try:
-        table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PlanError(f"is not TOML: {error}") from None
-    plan = _read_plan(table)
+        plan = _read_plan(parse_toml(text))
+    except FileError as error:
+        raise PlanError(str(error)) from None
     validate_plan(plan)
     return plan
 
@@ -101,16 +95,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         PlanError: The plan contradicts itself, or the file cannot be written.
     """
     text = format_plan(plan)
-    target = Path(path).resolve()
-    if target.is_dir():
-        raise PlanError(f"{path}: is a directory; give the name of a file in it")
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PlanError(f"{path}: cannot be written: {error.strerror}") from None
+        write_text(path, text)
+    except FileError as error:
+        raise PlanError(f"{path}: {error}") from None
 
 
 def format_plan(plan: Plan) -> str:
@@ -119,7 +107,7 @@ def format_plan(plan: Plan) -> str:
     lines = [
         f"# plan {plan.fingerprint}: {count(plan.num_ranks, 'rank')}, {count(len(plan.groups), 'group')}, "
         f"{count(plan.num_ministages, 'ministage')}",
-        *_format_table(
+        *format_table(
             {
                 "version": plan.version,
                 "global_batch": plan.global_batch,
@@ -135,7 +123,7 @@ def format_plan(plan: Plan) -> str:
         lines += [
             "",
             "[estimates]",
-            *_format_table(
+            *format_table(
                 {
                     "iteration_s": estimates.iteration_s,
                     "cost_per_iteration": estimates.cost_per_iteration,
@@ -152,15 +140,15 @@ def format_plan(plan: Plan) -> str:
             "recompute": group.recompute,
         }
         microbatches = [(m.rank, m.start, m.stop) for m in group.microbatches]
-        lines += ["", "[[groups]]", *_format_table(settings)]
+        lines += ["", "[[groups]]", *format_table(settings)]
         lines += ["# [rank, first row, row after the last] in processing order"]
-        lines += _format_table({"microbatches": microbatches})
+        lines += format_table({"microbatches": microbatches})
     for ministage in plan.ministages:
         lines += ["", "[[ministages]]"]
-        lines += _format_table({"group": ministage.group, "modules": ministage.modules})
+        lines += format_table({"group": ministage.group, "modules": ministage.modules})
     for device in plan.devices:
         place = {"rank": device.rank, "node": device.node, "local_rank": device.local_rank}
-        lines += ["", "[[devices]]", *_format_table({**place, "type": device.type or None})]
+        lines += ["", "[[devices]]", *format_table({**place, "type": device.type or None})]
     return "\n".join(lines) + "\n"
 
 
@@ -189,55 +177,48 @@ def fingerprint(plan: Plan) -> str:
         "ministages": [(ministage.group, ministage.modules) for ministage in plan.ministages],
         "devices": sorted((d.rank, d.node, d.local_rank, d.type) for d in plan.devices),
     }
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    return hash_content(content)
 
 
 def _read_plan(table: Mapping[str, Any]) -> Plan:
-    _check_keys(table, "", PLAN_KEYS)
-    # Before anything else is judged: another version may mean something else by any key.
-    version = _read_optional(table, "version", _read_int, None)
-    if version is None:
-        raise PlanError(f'version is missing; write "version = {PLAN_VERSION}" on the first line')
-    if version != PLAN_VERSION:
-        raise PlanError(f"version is {version}; this zorselike reads version {PLAN_VERSION}")
-    global_batch = _read(table, "global_batch", _read_int)
+    check_keys(table, "", PLAN_KEYS, "plan")
+    check_version(table, PLAN_VERSION, f'write "version = {PLAN_VERSION}" on the first line')
+    global_batch = read(table, "global_batch", read_int)
     if global_batch < 1:
         raise PlanError(f"global_batch is {global_batch}; give 1 or more")
     return Plan(
-        version=version,
         global_batch=global_batch,
         groups=tuple(
             _read_group(group, f"groups[{g}].", global_batch)
-            for g, group in enumerate(_read(table, "groups", _read_tables))
+            for g, group in enumerate(read(table, "groups", read_tables))
         ),
         ministages=tuple(
             _read_ministage(ministage, f"ministages[{s}].")
-            for s, ministage in enumerate(_read(table, "ministages", _read_tables))
+            for s, ministage in enumerate(read(table, "ministages", read_tables))
         ),
         devices=tuple(
             _read_device(device, f"devices[{i}].")
-            for i, device in enumerate(_read_optional(table, "devices", _read_tables, ()))
+            for i, device in enumerate(read_optional(table, "devices", read_tables, ()))
         ),
-        sequence_length=_read_optional(table, "sequence_length", _read_int, None),
-        model=_read_optional(table, "model", _read_str, None),
-        cluster_fingerprint=_read_optional(table, "cluster_fingerprint", _read_str, None),
-        workload_fingerprint=_read_optional(table, "workload_fingerprint", _read_str, None),
-        estimates=_read_optional(table, "estimates", _read_estimates, Estimates()),
+        sequence_length=read_optional(table, "sequence_length", read_int, None),
+        model=read_optional(table, "model", read_str, None),
+        cluster_fingerprint=read_optional(table, "cluster_fingerprint", read_str, None),
+        workload_fingerprint=read_optional(table, "workload_fingerprint", read_str, None),
+        estimates=read_optional(table, "estimates", _read_estimates, Estimates()),
     )
 
 
 def _read_group(table: Mapping[str, Any], where: str, global_batch: int) -> Group:
-    _check_keys(table, where, GROUP_KEYS)
-    ranks = _read(table, "ranks", _read_ranks, where)
+    check_keys(table, where, GROUP_KEYS, "plan")
+    ranks = read(table, "ranks", _read_ranks, where)
     return Group(
         ranks=ranks,
         microbatches=_read_microbatches(table, where, ranks, global_batch),
-        zero=_read_optional(table, "zero", _read_int, 2, where),
+        zero=read_optional(table, "zero", read_int, 2, where),
         # Any string passes here; which ones are valid is for `validate_plan` to say.
-        grad_reduce=cast(GradReduce, _read_optional(table, "grad_reduce", _read_str, "once", where)),
-        offload=_read_optional(table, "offload", _read_strings, (), where),
-        recompute=cast(Recompute, _read_optional(table, "recompute", _read_str, "none", where)),
+        grad_reduce=cast(GradReduce, read_optional(table, "grad_reduce", read_str, "once", where)),
+        offload=read_optional(table, "offload", read_strings, (), where),
+        recompute=cast(Recompute, read_optional(table, "recompute", read_str, "none", where)),
     )
 
 
@@ -272,136 +253,46 @@ def _read_microbatches(
 
 
 def _read_ministage(table: Mapping[str, Any], where: str) -> Ministage:
-    _check_keys(table, where, MINISTAGE_KEYS)
+    check_keys(table, where, MINISTAGE_KEYS, "plan")
     return Ministage(
-        group=_read(table, "group", _read_int, where),
-        modules=_read(table, "modules", _read_strings, where),
+        group=read(table, "group", read_int, where),
+        modules=read(table, "modules", read_strings, where),
     )
 
 
 def _read_device(table: Mapping[str, Any], where: str) -> Device:
-    _check_keys(table, where, DEVICE_KEYS)
+    check_keys(table, where, DEVICE_KEYS, "plan")
     return Device(
-        rank=_read(table, "rank", _read_int, where),
-        node=_read(table, "node", _read_str, where),
-        local_rank=_read(table, "local_rank", _read_int, where),
-        type=_read_optional(table, "type", _read_str, "", where),
+        rank=read(table, "rank", read_int, where),
+        node=read(table, "node", read_str, where),
+        local_rank=read(table, "local_rank", read_int, where),
+        type=read_optional(table, "type", read_str, "", where),
     )
 
 
-def _read_estimates(table: object, where: str) -> Estimates:
-    if not isinstance(table, dict):
-        raise _wrong_type(where, table, "a table")
-    _check_keys(table, f"{where}.", ESTIMATES_KEYS)
+def _read_estimates(value: object, where: str) -> Estimates:
+    table = read_table(value, where)
+    check_keys(table, f"{where}.", ESTIMATES_KEYS, "plan")
     return Estimates(
-        iteration_s=_read_optional(table, "iteration_s", _read_number, None, f"{where}."),
-        cost_per_iteration=_read_optional(table, "cost_per_iteration", _read_number, None, f"{where}."),
-        peak_memory_bytes=_read_optional(table, "peak_memory_bytes", _read_ints, (), f"{where}."),
+        iteration_s=read_optional(table, "iteration_s", read_number, None, f"{where}."),
+        cost_per_iteration=read_optional(table, "cost_per_iteration", read_number, None, f"{where}."),
+        peak_memory_bytes=read_optional(table, "peak_memory_bytes", read_ints, (), f"{where}."),
     )
-
-
-def _check_keys(table: Mapping[str, Any], where: str, valid: Sequence[str]) -> None:
-    for key in table:
-        if key not in valid:
-            hint = suggest(key, valid) or f"; valid keys are {', '.join(valid)}"
-            raise PlanError(f"{where}{key} is not a key of a plan{hint}")
-
-
-def _read(table: Mapping[str, Any], key: str, read: Callable[[object, str], T], where: str = "") -> T:
-    """A key that must be there; `read` takes the value and the name of its place."""
-    if key not in table:
-        raise PlanError(f"{where}{key} is missing; add it")
-    return read(table[key], f"{where}{key}")
-
-
-def _read_optional(
-    table: Mapping[str, Any], key: str, read: Callable[[object, str], T], default: D, where: str = ""
-) -> T | D:
-    return read(table[key], f"{where}{key}") if key in table else default
-
-
-def _read_int(value: object, where: str) -> int:
-    if type(value) is not int:  # bool is an int to isinstance
-        raise _wrong_type(where, value, "an integer")
-    return value
-
-
-def _read_number(value: object, where: str) -> float:
-    if type(value) not in (int, float):
-        raise _wrong_type(where, value, "a number")
-    return cast(float, value)
-
-
-def _read_str(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong_type(where, value, "a string")
-    return value
-
-
-def _read_list(value: object, where: str, expected: str) -> list[object]:
-    if not isinstance(value, list):
-        raise _wrong_type(where, value, expected)
-    return value
-
-
-def _read_ints(value: object, where: str) -> tuple[int, ...]:
-    items = _read_list(value, where, "a list of integers")
-    return tuple(_read_int(item, f"{where}[{i}]") for i, item in enumerate(items))
-
-
-def _read_strings(value: object, where: str) -> tuple[str, ...]:
-    items = _read_list(value, where, "a list of strings")
-    return tuple(_read_str(item, f"{where}[{i}]") for i, item in enumerate(items))
 
 
 def _read_ranks(value: object, where: str) -> tuple[Replica, ...]:
-    items = _read_list(value, where, "a list of integers")
+    items = read_list(value, where, "a list of integers")
     return tuple(
-        _read_ints(item, f"{where}[{i}]") if isinstance(item, list) else _read_int(item, f"{where}[{i}]")
+        read_ints(item, f"{where}[{i}]") if isinstance(item, list) else read_int(item, f"{where}[{i}]")
         for i, item in enumerate(items)
     )
 
 
 def _read_triples(value: object, where: str, meaning: str) -> list[tuple[int, int, int]]:
     triples = []
-    for i, item in enumerate(_read_list(value, where, f"a list of {meaning}")):
+    for i, item in enumerate(read_list(value, where, f"a list of {meaning}")):
         if not isinstance(item, list) or len(item) != 3:
-            raise _wrong_type(f"{where}[{i}]", item, meaning)
-        first, second, third = (_read_int(number, f"{where}[{i}][{k}]") for k, number in enumerate(item))
+            raise wrong_type(f"{where}[{i}]", item, meaning)
+        first, second, third = (read_int(number, f"{where}[{i}][{k}]") for k, number in enumerate(item))
         triples.append((first, second, third))
     return triples
-
-
-def _read_tables(value: object, where: str) -> Sequence[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise _wrong_type(where, value, f"a list of tables, each under a line [[{where}]]")
-    return value
-
-
-def _wrong_type(where: str, value: object, expected: str) -> PlanError:
-    return PlanError(f"{where} is {show_value(value)}; it must be {expected}")
-
-
-def _format_table(values: Mapping[str, object]) -> list[str]:
-    """`key = value` lines, without those keys whose value is None."""
-    return [_format_line(key, value) for key, value in values.items() if value is not None]
-
-
-def _format_line(key: str, value: object) -> str:
-    line = f"{key} = {_format_value(value)}"
-    if len(line) <= LINE_LENGTH or not isinstance(value, (list, tuple)):
-        return line
-    # tomli_w writes one number a line; a thousand microbatches want a table one can read.
-    rows = [""]
-    for item in value:
-        text = f"{_format_value(item)}, "
-        if rows[-1] and len(rows[-1]) + len(text) > LINE_LENGTH - 4:
-            rows.append("")
-        rows[-1] += text
-    return "\n".join([f"{key} = [", *(f"    {row.rstrip()}" for row in rows), "]"])
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_format_value(item) for item in value)}]"
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

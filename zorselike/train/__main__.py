@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
-from pathlib import Path
 
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.runtime.launcher import report_mistake
 from zorselike.train.config import load_plan
 from zorselike.train.config_file import parse_command_line
 
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
-_HEAD_START_S = 3.0
 
 
 def main() -> int:
@@ -27,20 +23,8 @@ def main() -> int:
 
         return run(request, plan)
     except _USER_ERRORS as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-            # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.
-            time.sleep(_HEAD_START_S)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        _tell_torchrun(f"error: {error}")
+        report_mistake(error)
         return 2
-
-
-def _tell_torchrun(message: str) -> None:
-    """Lets torchrun's report, the last on the screen, say why; in `ErrorHandler`'s format."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 if __name__ == "__main__":

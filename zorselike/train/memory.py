@@ -28,6 +28,17 @@ def read_peak(device: torch.device) -> MemoryPeak:
     return MemoryPeak(resident, 100 * resident / total)
 
 
+def read_footprint(device: torch.device) -> int | None:
+    """Bytes that a GPU must have had for this process since `reset_peak`: tensors at their peak, and what
+    lies beside torch's allocator (the CUDA context, libraries, and other processes if there are any);
+    None for a CPU rank, where nothing counts tensors."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    beside = total - free - torch.cuda.memory_reserved(device)
+    return torch.cuda.max_memory_allocated(device) + beside
+
+
 def reset_peak(device: torch.device) -> None:
     """Starts a new interval where the device keeps count of intervals."""
     if device.type == "cuda":

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from zorselike.train.colors import Colors
 from zorselike.train.config import Metrics as MetricsConfig
-from zorselike.train.memory import count_out_of_memory, read_peak, reset_peak
+from zorselike.train.estimates import RankFacts
+from zorselike.train.memory import count_out_of_memory, read_footprint, read_peak, reset_peak
 from zorselike.train.work import StepWork
 
 logger = logging.getLogger("zorselike")
@@ -92,6 +93,11 @@ class MetricsLog:
         self._estimated_step_s = estimated_step_s
         self._colors = Colors.for_terminal(disabled=config.disable_color_printing)
         self._num_skipped = 0
+        self._num_intervals = 0
+        self._num_steady_steps = 0
+        self._steady_s = 0.0
+        """Of the steps behind the first interval, which starts everything up."""
+        self._footprint_bytes: int | None = None
         self._writer = None
         if events_folder is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -137,6 +143,7 @@ class MetricsLog:
         self._num_skipped += sum(result.is_skipped for result in self._results)
         now = time.perf_counter()
         interval_s = now - self._began
+        self._note_facts(interval_s)
         reports = self._exchange(100 * busy_s / (now - self._step_began))
         values = self._summarise(reports, interval_s) | self._describe_scaling(loss_scale)
         if dist.get_rank() == 0:
@@ -147,11 +154,25 @@ class MetricsLog:
                 self._writer.add_scalar(name, value, step)
         self.restart()
 
+    def facts(self) -> RankFacts:
+        """What this rank's run has come to so far, in what was logged."""
+        step_s = self._steady_s / self._num_steady_steps if self._num_steady_steps else None
+        return RankFacts(self._rank, step_s, self._footprint_bytes)
+
     def close(self) -> None:
         """Writes out what is still in memory."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _note_facts(self, interval_s: float) -> None:
+        if self._num_intervals:
+            self._num_steady_steps += self._num_steps
+            self._steady_s += interval_s
+        self._num_intervals += 1
+        footprint = read_footprint(self._device)
+        if footprint is not None:
+            self._footprint_bytes = max(footprint, self._footprint_bytes or 0)
 
     def _exchange(self, busy_percent: float) -> list[RankReport]:
         """The reports of all ranks, by their rank in the plan."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from zorselike.cost.catalogue import peak_flops
 from zorselike.models import Decoder, DecoderConfig, build_model, get_config
 from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
@@ -25,13 +26,13 @@ from zorselike.train.config import Config
 from zorselike.train.config_file import Request, dump_config
 from zorselike.train.corpus import Corpus, open_corpus
 from zorselike.train.dry_run import describe_run
+from zorselike.train.estimates import compare_with_estimates
 from zorselike.train.garbage import collect_garbage_every
 from zorselike.train.loader import RowLoader, StepDataset
 from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
 from zorselike.train.memory_notes import describe_deferral, describe_fullest
 from zorselike.train.metrics import MetricsLog, sum_peak_flops
 from zorselike.train.optimizer import build_optimizer_factory
-from zorselike.train.peak_flops import peak_flops
 from zorselike.train.profiling import profiler
 from zorselike.train.run_folder import create_run_folder, log_into
 from zorselike.train.stop import SignalWatch, StopVote
@@ -109,6 +110,9 @@ class _Run:
         ):
             vote = StopVote(watch, self._world.control)
             step, signal_number = self._loop(metrics, vote, profile=profile, collect=collect)
+        comparison = compare_with_estimates(self._pipe.plan.estimates, self._world.gather(metrics.facts()))
+        if comparison is not None:
+            logger.info("%s", comparison)
         why = f" by {signal.Signals(signal_number).name}" if signal_number else ""
         seconds = time.perf_counter() - began
         logger.info("ended%s after %d of %d steps and %.1f s; see %s", why, step, steps, seconds, folder)

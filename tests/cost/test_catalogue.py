@@ -1,0 +1,116 @@
+"""What is listed of device types, and how running devices are recognised."""
+
+from __future__ import annotations
+
+import pytest
+
+from zorselike.cost.catalogue import CATALOGUE, find_device, match_device_name, peak_flops
+from zorselike.plan.device_types import DEVICE_TYPES
+from zorselike.plan.errors import ClusterError
+
+GIB = 2**30
+
+
+def test_every_name_has_its_entry() -> None:
+    assert set(CATALOGUE) == set(DEVICE_TYPES)
+    assert len(DEVICE_TYPES) == len(set(DEVICE_TYPES))
+
+
+@pytest.mark.parametrize("name", sorted(set(DEVICE_TYPES) - {"CPU"}))
+def test_figures_are_in_their_units(name: str) -> None:
+    """A slip of a power of ten, or bits for bytes, leaves these ranges."""
+    spec = find_device(name)
+    assert spec.name == name
+    assert spec.memory_bytes is not None
+    assert 7 * GIB < spec.memory_bytes < 200 * GIB
+    assert 8e12 <= spec.peak_flops["float32"] <= 170e12
+    assert spec.peak_flops["float16"] / spec.peak_flops["float32"] < 35
+    assert spec.peak_flops["float16"] >= spec.peak_flops["float32"]
+    assert 300e9 <= spec.memory_bandwidth_bytes_per_s <= 8e12
+    assert 15e9 < spec.host_link_bytes_per_s <= 450e9
+    assert spec.source
+
+
+def test_half_precision_is_missing_where_the_hardware_lacks_it() -> None:
+    without = {name for name, spec in CATALOGUE.items() if "bfloat16" not in spec.peak_flops}
+    old = {"T4", "P100", "P100-PCIe", "RTX2080Ti", "TitanRTX"}
+    assert without == old | {name for name in DEVICE_TYPES if name.startswith("V100")} | {"CPU"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("A100", "did you mean A100-40 or A100-80?"),
+        ("a100-40", "did you mean A100-40?"),
+        ("RTX 3090", "did you mean RTX3090?"),
+        ("V100-61", "did you mean 'V100-16'?"),
+        ("abacus", "the types are T4,"),
+    ],
+)
+def test_an_unknown_type_is_told_the_nearest(wrong: str, hint: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        find_device(wrong)
+    assert repr(wrong) in str(caught.value)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "type"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.39, "A100-40"),
+        ("NVIDIA A100-PCIE-40GB", 39.59, "A100-40"),
+        ("NVIDIA A100 80GB PCIe", 79.25, "A100-80"),
+        ("NVIDIA A100-SXM-64GB", 63.4, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, None),
+        ("Tesla T4", 14.58, "T4"),
+        ("Tesla T4", 14.76, "T4"),
+        ("Tesla V100-SXM2-16GB", 15.77, "V100-16"),
+        ("Tesla V100-SXM2-32GB", 31.74, "V100-32"),
+        ("Tesla V100-PCIE-32GB", 31.74, "V100-PCIe-32"),
+        ("Tesla P100-PCIE-12GB", 11.9, None),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-SXM"),
+        ("NVIDIA H100 NVL", 93.1, "H100-NVL"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GH200 480GB", 94.5, "GH200"),
+        ("NVIDIA GeForce RTX 3090", 23.69, "RTX3090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+        ("NVIDIA RTX A6000", 47.5, "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4, "RTX6000Ada"),
+        ("NVIDIA A10G", 22.06, "A10G"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA TITAN RTX", 23.65, "TitanRTX"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.76, "RTX2080Ti"),
+        ("AMD Instinct MI250X/MI250", 63.98, "MI250"),
+        ("AMD Instinct MI300X", 191.98, "MI300X"),
+        ("cpu", 23.0, "CPU"),
+        ("NVIDIA Something New", 24.0, None),
+    ],
+)
+def test_a_running_device_is_recognised(name: str, gib: float, type: str | None) -> None:
+    assert match_device_name(name, int(gib * GIB)) == type
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 312),
+        ("NVIDIA A100 80GB PCIe", "float32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
+        ("NVIDIA H100 PCIe", "bfloat16", 756),
+        ("NVIDIA H100 NVL", "bfloat16", 835),
+        ("Tesla V100-SXM2-16GB", "float16", 125),
+        ("Tesla V100-PCIE-32GB", "float16", 112),
+        ("Tesla V100-SXM2-16GB", "bfloat16", None),
+        ("Tesla T4", "float16", 65),
+        ("NVIDIA A10G", "bfloat16", 70),
+        ("NVIDIA A10", "bfloat16", 125),
+        ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
+        ("NVIDIA GeForce RTX 3080 Ti", "bfloat16", None),
+        ("cpu", "float32", None),
+    ],
+)
+def test_peaks_are_known_or_none(name: str, dtype: str, tflops: float | None) -> None:
+    assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12)

@@ -1,0 +1,228 @@
+"""From a plan, a workload, a cluster and a profile to the numbers that a simulator reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, permutations
+from typing import NamedTuple
+
+from zorselike.cost.catalogue import find_device
+from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerClock
+from zorselike.cost.profile import Profile
+from zorselike.cost.sizes import (
+    count_updated,
+    find_boundary_bytes,
+    find_degrees,
+    find_gradient_itemsize,
+    find_tie_bytes,
+    is_layer,
+    list_units,
+    measure_ministages,
+)
+from zorselike.cost.step_costs import StepCosts, UnitBytes
+from zorselike.cost.wires import make_network
+from zorselike.plan.cluster import Cluster, Place
+from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.plan.plan import Plan, Recompute
+from zorselike.plan.validate import validate_modules
+from zorselike.plan.workload import Workload
+
+CPU = "CPU"
+"""The device type whose thread computes by itself."""
+
+
+def make_costs(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    is_cpu: Sequence[bool] | None = None,
+    sends_buffer: bool = False,
+    reached_of_peak: float = REACHED_OF_PEAK,
+) -> StepCosts:
+    """What every action of a plan's schedule costs.
+
+    Args:
+        plan: a valid plan.
+        workload: of the model that the plan divides.
+        cluster: where the plan's ranks are.
+        profile: what was measured; what it lacks is estimated and listed in `assumptions`.
+        is_cpu: which ranks' threads compute by themselves; by default those on devices of type `CPU`.
+        sends_buffer: whether sends return at once (Gloo) or wait for their receives (NCCL).
+        reached_of_peak: of the catalogue's FLOP/s, for devices on which nothing was measured.
+
+    Raises:
+        PlanError: The plan's modules are not those of the workload, or it is for another model or
+            sequence length.
+        ProfileError: The profile is for another workload, has nothing about a device that the catalogue
+            does not know either, or says that a microbatch does not fit.
+        ClusterError: A rank has no place in the cluster, or nothing says how two ranks that exchange
+            data are connected.
+    """
+    check_plan(plan, workload)
+    places = cluster.place_ranks(plan)
+    _check_links(plan, cluster, places)
+    devices = tuple(cluster.device_type(place) for place in places)
+    clock = LayerClock(profile, workload, reached_of_peak=reached_of_peak)
+    forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
+    overheads = profile.overheads
+    return StepCosts(
+        places=places,
+        network=make_network(cluster, places, profile),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s={
+            (rank, i): clock.update_s(devices[rank], number)
+            for (rank, i), number in count_updated(plan, workload).items()
+        },
+        row_bytes=find_boundary_bytes(plan, workload),
+        units=_list_unit_bytes(plan, workload),
+        sizes=measure_ministages(plan, workload),
+        tie_bytes=find_tie_bytes(plan, workload),
+        host_s=dict(overheads.action_s),
+        is_cpu=tuple(device == CPU for device in devices) if is_cpu is None else tuple(is_cpu),
+        overlap_slowdown=overheads.overlap_slowdown,
+        sends_buffer=sends_buffer,
+        context_bytes=(overheads.context_bytes,) * len(places),
+        allocator_share=overheads.allocator_share,
+        memory_bytes=_find_memory(cluster, places),
+        price_per_hour=sum(cluster.nodes[node].price_per_hour for node in {place.node for place in places}),
+        egress_price_per_gb=_find_egress_prices(cluster, places),
+        currency=cluster.currency,
+        assumptions=clock.assumptions,
+    )
+
+
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Raises `PlanError` unless the plan divides just this workload's modules, in their order, and is for
+    its model and sequence length."""
+    modules = [name for name, _ in workload.layers]
+    validate_modules(plan, modules, modules)
+    if plan.sequence_length is not None and plan.sequence_length != workload.sequence_length:
+        raise PlanError(
+            f"the plan is for {plan.sequence_length} tokens a row, the workload has "
+            f"{workload.sequence_length}; give the workload at the plan's length"
+        )
+    if plan.workload_fingerprint is not None and plan.workload_fingerprint != workload.fingerprint:
+        raise PlanError(
+            f"the plan was made for workload {plan.workload_fingerprint}, this is {workload.fingerprint} "
+            f"('{workload.model}'); give the workload that it was made for, or take the line out of the plan"
+        )
+
+
+def _check_links(plan: Plan, cluster: Cluster, places: Sequence[Place]) -> None:
+    """Raises `ClusterError` if nothing says how ranks of one group, or of two that pass on rows, are
+    connected."""
+    owners = [ministage.group for ministage in plan.ministages]
+    pairs = {(g, g) for g in owners} | set(pairwise(owners))
+    for a, b in sorted(pairs):
+        first, second = ([places[rank] for rank in plan.groups[g].flat_ranks] for g in (a, b))
+        ways = {(x.node, y.node): (x, y) for x in first for y in second if x != y}
+        for x, y in ways.values():
+            cluster.link(x, y)
+
+
+# -- times ---------------------------------------------------------------------------------
+
+_BySize = dict[tuple[int, int, int], float]
+"""By rank, ministage, rows."""
+
+
+def _time_microbatches(
+    plan: Plan, workload: Workload, clock: LayerClock, devices: Sequence[str]
+) -> tuple[_BySize, _BySize]:
+    """Seconds of the forward and the backward of every ministage for every size of microbatch."""
+    forward_s: _BySize = {}
+    backward_s: _BySize = {}
+    for i in range(plan.num_ministages):
+        layers = Counter(_list_layers(plan, workload, i))
+        group = plan.group_of(i)
+        degrees = find_degrees(group)
+        for rank in group.flat_ranks:
+            how = devices[rank], degrees[rank]
+            for rows in {microbatch.num_rows for microbatch in group.microbatches_by_rank[rank]}:
+                for layer in layers:
+                    _check_rows(clock, layer, rank, rows, *how)
+                forward_s[rank, i, rows] = sum(
+                    number * clock.forward_s(layer.kind, how[0], rows, layer.recompute, how[1])
+                    for layer, number in layers.items()
+                )
+                backward_s[rank, i, rows] = sum(
+                    number * clock.backward_s(layer.kind, how[0], rows, layer.recompute, how[1])
+                    for layer, number in layers.items()
+                )
+    return forward_s, backward_s
+
+
+class _Layer(NamedTuple):
+    kind: str
+    recompute: Recompute
+
+
+def _list_layers(plan: Plan, workload: Workload, ministage: int) -> list[_Layer]:
+    recompute = plan.group_of(ministage).recompute
+    return [
+        _Layer(workload.kind_of[name].name, recompute if is_layer(name) else "none")
+        for name in plan.ministages[ministage].modules
+    ]
+
+
+def _check_rows(clock: LayerClock, layer: _Layer, rank: int, rows: int, device: str, degree: int) -> None:
+    most = clock.max_rows(layer.kind, device, layer.recompute, degree)
+    if most is not None and rows > most:
+        raise ProfileError(
+            f"rank {rank} ({device}) has microbatches of {rows} rows in the plan; the profile found that at "
+            f"most {most} fit through one {layer.kind} on it; plan for smaller microbatches"
+        )
+
+
+# -- bytes, memory and prices --------------------------------------------------------------
+
+
+def _list_unit_bytes(plan: Plan, workload: Workload) -> tuple[tuple[UnitBytes, ...], ...]:
+    gradient_itemsize = find_gradient_itemsize(workload.itemsize)
+    return tuple(
+        tuple(
+            UnitBytes(unit.num_parameters * workload.itemsize, unit.num_trainable * gradient_itemsize)
+            for unit in units
+        )
+        for units in list_units(plan, workload)
+    )
+
+
+def _find_memory(cluster: Cluster, places: Sequence[Place]) -> tuple[int, ...]:
+    """Of each rank's device; nothing if one is not known. CPU ranks divide their host's memory."""
+    found = []
+    for place in places:
+        node, device = cluster.nodes[place.node], cluster.device_type(place)
+        if node.memory_bytes:
+            found.append(node.memory_bytes[place.local_rank])
+        elif device == CPU:
+            if node.host_memory_bytes is None:
+                return ()
+            found.append(node.host_memory_bytes // node.devices.count(CPU))
+        else:
+            try:
+                memory_bytes = find_device(device).memory_bytes
+            except ClusterError:
+                return ()  # Measured on, but in no catalogue.
+            if memory_bytes is None:
+                return ()
+            found.append(memory_bytes)
+    return tuple(found)
+
+
+def _find_egress_prices(cluster: Cluster, places: Sequence[Place]) -> Mapping[tuple[int, int], float]:
+    """By nodes from and to, where a zone's or else a region's price is not 0."""
+    prices = {}
+    nodes = sorted({place.node for place in places})
+    for a, b in permutations(nodes, 2):
+        first, second = cluster.nodes[a], cluster.nodes[b]
+        price = cluster.egress_price_per_gb.get((first.zone, second.zone))
+        if price is None:
+            price = cluster.egress_price_per_gb.get((first.region, second.region), 0.0)
+        if price:
+            prices[a, b] = price
+    return prices

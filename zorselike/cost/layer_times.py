@@ -1,0 +1,242 @@
+"""Seconds of a workload's layers on devices: as measured, or from what was measured nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from zorselike.cost.catalogue import DeviceSpec, find_device
+from zorselike.cost.curves import Curve, fit_curve
+from zorselike.cost.profile import LayerTimes, Profile
+from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import LayerKind, Workload
+
+REACHED_OF_PEAK = 0.45
+"""What layers reach of the catalogue's peak FLOP/s where nothing was measured on a device."""
+
+REACHED_OF_MEMORY = 0.7
+"""What an optimizer's update reaches of the catalogue's memory bandwidth."""
+
+_FP32 = 4
+
+Pass = Literal["forward", "backward"]
+
+_Key = tuple[str, str, Recompute, int]
+"""Kind, device, recomputation, tensor-parallel degree."""
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """One entry of a profile as curves."""
+
+    forward: Curve
+    backward: Curve
+    max_rows: int | None
+
+
+class LayerClock:
+    """How long layers of each kind take, with a note of everything that was not measured.
+
+    What a profile lacks is put in its place in this order: another setting of recomputation of the same
+    layer; its FLOPs at the speed of the layer that was measured on that device at as many rows; its FLOPs
+    at a share of the catalogue's peak.
+    """
+
+    def __init__(
+        self, profile: Profile, workload: Workload, *, reached_of_peak: float = REACHED_OF_PEAK
+    ) -> None:
+        """Raises `ProfileError` if the profile is for another workload."""
+        profile.check_workload(workload)
+        self._workload = workload
+        self._reached_of_peak = reached_of_peak
+        self._times = {
+            (times.kind, times.device, times.recompute, times.tensor_parallel): times
+            for times in profile.layers
+            if times.dtype == workload.dtype and times.sequence_length == workload.sequence_length
+        }
+        self._updates = {times.device: times for times in profile.updates if times.dtype == workload.dtype}
+        self._fitted: dict[_Key, _Fitted] = {}
+        self._found: dict[tuple[Pass, str, str, int, Recompute, int], float] = {}
+        self._assumptions: dict[str, None] = {}
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was asked for and not measured, one line each."""
+        return tuple(self._assumptions)
+
+    def forward_s(
+        self, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int = 1
+    ) -> float:
+        """One layer's forward of so many rows at once.
+
+        Raises:
+            ProfileError: Neither the profile nor the catalogue says anything about it.
+        """
+        return self._find("forward", kind, device, rows, recompute, tensor_parallel)
+
+    def backward_s(
+        self, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int = 1
+    ) -> float:
+        """One layer's backward; with recomputation the second forward is in it. Raises `ProfileError`."""
+        return self._find("backward", kind, device, rows, recompute, tensor_parallel)
+
+    def update_s(self, device: str, num_parameters: int) -> float:
+        """The optimizer's update of so many parameters in one call; 0 for none."""
+        if not num_parameters:
+            return 0.0
+        times = self._updates.get(device)
+        if times is not None:
+            return times.seconds_per_call + num_parameters * times.seconds_per_parameter
+        spec = self._find_spec(device)
+        if spec is None:
+            self._assume(f"{device}: updates were not measured and take no time")
+            return 0.0
+        bytes_each = _update_bytes(self._workload)
+        self._assume(
+            f"{device}: updates were not measured; {bytes_each} bytes a parameter at {REACHED_OF_MEMORY:.0%} "
+            f"of its memory's {spec.memory_bandwidth_bytes_per_s / 1e9:.0f} GB/s"
+        )
+        return num_parameters * bytes_each / (REACHED_OF_MEMORY * spec.memory_bandwidth_bytes_per_s)
+
+    def max_rows(self, kind: str, device: str, recompute: Recompute, tensor_parallel: int = 1) -> int | None:
+        """The most rows at once that were found to fit; None where nobody looked."""
+        times = self._times.get((kind, device, recompute, tensor_parallel))
+        return None if times is None else times.max_rows
+
+    # -- what was measured -----------------------------------------------------------------
+
+    def _find(
+        self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
+    ) -> float:
+        key = (which, kind, device, rows, recompute, tensor_parallel)
+        if key not in self._found:
+            measured = self._measured(*key)
+            self._found[key] = self._by_flops(*key) if measured is None else measured
+        return self._found[key]
+
+    def _measured(
+        self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
+    ) -> float | None:
+        """From times of this kind on this device, if there are any."""
+        own = self._fit((kind, device, recompute, tensor_parallel))
+        if own is not None:
+            return (own.forward if which == "forward" else own.backward)(rows)
+        other: Recompute = "layer" if recompute == "none" else "none"
+        near = self._fit((kind, device, other, tensor_parallel))
+        if near is None:
+            return None
+        if which == "forward":
+            return near.forward(rows)
+        if recompute == "layer":
+            self._assume(f"{kind} on {device}: recomputation was not measured; backward and a second forward")
+            return near.backward(rows) + near.forward(rows)
+        self._assume(f"{kind} on {device}: measured with recomputation only; backward without its forward")
+        return max(0.0, near.backward(rows) - near.forward(rows))
+
+    def _fit(self, key: _Key) -> _Fitted | None:
+        times = self._times.get(key)
+        if times is None:
+            return None
+        if key not in self._fitted:
+            name = name_times(times)
+            self._fitted[key] = _Fitted(
+                fit_curve(times.rows, times.forward_s, name=f"forward of {name}"),
+                fit_curve(times.rows, times.backward_s, name=f"backward of {name}"),
+                times.max_rows,
+            )
+        return self._fitted[key]
+
+    # -- what was not ----------------------------------------------------------------------
+
+    def _by_flops(
+        self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
+    ) -> float:
+        flops = rows * self._flops(which, self._kind(kind), recompute)
+        if not flops:
+            return 0.0
+        reference = self._reference(device, tensor_parallel)
+        if reference is None:
+            return flops / (tensor_parallel * self._peak(kind, device))
+        measured = self._measured(which, reference.name, device, rows, "none", tensor_parallel)
+        reference_flops = rows * self._flops(which, reference, "none")
+        assert measured is not None
+        self._assume(f"{kind} on {device}: not measured; its FLOPs at the speed of {reference.name}")
+        return measured * flops / reference_flops
+
+    def _kind(self, name: str) -> LayerKind:
+        kind = self._workload.kinds.get(name)
+        if kind is None:
+            raise ProfileError(f"workload {self._workload.model}: no layers of kind '{name}'")
+        return kind
+
+    @staticmethod
+    def _flops(which: Pass, kind: LayerKind, recompute: Recompute) -> float:
+        """Per row."""
+        if which == "forward":
+            return kind.forward_flops_per_row
+        return kind.backward_flops + (kind.forward_flops_per_row if recompute == "layer" else 0.0)
+
+    def _reference(self, device: str, tensor_parallel: int) -> LayerKind | None:
+        """The measured kind of a device whose speed others take: `layer`, else the one with most FLOPs;
+        None for a device without measurements."""
+        on_device = {key for key in self._times if key[1] == device}
+        measured = {kind for kind, _, _, degree in on_device if degree == tensor_parallel}
+        known = [self._workload.kinds[kind] for kind in sorted(measured) if kind in self._workload.kinds]
+        usable = [kind for kind in known if kind.forward_flops_per_row and kind.backward_flops]
+        if not usable and on_device:
+            degrees = sorted({degree for _, _, _, degree in on_device})
+            raise ProfileError(
+                f"profile: nothing measured on {device} at tensor parallelism {tensor_parallel}, only at "
+                f"{', '.join(map(str, degrees))}, of layers of this workload; measure it there"
+            )
+        return max(usable, key=lambda kind: (kind.name == "layer", kind.forward_flops_per_row), default=None)
+
+    def _peak(self, kind: str, device: str) -> float:
+        """FLOP/s that are reached of the catalogue's."""
+        spec = self._find_spec(device)
+        if spec is None:
+            raise ProfileError(
+                f"profile: no times of {kind} on {device}, which the device catalogue does not know either; "
+                f"measure it (known here: {', '.join(sorted({key[1] for key in self._times})) or 'nothing'})"
+            )
+        peak = spec.peak_flops.get(self._workload.dtype)
+        if not peak:
+            raise ProfileError(
+                f"profile: no times of {kind} on {device}, and the catalogue has no peak of it for "
+                f"{self._workload.dtype}; measure it, or compute in another dtype"
+            )
+        self._assume(
+            f"{device}: nothing was measured on it; FLOPs at {self._reached_of_peak:.0%} of "
+            f"{peak / 1e12:.4g} TFLOP/s"
+        )
+        return self._reached_of_peak * peak
+
+    def _find_spec(self, device: str) -> DeviceSpec | None:
+        try:
+            return find_device(device)
+        except ClusterError:
+            return None
+
+    def _assume(self, line: str) -> None:
+        self._assumptions[line] = None
+
+
+def _update_bytes(workload: Workload) -> int:
+    """What AdamW and its like read and write of a parameter: gradient, weight and moments, in fp32, and
+    the shard in half precision that is rounded anew."""
+    read = 2 + workload.num_moments
+    written = 1 + workload.num_moments
+    return _FP32 * (read + written) + (workload.itemsize if workload.masters else 0)
+
+
+def name_times(times: LayerTimes) -> str:
+    """For messages: `layer on T4 (float16, 512 tokens)`."""
+    parts: Iterable[str] = (
+        times.dtype,
+        f"{times.sequence_length} tokens",
+        *(["recomputed"] if times.recompute == "layer" else []),
+        *([f"tensor parallelism {times.tensor_parallel}"] if times.tensor_parallel > 1 else []),
+    )
+    return f"{times.kind} on {times.device} ({', '.join(parts)})"

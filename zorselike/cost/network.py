@@ -1,0 +1,236 @@
+"""Who shares which wires: capacities, and the flows that transfers and collectives put on them.
+
+Flows that pass the same capacity at the same time share it; who gets how much is the simulator's affair.
+Measurements of a profile go before what the cluster file says: a link's measured times give its rate and
+latency, and a collective measured for the same devices over as many nodes takes, if it is alone, the
+seconds that were measured, unless a capacity on its way carries less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from zorselike.cost.curves import Curve
+from zorselike.plan.cluster import Cluster, Link, Place
+from zorselike.plan.errors import ClusterError
+
+CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+
+Key = tuple[str, tuple[str, ...], int]
+"""A collective, the types of its devices sorted, and over how many nodes they are."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes on their way through some capacities, all at once, as water through pipes."""
+
+    num_bytes: float
+    capacities: tuple[int, ...]
+    """Indices into `Network.capacities`, which others may use at the same time."""
+    max_rate: float
+    """Bytes per second that it reaches if it is alone; may be infinite."""
+    latency_s: float = 0.0
+    """Before its first byte moves."""
+    egress: tuple[int, int] | None = None
+    """Nodes from and to, where it leaves a node: for money and for bytes per link."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The way between two nodes, in one direction."""
+
+    link: Link
+    capacities: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostWire:
+    """The way between a device and its host's memory."""
+
+    to_device: Link
+    to_host: Link
+    load: tuple[int, ...]
+    """Capacities on the way to the device."""
+    store: tuple[int, ...]
+    """Capacities on the way to the host."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """Where one device is joined to others of its node, and to its host."""
+
+    send: int | None
+    receive: int | None
+    """Capacities of the fabric; the same where all devices share one; None for a device alone."""
+    host: HostWire | None
+
+
+class _Edge(NamedTuple):
+    """One step of a ring."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Network:
+    """Capacities that traffic shares, named for reports, and the flows that things cause on them.
+
+    Ranks are those of a plan, by `places`. `zorselike/cost/wires.py` makes it.
+    """
+
+    capacities: tuple[float, ...]
+    """Bytes per second."""
+    names: tuple[str, ...]
+    """`node a, out`, `regions eu - us`."""
+    cluster: Cluster
+    places: tuple[Place, ...]
+    """Of each rank."""
+    ports: tuple[Port, ...]
+    """Of each rank."""
+    wires: Mapping[tuple[int, int], Wire]
+    """By nodes from and to; the same node twice: its fabric, without the devices' ports."""
+    collectives: Mapping[Key, Curve] = field(default_factory=dict)
+    """Measured seconds against bytes of the whole buffer."""
+    _found: dict[object, tuple[Flow, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def transfer(self, source: int, target: int, num_bytes: float) -> Flow:
+        """One rank sends to another.
+
+        Raises:
+            ClusterError: Nothing says how the two are connected.
+        """
+        key = (source, target, num_bytes)
+        if key not in self._found:
+            wire, capacities = self._way(source, target)
+            nodes = self._nodes(source, target)
+            flow = Flow(
+                num_bytes,
+                capacities,
+                wire.link.rate(max(num_bytes, 1.0)),
+                wire.link.latency_s,
+                None if nodes[0] == nodes[1] else nodes,
+            )
+            self._found[key] = (flow,)
+        return self._found[key][0]
+
+    def copy(self, rank: int, num_bytes: float, *, to_device: bool) -> Flow:
+        """Between a device and its host's memory.
+
+        Raises:
+            ClusterError: Nothing says how fast that is.
+        """
+        host = self.ports[rank].host
+        if host is None:
+            node, device = self._name(rank)
+            raise ClusterError(
+                f"cluster: nothing says how fast {device} of node {node} copies to and from its host, which "
+                "the plan offloads to; give the node a host_link"
+            )
+        link = host.to_device if to_device else host.to_host
+        capacities = host.load if to_device else host.store
+        return Flow(num_bytes, capacities, link.rate(max(num_bytes, 1.0)), link.latency_s)
+
+    def collective(self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float) -> tuple[Flow, ...]:
+        """A ring over the ranks, `num_bytes` the whole (gathered) buffer: one flow per node boundary that
+        the ring crosses and one per node inside it; all start together, and the last to end ends it.
+
+        Over each edge of a ring of n go (n-1)/n of the buffer in n - 1 steps for an all-gather or a
+        reduce-scatter, twice that for an all-reduce, and all of it for a broadcast. A rank alone: no flows.
+        """
+        if len(ranks) < 2:
+            return ()
+        key = (op, tuple(ranks), num_bytes)
+        if key not in self._found:
+            self._found[key] = self._measured_ring(
+                op, self._ring_flows(op, ranks, num_bytes), ranks, num_bytes
+            )
+        return self._found[key]
+
+    # -- rings -----------------------------------------------------------------------------
+
+    def _ring_flows(self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float) -> tuple[Flow, ...]:
+        ring = sorted(ranks, key=lambda rank: self.places[rank])
+        edges = [_Edge(a, b) for a, b in pairwise([*ring, ring[0]])]
+        num_steps = len(ring) - 1
+        share, num_rounds = num_steps / len(ring), 1
+        if op == "broadcast":
+            share = 1.0
+        elif op == "all_reduce":
+            num_rounds = 2
+        edge_bytes = num_rounds * share * num_bytes
+        chunk_bytes = num_bytes / len(ring)
+        inside: dict[int, list[_Edge]] = {}
+        flows = []
+        for edge in edges:
+            source, target = self._nodes(*edge)
+            if source == target:
+                inside.setdefault(source, []).append(edge)
+            else:
+                flows.append(self._edge_flow([edge], edge_bytes, chunk_bytes, num_rounds * num_steps))
+        flows += [
+            self._edge_flow(own, edge_bytes, chunk_bytes, num_rounds * num_steps) for own in inside.values()
+        ]
+        return tuple(flows)
+
+    def _edge_flow(
+        self, edges: Sequence[_Edge], edge_bytes: float, chunk_bytes: float, num_steps: int
+    ) -> Flow:
+        """All edges inside a node, or one between two nodes. Where they share one capacity, the flow has
+        the bytes of all of them."""
+        ways = [self._way(*edge) for edge in edges]
+        link = ways[0][0].link
+        nodes = self._nodes(*edges[0])
+        capacities = tuple(dict.fromkeys(index for _, own in ways for index in own))
+        port = self.ports[edges[0].source]
+        is_shared = nodes[0] == nodes[1] and port.send == port.receive
+        times = len(edges) if is_shared else 1
+        return Flow(
+            times * edge_bytes,
+            capacities,
+            times * link.rate(max(chunk_bytes, 1.0)),
+            num_steps * link.latency_s,
+            None if nodes[0] == nodes[1] else nodes,
+        )
+
+    def _measured_ring(
+        self, op: CollectiveOp, flows: tuple[Flow, ...], ranks: Sequence[int], num_bytes: float
+    ) -> tuple[Flow, ...]:
+        """The flows at the rate and latency that were measured, if they were."""
+        devices = tuple(sorted(self.cluster.device_type(self.places[rank]) for rank in ranks))
+        curve = self.collectives.get((op, devices, len({self.places[rank].node for rank in ranks})))
+        if curve is None:
+            return flows
+        seconds = curve(num_bytes)
+        latency = min(curve.start_s, seconds)
+        moving = seconds - latency
+        return tuple(
+            replace(flow, max_rate=flow.num_bytes / moving if moving > 0 else math.inf, latency_s=latency)
+            for flow in flows
+        )
+
+    # -- ways ------------------------------------------------------------------------------
+
+    def _way(self, source: int, target: int) -> tuple[Wire, tuple[int, ...]]:
+        """The wire between two ranks, and all capacities on the way."""
+        nodes = self._nodes(source, target)
+        wire = self.wires.get(nodes)
+        if wire is None:
+            self.cluster.link(self.places[source], self.places[target])
+            raise AssertionError("the cluster knows a link that the network lacks")
+        if nodes[0] != nodes[1]:
+            return wire, wire.capacities
+        ports = (self.ports[source].send, self.ports[target].receive)
+        return wire, tuple(dict.fromkeys(index for index in ports if index is not None))
+
+    def _nodes(self, source: int, target: int) -> tuple[int, int]:
+        return self.places[source].node, self.places[target].node
+
+    def _name(self, rank: int) -> tuple[str, str]:
+        """Of its node; its type."""
+        place = self.places[rank]
+        return self.cluster.nodes[place.node].name, self.cluster.device_type(place)

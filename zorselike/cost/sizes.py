@@ -1,0 +1,236 @@
+"""How large the parts of ministages are on each rank, from a plan and the counts of its layers.
+
+What FSDP2 adds when it pads dimension 0 of each parameter to a multiple of the group is not counted, since
+a workload knows numbers of parameters and not their shapes: less than one row of a parameter a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zorselike.cost.memory import MinistageBytes
+from zorselike.plan.plan import Group, Plan
+from zorselike.plan.workload import LayerKind, Workload
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSize:
+    """Parameters of one FSDP unit, as counts."""
+
+    num_parameters: int
+    num_trainable: int
+    num_borrowed: int = 0
+    """Of the trainable: copies of another ministage's weights, which this one does not update."""
+    num_tied: int = 0
+    """Of the parameters: borrowed or lent, which never leave the device."""
+
+    @property
+    def num_updated(self) -> int:
+        return self.num_trainable - self.num_borrowed
+
+    def divide(self, degree: int) -> UnitSize:
+        """What each rank of a tensor-parallel replica has of it."""
+        return UnitSize(
+            num_parameters=-(-self.num_parameters // degree),
+            num_trainable=-(-self.num_trainable // degree),
+            num_borrowed=-(-self.num_borrowed // degree),
+            num_tied=-(-self.num_tied // degree),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    """Activations of one row of one ministage."""
+
+    activation_bytes: int = 0
+    working_bytes: int = 0
+    boundary_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """How a rank holds parameters."""
+
+    itemsize: int
+    """Bytes of an element in the compute dtype; in half precision updates change fp32 master weights."""
+    num_moments: int
+    num_shards: int = 1
+    """Ranks that a parameter is divided over."""
+
+    @property
+    def masters(self) -> bool:
+        return self.itemsize < _FP32
+
+    def share(self, number: int) -> int:
+        """The largest share of a number of elements."""
+        return -(-number // self.num_shards)
+
+
+def add_up(units: Sequence[UnitSize], rows: RowBytes, holding: Holding) -> MinistageBytes:
+    """The sizes of a ministage of these units on one rank."""
+    gradient_itemsize = find_gradient_itemsize(holding.itemsize)
+    whole = [unit.num_parameters * holding.itemsize for unit in units]
+    gradients = [unit.num_trainable * gradient_itemsize for unit in units]
+    trained = sum(holding.share(unit.num_trainable) for unit in units)
+    updated = sum(holding.share(unit.num_updated) for unit in units)
+    state_itemsize = holding.num_moments * gradient_itemsize + _FP32 * holding.masters
+    return MinistageBytes(
+        gathered_bytes=sum(whole),
+        shard_bytes=holding.itemsize * sum(holding.share(unit.num_parameters) for unit in units),
+        kept_shard_bytes=holding.itemsize * sum(holding.share(unit.num_tied) for unit in units),
+        gradient_bytes=sum(gradients),
+        gradient_shard_bytes=gradient_itemsize * trained,
+        state_bytes=state_itemsize * updated,
+        masters=holding.masters and updated > 0,
+        activation_bytes_per_row=rows.activation_bytes,
+        working_bytes_per_row=rows.working_bytes,
+        boundary_bytes_per_row=rows.boundary_bytes,
+        largest_unit_bytes=max(whole, default=0),
+        largest_unit_gradient_bytes=max(gradients, default=0),
+    )
+
+
+def find_gradient_itemsize(itemsize: int) -> int:
+    """Bytes of an element of a gradient as it is added up: half precision in fp32."""
+    return max(itemsize, _FP32)
+
+
+def is_layer(module: str) -> bool:
+    """Whether a module is one of a container's numbered layers: what recomputation is for."""
+    return module.rpartition(".")[2].isdigit()
+
+
+# -- a workload's --------------------------------------------------------------------------
+
+
+def list_units(plan: Plan, workload: Workload) -> tuple[tuple[UnitSize, ...], ...]:
+    """The FSDP units of each ministage that own parameters, in the order in which they are gathered.
+
+    Each module is one; those that share a weight within a ministage are one together, which comes last.
+    """
+    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
+    cut = [(a, b) for a, b in workload.ties if ministage_of[a] != ministage_of[b]]
+    joined = {name for tie in workload.ties if tie not in cut for name in tie}
+    lent: dict[str, int] = {}
+    for owner, borrower in cut:
+        lent[owner] = max(lent.get(owner, 0), workload.kind_of[borrower].num_borrowed)
+    borrowers = {borrower for _, borrower in cut}
+    listed = []
+    for ministage in plan.ministages:
+        own = {
+            name: _unit(workload.kind_of[name], borrows=name in borrowers, num_lent=lent.get(name, 0))
+            for name in ministage.modules
+        }
+        units = [unit for name, unit in own.items() if name not in joined]
+        units.append(_join(unit for name, unit in own.items() if name in joined))
+        listed.append(tuple(unit for unit in units if unit.num_parameters))
+    return tuple(listed)
+
+
+def _unit(kind: LayerKind, *, borrows: bool, num_lent: int) -> UnitSize:
+    """A frozen tied weight is not told apart from a trainable one."""
+    borrowed = kind.num_borrowed if borrows else 0
+    return UnitSize(
+        num_parameters=kind.num_parameters + borrowed,
+        num_trainable=kind.trainable + borrowed,
+        num_borrowed=borrowed,
+        num_tied=borrowed + num_lent,
+    )
+
+
+def _join(units: Iterable[UnitSize]) -> UnitSize:
+    own = list(units)
+    return UnitSize(
+        num_parameters=sum(unit.num_parameters for unit in own),
+        num_trainable=sum(unit.num_trainable for unit in own),
+        num_borrowed=sum(unit.num_borrowed for unit in own),
+        num_tied=sum(unit.num_tied for unit in own),
+    )
+
+
+def find_row_bytes(plan: Plan, workload: Workload, ministage: int) -> RowBytes:
+    """What a row of a ministage keeps, needs and passes on, with or without recomputation of layers."""
+    recompute = plan.group_of(ministage).recompute == "layer"
+    kept, working = 0, 0
+    for name in plan.ministages[ministage].modules:
+        kind = workload.kind_of[name]
+        if recompute and is_layer(name):
+            kept += kind.input_elements_per_row * workload.itemsize
+            working = max(working, kind.activation_bytes_per_row + kind.working_bytes_per_row)
+        else:
+            kept += kind.activation_bytes_per_row
+            working = max(working, kind.working_bytes_per_row)
+    entering = find_boundary_bytes(plan, workload)
+    boundary = max(entering[ministage : ministage + 2])
+    return RowBytes(
+        activation_bytes=max(kept, entering[ministage]), working_bytes=working, boundary_bytes=boundary
+    )
+
+
+def find_boundary_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
+    """Bytes of a row that enters each ministage from the one before; 0 for the first."""
+    first_modules = [ministage.modules[0] for ministage in plan.ministages]
+    elements = [workload.kind_of[name].input_elements_per_row for name in first_modules]
+    return (0, *(number * workload.itemsize for number in elements[1:]))
+
+
+def measure_ministages(plan: Plan, workload: Workload) -> tuple[Mapping[int, MinistageBytes], ...]:
+    """For each rank of the plan the sizes of each of its ministages, its largest share of what is divided.
+
+    The plan's modules are those of the workload (`zorselike.cost.assemble.check_modules`).
+    """
+    units = list_units(plan, workload)
+    return tuple(
+        {
+            i: add_up(
+                [unit.divide(degree) for unit in units[i]],
+                find_row_bytes(plan, workload, i),
+                _find_holding(plan, workload, i),
+            )
+            for i in plan.ministages_of_rank(rank)
+        }
+        for rank, degree in sorted(_degrees(plan).items())
+    )
+
+
+def count_updated(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
+    """Parameters that one update changes, by rank and ministage."""
+    units = list_units(plan, workload)
+    return {
+        (rank, i): sum(
+            _find_holding(plan, workload, i).share(unit.divide(degree).num_updated) for unit in units[i]
+        )
+        for rank, degree in sorted(_degrees(plan).items())
+        for i in plan.ministages_of_rank(rank)
+    }
+
+
+def find_degrees(group: Group) -> dict[int, int]:
+    """How many ranks the replica of each rank has: 1 without tensor parallelism."""
+    replicas = [(entry,) if isinstance(entry, int) else entry for entry in group.ranks]
+    return {rank: len(replica) for replica in replicas for rank in replica}
+
+
+def _degrees(plan: Plan) -> dict[int, int]:
+    return {rank: degree for group in plan.groups for rank, degree in find_degrees(group).items()}
+
+
+def _find_holding(plan: Plan, workload: Workload, ministage: int) -> Holding:
+    group = plan.group_of(ministage)
+    num_shards = 1 if group.zero == 0 else len(group.ranks)
+    return Holding(itemsize=workload.itemsize, num_moments=workload.num_moments, num_shards=num_shards)
+
+
+def find_tie_bytes(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
+    """Weights that two ministages share, in the compute dtype, by ministages (owner, borrower)."""
+    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
+    shared: dict[tuple[int, int], int] = {}
+    for owner, borrower in workload.ties:
+        pair = ministage_of[owner], ministage_of[borrower]
+        if pair[0] != pair[1]:
+            num_bytes = workload.kind_of[borrower].num_borrowed * workload.itemsize
+            shared[pair] = shared.get(pair, 0) + num_bytes
+    return shared

@@ -1,0 +1,70 @@
+"""What one plan's actions cost on one cluster, in numbers: all that the simulator reads.
+
+`zorselike/cost/assemble.py` makes it of plan, workload, cluster and profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zorselike.cost.memory import MinistageBytes
+from zorselike.cost.network import Network
+from zorselike.plan.cluster import Place
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """One FSDP unit of a ministage, whole."""
+
+    gathered_bytes: int
+    """What an all-gather gives, in the compute dtype."""
+    reduced_bytes: int
+    """What a reduction takes: fp32 with master weights, else the compute dtype; 0 where frozen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Seconds and bytes of everything that a plan's schedule does, by rank of the plan."""
+
+    places: tuple[Place, ...]
+    """Of each rank."""
+    network: Network
+    forward_s: Mapping[tuple[int, int, int], float]
+    """By rank, ministage, rows of the microbatch; the loss is in that of the last ministage."""
+    backward_s: Mapping[tuple[int, int, int], float]
+    """Recomputation included where the group recomputes."""
+    update_s: Mapping[tuple[int, int], float]
+    """By rank and ministage: one `STEP` over this rank's shards."""
+    row_bytes: tuple[int, ...]
+    """Of a row that enters each ministage, and of its gradient; the first is 0."""
+    units: tuple[tuple[UnitBytes, ...], ...]
+    """Of each ministage, in the order in which they are gathered."""
+    sizes: tuple[Mapping[int, MinistageBytes], ...]
+    """For each rank: of each of its ministages."""
+    tie_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Of the weights that ministages (owner, borrower) share."""
+    host_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the host's thread per `Kind` of action, beside what the action computes."""
+    is_cpu: tuple[bool, ...] = ()
+    """Ranks whose thread computes by itself; else it only starts what the device does. Empty: none."""
+    overlap_slowdown: float = 1.0
+    """How much longer a computation takes while communication of its rank runs beside it."""
+    sends_buffer: bool = False
+    """Whether a send returns at once and moves bytes before its receive is posted."""
+    transfers_block: bool = False
+    """Whether a transfer keeps both its ranks from computing, from the later of both posts until its bytes
+    have moved, at its place in the lists (DeepSpeed's pipeline); else it runs beside computation."""
+    context_bytes: tuple[int, ...] = ()
+    """Of each rank's device, taken before any tensor; empty: 0."""
+    allocator_share: float = 0.0
+    """Of tensors' bytes, what the allocator adds."""
+    memory_bytes: tuple[int, ...] = ()
+    """Of each rank's device; empty: not known."""
+    price_per_hour: float = 0.0
+    """Of all nodes that hold a rank."""
+    egress_price_per_gb: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """By nodes from and to, where it is not free."""
+    currency: str = "USD"
+    assumptions: tuple[str, ...] = ()
+    """What was not measured and is put in its place, one line each."""

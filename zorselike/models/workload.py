@@ -1,0 +1,118 @@
+"""A decoder's config as numbers: the bytes that its modules keep, and its `Workload`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zorselike.cost.activations import (
+    TokenBytes,
+    count_embedding,
+    count_gpt_layer,
+    count_head,
+    count_llama_layer,
+)
+from zorselike.models.decoder import DecoderConfig
+from zorselike.models.flops import forward_flops_by_module, parameters_by_module
+from zorselike.models.llama import LlamaConfig
+from zorselike.models.registry import module_names
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
+
+_KINDS = {"tok_embeddings": "embedding", "norm": "norm", "output": "head"}
+"""Kinds of modules; those of the layers are `layer`."""
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """Bytes per token of each kind of a decoder's modules."""
+
+    embedding: TokenBytes
+    layer: TokenBytes
+    norm: TokenBytes
+    head: TokenBytes
+    """The output projection with the loss."""
+
+
+def count_module_bytes(config: DecoderConfig, *, itemsize: int) -> ModuleBytes:
+    """What a decoder's modules keep from forward to backward when they compute in `itemsize` bytes."""
+    dim, num_heads, ffn_hidden = config.dim, config.num_heads, config.ffn_hidden
+    if isinstance(config, LlamaConfig):
+        layer = count_llama_layer(
+            dim=dim,
+            num_heads=num_heads,
+            kv_width=config.num_kv_heads * config.head_dim,
+            ffn_hidden=ffn_hidden,
+            itemsize=itemsize,
+        )
+    else:
+        layer = count_gpt_layer(dim=dim, num_heads=num_heads, ffn_hidden=ffn_hidden, itemsize=itemsize)
+    norm, head = count_head(dim=dim, vocab_size=config.vocab_size, itemsize=itemsize)
+    return ModuleBytes(count_embedding(), layer, norm, head)
+
+
+def make_workload(
+    config: DecoderConfig, *, sequence_length: int, dtype: str, model: str, num_moments: int = 2
+) -> Workload:
+    """The workload of one of our decoders, with the kinds `embedding`, `layer`, `norm` and `head`.
+
+    Args:
+        config: of a model of `zorselike/models`.
+        sequence_length: tokens of a row.
+        dtype: what layers compute in, `float32`, `bfloat16` or `float16`.
+        model: its name for people, plans and profiles, such as `llama 7b`.
+        num_moments: averages that the optimizer keeps of each parameter.
+
+    Raises:
+        ConfigError: The sequence is longer than the model takes, or the dtype is not one of these.
+    """
+    if dtype not in ITEMSIZES:
+        raise ConfigError(f"workload: there is no dtype {dtype!r}; choose one of {', '.join(ITEMSIZES)}")
+    if not 1 <= sequence_length <= config.max_seq_len:
+        raise ConfigError(
+            f"workload: rows of {sequence_length} tokens do not fit max_seq_len = {config.max_seq_len} of "
+            f"{model}; shorten them or raise max_seq_len"
+        )
+    names = module_names(config)
+    kinds = {
+        kind.name: kind
+        for kind in _make_kinds(config, sequence_length=sequence_length, itemsize=ITEMSIZES[dtype])
+    }
+    return Workload(
+        model=model,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        layers=tuple((name, _KINDS.get(name, "layer")) for name in names),
+        kinds=kinds,
+        ties=((names[0], names[-1]),) if config.tie_embeddings else (),
+        num_moments=num_moments,
+    )
+
+
+def _make_kinds(config: DecoderConfig, *, sequence_length: int, itemsize: int) -> list[LayerKind]:
+    module_bytes = count_module_bytes(config, itemsize=itemsize)
+    parameters = parameters_by_module(config)
+    flops = forward_flops_by_module(config, sequence_length)
+    hidden = sequence_length * config.dim
+
+    def make(
+        name: str, module: str, tokens: TokenBytes, inputs: int, outputs: int, borrowed: int = 0
+    ) -> LayerKind:
+        return LayerKind(
+            name=name,
+            num_parameters=parameters[module],
+            num_borrowed=borrowed,
+            forward_flops_per_row=sequence_length * flops[module],
+            input_elements_per_row=inputs,
+            output_elements_per_row=outputs,
+            activation_bytes_per_row=sequence_length * tokens.kept,
+            working_bytes_per_row=sequence_length * tokens.working,
+        )
+
+    weights = config.vocab_size * config.dim if config.tie_embeddings else 0
+    logits = sequence_length * config.vocab_size
+    return [
+        make("embedding", "tok_embeddings", module_bytes.embedding, 0, hidden),
+        make("layer", "layers.0", module_bytes.layer, hidden, hidden),
+        make("norm", "norm", module_bytes.norm, hidden, hidden),
+        make("head", "output", module_bytes.head, hidden, logits, weights),
+    ]
