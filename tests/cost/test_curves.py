@@ -110,6 +110,16 @@ def test_the_way_is_chosen_by_what_it_predicts_of_points_left_out() -> None:
     assert smooth.held_out_error is not None and smooth.held_out_error < 0.01
 
 
+def test_a_line_that_misses_a_measured_point_is_not_taken() -> None:
+    rows = [1, 2, 3, 4, 5, 6, 7, 8]
+    kinked = [3.0, 4.1, 5.9, 8.1, 9.9, 12.1, 13.9, 16.1]
+    curve = fit_curve(rows, kinked)
+    assert curve.method != "line"
+    assert curve(1) == pytest.approx(3.0)
+    kinked[0] = 2.0
+    assert fit_curve(rows, kinked).method == "line"
+
+
 def test_a_spline_that_falls_between_points_is_not_taken() -> None:
     rows = [1, 2, 3, 4, 5, 6]
     curve = fit_curve(rows, [1.0, 1.0, 1.0, 9.0, 9.0, 9.0])

@@ -140,7 +140,9 @@ def test_copies_are_numbered_from_where_one_says() -> None:
         ),
         ('["T4", "L4"]', '["T4", "L44"]', "node small: there is no device type 'L44'; did you mean 'L4'?"),
         ('["T4", "L4"]', "[]", "node small: it has no devices"),
-        ("count = 4", "count = 0", "nodes[0].count is 0; it must be 1 or more"),
+        ("count = 4", "count = 0", "nodes[0].count is 0; it must be from 1 to 256"),
+        ("count = 4", "count = 4000000000", "nodes[0].count is 4000000000; it must be from 1 to 256"),
+        ("copies = 2", "copies = 20000", "nodes[0].copies is 20000; it must be from 1 to 10000"),
         ("count = 4", "count = 4.0", "nodes[0].count is 4.0; it must be an integer"),
         ('device = "A100-40"', "", "nodes[0].devices or nodes[0].device, one of them must be given"),
         ('["T4", "L4"]', '["T4", "L4"]\ncount = 2', "nodes[1].count goes with device"),
@@ -247,9 +249,20 @@ def test_a_cluster_made_in_python_is_judged_when_it_is_saved(tmp_path: Path) -> 
             tmp_path / "x"
         )
     with pytest.raises(ClusterError, match="the cluster has no nodes"):
-        Cluster(nodes=()).save(tmp_path / "x")
+        Cluster(nodes=()).validate()
+    with pytest.raises(ClusterError, match="default_link: bandwidth is inf bytes/s, above 10TB/s"):
+        Cluster(nodes=(node,), default_link=Link(float("inf"))).validate()
     with pytest.raises(ClusterError, match="is a directory"):
         Cluster(nodes=(node,)).save(tmp_path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(TEXT) - 1), st.integers(0, 12), st.text(string.printable, max_size=4))
+def test_a_slip_anywhere_is_read_or_refused_in_one_line(start: int, length: int, slip: str) -> None:
+    try:
+        parse_cluster(TEXT[:start] + slip + TEXT[start + length :])
+    except ClusterError as error:
+        assert len(str(error).splitlines()) == 1
 
 
 # -- round trip ------------------------------------------------------------------------------

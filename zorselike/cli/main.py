@@ -6,17 +6,31 @@ it is used: `zorselike --help` answers at once.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import tyro
 
+from zorselike.cli.doctor import Doctor
+from zorselike.cli.plan import PlanCommand
+from zorselike.cli.profile import ProfileCommand
 from zorselike.cli.show import Show
+from zorselike.cli.simulate import Simulate
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.runtime.launcher import report_mistake
 
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
-COMMANDS: dict[str, type[Command]] = {"show": Show}
+COMMANDS: dict[str, type[Command]] = {
+    "doctor": Doctor,
+    "plan": PlanCommand,
+    "profile": ProfileCommand,
+    "show": Show,
+    "simulate": Simulate,
+}
 
 
 class Command(Protocol):
@@ -38,8 +52,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
-        command.run()
+        with _plain_warnings():
+            command.run()
     except _USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report_mistake(error)
         return 2
     return 0
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings inside are for people: a line each, without the place in the program, each once."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        # Ranks conclude alike: the first one tells.
+        if str(message) not in told and os.environ.get("RANK", "0") == "0":
+            told.add(str(message))
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

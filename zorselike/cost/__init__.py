@@ -1,4 +1,4 @@
-"""What a plan costs: memory today; time and money with the profiler. No torch."""
+"""What a plan costs: memory, time and money. No torch."""
 
 from zorselike.cost.memory import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
 

@@ -21,7 +21,7 @@ from zorselike.cost.sizes import (
     measure_ministages,
 )
 from zorselike.cost.step_costs import StepCosts, UnitBytes
-from zorselike.cost.wires import make_network
+from zorselike.cost.wires import REACHED_OF_BUS, make_network
 from zorselike.plan.cluster import Cluster, Place
 from zorselike.plan.errors import ClusterError, PlanError, ProfileError
 from zorselike.plan.plan import Plan, Recompute
@@ -91,7 +91,7 @@ def make_costs(
         price_per_hour=sum(cluster.nodes[node].price_per_hour for node in {place.node for place in places}),
         egress_price_per_gb=_find_egress_prices(cluster, places),
         currency=cluster.currency,
-        assumptions=clock.assumptions,
+        assumptions=(*clock.assumptions, *_list_unmeasured_copies(plan, cluster, places, profile)),
     )
 
 
@@ -212,6 +212,23 @@ def _find_memory(cluster: Cluster, places: Sequence[Place]) -> tuple[int, ...]:
                 return ()
             found.append(memory_bytes)
     return tuple(found)
+
+
+def _list_unmeasured_copies(
+    plan: Plan, cluster: Cluster, places: Sequence[Place], profile: Profile
+) -> list[str]:
+    """A line for each type of device that offloads over a bus that only the catalogue knows."""
+    measured = {rates.device for rates in profile.host_links}
+    devices = {
+        cluster.device_type(places[rank])
+        for group in plan.groups
+        for rank in group.flat_ranks
+        if group.offload and cluster.nodes[places[rank].node].host_link is None
+    }
+    return [
+        f"{device}: copies between it and its host were not measured; {REACHED_OF_BUS:.0%} of its bus"
+        for device in sorted(devices - measured)
+    ]
 
 
 def _find_egress_prices(cluster: Cluster, places: Sequence[Place]) -> Mapping[tuple[int, int], float]:

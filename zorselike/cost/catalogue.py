@@ -1,9 +1,10 @@
 """What device types can do, from their makers' papers: memory, peak FLOP/s, bandwidths.
 
-Peaks are dense, without sparsity, with fp32 accumulation; fp32 is that of the ordinary cores, since
-torch does not round fp32 products to TF32 unless told to. Memory is what torch reports as the total,
-some percent below the data sheet's round number (error correction, what the driver keeps), to a tenth
-of a GiB. The host link is one way of the bus in theory; four fifths of it are reached.
+Peaks are dense, without sparsity, with fp32 accumulation; fp32 is that of NVIDIA's ordinary cores, since
+torch does not round fp32 products to TF32 unless told to, and that of AMD's matrix cores. Memory is what
+torch reports as the total, some percent below the data sheet's round number (error correction, what the
+driver keeps), to a tenth of a GiB. The host link is one way of the bus in theory; four fifths of it are
+reached.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ _ROWS = (
     _Row("RTX2080Ti", "RTX 2080 Ti", 10.7, None, 53.8, 13.4, 616, PCIE3, "NVIDIA Turing paper, reference"),
     _Row("TitanRTX", "TITAN RTX", 23.6, None, 130.5, 16.3, 672, PCIE3, "NVIDIA Turing paper"),
     # One of the card's two dies, which torch sees as a device each.
-    _Row("MI250", "MI250", 63.9, 181, 181, 45.3, 1638, PCIE4, "AMD MI250 data sheet, halved: one die"),
+    _Row("MI250", "MI250", 63.9, 181, 181, 45.3, 1638, PCIE4, "AMD MI250 data sheet, half of it: one die"),
     _Row("MI300X", "MI300X", 191.7, 1307, 1307, 163.4, 5300, PCIE5, "AMD MI300X data sheet"),
 )
 

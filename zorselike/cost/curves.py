@@ -26,6 +26,10 @@ MIN_POINTS_TO_CHOOSE = 4
 """With fewer, one point in the middle would decide: straight pieces."""
 MIN_SPLINE_POINTS = 4
 
+MAX_LINE_ERROR = 0.05
+"""A line that misses a measured point by more, relative to it, is not taken: at the fewest rows it may well
+be negative, and those are computed most."""
+
 SLOPE_SHARE = 0.75
 """The slope beyond the largest measurement is that of a line through this share of the points, the largest
 ones: two points alone have the noise of both."""
@@ -188,6 +192,12 @@ def _falls(points: _Points) -> bool:
     return bool((slope(at) < -1e-9 * steepest).any())
 
 
+def _misses(points: _Points) -> bool:
+    """Whether the line by some points is too far from one of them."""
+    line = _fit_line(points)
+    return any(abs(line(x) - y) > MAX_LINE_ERROR * y for x, y in points)
+
+
 def _choose(points: _Points) -> tuple[Method, float | None]:
     """The way that predicts points left out best, and its mean relative error."""
     if len(points) < MIN_POINTS_TO_CHOOSE:
@@ -195,6 +205,8 @@ def _choose(points: _Points) -> tuple[Method, float | None]:
     errors: dict[Method, float] = {}
     for method in METHODS:
         if method == "spline" and (len(points) <= MIN_SPLINE_POINTS or _falls(points)):
+            continue
+        if method == "line" and _misses(points):
             continue
         errors[method] = fmean(_leave_out(points, i, _FITS[method]) for i in range(1, len(points) - 1))
     best = min(errors, key=lambda method: errors[method])

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from zorselike.cost.activations import TokenBytes, count_embedding
 from zorselike.cost.memory import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
+from zorselike.cost.sizes import Holding, RowBytes, UnitSize, add_up
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.wording import count
 from zorselike.schedule import build
@@ -230,27 +231,24 @@ def _measure(
 ) -> MinistageBytes:
     """Sizes of one ministage. One that borrows the embedding's weights does not update them, and on
     neither side do they leave the device; where nobody borrows, both uses are in one ministage."""
-    numbers = dict(part)
-    if shape.is_tied and not borrows:
-        numbers.pop("output", None)
-    num_parameters, largest = sum(numbers.values()), max(numbers.values())
-    num_updated = num_parameters - (shape.output_parameters if borrows else 0)
     tokens = [_count_tokens(name, shape, job, setting) for name, _ in part]
-    hidden = shape.dim * job.itemsize
-    return MinistageBytes(
-        gathered_bytes=num_parameters * job.itemsize,
-        shard_bytes=num_parameters * job.itemsize,
-        kept_shard_bytes=shape.output_parameters * job.itemsize if borrows or lends else 0,
-        gradient_bytes=num_parameters * _FP32,
-        gradient_shard_bytes=num_parameters * _FP32,
-        state_bytes=num_updated * _FP32 * (job.num_moments + job.masters),
-        masters=job.masters,
-        activation_bytes_per_row=job.seq_len * sum(module.kept for module in tokens),
-        working_bytes_per_row=job.seq_len * max(module.working for module in tokens),
-        boundary_bytes_per_row=job.seq_len * hidden,
-        largest_unit_bytes=largest * job.itemsize,
-        largest_unit_gradient_bytes=largest * _FP32,
+    rows = RowBytes(
+        activation_bytes=job.seq_len * sum(module.kept for module in tokens),
+        working_bytes=job.seq_len * max(module.working for module in tokens),
+        boundary_bytes=job.seq_len * shape.dim * job.itemsize,
     )
+    shared = shape.output_parameters
+    units = [
+        UnitSize(
+            num_parameters=number,
+            num_trainable=number,
+            num_borrowed=shared if borrows and name == "output" else 0,
+            num_tied=shared if (borrows and name == "output") or (lends and name == "tok_embeddings") else 0,
+        )
+        for name, number in part
+        if borrows or not shape.is_tied or name != "output"
+    ]
+    return add_up(units, rows, Holding(itemsize=job.itemsize, num_moments=job.num_moments))
 
 
 def _count_tokens(name: str, shape: ModelShape, job: Job, setting: Setting) -> TokenBytes:

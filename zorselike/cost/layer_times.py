@@ -11,6 +11,7 @@ from zorselike.cost.curves import Curve, fit_curve
 from zorselike.cost.profile import LayerTimes, Profile
 from zorselike.plan.errors import ClusterError, ProfileError
 from zorselike.plan.plan import Recompute
+from zorselike.plan.wording import count
 from zorselike.plan.workload import LayerKind, Workload
 
 REACHED_OF_PEAK = 0.45
@@ -120,11 +121,11 @@ class LayerClock:
         self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
     ) -> float | None:
         """From times of this kind on this device, if there are any."""
-        own = self._fit((kind, device, recompute, tensor_parallel))
+        own = self._fit((kind, device, recompute, tensor_parallel), rows)
         if own is not None:
             return (own.forward if which == "forward" else own.backward)(rows)
         other: Recompute = "layer" if recompute == "none" else "none"
-        near = self._fit((kind, device, other, tensor_parallel))
+        near = self._fit((kind, device, other, tensor_parallel), rows)
         if near is None:
             return None
         if which == "forward":
@@ -135,10 +136,16 @@ class LayerClock:
         self._assume(f"{kind} on {device}: measured with recomputation only; backward without its forward")
         return max(0.0, near.backward(rows) - near.forward(rows))
 
-    def _fit(self, key: _Key) -> _Fitted | None:
+    def _fit(self, key: _Key, rows: int) -> _Fitted | None:
+        """One entry as curves, if there is one; notes where `rows` are beyond what was measured."""
         times = self._times.get(key)
         if times is None:
             return None
+        if rows > times.rows[-1]:
+            self._assume(
+                f"{times.kind} on {times.device}: more than the {count(times.rows[-1], 'row')} that were "
+                "measured; straight on from there"
+            )
         if key not in self._fitted:
             name = name_times(times)
             self._fitted[key] = _Fitted(

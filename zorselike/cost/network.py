@@ -12,13 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zorselike.cost.curves import Curve
+from zorselike.cost.profile import Collective
 from zorselike.plan.cluster import Cluster, Link, Place
 from zorselike.plan.errors import ClusterError
 
-CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+CollectiveOp = Collective
 
 Key = tuple[str, tuple[str, ...], int]
 """A collective, the types of its devices sorted, and over how many nodes they are."""
@@ -96,7 +97,10 @@ class Network:
     """By nodes from and to; the same node twice: its fabric, without the devices' ports."""
     collectives: Mapping[Key, Curve] = field(default_factory=dict)
     """Measured seconds against bytes of the whole buffer."""
-    _found: dict[object, tuple[Flow, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _found: dict[object, tuple[Flow, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By what was asked for: a step asks for the same again and again."""
 
     def transfer(self, source: int, target: int, num_bytes: float) -> Flow:
         """One rank sends to another.
@@ -140,7 +144,7 @@ class Network:
         the ring crosses and one per node inside it; all start together, and the last to end ends it.
 
         Over each edge of a ring of n go (n-1)/n of the buffer in n - 1 steps for an all-gather or a
-        reduce-scatter, twice that for an all-reduce, and all of it for a broadcast. A rank alone: no flows.
+        reduce-scatter, and twice that for an all-reduce. A rank alone: no flows.
         """
         if len(ranks) < 2:
             return ()
@@ -155,43 +159,23 @@ class Network:
 
     def _ring_flows(self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float) -> tuple[Flow, ...]:
         ring = sorted(ranks, key=lambda rank: self.places[rank])
-        edges = [_Edge(a, b) for a, b in pairwise([*ring, ring[0]])]
-        num_steps = len(ring) - 1
-        share, num_rounds = num_steps / len(ring), 1
-        if op == "broadcast":
-            share = 1.0
-        elif op == "all_reduce":
-            num_rounds = 2
-        edge_bytes = num_rounds * share * num_bytes
-        chunk_bytes = num_bytes / len(ring)
-        inside: dict[int, list[_Edge]] = {}
-        flows = []
-        for edge in edges:
-            source, target = self._nodes(*edge)
-            if source == target:
-                inside.setdefault(source, []).append(edge)
-            else:
-                flows.append(self._edge_flow([edge], edge_bytes, chunk_bytes, num_rounds * num_steps))
-        flows += [
-            self._edge_flow(own, edge_bytes, chunk_bytes, num_rounds * num_steps) for own in inside.values()
-        ]
-        return tuple(flows)
+        edges: dict[tuple[int, int], list[_Edge]] = {}
+        for source, target in pairwise([*ring, ring[0]]):
+            edges.setdefault(self._nodes(source, target), []).append(_Edge(source, target))
+        num_steps = (len(ring) - 1) * (2 if op == "all_reduce" else 1)
+        return tuple(self._edge_flow(own, num_bytes / len(ring), num_steps) for own in edges.values())
 
-    def _edge_flow(
-        self, edges: Sequence[_Edge], edge_bytes: float, chunk_bytes: float, num_steps: int
-    ) -> Flow:
-        """All edges inside a node, or one between two nodes. Where they share one capacity, the flow has
-        the bytes of all of them."""
+    def _edge_flow(self, edges: Sequence[_Edge], chunk_bytes: float, num_steps: int) -> Flow:
+        """One chunk a step over all edges inside a node, or over the one between two. Edges that share one
+        capacity are a flow of the bytes of all of them."""
         ways = [self._way(*edge) for edge in edges]
         link = ways[0][0].link
         nodes = self._nodes(*edges[0])
-        capacities = tuple(dict.fromkeys(index for _, own in ways for index in own))
         port = self.ports[edges[0].source]
-        is_shared = nodes[0] == nodes[1] and port.send == port.receive
-        times = len(edges) if is_shared else 1
+        times = len(edges) if nodes[0] == nodes[1] and port.send == port.receive else 1
         return Flow(
-            times * edge_bytes,
-            capacities,
+            times * num_steps * chunk_bytes,
+            tuple(dict.fromkeys(index for _, capacities in ways for index in capacities)),
             times * link.rate(max(chunk_bytes, 1.0)),
             num_steps * link.latency_s,
             None if nodes[0] == nodes[1] else nodes,

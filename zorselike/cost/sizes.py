@@ -84,7 +84,7 @@ def add_up(units: Sequence[UnitSize], rows: RowBytes, holding: Holding) -> Minis
         gradient_bytes=sum(gradients),
         gradient_shard_bytes=gradient_itemsize * trained,
         state_bytes=state_itemsize * updated,
-        masters=holding.masters and updated > 0,
+        masters=holding.masters,
         activation_bytes_per_row=rows.activation_bytes,
         working_bytes_per_row=rows.working_bytes,
         boundary_bytes_per_row=rows.boundary_bytes,

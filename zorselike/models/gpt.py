@@ -113,4 +113,6 @@ GPT_FLAVORS = {
     "350m": _gpt(1024, 24, 16, vocab_size=50_272, max_seq_len=2048),
     "2.7b": _gpt(2560, 32, 20, max_seq_len=2048),
 }
-"""`124m` is GPT-2. `350m` and `2.7b` have the sizes of OPT-350M and GPT-Neo 2.7B in GPT-2's design."""
+"""`124m` is GPT-2. `350m` and `2.7b` have the sizes of OPT-350M and GPT-Neo 2.7B in GPT-2's design: layers
+are alike in parameters, but OPT-350M's embedding of width 512 with its two projections is one of width
+1024 here, OPT's two more positions are missing, and GPT-Neo's biases and local attention are GPT-2's."""

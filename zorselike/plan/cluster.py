@@ -155,9 +155,17 @@ class Cluster:
 
         save_cluster(self, path)
 
+    def validate(self) -> Cluster:
+        """Returns the cluster itself if it can be; raises `ClusterError` otherwise."""
+        from zorselike.plan.validate_cluster import validate_cluster
+
+        validate_cluster(self)
+        return self
+
     @cached_property
     def fingerprint(self) -> str:
-        """Twelve hex digits that change with anything in it but its name."""
+        """Twelve hex digits that change with anything in it but its name; raises `ClusterError` as
+        `validate` does."""
         from zorselike.plan.cluster_toml import fingerprint
 
         return fingerprint(self)

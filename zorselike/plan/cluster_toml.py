@@ -65,6 +65,9 @@ NODE_KEYS = (
     "nic",
 )
 
+MAX_COUNT, MAX_COPIES = 256, 10_000
+"""Devices of a node and nodes alike that are no slip."""
+
 Pair = tuple[str, str]
 
 
@@ -160,7 +163,9 @@ def _read_nodes(table: Mapping[str, Any], where: str) -> list[Node]:
         fabric_total_bytes_per_s=read_optional(table, "fabric_total", read_rate, None, where),
         nic=read_optional(table, "nic", _read_link_table, None, where),
     )
-    copies = read_optional(table, "copies", _read_positive, None, where)
+    copies = None
+    if "copies" in table:
+        copies = _read_count(table, "copies", MAX_COPIES, where)
     first = read_optional(table, "first", read_int, 0, where)
     if copies is None:
         if "first" in table:
@@ -185,7 +190,7 @@ def _read_devices(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
             raise FileError(f"{where}count goes with device; with devices list each, or leave count out")
         return read(table, "devices", read_strings, where)
     type = read(table, "device", read_str, where)
-    return (type,) * read_optional(table, "count", _read_positive, 1, where)
+    return (type,) * (_read_count(table, "count", MAX_COUNT, where) if "count" in table else 1)
 
 
 def _read_memory(table: Mapping[str, Any], where: str, num_devices: int) -> tuple[int, ...]:
@@ -196,10 +201,10 @@ def _read_memory(table: Mapping[str, Any], where: str, num_devices: int) -> tupl
     return () if value is None else (read_memory(value, f"{where}device_memory"),) * num_devices
 
 
-def _read_positive(value: object, where: str) -> int:
-    number = read_int(value, where)
-    if number < 1:
-        raise FileError(f"{where} is {number}; it must be 1 or more")
+def _read_count(table: Mapping[str, Any], key: str, most: int, where: str) -> int:
+    number = read(table, key, read_int, where)
+    if not 1 <= number <= most:
+        raise FileError(f"{where}{key} is {number}; it must be from 1 to {most}")
     return number
 
 

@@ -5,6 +5,7 @@ A number without a unit is refused everywhere, since bits and bytes, and GB and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -88,7 +89,10 @@ def show_time(seconds: float) -> str:
 def _parse(text: str, units: Mapping[str, float]) -> float | None:
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]+)\s*", text)
     factor = units.get(match[2]) if match else None
-    return _times(match[1], factor) if match and factor else None
+    if match is None or factor is None:
+        return None
+    value = _times(match[1], factor)
+    return value if math.isfinite(value) else None
 
 
 def _times(number: str, factor: float) -> float:

@@ -171,12 +171,13 @@ def _validate_link(link: Link, where: str) -> None:
 
 
 def _require_rate(rate: float, where: str) -> None:
-    if rate > MAX_BYTES_PER_S and math.isfinite(rate):
+    if rate > MAX_BYTES_PER_S:
+        shown = show_rate(rate) if math.isfinite(rate) else f"{rate} bytes/s"
         raise ClusterError(
-            f"{where} is {show_rate(rate)}, above {show_rate(MAX_BYTES_PER_S)}, which no link reaches; check "
-            "its unit: 25Gb/s are bits and 25GB/s bytes"
+            f"{where} is {shown}, above {show_rate(MAX_BYTES_PER_S)}, which no link reaches; check its unit: "
+            "25Gb/s are bits and 25GB/s bytes"
         )
-    if not 0 < rate <= MAX_BYTES_PER_S:
+    if not rate > 0:
         raise ClusterError(f"{where} is {rate:g} bytes/s; it must be above 0")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
@@ -25,6 +26,18 @@ def reset_after_failure(root: FSDPModule) -> bool:
         return False
     reset()
     return True
+
+
+def all_gather_whole(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """All ranks' `own`, one after the other, in `whole`; 2.13 gave it another name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own, group=group)
+
+
+def reduce_scatter_whole(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the sum of all ranks' `whole`; 2.13 gave it another name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(own, whole, group=group)
 
 
 def default_store() -> Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zorselike.cost.sizes import is_layer
 from zorselike.runtime.tracing import Recorder
 
 
@@ -33,8 +34,3 @@ def measure_layer_inputs(
                     sizes[identity] = InputBytes(low - rows[0] * per_row, per_row)
         found.append(tuple(sizes.values()))
     return tuple(found)
-
-
-def is_layer(name: str) -> bool:
-    """Whether a unit is one of a container's numbered layers (the ones worth recomputing)."""
-    return name.rpartition(".")[2].isdigit()

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from zorselike.cost.sizes import is_layer
 from zorselike.plan.plan import Group
 from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure
 from zorselike.runtime.call_order import CallOrder
 from zorselike.runtime.gradients import HALF
-from zorselike.runtime.layer_inputs import is_layer
 from zorselike.runtime.masters import place_masters, take_masters
 from zorselike.runtime.memory import Memory
 from zorselike.runtime.mirror import Mirror

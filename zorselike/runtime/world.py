@@ -14,6 +14,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,33 @@ def check_world(
         ConfigError: CUDA is asked for, by the plan or otherwise, where there is none.
         ClusterError: The nodes' software or devices do not fit together.
     """
+    rank_of, checks = _list_checks(processes, plan, device)
+    for check in checks:
+        check()
+    return rank_of
+
+
+def find_mistakes(
+    processes: Sequence[ProcessInfo], plan: Plan | None = None, *, device: str | None = None
+) -> list[ValueError]:
+    """Everything for which `check_world` would raise, one error of each kind."""
+    try:
+        _, checks = _list_checks(processes, plan, device)
+    except (PlanError, ClusterError) as error:
+        return [error]
+    found: list[ValueError] = []
+    for check in checks:
+        try:
+            check()
+        except (PlanError, ConfigError, ClusterError) as error:
+            found.append(error)
+    return found
+
+
+def _list_checks(
+    processes: Sequence[ProcessInfo], plan: Plan | None, device: str | None
+) -> tuple[dict[int, int], list[Callable[[], None]]]:
+    """The plan's rank for each process's rank, and the checks; raises where there are no such ranks."""
     processes = sorted(processes, key=lambda process: process.rank)
     rank_of = {process.rank: process.rank for process in processes}
     if plan is not None:
@@ -157,15 +185,16 @@ def check_world(
         places = [Process(process.node, process.local_rank, "", process.rank) for process in processes]
         rank_of = match_devices(plan, places)
     types = _planned_types(plan, rank_of)
-    _check_cuda_exists(processes, types, device)
-    _check_same(processes, "zorselike", lambda process: process.zorselike)
-    _check_same(processes, "torch", lambda process: _base_version(process.torch))
-    _check_compiled(processes)
-    _check_kinds(processes, types)
-    _check_types(processes, types, rank_of)
     on_gpu = [process for process in processes if process.device == "cuda"]
-    _check_same(on_gpu, "NCCL", lambda process: process.nccl)
-    return rank_of
+    return rank_of, [
+        partial(_check_cuda_exists, processes, types, device),
+        partial(_check_same, processes, "zorselike", lambda process: process.zorselike),
+        partial(_check_same, processes, "torch", lambda process: _base_version(process.torch)),
+        partial(_check_compiled, processes),
+        partial(_check_kinds, processes, types),
+        partial(_check_types, processes, types, rank_of),
+        partial(_check_same, on_gpu, "NCCL", lambda process: process.nccl),
+    ]
 
 
 def runs_on(architecture: str, compiled: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
-"""From an order of computations to a whole schedule, for plans with one rank a group.
+"""From an order of computations to a whole schedule.
 
-`build` decides the order of computations itself; here it is given, by a file of another system,
-and gets what `build` would put around it: transfers, gathers, reductions, updates.
+`build` decides the order of computations itself; here it is given, by a file of another system or a
+rule of one, and gets what `build` would put around it: transfers, gathers, reductions, updates.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, SENDS, Action, Kind
 from zorselike.schedule.build import RECEIVE_AHEAD
 from zorselike.schedule.demands import Demands
 from zorselike.schedule.errors import ScheduleError
+from zorselike.schedule.transfers import NumberedMicrobatch, Transfer, match_rows, number_microbatches
 
 # -- transfers ---------------------------------------------------------------------------------
 
@@ -38,56 +41,102 @@ def add_transfers(demands: Demands, lists: Mapping[int, Sequence[Action]]) -> di
     Args:
         lists: per rank, its computations in order.
     """
-    sends = {rank: [_send_after(demands, rank, action) for action in own] for rank, own in lists.items()}
+    transfers = find_transfers(demands, lists)
     channels: defaultdict[int, defaultdict[tuple[int, Kind], list[Action]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for source, own in sends.items():
-        for send in own:
-            if send is not None:
-                assert send.peer is not None and send.ministage is not None
-                kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
-                receive = replace(
-                    send, kind=kind, ministage=send.ministage + direction(send.kind), peer=source
-                )
-                channels[send.peer][source, kind].append(receive)
+    sends: dict[int, list[list[Action]]] = {}
+    for source, own in transfers.items():
+        sends[source] = [[pair.send for pair in pairs] for pairs in own]
+        for pair in chain.from_iterable(own):
+            assert pair.send.peer is not None
+            channels[pair.send.peer][source, pair.receive.kind].append(pair.receive)
     return {rank: _merge(own, sends[rank], channels[rank]) for rank, own in lists.items()}
 
 
-def _send_after(demands: Demands, rank: int, computation: Action) -> Action | None:
-    """What leaves the rank with a computation's results, if they go to another one."""
+class Pair(NamedTuple):
+    """Both ends of a transfer."""
+
+    send: Action
+    receive: Action
+
+
+def find_transfers(
+    demands: Demands, lists: Mapping[int, Sequence[Action]]
+) -> dict[int, list[tuple[Pair, ...]]]:
+    """Per rank, for each of its computations, what leaves with its results."""
+    by_row = [number_microbatches(group) for group in demands.plan.groups]
+    starts = [[item.microbatch.start for item in items] for items in by_row]
+    found: dict[int, list[tuple[Pair, ...]]] = {}
+    for rank, own in lists.items():
+        microbatches = demands.plan.microbatches_of_rank(rank)
+        found[rank] = []
+        for computation in own:
+            assert computation.ministage is not None and computation.microbatch is not None
+            target = _target_group(demands, computation)
+            if target is None or computation.microbatch >= len(microbatches):
+                found[rank].append(())
+                continue
+            item = NumberedMicrobatch(computation.microbatch, microbatches[computation.microbatch])
+            transfers = match_rows(item, by_row[target], starts[target])
+            found[rank].append(tuple(_pair(computation, transfer) for transfer in transfers))
+    return found
+
+
+def _target_group(demands: Demands, computation: Action) -> int | None:
+    """Who gets a computation's results, if that is another group."""
+    ministage = computation.ministage
+    assert ministage is not None
+    if computation.kind is Kind.B and ministage <= demands.lowest_backward:
+        return None
+    return demands.remote_neighbour(ministage, 1 if computation.kind is Kind.F else -1)
+
+
+def _pair(computation: Action, transfer: Transfer) -> Pair:
+    forward = computation.kind is Kind.F
+    rows = (transfer.start, transfer.stop)
     assert computation.ministage is not None
-    kind = Kind.SEND_F if computation.kind is Kind.F else Kind.SEND_B
-    if demands.remote_neighbour(computation.ministage, direction(kind)) is None:
-        return None
-    if kind is Kind.SEND_B and computation.ministage <= demands.lowest_backward:
-        return None
-    return pin_rows(demands.plan, rank, replace(computation, kind=kind))
+    neighbour = computation.ministage + (1 if forward else -1)
+    return Pair(
+        Action(
+            Kind.SEND_F if forward else Kind.SEND_B,
+            computation.ministage,
+            transfer.source_microbatch,
+            transfer.target,
+            *rows,
+        ),
+        Action(
+            Kind.RECV_F if forward else Kind.RECV_B,
+            neighbour,
+            transfer.target_microbatch,
+            transfer.source,
+            *rows,
+        ),
+    )
 
 
 def _merge(
     computations: Sequence[Action],
-    sends: Sequence[Action | None],
+    sends: Sequence[Sequence[Action]],
     channels: Mapping[tuple[int, Kind], Sequence[Action]],
 ) -> list[Action]:
     """One rank's list; each channel holds what one sender sends, in its order, and is posted in it."""
-    needs = {
-        (receive.kind, receive.ministage, receive.microbatch): (channel, index)
-        for channel, receives in channels.items()
-        for index, receive in enumerate(receives)
-    }
+    needs: defaultdict[tuple[Kind, int | None, int | None], list[tuple[tuple[int, Kind], int]]] = defaultdict(
+        list
+    )
+    for channel, receives in channels.items():
+        for index, receive in enumerate(receives):
+            needs[receive.kind, receive.ministage, receive.microbatch].append((channel, index))
     num_posted: defaultdict[tuple[int, Kind], int] = defaultdict(int)
     actions: list[Action] = []
-    for position, (computation, send) in enumerate(zip(computations, sends, strict=True)):
+    for position, (computation, leaving) in enumerate(zip(computations, sends, strict=True)):
         for ahead in computations[position : position + RECEIVE_AHEAD + 1]:
             kind = Kind.RECV_F if ahead.kind is Kind.F else Kind.RECV_B
-            if (kind, ahead.ministage, ahead.microbatch) in needs:
-                channel, index = needs[kind, ahead.ministage, ahead.microbatch]
+            for channel, index in needs.pop((kind, ahead.ministage, ahead.microbatch), ()):
                 actions += channels[channel][num_posted[channel] : index + 1]
                 num_posted[channel] = max(num_posted[channel], index + 1)
         actions.append(computation)
-        if send is not None:
-            actions.append(send)
+        actions += leaving
     return actions
 
 

@@ -1,0 +1,111 @@
+"""`zorselike doctor`: what would break a long job, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from zorselike.plan.errors import ClusterError
+from zorselike.plan.plan import Plan
+from zorselike.plan.wording import count
+
+if TYPE_CHECKING:
+    from zorselike.cost.profile import LinkTimes
+    from zorselike.profiler.health import Finding
+    from zorselike.profiler.processes import Processes
+
+_SIZES = (2**16, 2**20, 2**24)
+"""Bytes of the messages by which links are judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say what would break a long job on these machines, and what mends it.
+
+    Start it as the job will be started, on every node: torchrun --nproc-per-node gpu ... -m zorselike.cli
+    doctor --data ... Ends with an error if something would break the job.
+    """
+
+    data: tuple[str, ...] = ()
+    """Paths that every rank is to read."""
+
+    plan: Annotated[str | None, tyro.conf.arg(metavar="PLAN.toml")] = None
+    """The plan that is to run: are these its nodes and devices?"""
+
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    """What layers are to compute in."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks are to compute; `auto`: CUDA where torch finds a GPU, else CPU."""
+
+    timeout: float = 60.0
+    """Seconds that ranks wait for each other."""
+
+    def run(self) -> None:
+        plan = None if self.plan is None else Plan.load(self.plan)
+
+        import torch
+
+        from zorselike.profiler.examine import examine
+        from zorselike.profiler.health import describe_links, describe_nodes, find_problems, find_slow_links
+        from zorselike.profiler.processes import join_processes
+
+        wanted = self.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        with join_processes(
+            torch.device("cpu"),
+            timeout_s=self.timeout,
+            described=torch.device(wanted),
+            name_device=lambda info: info.device_name or info.device,
+        ) as processes:
+            own = examine(processes.infos[processes.rank], data=self.data)
+            healths = processes.gather(own)
+            found = find_problems(
+                healths, plan=plan, dtype=self.dtype, device=None if self.device == "auto" else self.device
+            )
+            links = _measure(processes)
+            found += find_slow_links(links)
+            if processes.rank == 0:
+                print(describe_nodes(healths))
+                if links:
+                    print(f"\n{describe_links(links)}")
+                print(f"\n{_describe(found)}", flush=True)
+        _raise_if_broken(found)
+
+
+def _measure(processes: Processes) -> list[LinkTimes]:
+    """Every pair of nodes over Gloo, which any machine has; the same on every rank."""
+    from zorselike.profiler.health import all_pairs
+    from zorselike.profiler.link_timing import measure_links
+    from zorselike.profiler.tasks import describe_source
+
+    found = processes.gather_or_raise(
+        lambda: measure_links(
+            all_pairs(processes.nodes),
+            processes.nodes,
+            rank=processes.rank,
+            group=processes.everyone,
+            device=processes.device,
+            repeats=3,
+            source=describe_source(processes),
+            sizes=_SIZES,
+        )
+    )
+    return [entry for entries in found for entry in entries]
+
+
+def _describe(found: Sequence[Finding]) -> str:
+    if not found:
+        return "nothing found that would break a job"
+    return "\n".join(f"{finding.severity}: {finding.text}" for finding in found)
+
+
+def _raise_if_broken(found: Sequence[Finding]) -> None:
+    broken = [finding for finding in found if finding.severity == "breaks"]
+    if broken:
+        rest = f" (and {len(broken) - 1} more, above)" if len(broken) > 1 else ""
+        raise ClusterError(f"doctor: {count(len(broken), 'thing')} would break a job: {broken[0].text}{rest}")

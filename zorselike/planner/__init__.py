@@ -1,0 +1,1 @@
+"""Plans from a profile and a cluster. Free of torch."""

@@ -1,0 +1,192 @@
+"""A plan by proportion: every group gets layers, and every rank rows, as fast as it is. No search.
+
+Ranks of one device type, or of one node, are a group. A rank's speed is rows per second of one layer of
+the kind of which the model has most. Memory is not looked at: `zorselike simulate` shows what a plan needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from zorselike.cost.layer_times import LayerClock
+from zorselike.plan.cluster import Cluster, Place
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.plan import Device, Group, Ministage, Plan, Recompute
+from zorselike.plan.shares import expand_shares
+from zorselike.plan.wording import count
+from zorselike.plan.workload import Workload
+
+GroupBy = Literal["type", "node"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharesJob:
+    """What a plan by proportion is asked for."""
+
+    global_batch: int
+    """Rows of a step."""
+    group_by: GroupBy = "type"
+    ministages: int = 1
+    """Of each group."""
+    rows_per_microbatch: int = 1
+    """At most; fewer on a device on which the profile found that fewer fit."""
+    zero: int = 2
+    recompute: Recompute = "none"
+    offload: tuple[str, ...] = ()
+
+
+def plan_shares(workload: Workload, cluster: Cluster, clock: LayerClock, job: SharesJob) -> Plan:
+    """A valid plan for all devices of the cluster.
+
+    Raises:
+        ConfigError: There are fewer modules than ministages, or fewer rows than asked for.
+        ProfileError: Nothing is known of the speed of some device.
+    """
+    _check(job)
+    speeds = [_row_speed(workload, cluster.device_type(place), clock, job) for place in cluster.places]
+    members = _group_ranks(cluster, job.group_by)
+    order = tuple(rank for ranks in members for rank in ranks)
+    places = [cluster.places[rank] for rank in order]
+    groups: list[Group] = []
+    start = 0
+    for ranks in members:
+        own = tuple(range(start, start + len(ranks)))
+        start += len(ranks)
+        rows = apportion(job.global_batch, [speeds[rank] for rank in ranks])
+        shares = [
+            (rank, num_rows, _rows_at_once(workload, cluster.device_type(places[rank]), clock, job))
+            for rank, num_rows in zip(own, rows, strict=True)
+        ]
+        groups.append(
+            Group(
+                ranks=own,
+                microbatches=expand_shares(shares, job.global_batch),
+                zero=job.zero,
+                recompute=job.recompute,
+                offload=job.offload,
+            )
+        )
+    group_speeds = [sum(speeds[rank] for rank in ranks) for ranks in members]
+    return Plan(
+        global_batch=job.global_batch,
+        groups=tuple(groups),
+        ministages=_cut(workload, group_speeds, job.ministages, _weights(workload, cluster, clock, job)),
+        devices=_name_devices(cluster, places),
+        sequence_length=workload.sequence_length,
+        model=workload.model,
+        cluster_fingerprint=cluster.fingerprint,
+        workload_fingerprint=workload.fingerprint,
+    ).validate()
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `total`, in proportion to positive weights: what is left after rounding
+    down goes to the largest remainders (Hamilton's method), among equals to the first."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    given = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: given[i] - exact[i])
+    for i in by_remainder[: total - sum(given)]:
+        given[i] += 1
+    return given
+
+
+def cut_in_proportion(weights: Sequence[float], shares: Sequence[float]) -> list[int]:
+    """Where to cut a row of things so that piece `i` has about `shares[i]` of the weight and none is empty:
+    the end of each piece. There are at least as many things as pieces."""
+    edges = [0.0, *accumulate(weights)]
+    wanted = list(accumulate(shares))
+    ends: list[int] = []
+    for piece, reached in enumerate(wanted):
+        least = (ends[-1] if ends else 0) + 1
+        most = len(weights) - (len(shares) - 1 - piece)
+        target = edges[-1] * reached / wanted[-1]
+        ends.append(min(range(least, most + 1), key=lambda end: abs(edges[end] - target)))
+    ends[-1] = len(weights)
+    return ends
+
+
+def _check(job: SharesJob) -> None:
+    for flag, number in (
+        ("--global-batch", job.global_batch),
+        ("--ministages", job.ministages),
+        ("--rows-per-microbatch", job.rows_per_microbatch),
+    ):
+        if number < 1:
+            raise ConfigError(f"plan: {flag} is {number}; it must be at least 1")
+
+
+def _typical(workload: Workload) -> str:
+    """The kind of which the model has most."""
+    names = [kind for _, kind in workload.layers]
+    return max(dict.fromkeys(names), key=names.count)
+
+
+def _row_speed(workload: Workload, device: str, clock: LayerClock, job: SharesJob) -> float:
+    """Rows per second through one typical layer, in microbatches as they will be computed."""
+    kind = _typical(workload)
+    rows = _rows_at_once(workload, device, clock, job)
+    seconds = clock.forward_s(kind, device, rows, job.recompute)
+    seconds += clock.backward_s(kind, device, rows, job.recompute)
+    if seconds <= 0:
+        raise ConfigError(f"plan: {kind} takes no time on {device} by the profile; measure it again")
+    return rows / seconds
+
+
+def _rows_at_once(workload: Workload, device: str, clock: LayerClock, job: SharesJob) -> int:
+    fits = clock.max_rows(_typical(workload), device, job.recompute)
+    return min(job.rows_per_microbatch, job.global_batch, fits or job.rows_per_microbatch)
+
+
+def _group_ranks(cluster: Cluster, group_by: GroupBy) -> list[list[int]]:
+    """Positions in `cluster.places` of each group's devices, in the cluster's order."""
+    found: dict[object, list[int]] = {}
+    for rank, place in enumerate(cluster.places):
+        key = cluster.device_type(place) if group_by == "type" else place.node
+        found.setdefault(key, []).append(rank)
+    return list(found.values())
+
+
+def _weights(workload: Workload, cluster: Cluster, clock: LayerClock, job: SharesJob) -> list[float]:
+    """What each module costs beside the others: its share of a row's time, averaged over device types."""
+    types = sorted({cluster.device_type(place) for place in cluster.places})
+    seconds: Mapping[str, dict[str, float]] = {
+        device: {
+            kind: clock.forward_s(kind, device, rows, job.recompute)
+            + clock.backward_s(kind, device, rows, job.recompute)
+            for kind in workload.kinds
+        }
+        for device in types
+        for rows in [_rows_at_once(workload, device, clock, job)]
+    }
+    totals = {device: sum(own[kind] for _, kind in workload.layers) for device, own in seconds.items()}
+    return [sum(seconds[device][kind] / totals[device] for device in types) for _, kind in workload.layers]
+
+
+def _cut(
+    workload: Workload, group_speeds: Sequence[float], ministages: int, weights: Sequence[float]
+) -> tuple[Ministage, ...]:
+    """Ministages that visit the groups in turn, each as large as its group is fast."""
+    num_pieces = len(group_speeds) * ministages
+    modules = [module for module, _ in workload.layers]
+    if num_pieces > len(modules):
+        raise ConfigError(
+            f"plan: {count(len(group_speeds), 'group')} of {count(ministages, 'ministage')} need "
+            f"{num_pieces} modules, {workload.model} has {len(modules)}; give fewer --ministages"
+            + ("" if len(group_speeds) <= len(modules) else ", or group by type")
+        )
+    ends = cut_in_proportion(weights, list(group_speeds) * ministages)
+    starts = [0, *ends[:-1]]
+    return tuple(
+        Ministage(i % len(group_speeds), tuple(modules[start:end]))
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
+
+
+def _name_devices(cluster: Cluster, places: Sequence[Place]) -> tuple[Device, ...]:
+    return tuple(
+        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
+        for rank, place in enumerate(places)
+    )

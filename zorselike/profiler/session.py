@@ -1,0 +1,208 @@
+"""One `zorselike profile`: what is measured, how long it will take, and the two files that it leaves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from zorselike.cost.profile import Profile
+from zorselike.plan.cluster import Cluster
+from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.plan.wording import count
+from zorselike.profiler.device_memory import CudaMemory, DeviceMemory, HostMemory
+from zorselike.profiler.found_cluster import FoundNode, make_cluster
+from zorselike.profiler.layer_probes import LayerProbe
+from zorselike.profiler.layer_timing import WARMUPS, LayerBench
+from zorselike.profiler.link_pairs import choose_pairs
+from zorselike.profiler.processes import Processes
+from zorselike.profiler.tasks import Job, Task, devices_by_node, make_tasks, run_tasks
+
+_SECONDS_OF_OTHERS = 5.0
+"""Roughly what links, collectives, updates and copies take each."""
+
+
+def measure(
+    job: Job, processes: Processes, *, path: Path, cluster_path: Path, memory_bytes: int | None
+) -> Profile:
+    """Measures what the file does not have yet, and writes profile and cluster; collective.
+
+    Args:
+        path: of the profile, which is continued if it is there.
+        cluster_path: of the cluster, which is kept if it is there and has these nodes.
+        memory_bytes: as if devices had no more.
+
+    Raises:
+        ProfileError: The file there is of something else.
+        ClusterError: A rank failed, or the cluster there is another.
+    """
+    memory = make_memory(processes, memory_bytes)
+    before = open_profile(job, processes, path)
+    keeps_cluster = _keeps_cluster(job, processes, cluster_path)
+    tasks = make_tasks(job, processes, memory)
+    missing = [task for task in tasks if job.again or not task.is_known(before)]
+    _tell(processes, _describe_start(tasks, missing, path))
+    if missing:
+        seconds = estimate_seconds(job, processes, memory, missing)
+        if seconds is not None:
+            _tell(
+                processes,
+                f"this takes about {show_seconds(seconds)}, less where few rows fit",
+            )
+    with tqdm(total=len(missing), disable=processes.rank != 0, file=sys.stderr, dynamic_ncols=True) as bar:
+        profile = run_tasks(missing, before, processes, path, bar)
+    if processes.rank == 0:
+        profile.save(path)
+        if not keeps_cluster:
+            found_cluster(processes, profile).save(cluster_path)
+    return profile
+
+
+def make_memory(processes: Processes, limit_bytes: int | None) -> DeviceMemory:
+    """The memory that this rank may use."""
+    if processes.device.type == "cuda":
+        return CudaMemory(processes.device, limit_bytes)
+    on_node = processes.nodes[processes.node]
+    return HostMemory(limit_bytes, num_sharing=len(on_node))
+
+
+def open_profile(job: Job, processes: Processes, path: Path) -> Profile:
+    """What rank 0 has in the file, or an empty profile; the same on every rank, as are its errors."""
+    new = Profile(model=job.workload.model, workload_fingerprint=job.workload.fingerprint)
+    found: Profile | ProfileError = new
+    if processes.rank == 0 and path.exists():
+        try:
+            found = Profile.load(path).merge(new)
+        except ProfileError as error:
+            found = ProfileError(
+                f"{error}; {path} can only be continued for the same model, dtype and length: give another "
+                "file by --output, or remove it"
+            )
+    found = processes.share(found)
+    if isinstance(found, ProfileError):
+        raise found
+    return found
+
+
+def found_cluster(processes: Processes, profile: Profile) -> Cluster:
+    """The machines that run here, with what the profile has of their links."""
+    nodes = []
+    for name, ranks in processes.nodes.items():
+        infos = sorted((processes.infos[rank] for rank in ranks), key=lambda info: info.local_rank)
+        on_gpu = [info for info in infos if info.device == "cuda"]
+        nodes.append(
+            FoundNode(
+                name=name,
+                devices=tuple(processes.types[info.rank] for info in infos),
+                memory_bytes=tuple(
+                    info.memory_bytes if on_gpu else info.memory_bytes // len(infos) for info in infos
+                ),
+                host_memory_bytes=min(info.host_room_bytes for info in infos),
+            )
+        )
+    return make_cluster(
+        nodes,
+        host_links=profile.host_links,
+        links=profile.links,
+        stands_for=choose_pairs(devices_by_node(processes)),
+    )
+
+
+def estimate_seconds(
+    job: Job, processes: Processes, memory: DeviceMemory, tasks: Sequence[Task]
+) -> float | None:
+    """About how long the tasks take, from one row of one layer, on the slowest rank; collective. None if
+    not even that fits anywhere."""
+    row_s = _time_row(job, processes, memory)
+    if not any(row_s.values()):
+        return None
+    own = row_s[processes.rank]
+    flops = {
+        name: kind.forward_flops_per_row + kind.backward_flops for name, kind in job.workload.kinds.items()
+    }
+    reference = flops[_typical(job.probes).kind]
+    model = sum(flops[kind] for _, kind in job.workload.layers)
+    # 1 + 2 + 4 + ... rows, and a bisection of as much again.
+    rows = 2 * job.most_rows * (WARMUPS + job.repeats)
+    of_kind = {probe.kind: rows * own * flops[probe.kind] / reference for probe in job.probes}
+    total = 0.0
+    for task in tasks:
+        kind = task.name.split(",")[0]
+        if task.name == "largest rows of the model":
+            total += 2 * rows * own * model / reference
+        else:
+            total += of_kind.get(kind, _SECONDS_OF_OTHERS)
+    return max(processes.gather(total))
+
+
+def _time_row(job: Job, processes: Processes, memory: DeviceMemory) -> dict[int, float]:
+    """Seconds of one row through one layer, by rank; 0 where it does not fit."""
+
+    def time() -> float:
+        bench = LayerBench(
+            job.build,
+            _typical(job.probes),
+            dtype=job.dtype,
+            device=processes.device,
+            memory=memory,
+            loss_fn=job.loss_fn,
+            num_tokens=job.num_tokens,
+        )
+        result = bench.try_rows(1, repeats=1)
+        return result.forward_s + result.backward_s
+
+    return dict(enumerate(processes.gather_or_raise(time)))
+
+
+def _typical(probes: Sequence[LayerProbe]) -> LayerProbe:
+    """The kind of which the model has most."""
+    return max(probes, key=lambda probe: probe.num_instances)
+
+
+def _keeps_cluster(job: Job, processes: Processes, path: Path) -> bool:
+    """Whether the cluster file that is there stays, with what people wrote into it."""
+    said: bool | ClusterError = False
+    if processes.rank == 0 and path.exists() and not job.again:
+        try:
+            known = {node.name: node.devices for node in Cluster.load(path).nodes}
+            here = {node: tuple(types) for node, types in devices_by_node(processes).items()}
+            said = True
+            if known != here:
+                said = ClusterError(
+                    f"{path}: is of other nodes or devices than run here ({_list(known)}; here "
+                    f"{_list(here)}); give another file by --cluster, or --again to write it anew"
+                )
+        except ClusterError as error:
+            said = ClusterError(f"{error}; give another file by --cluster, or --again to write it anew")
+    said = processes.share(said)
+    if isinstance(said, ClusterError):
+        raise said
+    return said
+
+
+def _list(nodes: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{node}: {' '.join(types)}" for node, types in sorted(nodes.items()))
+
+
+def _describe_start(tasks: Sequence[Any], missing: Sequence[Any], path: Path) -> str:
+    known = len(tasks) - len(missing)
+    if not missing:
+        return f"{path} has everything already; --again measures it anew"
+    if known:
+        return f"{path} has {count(known, 'measurement')} already, {len(missing)} more to go"
+    return f"{count(len(missing), 'measurement')}, into {path}"
+
+
+def _tell(processes: Processes, text: str) -> None:
+    if processes.rank == 0:
+        print(text, flush=True)
+
+
+def show_seconds(seconds: float) -> str:
+    """`40 s`, `12 min`, `1.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

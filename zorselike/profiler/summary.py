@@ -1,0 +1,44 @@
+"""A profile in a few lines, for the one who has waited for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zorselike.cost.layer_times import name_times
+from zorselike.cost.profile import Profile
+from zorselike.cost.wires import fit_link
+
+
+def describe_profile(profile: Profile) -> str:
+    """What it says: milliseconds of the most rows of each layer, links, the largest rows."""
+    return "\n".join([f"profile of {profile.model}:", *(f"  {line}" for line in _lines(profile))])
+
+
+def _lines(profile: Profile) -> Iterator[str]:
+    for times in profile.layers:
+        limit = f"; at most {times.max_rows} fit" if times.max_rows is not None else ""
+        yield (
+            f"{name_times(times)}: {times.rows[-1]} rows forward {1e3 * times.forward_s[-1]:.3g} ms, "
+            f"backward {1e3 * times.backward_s[-1]:.3g} ms{limit}"
+        )
+    for update in profile.updates:
+        milliseconds = 1e9 * update.seconds_per_parameter
+        yield f"optimizer on {update.device}: {milliseconds:.3g} ms for a million parameters"
+    for host in profile.host_links:
+        yield (
+            f"host link of {host.device}: {host.to_device / 1e9:.3g} GB/s to it, {host.to_host / 1e9:.3g} "
+            f"from it, {host.both / 1e9:.3g} both at once"
+        )
+    for entry in profile.links:
+        link = fit_link(entry)
+        where = "inside " + entry.between[0] if len(set(entry.between)) == 1 else " - ".join(entry.between)
+        yield (
+            f"link {where}: {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s, "
+            f"latency {1e6 * link.latency_s:.3g} us"
+        )
+    for batch in profile.zero_batches:
+        seconds = batch.compute_s[-1] + batch.collective_s[-1]
+        yield (
+            f"whole model on {batch.device}: at most {batch.max_rows} rows with ZeRO {batch.zero}, "
+            f"{seconds:.3g} s a step of {batch.rows[-1]}, {batch.collective_s[-1]:.3g} s of it collectives"
+        )

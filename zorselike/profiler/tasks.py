@@ -1,0 +1,356 @@
+"""What is measured, one thing after the other, and kept after each: so a profile can be continued."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
+from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import Workload
+from zorselike.profiler.collective_timing import measure_collectives
+from zorselike.profiler.device_memory import CudaMemory, DeviceMemory
+from zorselike.profiler.host_link_timing import measure_host_link
+from zorselike.profiler.layer_probes import LayerProbe, ModelFactory
+from zorselike.profiler.layer_timing import LayerBench, measure_layer
+from zorselike.profiler.link_pairs import Pair, choose_pairs
+from zorselike.profiler.link_timing import measure_links
+from zorselike.profiler.processes import Processes
+from zorselike.profiler.update_timing import measure_update
+from zorselike.profiler.zero_batches import Search, StepJob, make_batches, search_stages
+from zorselike.runtime.loss import LossFn
+
+Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be measured."""
+
+    workload: Workload
+    build: ModelFactory
+    num_tokens: int
+    """Token ids are below it."""
+    probes: tuple[LayerProbe, ...]
+    recompute: tuple[Recompute, ...]
+    loss_fn: LossFn
+    most_rows: int
+    repeats: int
+    stages: tuple[int, ...]
+    """ZeRO stages for the largest rows of the whole model, in the order of trying."""
+    parts: frozenset[Part]
+    again: bool
+    """Measure also what is known."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.workload.dtype)
+        return found
+
+
+Told = Callable[[str], None]
+"""Hears what is being measured, for a person who waits."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement of all ranks together."""
+
+    name: str
+    is_known: Callable[[Profile], bool]
+    run: Callable[[Told], Profile | None]
+    """On every rank; what this one found, if anything."""
+
+
+def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Task]:
+    """All measurements of a job, in an order in which early ones help most if the rest never comes."""
+    measurer = _Measurer(job, processes, memory)
+    tasks: list[Task] = []
+    if "layers" in job.parts:
+        tasks += [measurer.layer(probe, setting) for probe, setting in _settings(job)]
+    if "update" in job.parts:
+        tasks.append(measurer.update())
+    if "host_link" in job.parts:
+        tasks.append(measurer.host_link())
+    if "links" in job.parts and processes.size > 1:
+        tasks.append(measurer.links())
+    if "collectives" in job.parts and processes.size > 1:
+        tasks.append(measurer.collectives())
+    if "max_rows" in job.parts:
+        tasks.append(measurer.max_rows())
+    if isinstance(memory, CudaMemory):
+        tasks.append(measurer.overheads(memory))
+    return tasks
+
+
+class Progress(Protocol):
+    """A bar: `tqdm`, or nothing."""
+
+    def update(self, n: int) -> object: ...
+    def set_description_str(self, desc: str) -> object: ...
+
+
+def run_tasks(
+    tasks: Sequence[Task], profile: Profile, processes: Processes, path: Path, progress: Progress
+) -> Profile:
+    """The profile with what each task found; saved by rank 0 after each. The same on every rank.
+
+    Raises:
+        ClusterError: On all ranks, naming the one that failed.
+    """
+    for task in tasks:
+        progress.set_description_str(task.name)
+
+        def tell(text: str, name: str = task.name) -> None:
+            progress.set_description_str(f"{name}: {text}")
+
+        for found in processes.gather_or_raise(lambda task=task, tell=tell: (task.run(tell),)):  # type: ignore[misc]
+            if found[0] is not None:
+                profile = profile.merge(found[0])
+        if processes.rank == 0:
+            profile.save(path)
+        progress.update(1)
+    return profile
+
+
+def describe_source(processes: Processes) -> Source:
+    """Measured here and today."""
+    date = datetime.date.today().isoformat()
+    return Source("measured", date, f"zorselike profile on {processes.node}, torch {torch.__version__}")
+
+
+def devices_by_node(processes: Processes) -> dict[str, list[str]]:
+    """The device types of each node, one a rank."""
+    return {node: [processes.types[rank] for rank in ranks] for node, ranks in processes.nodes.items()}
+
+
+def _settings(job: Job) -> list[tuple[LayerProbe, Recompute]]:
+    """Recomputation makes a difference only to numbered layers."""
+    return [
+        (probe, setting)
+        for probe in job.probes
+        for setting in (job.recompute if probe.is_numbered else ("none",))
+    ]
+
+
+class _Measurer:
+    """Makes the tasks of one job on one rank."""
+
+    def __init__(self, job: Job, processes: Processes, memory: DeviceMemory) -> None:
+        self._job = job
+        self._processes = processes
+        self._memory = memory
+        self._source = describe_source(processes)
+        self._speaks_for_type = processes.represents(of=lambda rank: processes.types[rank])
+
+    def _profile(self, **entries: tuple[object, ...]) -> Profile:
+        workload = self._job.workload
+        return Profile(model=workload.model, workload_fingerprint=workload.fingerprint, **entries)  # type: ignore[arg-type]
+
+    @property
+    def _types(self) -> set[str]:
+        return set(self._processes.types)
+
+    def layer(self, probe: LayerProbe, setting: Recompute) -> Task:
+        """A kind of layer on every type of device."""
+        workload, job = self._job.workload, self._job
+
+        def is_known(profile: Profile) -> bool:
+            known = {
+                times.device
+                for times in profile.layers
+                if (times.kind, times.dtype, times.sequence_length, times.recompute, times.tensor_parallel)
+                == (probe.kind, workload.dtype, workload.sequence_length, setting, 1)
+            }
+            return self._types <= known
+
+        def run(tell: Told) -> Profile | None:
+            if not self._speaks_for_type:
+                return None
+            bench = LayerBench(
+                job.build,
+                probe,
+                dtype=job.dtype,
+                device=self._processes.device,
+                memory=self._memory,
+                recompute=setting,
+                loss_fn=job.loss_fn,
+                num_tokens=job.num_tokens,
+            )
+            times: LayerTimes | None = measure_layer(
+                bench,
+                kind=probe.kind,
+                device=self._processes.own_type,
+                dtype=workload.dtype,
+                sequence_length=workload.sequence_length,
+                recompute=setting,
+                most_rows=job.most_rows,
+                repeats=job.repeats,
+                source=self._source,
+                told=lambda rows, result: tell(f"{rows} rows {'done' if result.fits else 'do not fit'}"),
+            )
+            return None if times is None else self._profile(layers=(times,))
+
+        return Task(f"{probe.kind}, recompute {setting}" if probe.is_numbered else probe.kind, is_known, run)
+
+    def update(self) -> Task:
+        """The optimizer on every type of device."""
+
+        def is_known(profile: Profile) -> bool:
+            dtype = self._job.workload.dtype
+            return self._types <= {entry.device for entry in profile.updates if entry.dtype == dtype}
+
+        def run(tell: Told) -> Profile | None:
+            if not self._speaks_for_type:
+                return None
+            found = measure_update(
+                self._processes.device,
+                type=self._processes.own_type,
+                dtype=self._job.dtype,
+                repeats=self._job.repeats,
+                source=self._source,
+            )
+            self._memory.release()
+            return self._profile(updates=(found,))
+
+        return Task("optimizer update", is_known, run)
+
+    def host_link(self) -> Task:
+        """Copies between device and host on every type of device."""
+
+        def run(tell: Told) -> Profile | None:
+            if not self._speaks_for_type:
+                return None
+            found = measure_host_link(
+                self._processes.device,
+                type=self._processes.own_type,
+                repeats=self._job.repeats,
+                source=self._source,
+            )
+            self._memory.release()
+            return self._profile(host_links=(found,))
+
+        return Task(
+            "host link", lambda profile: self._types <= {entry.device for entry in profile.host_links}, run
+        )
+
+    def links(self) -> Task:
+        """Messages between one pair of nodes of each two types, and inside one node of each type."""
+        pairs: list[Pair] = list(choose_pairs(devices_by_node(self._processes)))
+
+        def run(tell: Told) -> Profile | None:
+            found = measure_links(
+                pairs,
+                self._processes.nodes,
+                rank=self._processes.rank,
+                group=self._processes.everyone,
+                device=self._processes.device,
+                repeats=self._job.repeats,
+                source=self._source,
+            )
+            return self._profile(links=tuple(found)) if found else None
+
+        return Task("links", lambda profile: set(pairs) <= {entry.between for entry in profile.links}, run)
+
+    def collectives(self) -> Task:
+        """Of all ranks together, and of one node of each type that has several."""
+        processes = self._processes
+        wholes = [tuple(range(processes.size))]
+        pairs = choose_pairs(devices_by_node(processes))
+        wholes += [tuple(processes.nodes[a]) for a, b in pairs if a == b and len(processes.nodes) > 1]
+
+        def key(ranks: tuple[int, ...]) -> tuple[tuple[str, ...], int]:
+            devices = tuple(sorted(processes.types[rank] for rank in ranks))
+            return devices, len({processes.infos[rank].node for rank in ranks})
+
+        def is_known(profile: Profile) -> bool:
+            return set(map(key, wholes)) <= {
+                (entry.devices, entry.num_nodes) for entry in profile.collectives
+            }
+
+        def run(tell: Told) -> Profile | None:
+            found = None
+            for ranks in wholes:
+                group = dist.new_group(list(ranks))
+                if processes.rank in ranks:
+                    devices, num_nodes = key(ranks)
+                    times = measure_collectives(
+                        group,
+                        processes.device,
+                        devices=devices,
+                        num_nodes=num_nodes,
+                        repeats=self._job.repeats,
+                        source=self._source,
+                    )
+                    if processes.rank == ranks[0]:
+                        one = self._profile(collectives=times)
+                        found = one if found is None else found.merge(one)
+                    dist.destroy_process_group(group)
+            return found
+
+        return Task("collectives", is_known, run)
+
+    def max_rows(self) -> Task:
+        """The largest rows of the whole model, under the first ZeRO stage that lets every rank compute."""
+        job = self._job
+        step = StepJob(
+            build=job.build,
+            modules=tuple(module for module, _ in job.workload.layers),
+            dtype=job.dtype,
+            tokens_per_row=job.workload.sequence_length,
+            recompute="layer" if job.recompute == ("layer",) else "none",
+            loss_fn=job.loss_fn,
+            most_rows=job.most_rows,
+            repeats=job.repeats,
+        )
+
+        def is_known(profile: Profile) -> bool:
+            return self._types <= {entry.device for entry in profile.zero_batches}
+
+        def run(tell: Told) -> Profile | None:
+            search = search_stages(
+                step,
+                self._processes,
+                self._memory,
+                stages=job.stages,
+                told=lambda zero, tried, fitted: tell(_describe_round(zero, tried, fitted)),
+            )
+            if search is None:
+                return None
+            pairs: list[tuple[str, Search]] = self._processes.gather((self._processes.own_type, search))
+            return self._profile(zero_batches=make_batches(pairs, self._source))
+
+        return Task("largest rows of the model", is_known, run)
+
+    def overheads(self, memory: CudaMemory) -> Task:
+        """What CUDA and the allocator take beside tensors."""
+
+        def run(tell: Told) -> Profile | None:
+            found = self._processes.gather((memory.context_bytes, memory.allocator_share))
+            overheads = Overheads(
+                context_bytes=max(context for context, _ in found),
+                allocator_share=max(share for _, share in found),
+                source=self._source,
+            )
+            profile = self._profile()
+            return Profile(
+                model=profile.model, workload_fingerprint=profile.workload_fingerprint, overheads=overheads
+            )
+
+        return Task("CUDA context", lambda profile: profile.overheads.context_bytes > 0, run)
+
+
+def _describe_round(zero: int, tried: Sequence[int | None], fitted: Sequence[bool]) -> str:
+    """`ZeRO 2, rows 4 and 8 (no)`."""
+    told = [
+        f"{rows}{'' if fits else ' (no)'}"
+        for rows, fits in zip(tried, fitted, strict=True)
+        if rows is not None
+    ]
+    return f"ZeRO {zero}, rows {', '.join(told)}"

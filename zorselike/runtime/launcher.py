@@ -1,0 +1,29 @@
+"""How a program that torchrun may have started says a user's mistake: once a node, and to torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+_HEAD_START_S = 3.0
+
+
+def report_mistake(error: Exception) -> None:
+    """One line on standard error, which torchrun's own report then repeats."""
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.
+        time.sleep(_HEAD_START_S)
+    message = f"error: {error}"
+    print(message, file=sys.stderr, flush=True)
+    _tell_torchrun(message)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Lets torchrun's report, the last on the screen, say why; in `ErrorHandler`'s format."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

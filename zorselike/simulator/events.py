@@ -1,0 +1,91 @@
+"""The event loop: when every task of some consecutive steps begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain
+
+from zorselike.simulator.slowdown import Slowdown
+from zorselike.simulator.tasks import NOTHING, Tasks
+from zorselike.simulator.traffic import Event, Traffic
+
+PENDING = -1.0
+"""When a task that has not run begins and ends."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of each task of each step, step after step: seconds, and the task after whose end it began."""
+
+    begin: Sequence[float]
+    end: Sequence[float]
+    cause: Sequence[int]
+    """`NOTHING` where it waited for none."""
+
+
+def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: float = 1.0) -> Times:
+    """Runs the tasks of a step `num_steps` times; what cannot run stays `PENDING`."""
+    num_tasks = len(tasks.seconds)
+    following = tasks.link_steps()
+    later = list(tasks.num_awaited)
+    for follower in chain.from_iterable(following.values()):
+        later[follower] += 1
+    missing = tasks.num_awaited + later * (num_steps - 1)
+    seconds, bundles, followers = tasks.seconds, tasks.bundle, tasks.followers
+    begin, end = [PENDING] * len(missing), [PENDING] * len(missing)
+    cause = [NOTHING] * len(missing)
+    heap: list[Event] = []
+    traffic = Traffic(capacities, tasks.bundles, heap)
+    slowed = None if slowdown == 1.0 else Slowdown(tasks, slowdown, heap)
+    last_step = num_tasks * (num_steps - 1)
+    ready = [task for task, count in enumerate(missing) if not count][::-1]
+    over: list[int] = []
+    now = 0.0
+    while True:
+        while over:
+            task = over.pop()
+            end[task] = now
+            local = task % num_tasks
+            base = task - local
+            for follower in followers[local]:
+                follower += base
+                missing[follower] -= 1
+                if not missing[follower]:
+                    cause[follower] = task
+                    ready.append(follower)
+            if local in following and task < last_step:
+                base += num_tasks
+                for follower in following[local]:
+                    follower += base
+                    missing[follower] -= 1
+                    if not missing[follower]:
+                        cause[follower] = task
+                        ready.append(follower)
+            if slowed is not None:
+                slowed.end(now, task, local)
+        if ready:
+            task = ready.pop()
+            begin[task] = now
+            local = task % num_tasks
+            bundle = bundles[local]
+            if slowed is not None:
+                slowed.begin(now, task, local)
+            if bundle >= 0:
+                if traffic.start(now, task, bundle):
+                    over.append(task)
+            elif seconds[local] <= 0.0:
+                over.append(task)
+            elif slowed is None or not slowed.times(local):
+                heappush(heap, (now + seconds[local], task))
+            continue
+        if not heap:
+            return Times(begin, end, cause)
+        now, code = heappop(heap)
+        if code < 0:
+            ended = traffic.handle(now, -1 - code)
+            if ended is not None:
+                over.append(ended)
+        elif slowed is None or slowed.is_over(now, code, code % num_tasks):
+            over.append(code)
