@@ -133,6 +133,7 @@ def test_copies_are_numbered_from_where_one_says() -> None:
         ('name = "small"', "", "nodes[1].name is missing; add it"),
         ('"small"', '"big-1"', "2 nodes have the name 'big-1'; give each a name of its own"),
         ('name = "small"', 'name = ""', "a node's name is empty"),
+        ('zone = "b"', 'zone = "b\\n"', "a node's zone is 'b\\n'; use printable characters"),
         (
             '"A100-40"',
             '"A100"',

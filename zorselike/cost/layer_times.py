@@ -106,6 +106,16 @@ class LayerClock:
         times = self._times.get((kind, device, recompute, tensor_parallel))
         return None if times is None else times.max_rows
 
+    @property
+    def kept_bytes(self) -> dict[tuple[str, str, Recompute], float]:
+        """What was measured that one row of a layer keeps for its backward, by kind, device and
+        recomputation, without tensor parallelism."""
+        return {
+            (kind, device, recompute): times.memory_bytes_per_row
+            for (kind, device, recompute, degree), times in self._times.items()
+            if degree == 1 and times.memory_bytes_per_row is not None
+        }
+
     # -- what was measured -----------------------------------------------------------------
 
     def _find(

@@ -52,6 +52,7 @@ class LayerTimes:
     max_rows: int | None = None
     """Beyond this the device ran out of memory; None: not looked for."""
     memory_bytes_per_row: float | None = None
+    """What one row's forward leaves for its backward; None: not counted."""
     source: Source
 
 

@@ -6,11 +6,12 @@ a workload knows numbers of parameters and not their shapes: less than one row o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zorselike.cost.memory import MinistageBytes
-from zorselike.plan.plan import Group, Plan
+from zorselike.plan.plan import Group, Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
 
 _FP32 = 4
@@ -151,17 +152,27 @@ def _join(units: Iterable[UnitSize]) -> UnitSize:
     )
 
 
-def find_row_bytes(plan: Plan, workload: Workload, ministage: int) -> RowBytes:
-    """What a row of a ministage keeps, needs and passes on, with or without recomputation of layers."""
-    recompute = plan.group_of(ministage).recompute == "layer"
+KeptBytes = Mapping[tuple[str, str, Recompute], float]
+"""What was measured that one row of a layer keeps for its backward, by kind, device and recomputation."""
+
+
+def find_row_bytes(
+    plan: Plan, workload: Workload, ministage: int, device: str = "", measured: KeptBytes | None = None
+) -> RowBytes:
+    """What a row of a ministage keeps, needs and passes on, with or without recomputation of layers: as
+    measured on a device of that type, else as the workload counts it."""
+    group_recomputes = plan.group_of(ministage).recompute == "layer"
     kept, working = 0, 0
     for name in plan.ministages[ministage].modules:
         kind = workload.kind_of[name]
-        if recompute and is_layer(name):
-            kept += kind.input_elements_per_row * workload.itemsize
-            working = max(working, kind.activation_bytes_per_row + kind.working_bytes_per_row)
+        found = measured or {}
+        whole = math.ceil(found.get((kind.name, device, "none"), kind.activation_bytes_per_row))
+        if group_recomputes and is_layer(name):
+            inputs = kind.input_elements_per_row * workload.itemsize
+            kept += math.ceil(found.get((kind.name, device, "layer"), inputs))
+            working = max(working, whole + kind.working_bytes_per_row)
         else:
-            kept += kind.activation_bytes_per_row
+            kept += whole
             working = max(working, kind.working_bytes_per_row)
     entering = find_boundary_bytes(plan, workload)
     boundary = max(entering[ministage : ministage + 2])
@@ -177,17 +188,28 @@ def find_boundary_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
     return (0, *(number * workload.itemsize for number in elements[1:]))
 
 
-def measure_ministages(plan: Plan, workload: Workload) -> tuple[Mapping[int, MinistageBytes], ...]:
+def measure_ministages(
+    plan: Plan,
+    workload: Workload,
+    *,
+    devices: Sequence[str] | None = None,
+    measured: KeptBytes | None = None,
+) -> tuple[Mapping[int, MinistageBytes], ...]:
     """For each rank of the plan the sizes of each of its ministages, its largest share of what is divided.
 
-    The plan's modules are those of the workload (`zorselike.cost.assemble.check_modules`).
+    Args:
+        plan: its modules are those of the workload (`zorselike.cost.assemble.check_plan`).
+        workload: of the model that the plan divides.
+        devices: the type of each rank's device, for what was measured.
+        measured: activations by kind of layer and type of device; what is missing is the workload's.
     """
     units = list_units(plan, workload)
+    types = [""] * plan.num_ranks if devices is None else devices
     return tuple(
         {
             i: add_up(
                 [unit.divide(degree) for unit in units[i]],
-                find_row_bytes(plan, workload, i),
+                find_row_bytes(plan, workload, i, types[rank], measured),
                 _find_holding(plan, workload, i),
             )
             for i in plan.ministages_of_rank(rank)
@@ -224,13 +246,13 @@ def _find_holding(plan: Plan, workload: Workload, ministage: int) -> Holding:
     return Holding(itemsize=workload.itemsize, num_moments=workload.num_moments, num_shards=num_shards)
 
 
-def find_tie_bytes(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
-    """Weights that two ministages share, in the compute dtype, by ministages (owner, borrower)."""
+def find_tie_bytes(plan: Plan, workload: Workload, itemsize: int) -> dict[tuple[int, int], int]:
+    """Bytes of the weights that two ministages share, by ministages (owner, borrower)."""
     ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     shared: dict[tuple[int, int], int] = {}
     for owner, borrower in workload.ties:
         pair = ministage_of[owner], ministage_of[borrower]
         if pair[0] != pair[1]:
-            num_bytes = workload.kind_of[borrower].num_borrowed * workload.itemsize
+            num_bytes = workload.kind_of[borrower].num_borrowed * itemsize
             shared[pair] = shared.get(pair, 0) + num_bytes
     return shared

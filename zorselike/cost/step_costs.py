@@ -43,7 +43,9 @@ class StepCosts:
     sizes: tuple[Mapping[int, MinistageBytes], ...]
     """For each rank: of each of its ministages."""
     tie_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """Of the weights that ministages (owner, borrower) share."""
+    """Of the weights that ministages (owner, borrower) share, in the compute dtype."""
+    tie_gradient_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Of their reduced gradients, fp32 with master weights; what is missing is as large as the weight."""
     host_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host's thread per `Kind` of action, beside what the action computes."""
     is_cpu: tuple[bool, ...] = ()

@@ -22,7 +22,8 @@ def check_keys(table: Mapping[str, Any], where: str, valid: Sequence[str], noun:
     for key in table:
         if key not in valid:
             hint = suggest(key, valid) or f"; valid keys are {', '.join(valid)}"
-            raise FileError(f"{where}{key} is not a key of a {noun}{hint}")
+            shown = key if key.isprintable() else repr(key)
+            raise FileError(f"{where}{shown} is not a key of a {noun}{hint}")
 
 
 def check_version(table: Mapping[str, Any], version: int, missing: str) -> None:

@@ -42,6 +42,9 @@ def validate_cluster(cluster: Cluster) -> None:
 def _validate_node(node: Node) -> None:
     if not node.name:
         raise ClusterError("a node's name is empty; give it its hostname")
+    for key in ("name", "zone", "region"):
+        if not getattr(node, key).isprintable():
+            raise ClusterError(f"a node's {key} is {getattr(node, key)!r}; use printable characters")
     if "{}" in node.name:
         raise ClusterError(f"node {node.name}: {{}} in its name is for copies; add copies or take it out")
     where = f"node {node.name}: "

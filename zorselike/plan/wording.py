@@ -61,6 +61,11 @@ def show_numbers(numbers: Sequence[int]) -> str:
     )
 
 
+def show_bytes(num_bytes: float) -> str:
+    """`1.5 GiB`, or below that `20.3 MiB`."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def show_modules(names: Sequence[str]) -> str:
     """`embed, layers.0 .. layers.7` for a module list: runs of three or more are shortened."""
     return ", ".join(
