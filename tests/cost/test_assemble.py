@@ -135,7 +135,7 @@ def test_everything_that_a_schedule_needs() -> None:
     assert costs.row_bytes == (0, 100, 100, 100)
     assert costs.units[0] == (UnitBytes(2000, 4000), UnitBytes(1200, 2400), UnitBytes(1200, 2400))
     assert costs.units[3] == (UnitBytes(20, 40), UnitBytes(1600, 3200))
-    assert costs.tie_bytes == {(0, 3): 1600}
+    assert (costs.tie_bytes, costs.tie_gradient_bytes) == ({(0, 3): 1600}, {(0, 3): 3200})
     assert costs.sizes[2][1].activation_bytes_per_row == 900
     assert costs.sizes[0][2].activation_bytes_per_row == 100
     assert costs.host_s == {"F": 0.25}

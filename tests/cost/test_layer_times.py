@@ -165,6 +165,15 @@ def test_falling_times_are_repaired_and_named() -> None:
         assert clock.forward_s("layer", "T4", 2, "none") == 4.0
 
 
+def test_measured_memory_is_told_by_kind_device_and_recomputation() -> None:
+    recomputed = replace(LAYER, recompute="layer", memory_bytes_per_row=10.0)
+    parallel = replace(LAYER, tensor_parallel=2, memory_bytes_per_row=50.0)
+    clock = clock_of(
+        replace(LAYER, memory_bytes_per_row=99.5), recomputed, parallel, replace(LAYER, kind="x")
+    )
+    assert clock.kept_bytes == {("layer", "T4", "none"): 99.5, ("layer", "T4", "layer"): 10.0}
+
+
 def test_updates() -> None:
     times = UpdateTime(
         device="T4", dtype="float16", seconds_per_parameter=2.0, seconds_per_call=5.0, source=SOURCE

@@ -17,6 +17,7 @@ from zorselike import HeteroPipeline
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.sizes import (
     Holding,
+    KeptBytes,
     RowBytes,
     UnitSize,
     add_up,
@@ -211,6 +212,22 @@ def test_recomputed_layers_keep_their_input_and_work_on_the_rest() -> None:
     assert find_boundary_bytes(plan, workload) == (0, 10)
 
 
+def test_measured_activations_go_before_counted_ones() -> None:
+    workload = make_layers(3)
+    plan = make_plan(workload, 2, recompute="layer")
+    measured: KeptBytes = {
+        ("layer", "T4", "none"): 80.5,
+        ("layer", "T4", "layer"): 12.0,
+        ("head", "T4", "none"): 7.0,
+    }
+    sizes = measure_ministages(plan, workload, devices=("T4", "T4", "A10G"), measured=measured)
+    assert sizes[0][1].activation_bytes_per_row == 2 * 12 + 7
+    assert sizes[0][1].working_bytes_per_row == 81 + 30
+    assert sizes[2] == measure_ministages(plan, workload)[2]
+    plain = make_plan(workload, 2)
+    assert find_row_bytes(plain, workload, 1, "T4", measured).activation_bytes == 2 * 81 + 7
+
+
 def test_frozen_parameters_are_held_and_not_trained() -> None:
     workload = make_layers(2, num_trainable=0)
     plan = make_plan(workload, 1, 3, zero=2)
@@ -230,7 +247,7 @@ def test_a_borrower_holds_a_copy_that_it_does_not_update() -> None:
     assert sizes[2].state_bytes == 12 * 100
     assert sizes[2].kept_shard_bytes == sizes[0].kept_shard_bytes == 1600
     assert count_updated(plan, workload) == {(0, 0): 1000, (0, 1): 1200, (0, 2): 100}
-    assert find_tie_bytes(plan, workload) == {(0, 2): 1600}
+    assert find_tie_bytes(plan, workload, 4) == {(0, 2): 3200}
 
 
 def test_modules_tied_within_a_ministage_are_one_unit_that_comes_last() -> None:
@@ -242,7 +259,7 @@ def test_modules_tied_within_a_ministage_are_one_unit_that_comes_last() -> None:
             UnitSize(num_parameters=1100, num_trainable=1100),
         ),
     )
-    assert find_tie_bytes(plan, workload) == {}
+    assert find_tie_bytes(plan, workload, 4) == {}
 
 
 def test_tensor_parallel_ranks_have_their_part() -> None:

@@ -15,8 +15,8 @@ from zorselike.schedule import Action, Kind, build, format_actions, parse_action
 from zorselike.schedule.actions import TRANSFERS
 from zorselike.schedule.check import check
 
-SMALL_PER_BLOCK = 260
-LARGE_PER_BLOCK = 40
+SMALL_PER_BLOCK = 180
+LARGE_PER_BLOCK = 30
 
 
 @pytest.mark.parametrize("block", range(10))

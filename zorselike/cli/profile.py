@@ -74,11 +74,15 @@ class ProfileCommand:
     memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """As if devices had no more, such as 16GiB."""
 
+    largest_message: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MiB"
+    """Largest message and collective that links are measured with; smaller where they are slow."""
+
     timeout: float = 300.0
     """Seconds that ranks wait for each other at the start."""
 
     def run(self) -> None:
-        memory_bytes = self._check()
+        self._check()
+        memory_bytes = None if self.memory is None else _read_size("memory", self.memory)
         model = choose_model(self.family, self.flavor, self.override)
         config = model.config()
 
@@ -104,8 +108,7 @@ class ProfileCommand:
                 print(describe_profile(profile))
                 print(f"wrote {self.output} and {self.cluster}")
 
-    def _check(self) -> int | None:
-        """`--memory` in bytes."""
+    def _check(self) -> None:
         for flag, number in (
             ("seq-len", self.seq_len),
             ("most-rows", self.most_rows),
@@ -121,12 +124,6 @@ class ProfileCommand:
                 raise ConfigError(
                     f"profile: --{flag} is {path}, in a folder that does not exist; make it first"
                 )
-        if self.memory is None:
-            return None
-        num_bytes = parse_size(self.memory)
-        if num_bytes is None or num_bytes <= 0:
-            raise ConfigError(f"profile: --memory is '{self.memory}'; write it as 16GiB or 80GB")
-        return int(num_bytes)
 
     def _make_job(self, model: ModelChoice, workload: Workload, *, num_tokens: int) -> Job:
         from zorselike.profiler.layer_probes import find_probes
@@ -149,5 +146,14 @@ class ProfileCommand:
             repeats=self.repeats,
             stages=self.zero,
             parts=frozenset(self.only),
+            largest_message_bytes=_read_size("largest-message", self.largest_message),
             again=self.again,
         )
+
+
+def _read_size(flag: str, text: str) -> int:
+    """Bytes of `16GiB`."""
+    num_bytes = parse_size(text)
+    if num_bytes is None or num_bytes <= 0:
+        raise ConfigError(f"profile: --{flag} is '{text}'; write it as 16GiB or 80GB")
+    return int(num_bytes)

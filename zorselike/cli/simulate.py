@@ -96,6 +96,11 @@ def simulate_plan(command: Simulate) -> str:
 
     if command.measured is not None and command.trace is None:
         raise ConfigError("simulate: --measured goes into the file of --trace; give that too")
+    if command.write_estimates and command.schedule != "ours":
+        raise ConfigError(
+            f"simulate: --write-estimates is for runs, which know no --schedule {command.schedule}; leave "
+            "one out"
+        )
     plan = Plan.load(command.plan)
     setting = _load_setting(command, plan)
     case = setting.simulate(plan, schedule=command.schedule, record=True)
@@ -106,7 +111,7 @@ def simulate_plan(command: Simulate) -> str:
         case,
         compare_even(case, setting, speeds),
         ideal_s=plan.global_batch / sum(speeds),
-        notes=_list_notes(command),
+        notes=_list_notes(command, plan, setting),
         width=width,
     )
     drawing = draw_gantt(plan, case.simulation, device_types=case.device_types, width=width)
@@ -176,16 +181,22 @@ def _load_workload(command: Simulate, plan: Plan, profile: Profile | None) -> Wo
     )
 
 
-def _list_notes(command: Simulate) -> list[str]:
+def _list_notes(command: Simulate, plan: Plan, setting: Setting) -> list[str]:
     from zorselike.cost.layer_times import REACHED_OF_PEAK
 
-    if command.profile is not None:
-        return []
-    return [
-        f"NOT MEASURED: without --profile devices are taken to reach {REACHED_OF_PEAK:.0%} of the "
-        f"catalogue's peak FLOP/s, a process to take {CONTEXT_BYTES / 2**30:g} GiB of each and the allocator "
-        f"{ALLOCATOR_SHARE:.0%} more than tensors ask for; `zorselike profile` measures all that"
-    ]
+    notes = []
+    if command.profile is None:
+        notes.append(
+            f"NOT MEASURED: without --profile devices are taken to reach {REACHED_OF_PEAK:.0%} of the "
+            f"catalogue's peak FLOP/s, a process to take {CONTEXT_BYTES / 2**30:g} GiB of each and the "
+            f"allocator {ALLOCATOR_SHARE:.0%} more than tensors ask for; `zorselike profile` measures that"
+        )
+    if plan.cluster_fingerprint not in (None, setting.cluster.fingerprint):
+        notes.append(
+            f"Another cluster: the plan was made for {plan.cluster_fingerprint}, {command.cluster} is "
+            f"{setting.cluster.fingerprint}"
+        )
+    return notes
 
 
 def _write_files(command: Simulate, case: Case) -> list[str]:

@@ -17,7 +17,7 @@ from zorselike.runtime.pruning import plan_module
 from zorselike.runtime.ranks import ProcessGroup
 
 SIZES = tuple(2**exponent for exponent in range(12, 27, 2))
-"""Bytes of the whole buffer: 4 KiB to 64 MiB."""
+"""Bytes of the whole buffer: 4 KiB to 64 MiB. What is larger takes longer in proportion."""
 
 
 class Collectives:
@@ -28,6 +28,11 @@ class Collectives:
         self._device = device
         self._clock = Clock(device)
         self._num_ranks = dist.get_world_size(group)
+
+    def connect(self) -> None:
+        """Runs each once, so that what the library allocates is there."""
+        for op in get_args(Collective):
+            self.time(op, 1, torch.float32)
 
     def time(self, op: Collective, num_elements: int, dtype: torch.dtype, *, repeats: int = 1) -> float:
         """Median seconds of one collective over a buffer of so many elements, whole; it is padded so that
@@ -57,19 +62,29 @@ class Collectives:
                 return lambda: dist.all_reduce(whole, group=self._group)
 
     def time_step(
-        self, sizes: Sequence[int], *, zero: int, gathered: torch.dtype, reduced: torch.dtype
+        self,
+        sizes: Sequence[int],
+        *,
+        zero: int,
+        gathered: torch.dtype,
+        reduced: torch.dtype,
+        repeats: int,
     ) -> float:
-        """Seconds of all collectives of one step of one microbatch under a ZeRO stage.
+        """Seconds of all collectives of one step of one microbatch under a ZeRO stage; 0 for one rank alone.
 
         Args:
             sizes: parameters of each FSDP unit.
             gathered: dtype of parameters; `reduced`: that of gradients.
         """
         total = 0.0
+        if self._num_ranks == 1:
+            return total
         for size, number in Counter(sizes).items():
             for op, times in PER_STEP[zero].items():
                 dtype = gathered if op == "all_gather" else reduced
-                total += number * times * self.time(op, size, dtype)
+                largest = min(size, SIZES[-1] // dtype.itemsize)
+                seconds = self.time(op, largest, dtype, repeats=repeats)
+                total += number * times * seconds * size / largest
         return total
 
 

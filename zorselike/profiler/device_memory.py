@@ -74,18 +74,24 @@ class CudaMemory(DeviceMemory):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        self.context_bytes = max(0, total - free - reserved)
-        """On the device beside torch's tensors. What other processes hold is in it: measure alone."""
         if limit_bytes is not None and limit_bytes < total:
             torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
         self.limit_bytes = min(total if limit_bytes is None else limit_bytes, free + reserved)
         self._start = 0
+        self.allocator_share = 0.0
+        """Of the tensors' bytes, what the allocator had reserved on top at the last peak."""
 
     def is_refusal(self, error: Exception) -> bool:
         # Libraries beside the allocator have words of their own for it.
         return isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSALS)
         )
+
+    def context_bytes(self) -> int:
+        """What is on the device now beside torch's tensors: the CUDA context, libraries. What other processes
+        hold there is in it: measure alone."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(0, total - free - torch.cuda.memory_reserved(self._device))
 
     @contextmanager
     def watching(self, module: nn.Module, held: Callable[[], int]) -> Iterator[None]:
@@ -94,6 +100,8 @@ class CudaMemory(DeviceMemory):
         self._start = torch.cuda.memory_allocated(self._device)
         yield
         torch.cuda.synchronize(self._device)
+        peak, reserved = self.peak_bytes, torch.cuda.max_memory_reserved(self._device)
+        self.allocator_share = max(0.0, reserved / peak - 1) if peak else 0.0
 
     def note(self) -> None:
         pass
@@ -104,12 +112,6 @@ class CudaMemory(DeviceMemory):
 
     def kept_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._start
-
-    @property
-    def allocator_share(self) -> float:
-        """Of the tensors' bytes, what the allocator had reserved on top at its peak."""
-        peak = torch.cuda.max_memory_allocated(self._device)
-        return max(0.0, torch.cuda.max_memory_reserved(self._device) / peak - 1) if peak else 0.0
 
     def release(self) -> None:
         super().release()

@@ -227,7 +227,7 @@ def describe_nodes(healths: Sequence[Health]) -> str:
 
 def describe_links(links: Sequence[LinkTimes]) -> str:
     """A table, a line a pair of nodes."""
-    table = [("between", "GB/s", "latency, us")]
+    table = [("between, over Gloo", "GB/s", "latency, us")]
     for entry in links:
         link = fit_link(entry)
         where = f"inside {entry.between[0]}" if len(set(entry.between)) == 1 else " - ".join(entry.between)

@@ -84,15 +84,17 @@ class Processes:
         """What `work` gives on every rank; where it raises on one, all raise `ClusterError` naming it."""
         value: T | None = None
         failure: Exception | None = None
+        text = ""
         try:
             value = work()
+        except (ClusterError, ConfigError) as error:  # These say themselves where they are from.
+            failure, text = error, str(error)
         except Exception as error:
-            failure = error
-        said = self.gather((value, "" if failure is None else first_line(failure)))
-        for rank, (_, text) in enumerate(said):
-            if text:
-                message = f"rank {rank} (node {self.infos[rank].node}) failed: {text}"
-                raise ClusterError(message) from failure
+            failure, text = error, f"rank {self.rank} (node {self.node}) failed: {first_line(error)}"
+        said = self.gather((value, text))
+        for _, other in said:
+            if other:
+                raise ClusterError(other) from failure
         return [value for value, _ in said if value is not None]
 
 

@@ -21,7 +21,7 @@ from zorselike.profiler.link_pairs import choose_pairs
 from zorselike.profiler.processes import Processes
 from zorselike.profiler.tasks import Job, Task, devices_by_node, make_tasks, run_tasks
 
-_SECONDS_OF_OTHERS = 5.0
+_SECONDS_OF_OTHERS = 2.0
 """Roughly what links, collectives, updates and copies take each."""
 
 
@@ -54,6 +54,9 @@ def measure(
             )
     with tqdm(total=len(missing), disable=processes.rank != 0, file=sys.stderr, dynamic_ncols=True) as bar:
         profile = run_tasks(missing, before, processes, path, bar)
+    unfit = [task.name for task in missing if not task.is_known(profile)]
+    if unfit:
+        _tell(processes, f"not even one row fits, so nothing is known of: {'; '.join(unfit)}")
     if processes.rank == 0:
         profile.save(path)
         if not keeps_cluster:

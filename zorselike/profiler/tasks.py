@@ -14,12 +14,14 @@ import torch.distributed as dist
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
+from zorselike.profiler.collective_timing import SIZES as COLLECTIVE_SIZES
 from zorselike.profiler.collective_timing import measure_collectives
 from zorselike.profiler.device_memory import CudaMemory, DeviceMemory
 from zorselike.profiler.host_link_timing import measure_host_link
 from zorselike.profiler.layer_probes import LayerProbe, ModelFactory
 from zorselike.profiler.layer_timing import LayerBench, measure_layer
 from zorselike.profiler.link_pairs import Pair, choose_pairs
+from zorselike.profiler.link_timing import SIZES as LINK_SIZES
 from zorselike.profiler.link_timing import measure_links
 from zorselike.profiler.processes import Processes
 from zorselike.profiler.update_timing import measure_update
@@ -45,6 +47,8 @@ class Job:
     stages: tuple[int, ...]
     """ZeRO stages for the largest rows of the whole model, in the order of trying."""
     parts: frozenset[Part]
+    largest_message_bytes: int
+    """Of links and collectives."""
     again: bool
     """Measure also what is known."""
 
@@ -84,8 +88,8 @@ def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Tas
         tasks.append(measurer.collectives())
     if "max_rows" in job.parts:
         tasks.append(measurer.max_rows())
-    if isinstance(memory, CudaMemory):
-        tasks.append(measurer.overheads(memory))
+        if isinstance(memory, CudaMemory):
+            tasks.append(measurer.overheads(memory))
     return tasks
 
 
@@ -156,6 +160,11 @@ class _Measurer:
     @property
     def _types(self) -> set[str]:
         return set(self._processes.types)
+
+    def _sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Those that are not too large; two at least, for a latency and a rate."""
+        fitting = tuple(size for size in sizes if size <= self._job.largest_message_bytes)
+        return max(fitting, tuple(sizes[:2]), key=len)
 
     def layer(self, probe: LayerProbe, setting: Recompute) -> Task:
         """A kind of layer on every type of device."""
@@ -253,6 +262,7 @@ class _Measurer:
                 device=self._processes.device,
                 repeats=self._job.repeats,
                 source=self._source,
+                sizes=self._sizes(LINK_SIZES),
             )
             return self._profile(links=tuple(found)) if found else None
 
@@ -287,6 +297,7 @@ class _Measurer:
                         num_nodes=num_nodes,
                         repeats=self._job.repeats,
                         source=self._source,
+                        sizes=self._sizes(COLLECTIVE_SIZES),
                     )
                     if processes.rank == ranks[0]:
                         one = self._profile(collectives=times)
@@ -332,7 +343,7 @@ class _Measurer:
         """What CUDA and the allocator take beside tensors."""
 
         def run(tell: Told) -> Profile | None:
-            found = self._processes.gather((memory.context_bytes, memory.allocator_share))
+            found = self._processes.gather((memory.context_bytes(), memory.allocator_share))
             overheads = Overheads(
                 context_bytes=max(context for context, _ in found),
                 allocator_share=max(share for _, share in found),

@@ -9,7 +9,7 @@ from zorselike.cost.profile import Source, UpdateTime
 from zorselike.profiler.clock import Clock
 from zorselike.runtime.gradients import HALF
 
-SIZES = (2**20, 2**24)
+SIZES = {"cuda": (2**20, 2**24), "cpu": (2**18, 2**22)}
 """Parameters of the two updates between which a line is drawn."""
 
 
@@ -22,15 +22,16 @@ def measure_update(
         type: the device's name in the profile.
         dtype: what layers compute in.
     """
-    small, large = (_time_update(device, size, dtype, repeats) for size in SIZES)
-    slope = (large - small) / (SIZES[1] - SIZES[0])
+    few, many = SIZES[device.type]
+    small, large = (_time_update(device, size, dtype, repeats) for size in (few, many))
+    slope = (large - small) / (many - few)
     if slope <= 0:  # Noise; the larger one by itself is nearer to the truth.
-        slope = large / SIZES[1]
+        slope = large / many
     return UpdateTime(
         device=type,
         dtype=str(dtype).removeprefix("torch."),
         seconds_per_parameter=slope,
-        seconds_per_call=max(0.0, small - slope * SIZES[0]),
+        seconds_per_call=max(0.0, small - slope * few),
         source=source,
     )
 

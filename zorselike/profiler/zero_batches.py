@@ -1,9 +1,9 @@
 """The most rows of the whole model on every rank, and their times: Poplar's profiling phase.
 
 All ranks search at once and in step. Before each trial they tell each other what they will try, and after
-it how it went; computing needs nobody else (`zero_step.py`), and the collectives that belong to a step are
-entered only once all have said that their part of it fits. So a rank that runs out of memory strands
-nobody. If one row does not fit on some rank, all go to the next ZeRO stage.
+it how it went; computing needs nobody else (`zero_step.py`), and collectives are entered only when all have
+said that their part fits and nothing is held any more. So a rank that runs out of memory strands nobody. If
+one row does not fit on some rank, all go to the next ZeRO stage.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from zorselike.cost.profile import Source, ZeroBatch
 from zorselike.plan.errors import ClusterError
 from zorselike.plan.plan import Recompute
-from zorselike.profiler.clock import median
 from zorselike.profiler.collective_timing import Collectives, unit_parameters
 from zorselike.profiler.device_memory import DeviceMemory
 from zorselike.profiler.layer_probes import ModelFactory
@@ -105,6 +103,11 @@ class StepTrials:
             rows, memory=self._memory, tokens_per_row=job.tokens_per_row, repeats=job.repeats
         )
 
+    @property
+    def step(self) -> ZeroStep | None:
+        """What computes, from the first trial that fits to the next that does not."""
+        return self._step
+
     def close(self) -> None:
         """Gives back all memory."""
         self._step = None
@@ -129,30 +132,27 @@ def search_together(
     *,
     agree: Agree,
     most_rows: int,
-    collectives: Callable[[], float] | None = None,
     told: Callable[[list[int | None], list[bool]], None] = lambda tried, fitted: None,
-) -> tuple[MaxRows, list[float]] | None:
+) -> MaxRows | None:
     """`find_max_rows` on all ranks in step; collective.
 
     Args:
         trial: tries rows on this rank, waiting for nobody.
         agree: brings a value of every rank to all.
-        collectives: what a step has of them, seconds; entered by all ranks or by none.
         told: hears after each round what every rank tried and whether it fitted.
 
-    Returns the outcome of this rank and the seconds of each round's collectives, or None, on all ranks
-    alike, as soon as one row does not fit on one of them.
+    Returns the outcome of this rank, or None, on all ranks alike, as soon as one row does not fit on one of
+    them.
 
     Raises:
         ClusterError: On all ranks, naming the one whose trial raised something else than a refusal.
     """
     search = RowSearch(most_rows)
-    seconds: list[float] = []
     while True:
         rows = search.next_rows()
         tried = agree(rows)
         if all(entry is None for entry in tried):
-            return search.outcome(), seconds
+            return search.outcome()
         result, failure = _try(trial, rows)
         said = agree((result is None or result.fits, failure))
         for rank, (_, text) in enumerate(said):
@@ -164,8 +164,6 @@ def search_together(
             return None
         if result is not None:
             search.tell(result)
-        if collectives is not None and all(fitted):
-            seconds.append(collectives())
 
 
 def _try(trial: Callable[[int], TrialResult], rows: int | None) -> tuple[TrialResult | None, str]:
@@ -190,30 +188,25 @@ def search_stages(
     does; None, on all ranks, if there is no such stage. Collective."""
     for zero in stages:
         trials = StepTrials(job, processes, memory, zero=zero)
-        collectives = _collectives(job, processes, zero)
-        outcome = search_together(
+        collectives = Collectives(processes.everyone, processes.device)
+        collectives.connect()  # What its library takes of the device is no longer there for trials.
+        found = search_together(
             trials,
             agree=processes.gather,
             most_rows=job.most_rows,
-            collectives=collectives,
             told=lambda tried, fitted, zero=zero: told(zero, tried, fitted),  # type: ignore[misc]
         )
         trials.close()
-        if outcome is not None:
-            found, seconds = outcome
-            return Search(zero, found, median(seconds) if seconds else 0.0)
+        if found is not None:
+            return Search(zero, found, _time_collectives(collectives, job, zero))
     return None
 
 
-def _collectives(job: StepJob, processes: Processes, zero: int) -> Callable[[], float] | None:
-    """What times the collectives of one step of one microbatch; None for a rank alone."""
-    if processes.size == 1:
-        return None
-    model: nn.Module = job.build()
-    collectives = Collectives(processes.everyone, processes.device)
-    sizes = unit_parameters(model, job.modules)
+def _time_collectives(collectives: Collectives, job: StepJob, zero: int) -> float:
+    """Seconds of the collectives of one step of one microbatch, the median of several."""
+    sizes = unit_parameters(job.build(), job.modules)
     reduced = torch.float32 if job.dtype in HALF else job.dtype
-    return lambda: collectives.time_step(sizes, zero=zero, gathered=job.dtype, reduced=reduced)
+    return collectives.time_step(sizes, zero=zero, gathered=job.dtype, reduced=reduced, repeats=job.repeats)
 
 
 def make_batches(searches: Sequence[tuple[str, Search]], source: Source) -> tuple[ZeroBatch, ...]:

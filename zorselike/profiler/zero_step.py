@@ -3,7 +3,8 @@
 The runtime's own classes compute it: parameters, gradients and optimizer state are sharded over all ranks
 as in training, so that memory is what training takes. But a gather fills the whole from this rank's own
 shard, and a reduction keeps this rank's own part: nobody waits for anybody, a failure strands nobody,
-and what is timed is what Poplar's times are after it has taken the collectives off.
+and what is timed is what Poplar's times are after it has taken the collectives off. With ZeRO 3 layers gather
+as they compute, so that the copies of a gather, at the speed of the device's memory, are in its times.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zorselike.profiler.device_memory import DeviceMemory
 from zorselike.profiler.layer_probes import ModelFactory, materialise
 from zorselike.profiler.row_search import TrialResult
 from zorselike.runtime.departures import Departures, Retired
+from zorselike.runtime.ledger import Ledger
 from zorselike.runtime.loss import LossFn
 from zorselike.runtime.memory import Memory
 from zorselike.runtime.ministage import Rank, ShardedMinistage
@@ -122,6 +124,7 @@ class ZeroStep:
         self._memory.streams.begin()
         if gathers:
             ministage.unshard()
+            clock.wait()  # Gathers are no part of the times.
         begin = clock.mark()
         outputs = ministage.forward(0, (tokens,), [False], {}, train=True)
         loss = self._loss_fn(outputs, tokens) / tokens.numel()
@@ -133,6 +136,7 @@ class ZeroStep:
         if self._zero == 2:
             ministage.reshard()
             ministage.unshard()
+            clock.wait()
         start = clock.mark()
         ministage.backward(0, [grad])
         end = clock.mark()
@@ -147,11 +151,16 @@ class ZeroStep:
         ministage.await_update()
         return clock.seconds(begin, between), clock.seconds(start, end), kept
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has held, by purpose."""
+        return self._memory.ledger
+
     def _held(self) -> int:
         """Bytes that this rank's ledger knows of, and gradients that are whole; asked on a CPU."""
         grads = [p.grad for p in self._ministage.module.parameters() if p.grad is not None]
         whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-        return self._memory.ledger.device_bytes + sum(grad.numel() * grad.itemsize for grad in whole)
+        return self.ledger.device_bytes + sum(grad.numel() * grad.itemsize for grad in whole)
 
 
 def _plan_of(modules: Sequence[str], ranks: tuple[int, ...], *, zero: int, recompute: Recompute) -> Plan:

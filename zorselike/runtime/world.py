@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zorselike import __version__
+from zorselike.cost.catalogue import match_device_name
 from zorselike.plan.devices import Process, match_devices
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
@@ -222,15 +223,16 @@ def runs_on(architecture: str, compiled: Sequence[str]) -> bool:
 
 
 def is_device_type(planned: str, process: ProcessInfo) -> bool:
-    """Whether a plan's device type (`A100-80GB`, `rtx3090`, `cuda`, `cpu`) means a process's device.
+    """Whether a plan's device type (`A100-80`, `rtx3090`, `cuda`, `cpu`) means a process's device.
 
-    Every word of it must be in the GPU's name, joined or not, or be the size of its memory; a
-    `Ti` or `SUPER` that only one side has makes another card.
+    It is the catalogue's name of it; or every word of it is in the GPU's name, joined or not, or is the size
+    of its memory, and then a `Ti` or `SUPER` that only one side has makes another card.
     """
     wanted = planned.casefold()
     if process.device == "cpu" or wanted == "cpu":
         return wanted == process.device
-    if wanted in ("cuda", "gpu"):
+    known = match_device_name(process.device_name, process.memory_bytes)
+    if wanted in ("cuda", "gpu") or (known is not None and wanted == known.casefold()):
         return True
     name = _words(process.device_name)
     joined = {"".join(name[i:j]) for i in range(len(name)) for j in range(i + 1, len(name) + 1)}

@@ -33,7 +33,8 @@ def build_one_f_one_b(
     """The actions of every rank for one optimizer step.
 
     Args:
-        plan: every group has one ministage; all ranks have equally many microbatches, of the same rows.
+        plan: every group has one ministage; in several groups all ranks have equally many microbatches,
+            of the same rows. One group is data parallelism with one microbatch's activations at a time.
         blocking: transfers stand where DeepSpeed's `TrainSchedule` has them, for runtimes whose sends and
             receives block: a result leaves before the next computation of the other direction, and a
             receive stands right before its use. Our runtime cannot run that; the simulator can.

@@ -54,6 +54,20 @@ class Case:
         limit = self.limit_bytes(rank)
         return limit is not None and self.peak_bytes[rank] > limit
 
+    @cached_property
+    def host_bytes(self) -> dict[int, int]:
+        """What is offloaded to each node's memory, by node, where something is."""
+        found: dict[int, int] = {}
+        for place, walk in zip(self.costs.places, self.simulation.memory, strict=True):
+            if walk.host_peak_bytes:
+                found[place.node] = found.get(place.node, 0) + walk.host_peak_bytes
+        return found
+
+    def is_host_overfull(self, node: int) -> bool:
+        """Whether more is offloaded to a node than its memory, where that is known."""
+        limit = self.cluster.nodes[node].host_memory_bytes
+        return limit is not None and self.host_bytes.get(node, 0) > limit
+
     def describe_rank(self, rank: int) -> str:
         """`rank 3 (T4 of node b)`."""
         node = self.cluster.nodes[self.costs.places[rank].node].name

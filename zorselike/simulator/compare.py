@@ -12,13 +12,12 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster import Cluster, Place
 from zorselike.plan.errors import ProfileError
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.plan.wording import count
+from zorselike.plan.wording import count, show_bytes
 from zorselike.simulator.case import Case, Schedule
 
 if TYPE_CHECKING:
     from zorselike.simulator.setting import Setting
 
-_GIB = 2**30
 _STAGES = (0, 1, 2, 3)
 _ORDER: Schedule = "1f1b"
 """Of a single stage: each microbatch forward and at once backward, so that activations of one are kept."""
@@ -167,8 +166,8 @@ def _find_misfit(plan: Plan, costs: StepCosts, setting: Setting) -> str:
     worst = max(lacks, key=lambda rank: lacks[rank][0] - lacks[rank][1])
     device, (peak, limit) = plan.devices[worst], lacks[worst]
     return (
-        f"OUT OF MEMORY: {device.type} of node {device.node} would need {peak / _GIB:.1f} of "
-        f"{limit / _GIB:.1f} GiB"
+        f"OUT OF MEMORY: {device.type} of node {device.node} would need {show_bytes(peak)} of "
+        f"{show_bytes(limit)}"
     )
 
 

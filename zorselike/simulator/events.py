@@ -84,8 +84,6 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
             return Times(begin, end, cause)
         now, code = heappop(heap)
         if code < 0:
-            ended = traffic.handle(now, -1 - code)
-            if ended is not None:
-                over.append(ended)
+            over += traffic.handle(now, code)
         elif slowed is None or slowed.is_over(now, code, code % num_tasks):
             over.append(code)

@@ -116,20 +116,18 @@ class FlowShares:
                     else:
                         rest[c] = self._capacities[c] - used[c] + rate
                         passing[c] = [flow]
-            found = _fill(flows, ways, dict(rest), passing, self._most)
-            taken = {c: sum([found[flow] for flow in own]) for c, own in passing.items()}
+            left = dict(rest)
+            found = _fill(flows, ways, left, passing, self._most)
             dragged: set[int] = set()
             for c, own in passing.items():
-                if len(own) < len(self._members[c]):
-                    is_full = taken[c] >= rest[c] - SLACK * self._capacities[c]
-                    if is_full or used[c] >= self._full[c]:
-                        dragged |= self._members[c]
+                is_full = left[c] <= SLACK * self._capacities[c] or used[c] >= self._full[c]
+                if is_full and len(own) < len(self._members[c]):
+                    dragged |= self._members[c]
             if dragged.issubset(flows):
                 break
             flows = list(dragged.union(flows))
-        for c, own in passing.items():
-            outside = len(own) < len(self._members[c])
-            used[c] = taken[c] + (self._capacities[c] - rest[c] if outside else 0.0)
+        for c in passing:
+            used[c] = self._capacities[c] - left[c]
         return found
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean
 
 from zorselike.simulator.case import Case
-from zorselike.simulator.result import RankTimes
+from zorselike.simulator.result import RankTimes, Track
+from zorselike.simulator.window import fold_spans
 
 BUSY = 0.85
 """From this share of the step on, a rank that computes sets the pace."""
@@ -27,7 +29,7 @@ class _Wait:
 _WAITS = (
     _Wait("waiting_for_data_s", "rows or gradients that other groups have not computed yet"),
     _Wait("exposed_communication_s", "bytes on wires, or the others of a collective"),
-    _Wait("exposed_copies_s", "copies between host and device, or updates"),
+    _Wait("exposed_copies_s", "copies between host and device"),
 )
 
 
@@ -63,7 +65,7 @@ def _blame_waits(case: Case, busiest: int, share: float) -> list[str]:
         f"Ranks wait {lost:.0%} of the step on average for {wait.what}; longest, "
         f"{_seconds(times[longest], wait):.3g} s, does {case.describe_rank(longest)}.",
     ]
-    return sentences + _advise(case, wait)
+    return sentences + _advise(case, wait, longest)
 
 
 def _seconds(times: RankTimes, wait: _Wait) -> float:
@@ -71,14 +73,34 @@ def _seconds(times: RankTimes, wait: _Wait) -> float:
     return seconds
 
 
-def _advise(case: Case, wait: _Wait) -> list[str]:
+def _advise(case: Case, wait: _Wait, rank: int) -> list[str]:
     match wait.attribute:
         case "waiting_for_data_s":
             return [_compare_groups(case)]
         case "exposed_communication_s":
-            return ["Larger microbatches, a lower ZeRO stage or groups inside nodes move fewer bytes."]
+            return [_compare_traffic(case, rank)]
         case _:
             return ["Offloading less, or larger microbatches, would hide them."]
+
+
+def _compare_traffic(case: Case, rank: int) -> str:
+    """Whether collectives or transfers are what a rank waits for."""
+    collectives_s = _measure(case, rank, ("gather", "reduce"))
+    transfers_s = _measure(case, rank, ("send", "receive"))
+    times = f"Its collectives take {collectives_s:.3g} s, its transfers {transfers_s:.3g} s"
+    if collectives_s >= transfers_s:
+        return f"{times}: a lower ZeRO stage, or groups that do not span slow links, would move fewer bytes."
+    return f"{times}: fewer ministages, or groups in turn on faster links, would shorten these."
+
+
+def _measure(case: Case, rank: int, tracks: Collection[Track]) -> float:
+    """Seconds of the step in which something of these tracks goes on; 0 without recorded spans."""
+    spans = [span for span in fold_spans(case.simulation) if span.rank == rank and span.track in tracks]
+    seconds = until_s = 0.0
+    for span in sorted(spans, key=lambda each: each.start_s):
+        seconds += max(0.0, span.stop_s - max(span.start_s, until_s))
+        until_s = max(until_s, span.stop_s)
+    return seconds
 
 
 def _compare_groups(case: Case) -> str:

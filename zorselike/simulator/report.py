@@ -5,12 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from zorselike.plan.wording import count, show_numbers
+from zorselike.plan.wording import count, list_few, show_bytes, show_numbers
 from zorselike.simulator.case import Case
 from zorselike.simulator.compare import Alternative
 from zorselike.simulator.limits import describe_limit
 
-_GIB = 2**30
 _BAR = 20
 """Characters of a full memory bar."""
 _MOST_LINES = 24
@@ -84,10 +83,14 @@ def _show_speed(case: Case) -> tuple[str, str]:
 
 
 def _show_overfull(case: Case) -> str:
-    overfull = [rank for rank in range(case.plan.num_ranks) if case.is_overfull(rank)]
-    if not overfull:
-        return ""
-    return f"OUT OF MEMORY on {'rank' if len(overfull) == 1 else 'ranks'} {show_numbers(overfull)}"
+    parts = []
+    ranks = [rank for rank in range(case.plan.num_ranks) if case.is_overfull(rank)]
+    if ranks:
+        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {show_numbers(ranks)}")
+    hosts = [case.cluster.nodes[node].name for node in case.host_bytes if case.is_host_overfull(node)]
+    if hosts:
+        parts.append(list_few(hosts, "host"))
+    return f"OUT OF MEMORY on {' and '.join(parts)}" if parts else ""
 
 
 def _describe_step(case: Case, ideal_s: float) -> list[str]:
@@ -133,6 +136,7 @@ def _list_ranks(case: Case) -> list[str]:
     left_out = sum(len(ranks) for ranks in alike.values()) - sum(len(ranks) for _, ranks in shown)
     if left_out:
         lines.append(f"  {count(left_out, 'more rank')}, each with more room than these")
+    lines += _list_hosts(case)
     lines.append(
         "computes, and waits for data, wires and copies: shares of the step. " + _describe_peak(case)
     )
@@ -148,15 +152,26 @@ def _describe_rank(case: Case, rank: int) -> tuple[str, ...]:
         times.exposed_copies_s,
     )
     peak, limit = case.peak_bytes[rank], case.limit_bytes(rank)
-    of_limit = "" if limit is None else f"of {limit / _GIB:.1f} GiB"
+    of_limit = "" if limit is None else f"of {show_bytes(limit)}"
     return (
         case.device_types[rank],
         str(case.plan.group_of_rank[rank]),
         *(f"{seconds / iteration_s:.0%}" for seconds in shares),
         "" if limit is None else _draw_bar(peak / limit),
-        f"{peak / _GIB:.1f}",
+        show_bytes(peak),
         of_limit + (" OUT OF MEMORY" if case.is_overfull(rank) else ""),
     )
+
+
+def _list_hosts(case: Case) -> list[str]:
+    """How full host memory is with what is offloaded; nodes with the same numbers share a line."""
+    alike: dict[str, list[str]] = {}
+    for node, num_bytes in sorted(case.host_bytes.items()):
+        limit = case.cluster.nodes[node].host_memory_bytes
+        text = show_bytes(num_bytes) + ("" if limit is None else f" of {show_bytes(limit)}")
+        text += " OUT OF MEMORY" if case.is_host_overfull(node) else ""
+        alike.setdefault(text, []).append(case.cluster.nodes[node].name)
+    return [f"  offloaded to {list_few(names, 'host')}: {text}" for text, names in alike.items()]
 
 
 def _draw_bar(share: float) -> str:
@@ -176,9 +191,9 @@ def _describe_peak(case: Case) -> str:
     fullest = max(range(case.plan.num_ranks), key=lambda rank: _fullness(case, rank))
     walk = case.simulation.memory[fullest]
     held = sorted(walk.at_peak.items(), key=lambda item: -item[1])
-    listed = ", ".join(f"{purpose} {num_bytes / _GIB:.2f}" for purpose, num_bytes in held if num_bytes)
+    listed = ", ".join(f"{purpose} {show_bytes(num_bytes)}" for purpose, num_bytes in held if num_bytes)
     at = f" at {walk.peak_action.text}" if walk.peak_action is not None else ""
-    return f"Fullest is {case.describe_rank(fullest)}{at}, in GiB: {listed or 'nothing'}."
+    return f"Fullest is {case.describe_rank(fullest)}{at}: {listed or 'nothing'}."
 
 
 def _align(table: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:

@@ -48,7 +48,7 @@ class Setting:
                 masters=self.workload.masters,
             )
         except ScheduleError as error:
-            raise PlanError(f"schedule {error}") from None
+            raise PlanError(str(error)) from None
 
     def find_costs(self, plan: Plan) -> StepCosts:
         """What that costs; raises `ClusterError` and `ProfileError`."""

@@ -10,12 +10,16 @@ from zorselike.cost.network import Flow
 from zorselike.simulator.flows import FlowShares
 
 Event = tuple[float, int]
-"""Seconds, and what happens then: a task (0 and more) or a flow (below 0) is over."""
+"""Seconds, and what happens then: a task (0 and more) is over, or a watch (below 0) ends."""
 
 
 class Traffic:
-    """All flows in progress. Every change of a rate puts a new end on the heap; an end that is not the
-    flow's last one is stale."""
+    """All flows in progress.
+
+    Flows whose rates change together are watched together: one event, for the first of them to be over,
+    instead of one for each. When it comes, those that are left are watched anew. A flow whose rate changes
+    again moves to another watch.
+    """
 
     def __init__(self, capacities: Sequence[float], bundles: Sequence[tuple[Flow, ...]], heap: list[Event]):
         """`bundles`: flows that start together, as tasks refer to them."""
@@ -31,6 +35,11 @@ class Traffic:
         self._due: list[float] = []
         self._moves: list[bool] = []
         """Whether its latency is over."""
+        self._watch: list[int] = []
+        """The number of the watch that it is in."""
+        self._watched: dict[int, Sequence[int]] = {}
+        """By watch: flows that were in it at first."""
+        self._num_watches = 0
         self._free: list[int] = []
         self._num_left: dict[int, int] = {}
         """By task: flows in progress, where there are several."""
@@ -42,76 +51,99 @@ class Traffic:
             if flow.num_bytes <= 0 and flow.latency_s <= 0:
                 continue
             num_flows += 1
-            number = self._enter(task, flow, now)
+            number = self._enter(task, flow)
             if flow.latency_s > 0:
                 self._due[number] = now + flow.latency_s
-                heappush(self._heap, (now + flow.latency_s, -1 - number))
+                self._begin_watch((number,), self._due[number])
             else:
                 self._move(number, now)
         if num_flows > 1:
             self._num_left[task] = num_flows
         return num_flows == 0
 
-    def _enter(self, task: int, flow: Flow, now: float) -> int:
+    def _enter(self, task: int, flow: Flow) -> int:
         if self._free:
             number = self._free.pop()
             self._task[number], self._flow[number] = task, flow
-            self._left[number], self._since[number], self._moves[number] = flow.num_bytes, now, False
+            self._left[number], self._moves[number] = flow.num_bytes, False
             return number
         self._task.append(task)
         self._flow.append(flow)
         self._left.append(flow.num_bytes)
-        self._since.append(now)
-        self._due.append(now)
+        self._since.append(0.0)
+        self._due.append(0.0)
         self._moves.append(False)
+        self._watch.append(-1)
         return len(self._task) - 1
 
     def _move(self, number: int, now: float) -> None:
         """The latency is over, and bytes begin to move."""
         flow = self._flow[number]
         self._moves[number] = True
-        self._since[number] = now
+        self._due[number] = self._since[number] = now
         changed = self._shares.add(number, flow.capacities, flow.max_rate)
-        if changed:
-            self._reschedule(changed, now)
-        self._schedule(number, now)
+        self._update((number, *changed), now)
 
-    def _schedule(self, number: int, now: float) -> None:
-        rate = self._shares.rates[number]
-        due = now + self._left[number] / rate if rate > 0 else math.inf
-        self._due[number] = due
-        if due < math.inf:
-            heappush(self._heap, (due, -1 - number))
-
-    def _reschedule(self, flows: Sequence[int], now: float) -> None:
-        """Their rates have changed."""
+    def _update(self, flows: Sequence[int], now: float, idle: Sequence[int] = ()) -> None:
+        """These flows have other rates from now on; they and the `idle` ones, whose rates are the same, are
+        watched."""
+        rates, left, due, since = self._shares.rates, self._left, self._due, self._since
+        first = math.inf
         for number in flows:
-            # The rate so far, from what was due: the shares know only the new one.
-            due, since = self._due[number], self._since[number]
-            if due < math.inf:
-                span = due - since
-                self._left[number] *= (due - now) / span if span > 0 else 0.0
-            self._since[number] = now
-            self._schedule(number, now)
+            # What has moved since, from what was due: the shares know only the new rate.
+            end, begin = due[number], since[number]
+            if begin < now and end < math.inf:
+                left[number] *= (end - now) / (end - begin)
+            since[number] = now
+            rate = rates[number]
+            end = due[number] = now + left[number] / rate if rate > 0 else math.inf
+            if end < first:
+                first = end
+        for number in idle:
+            first = min(first, due[number])
+        if first < math.inf:
+            self._begin_watch((*flows, *idle) if idle else flows, first)
 
-    def handle(self, now: float, number: int) -> int | None:
-        """An event of a flow; returns the task that it ends, if it ends one."""
-        if self._due[number] != now:
-            return None
-        if not self._moves[number]:
-            if self._left[number] > 0:
-                self._move(number, now)
-                return None
-        else:
-            changed = self._shares.remove(number)
-            if changed:
-                self._reschedule(changed, now)
-        self._due[number] = -1.0
+    def _begin_watch(self, flows: Sequence[int], first: float) -> None:
+        """Of these the first one is over at `first`."""
+        number = self._num_watches = self._num_watches + 1
+        watch = self._watch
+        for flow in flows:
+            watch[flow] = number
+        self._watched[number] = flows
+        heappush(self._heap, (first, -number))
+
+    def handle(self, now: float, code: int) -> Sequence[int]:
+        """A watch ends; returns the tasks that are over."""
+        watch, due = self._watch, self._due
+        flows = [flow for flow in self._watched.pop(-code) if watch[flow] == -code]
+        if not flows:
+            return ()
+        tasks: list[int] = []
+        others: list[int] = []
+        changed: dict[int, None] = {}
+        for flow in flows:
+            if due[flow] > now:
+                others.append(flow)
+            elif not self._moves[flow] and self._left[flow] > 0:
+                self._move(flow, now)
+            else:
+                if self._moves[flow]:
+                    changed.update(dict.fromkeys(self._shares.remove(flow)))
+                changed.pop(flow, None)
+                self._leave(flow, tasks)
+        if changed or others:
+            self._update(list(changed), now, [flow for flow in others if flow not in changed])
+        return tasks
+
+    def _leave(self, number: int, tasks: list[int]) -> None:
+        """A flow is over; its task is added to `tasks` if it was the last one of it."""
+        self._watch[number] = -1
         self._free.append(number)
         task = self._task[number]
         count = self._num_left.get(task, 1) - 1
         if count:
             self._num_left[task] = count
-            return None
-        self._num_left.pop(task, None)
-        return task
+        else:
+            self._num_left.pop(task, None)
+            tasks.append(task)

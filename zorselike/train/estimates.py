@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zorselike.plan.plan import Estimates
-
-_GIB = 2**30
+from zorselike.plan.wording import show_bytes
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,22 @@ def compare_with_estimates(estimates: Estimates, facts: Iterable[RankFacts]) -> 
     for own in sorted(facts, key=lambda each: each.rank):
         parts = []
         if estimates.iteration_s is not None:
-            parts.append(_compare("s per step", estimates.iteration_s, own.step_s))
+            parts.append(_compare_time(estimates.iteration_s, own.step_s))
         if estimates.peak_memory_bytes:
-            planned = estimates.peak_memory_bytes[own.rank] / _GIB
-            found = None if own.peak_bytes is None else own.peak_bytes / _GIB
-            parts.append(_compare("GiB at most", planned, found))
+            parts.append(_compare_memory(estimates.peak_memory_bytes[own.rank], own.peak_bytes))
         lines.append(f"  rank {own.rank}: {'; '.join(parts)}")
     return "\n".join(lines)
 
 
-def _compare(unit: str, estimate: float, fact: float | None) -> str:
-    """`estimated 1.2 s per step, found 1.3 (+8.3 %)`."""
-    if fact is None:
-        return f"estimated {estimate:.4g} {unit}, found no number"
-    error = f" ({100 * (fact / estimate - 1):+.1f} %)" if estimate else ""
-    return f"estimated {estimate:.4g} {unit}, found {fact:.4g}{error}"
+def _compare_time(estimate_s: float, fact_s: float | None) -> str:
+    found = "not found" if fact_s is None else f"found {fact_s:.4g}{_error(estimate_s, fact_s)}"
+    return f"estimated {estimate_s:.4g} s per step, {found}"
+
+
+def _compare_memory(estimate: int, fact: int | None) -> str:
+    found = "not counted" if fact is None else f"found {show_bytes(fact)}{_error(estimate, fact)}"
+    return f"estimated {show_bytes(estimate)} at most, {found}"
+
+
+def _error(estimate: float, fact: float) -> str:
+    return f" ({100 * (fact / estimate - 1):+.1f} %)" if estimate else ""
