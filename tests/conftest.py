@@ -11,5 +11,5 @@ torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs w
 
 @pytest.fixture
 def run_ranks() -> ranks.RunRanks:
-    """`run_ranks(fn, world_size, *args, timeout=60)`; see `tests/ranks.py`."""
+    """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/ranks.py`."""
     return ranks.run_ranks

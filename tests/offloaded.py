@@ -59,8 +59,9 @@ DEFERRED = Setting(dtype=torch.bfloat16, max_norm=0.5, recompute="layer")
 
 
 def state_tensors(pipe: HeteroPipeline) -> Iterator[Tensor]:
-    """This rank's part of what the optimizers keep of each parameter, and of the parameters."""
+    """This rank's part of the parameters that train, and of what the optimizers keep of each."""
     for optimizer in pipe.optimizers.values():
-        for parameter, state in optimizer.state.items():
-            kept = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+        for parameter in optimizer.param_groups[0]["params"]:
+            state = optimizer.state.get(parameter, {}).values()
+            kept = [value for value in state if isinstance(value, Tensor) and value.dim()]
             yield from (local_tensor(tensor.detach()) for tensor in (parameter, *kept))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -31,6 +32,8 @@ RunRanks = Callable[..., list[Any]]
 _POLL_S = 0.005
 _GRACE_S = 0.1
 """After the first failure seen, how long an earlier one may still take to be reported."""
+_STACKS_S = 0.5
+"""How long ranks may take to write their stacks, on a busy machine too."""
 _TAIL_BYTES = 6000
 
 
@@ -99,7 +102,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     init: bool = True,
     allow_exit: bool = False,
 ) -> list[Any]:
@@ -160,6 +163,7 @@ def _run_child(
 ) -> None:
     """The child's whole life; never returns."""
     code = 1
+    gc.freeze()  # A collection need not look through all that the parent had made; that takes 0.2 s.
     try:
         os.setsid()
         _die_with_parent()
@@ -327,7 +331,7 @@ def _timeout_error(children: list[_Child], timeout: float) -> RankError:
     for child in waiting:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGUSR1)
-    _reap_for(children, _GRACE_S)
+    _reap_for(children, _STACKS_S)
     stacks = "".join(f"--- rank {child.rank}:\n{child.read('stderr')[-_TAIL_BYTES:]}\n" for child in waiting)
     names = ", ".join(str(child.rank) for child in waiting)
     return RankError(f"rank(s) {names} of {len(children)} did not end in {timeout} s\n{stacks}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 imports it: here once, before ranks are forked, and not in every rank.
 from torch import Tensor, nn
 
-# Imported before ranks are forked, so that they need not, each for itself.
 from zorselike import HeteroPipeline, initialize
 from zorselike.plan.plan import Group, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
@@ -87,7 +87,7 @@ class Case:
     evaluate_before: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()
     """Prefixes of names of parameters that do not train."""
-    num_steps: int = 5
+    num_steps: int = 3
 
     def model(self) -> nn.Module:
         with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def _check_last_lines(exits: list[RankExit], failing: int, reason: str, folder: 
 
 @pytest.mark.parametrize("failing", range(4))
 def test_an_exception_on_any_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int) -> None:
-    exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _raise, allow_exit=True, timeout=30)
+    exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _raise, allow_exit=True)
     _check_last_lines(exits, failing, "FakeOutOfMemoryError: CUDA out of memory.", tmp_path)
     assert "in _raise" in exits[failing].stderr
     assert exits[failing].last_line.endswith("; this is that rank.")
@@ -118,15 +119,15 @@ def test_an_exception_on_any_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, 
 
 @pytest.mark.parametrize("failing", range(4))
 def test_a_killed_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int) -> None:
-    exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _kill, allow_exit=True, timeout=30)
+    exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _kill, allow_exit=True)
     _check_last_lines(exits, failing, "its process ended without a word", tmp_path)
     assert exits[failing].code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("failing", "silence_s"), [(0, 1.5), (2, 5.0)])
+@pytest.mark.parametrize(("failing", "silence_s"), [(0, 1.5), (2, 3.0)])
 def test_a_stopped_rank_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int, silence_s: float) -> None:
     train = partial(_train_until_failure, silence_s=silence_s)
-    exits = run_ranks(train, 4, str(tmp_path), failing, _stop, allow_exit=True, timeout=30)
+    exits = run_ranks(train, 4, str(tmp_path), failing, _stop, allow_exit=True)
     _check_last_lines(exits, failing, "silent for ", tmp_path)
     assert exits[failing].was_stopped
 
@@ -143,19 +144,19 @@ def _train_on_nodes(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_ranks_of_other_nodes_tell_where_they_are(run_ranks: RunRanks, tmp_path: Path) -> None:
-    exits = run_ranks(_train_on_nodes, 3, str(tmp_path), allow_exit=True, timeout=30)
+    exits = run_ranks(_train_on_nodes, 3, str(tmp_path), allow_exit=True)
     for rank in (0, 2):
         assert exits[rank].last_line.startswith("zorselike: rank 1 failed first, in 3B1 ("), exits[rank]
 
 
 @pytest.mark.parametrize("failing", [0, 3])
 def test_sys_exit_within_a_step_ends_all(run_ranks: RunRanks, tmp_path: Path, failing: int) -> None:
-    exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _exit, allow_exit=True, timeout=30)
+    exits = run_ranks(_train_until_failure, 4, str(tmp_path), failing, _exit, allow_exit=True)
     _check_last_lines(exits, failing, "SystemExit: 3", tmp_path)
 
 
 def test_a_process_that_just_goes_ends_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    exits = run_ranks(_train_until_failure, 4, str(tmp_path), 1, _leave_process, allow_exit=True, timeout=30)
+    exits = run_ranks(_train_until_failure, 4, str(tmp_path), 1, _leave_process, allow_exit=True)
     _check_last_lines(exits, 1, "its process ended without a word", tmp_path)
 
 
@@ -173,7 +174,7 @@ def _fail_with_echoes(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_an_echo_is_not_taken_for_its_cause(run_ranks: RunRanks, tmp_path: Path) -> None:
-    exits = run_ranks(_fail_with_echoes, 4, str(tmp_path), allow_exit=True, timeout=30)
+    exits = run_ranks(_fail_with_echoes, 4, str(tmp_path), allow_exit=True)
     for rank in (0, 1, 3):
         assert exits[rank].last_line.startswith("zorselike: rank 2 failed first, in 3B1"), exits[rank]
         assert "Traceback" not in exits[rank].stderr
@@ -186,10 +187,10 @@ def _stall(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_stall_is_blamed_on_the_rank_that_computes(run_ranks: RunRanks, tmp_path: Path) -> None:
-    exits = run_ranks(_stall, 3, str(tmp_path), allow_exit=True, timeout=30)
+    exits = run_ranks(_stall, 3, str(tmp_path), allow_exit=True)
     for ended in exits:
         assert "rank 1 failed first, in 3B1" in ended.last_line
-        assert "no progress for 1." in ended.last_line
+        assert re.search(r"no progress for [1-9]", ended.last_line), ended.last_line
 
 
 def _hold_lock_before_first_action(rank: int, world_size: int, folder: str) -> str:
@@ -220,7 +221,7 @@ def _stop_with_silence_off(rank: int, world_size: int, folder: str) -> str:
     alarm = Alarm(rank, world_size, _store(folder, world_size), silence_s=0.5, interval_s=0.1)
     alarm.enter(FORWARD)
     if rank == 1 and os.fork() == 0:
-        time.sleep(2)
+        time.sleep(1.2)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     dist.barrier()
@@ -264,7 +265,7 @@ def _leave_before_the_others_are_done(rank: int, world_size: int, folder: str) -
 
 
 def test_leaving_a_step_that_others_begin_is_a_failure(run_ranks: RunRanks, tmp_path: Path) -> None:
-    exits = run_ranks(_leave_before_the_others_are_done, 3, str(tmp_path), allow_exit=True, timeout=12)
+    exits = run_ranks(_leave_before_the_others_are_done, 3, str(tmp_path), allow_exit=True)
     for rank in (0, 2):
         assert "rank 1 failed first, between steps: it ended while" in exits[rank].last_line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 
-NUM_LAYERS = 5
+NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
-L = len(NAMES)
+FIRST = NAMES[:3]
+"""The modules of the first of two ministages."""
+L, L_SECOND = len(NAMES), len(NAMES) - len(FIRST)
 COUNTS = (3, 1, 0)
 """Microbatches of the three ranks; the most is max M."""
 MAX_M = max(COUNTS)
@@ -34,18 +37,23 @@ def one_group(
     microbatches = tuple(Microbatch(*m) for m in ((0, 0, 1), (1, 1, 4), (0, 4, 5), (0, 5, 6)))
     group = Group((0, 1, 2), microbatches, zero=zero, offload=offload)
     group = replace(group, grad_reduce=grad_reduce, recompute=recompute)  # type: ignore[arg-type]
-    ministages = (Ministage(0, tuple(NAMES[:4])), Ministage(0, tuple(NAMES[4:])))
+    ministages = (Ministage(0, tuple(FIRST)), Ministage(0, tuple(NAMES[len(FIRST) :])))
     return Plan(6, (group,), ministages)
 
 
-def count_steps(rank: int, world_size: int, plan: Plan, frozen: tuple[str, ...]) -> list[Counts]:
-    """All-gathers, reduce-scatters and all-reduces of device groups in steps 0 and 1, in an
+def count_steps(
+    rank: int, world_size: int, plans: Sequence[Plan], frozen: tuple[str, ...]
+) -> list[list[Counts]]:
+    """By plan: all-gathers, reduce-scatters and all-reduces of device groups in steps 0 and 1, in an
     evaluation, and in step 2."""
-    case = Case(plan, NUM_LAYERS, frozen=frozen)
-    pipe = HeteroPipeline(case.model(), plan, optimizer=adamw)
     counter: Counter[str] = Counter()
     for name in (*GATHERS, *SCATTERS, "all_reduce"):
         patch(name, counter)
+    return [count_steps_of(Case(plan, NUM_LAYERS, frozen=frozen), counter) for plan in plans]
+
+
+def count_steps_of(case: Case, counter: Counter[str]) -> list[Counts]:
+    pipe = HeteroPipeline(case.model(), case.plan, optimizer=adamw)
     counts = []
     for call in (pipe.step_global, pipe.step_global, pipe.evaluate_global, pipe.step_global):
         counter.clear()
@@ -81,9 +89,6 @@ def summarise(counter: Counter[str]) -> Counts:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "offload"), [("none", ()), ("layer", ()), ("none", OFFLOAD_KINDS), ("layer", OFFLOAD_KINDS)]
-)
-@pytest.mark.parametrize(
     ("zero", "grad_reduce", "step", "evaluation"),
     [
         (0, "once", (0, 0, L), (0, 0, 0)),
@@ -94,30 +99,26 @@ def summarise(counter: Counter[str]) -> Counts:
     ],
 )
 def test_collectives_of_a_step(
-    zero: int,
-    grad_reduce: str,
-    step: Counts,
-    evaluation: Counts,
-    recompute: str,
-    offload: tuple[str, ...],
-    run_ranks: RunRanks,
+    zero: int, grad_reduce: str, step: Counts, evaluation: Counts, run_ranks: RunRanks
 ) -> None:
-    """As many with offload as without."""
-    for counts in run_ranks(count_steps, 3, one_group(zero, grad_reduce, recompute, offload), ()):
-        assert counts == [step, step, evaluation, step]
+    """As many with offload and recomputation as without either."""
+    plans = [one_group(zero, grad_reduce), one_group(zero, grad_reduce, "layer", OFFLOAD_KINDS)]
+    for found in run_ranks(count_steps, 3, plans, ()):
+        for plan, counts in zip(plans, found, strict=True):
+            assert counts == [step, step, evaluation, step], plan.groups[0]
 
 
 @pytest.mark.parametrize(
     ("zero", "step"),
     [
-        (1, (L, L - 4, 0)),
-        (2, (L + L - 4, L - 4, 0)),
-        (3, ((L + L - 4) * MAX_M, (L - 4) * MAX_M, 0)),
+        (1, (L, L_SECOND, 0)),
+        (2, (L + L_SECOND, L_SECOND, 0)),
+        (3, ((L + L_SECOND) * MAX_M, L_SECOND * MAX_M, 0)),
     ],
 )
 def test_a_frozen_first_ministage_neither_gathers_for_backward_nor_reduces(
     zero: int, step: Counts, run_ranks: RunRanks
 ) -> None:
-    frozen = tuple(f"{name}." for name in NAMES[:4])
-    for counts in run_ranks(count_steps, 3, one_group(zero), frozen):
+    frozen = tuple(f"{name}." for name in FIRST)
+    for (counts,) in run_ranks(count_steps, 3, [one_group(zero)], frozen):
         assert counts[0] == counts[1] == counts[3] == step

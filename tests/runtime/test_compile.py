@@ -40,7 +40,7 @@ class Setting:
     recompute: bool = False
     dtype: torch.dtype = torch.float32
     """What the model is in, but for bf16, in which layers of an fp32 model compute."""
-    num_steps: int = 3
+    num_steps: int = 2
     evaluates: bool = False
 
     def plan(self) -> Plan:
@@ -124,11 +124,14 @@ def test_compiled_layers_compute_the_same(
     settings = [
         replace(double, recompute=True, offload=OFFLOAD_KINDS, evaluates=True),
         replace(single, recompute=True, zero=3, offload=("activations",)),
-        replace(single, offload=OFFLOAD_KINDS),
-        replace(half, recompute=True, offload=OFFLOAD_KINDS),
         replace(half, zero=3),
     ]
     num_ranks = len({rank for rank, _, _ in rows})
+    if num_ranks == 1:  # What more ranks change about these is nothing that is compiled.
+        settings += [
+            replace(single, offload=OFFLOAD_KINDS),
+            replace(half, recompute=True, offload=OFFLOAD_KINDS),
+        ]
     for found in run_ranks(compare, num_ranks, settings, "aot_eager", timeout=240):
         for setting, difference in found.items():
             assert difference <= TOLERANCES[setting.dtype], setting

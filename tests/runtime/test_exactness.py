@@ -58,8 +58,8 @@ def test_training_equals_a_single_process(num_ranks: int, run_ranks: RunRanks) -
 
 
 def test_the_same_plan_twice_is_bit_equal(run_ranks: RunRanks) -> None:
-    case = next(case for case in CASES if case.plan.num_ranks == 5 and len(case.plan.groups) > 1)
-    first, second = (run_ranks(train_all_planned, 5, [case])[0][0] for _ in range(2))
+    case = next(case for case in CASES if case.plan.num_ranks == 3 and len(case.plan.groups) > 1)
+    first, second = (run_ranks(train_all_planned, 3, [case])[0][0] for _ in range(2))
     assert first.losses == second.losses
     assert first.norms == second.norms
     for name, tensor in first.state.items():
@@ -83,7 +83,7 @@ def adapter_case(zero: int, kind: str) -> Case:
         "lower": ("tok_embeddings", "layers.0", "layers.1", "layers.2"),
         "head only": ("tok_embeddings", "layers.", "norm"),
     }[kind]
-    return Case(plan, num_layers, seed=zero, max_norm=0.1, frozen=frozen, num_steps=3)
+    return Case(plan, num_layers, seed=zero, max_norm=0.1, frozen=frozen, num_steps=2)
 
 
 def test_training_little_of_a_frozen_model(run_ranks: RunRanks) -> None:

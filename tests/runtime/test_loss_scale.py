@@ -17,6 +17,7 @@ from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from zorselike.runtime.sharding import local_tensor
+from zorselike.runtime.updates import Clip
 
 DIM = 6
 ROWS = 6
@@ -97,9 +98,13 @@ class Story:
     gradients_left: bool
 
 
-def spoil_the_second(
-    rank: int, world_size: int, zero: int, offload: Sequence[str], spoilt: str, max_norm: float | None
-) -> Story:
+def spoil_each(rank: int, world_size: int, zero: int, offload: Sequence[str]) -> dict[str, Story]:
+    """By what is spoilt."""
+    max_norm = 1.0 if zero == 2 else None
+    return {spoilt: spoil_the_second(zero, offload, spoilt, max_norm) for spoilt in ("inputs", "targets")}
+
+
+def spoil_the_second(zero: int, offload: Sequence[str], spoilt: str, max_norm: float | None) -> Story:
     pipe = HeteroPipeline(
         perceptron(),
         over_three_ranks(zero, offload),
@@ -128,21 +133,19 @@ def spoil_the_second(
     return story
 
 
-@pytest.mark.parametrize("spoilt", ["inputs", "targets"])
 @pytest.mark.parametrize("offload", [(), ("optimizer",), OFFLOAD_KINDS])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    zero: int, offload: Sequence[str], spoilt: str, run_ranks: RunRanks
+    zero: int, offload: Sequence[str], run_ranks: RunRanks
 ) -> None:
     """Weights, masters, moments and the optimizers' counts are bit-equal to those before."""
-    max_norm = 1.0 if zero == 2 else None
-    for story in run_ranks(spoil_the_second, 3, zero, offload, spoilt, max_norm):
-        assert story.scales == [INITIAL, INITIAL, INITIAL / 2, INITIAL / 2]
-        assert story.skipped == [False, True, False]
-        assert story.changed == [True, False, True]
-        assert math.isfinite(story.norms[0]) and not math.isfinite(story.norms[1])
-        assert math.isfinite(story.norms[2])
-        assert not story.gradients_left
+    for stories in run_ranks(spoil_each, 3, zero, offload):
+        for spoilt, story in stories.items():
+            assert story.scales == [INITIAL, INITIAL, INITIAL / 2, INITIAL / 2], spoilt
+            assert story.skipped == [False, True, False], spoilt
+            assert story.changed == [True, False, True], spoilt
+            assert list(map(math.isfinite, story.norms)) == [True, False, True], spoilt
+            assert not story.gradients_left, spoilt
 
 
 def spoil_the_first(rank: int, world_size: int, offload: Sequence[str]) -> tuple[list[bool], bool]:
@@ -176,19 +179,32 @@ def sgd(named_parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named_parameters, lr=1.0)
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """What is computed in, and how its gradients are clipped."""
+
+    dtype: torch.dtype | None = torch.float16
+    max_norm: float | None = None
+    clip: Clip = "global"
+
+
 def step_once(
-    rank: int, world_size: int, dtype: torch.dtype | None, max_norm: float | None, clip: str
-) -> tuple[float, dict[int, float]]:
-    """The norm that is reported, and by ministage the length of the step."""
+    rank: int, world_size: int, clippings: Sequence[Clipping]
+) -> list[tuple[float, dict[int, float]]]:
+    """Of each: the norm that is reported, and by ministage the length of the step."""
+    return [step_clipped(clipping) for clipping in clippings]
+
+
+def step_clipped(clipping: Clipping) -> tuple[float, dict[int, float]]:
     pipe = HeteroPipeline(
         perceptron(),
         over_three_ranks(2, ()),
         optimizer=sgd,
         loss_fn=squared,
         count_fn=len,
-        param_dtype=dtype,
-        max_norm=max_norm,
-        clip=clip,  # type: ignore[arg-type]
+        param_dtype=clipping.dtype,
+        max_norm=clipping.max_norm,
+        clip=clipping.clip,
     )
     before = pipe.full_state_dict()
     norm = pipe.step_global(*rows(0)).grad_norm
@@ -201,39 +217,44 @@ def step_once(
 
 
 def test_norms_and_clipping_are_those_of_the_unscaled_gradient(run_ranks: RunRanks) -> None:
-    expected, _ = run_ranks(step_once, 3, None, None, "global")[0]
+    by_ministage = Clipping(max_norm=0.01, clip="ministage")
+    clippings = [Clipping(), Clipping(max_norm=0.01), Clipping(max_norm=1e6), by_ministage]
+    (expected, _), *others = run_ranks(step_once, 3, [Clipping(None), *clippings])[0]
     assert expected > 0.5
-    found, lengths = run_ranks(step_once, 3, torch.float16, None, "global")[0]
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert math.hypot(*lengths.values()) == pytest.approx(found, rel=1e-5)
-    for max_norm in (0.01, 1e6):
-        found, lengths = run_ranks(step_once, 3, torch.float16, max_norm, "global")[0]
-        assert found == pytest.approx(expected, rel=5e-3)
-        assert math.hypot(*lengths.values()) == pytest.approx(min(max_norm, found), rel=1e-3)
-    found, lengths = run_ranks(step_once, 3, torch.float16, 0.01, "ministage")[0]
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert list(lengths.values()) == pytest.approx([0.01] * 3, rel=1e-3)
+    for clipping, (found, lengths) in zip(clippings, others, strict=True):
+        assert found == pytest.approx(expected, rel=5e-3), clipping
+        length = math.hypot(*lengths.values())
+        if clipping is by_ministage:
+            assert list(lengths.values()) == pytest.approx([0.01] * 3, rel=1e-3)
+        elif clipping.max_norm is None:
+            assert length == pytest.approx(found, rel=1e-5)
+        else:
+            assert length == pytest.approx(min(clipping.max_norm, found), rel=1e-3), clipping
 
 
-def train_long(rank: int, world_size: int, dtype: torch.dtype | None, built_in: torch.dtype) -> list[float]:
-    """Losses of 50 steps on one batch."""
+def train_long(
+    rank: int, world_size: int, settings: Sequence[tuple[torch.dtype | None, torch.dtype]]
+) -> list[list[float]]:
+    """Losses of many steps on one batch, by what is computed in and what the model is in."""
     group = Group(
         (0, 1), (Microbatch(0, 0, 2), Microbatch(1, 2, 5), Microbatch(0, 5, 6)), offload=OFFLOAD_KINDS
     )
     cuts = (NAMES[:2], NAMES[2:4], NAMES[4:])
     plan = Plan(6, (group,), tuple(Ministage(0, tuple(cut)) for cut in cuts))
     case = Case(plan, NUM_LAYERS)
-    pipe = HeteroPipeline(case.model().to(built_in), plan, optimizer=adamw, param_dtype=dtype)
-    losses = [pipe.step_global(*case.batch(0)).loss for _ in range(50)]
-    pipe.close()
+    losses = []
+    for dtype, built_in in settings:
+        pipe = HeteroPipeline(case.model().to(built_in), plan, optimizer=adamw, param_dtype=dtype)
+        losses.append([pipe.step_global(*case.batch(0)).loss for _ in range(30)])
+        pipe.close()
     return losses
 
 
 def test_fp16_trains_as_fp32_does(run_ranks: RunRanks) -> None:
-    expected = run_ranks(train_long, 2, None, torch.float32)[0]
-    for settings in ((torch.float16, torch.float32), (None, torch.float16)):
-        found = run_ranks(train_long, 2, *settings)[0]
-        assert found[-1] < found[0] / 4
+    settings = [(None, torch.float32), (torch.float16, torch.float32), (None, torch.float16)]
+    expected, *others = run_ranks(train_long, 2, settings)[0]
+    for found in others:
+        assert found[-1] < found[0] / 2
         assert found == pytest.approx(expected, rel=0.05, abs=0.02)
 
 

@@ -22,6 +22,8 @@ from zorselike.runtime.sharding import local_tensor
 SUBSETS = list(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in (1, 2, 3)))
 ALIGNMENT_BYTES = 64 * 200
 """Of at most so many host buffers."""
+NUM_SETTINGS = 36
+"""Of the random cases so many have every kind of offload under every ZeRO stage; see the first test."""
 NUM_STEPS = 2
 DTYPES = (None, None, torch.bfloat16)
 
@@ -55,7 +57,7 @@ def make_setting(number: int) -> Setting:
     return Setting(case, tuple(offload), rng.choice(DTYPES))
 
 
-SETTINGS = [make_setting(number) for number in range(len(CASES))]
+SETTINGS = [make_setting(number) for number in range(NUM_SETTINGS)]
 
 
 def with_offload(plan: Plan, offload: Sequence[tuple[str, ...]]) -> Plan:

@@ -298,13 +298,19 @@ class Weigh(nn.Module):
         return x * self.weight
 
 
-def sum_of_many(
-    rank: int, world_size: int, zero: int, reduce: str, offload: Sequence[str], dtype: torch.dtype
-) -> Tensor:
-    """One gradient of 256 and 23 of one half, which bf16 would add up to 256."""
-    microbatches = tuple(Microbatch(row % world_size, row, row + 1) for row in range(24))
-    group = Group(tuple(range(world_size)), microbatches, zero=zero, offload=tuple(offload))
-    group = replace(group, grad_reduce=reduce)  # type: ignore[arg-type]
+def group_of_many(num_ranks: int, zero: int, reduce: str, offload: Sequence[str]) -> Group:
+    """24 microbatches of a row each."""
+    microbatches = tuple(Microbatch(row % num_ranks, row, row + 1) for row in range(24))
+    group = Group(tuple(range(num_ranks)), microbatches, zero=zero, offload=tuple(offload))
+    return replace(group, grad_reduce=reduce)  # type: ignore[arg-type]
+
+
+def sums_of_many(rank: int, world_size: int, groups: Sequence[Group]) -> list[list[float]]:
+    return [sum_of_many(group).tolist() for group in groups]
+
+
+def sum_of_many(group: Group) -> Tensor:
+    """One gradient of 256 and 23 of one half, which bf16 would add up to 256; on rank 0."""
     plan = Plan(24, (group,), (Ministage(0, ("0",)), Ministage(0, ("1",))))
     with torch.device("meta"):
         model = nn.Sequential(Weigh(), Weigh())
@@ -312,7 +318,7 @@ def sum_of_many(
         model,
         plan,
         optimizer=sgd,
-        param_dtype=dtype,
+        param_dtype=torch.bfloat16,
         loss_fn=lambda outputs, _: outputs.sum(),
         count_fn=lambda targets: len(targets) / 24,
     )
@@ -321,23 +327,19 @@ def sum_of_many(
     pipe.step_global(inputs, torch.zeros(24))
     state = pipe.full_state_dict()
     pipe.close()
-    return state["0.weight"] if rank == 0 else torch.empty(0)
+    return state.get("0.weight", torch.empty(0))
 
 
-@pytest.mark.parametrize("offload", [(), OFFLOAD_KINDS])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize(
-    ("zero", "reduce"), [(0, "once"), (1, "once"), (2, "once"), (2, "microbatch"), (3, "once")]
-)
-def test_gradients_are_summed_in_fp32(
-    zero: int, reduce: str, num_ranks: int, offload: Sequence[str], run_ranks: RunRanks
-) -> None:
-    found = run_ranks(sum_of_many, num_ranks, zero, reduce, offload, torch.bfloat16)[0]
-    assert found.tolist() == [1.0 - (256 + 23 * 0.5)] * 4
+def test_gradients_are_summed_in_fp32(num_ranks: int, run_ranks: RunRanks) -> None:
+    stages = ((0, "once"), (1, "once"), (2, "once"), (2, "microbatch"), (3, "once"))
+    groups = [group_of_many(num_ranks, *stage, kinds) for stage in stages for kinds in ((), OFFLOAD_KINDS)]
+    for group, found in zip(groups, run_ranks(sums_of_many, num_ranks, groups)[0], strict=True):
+        assert found == [1.0 - (256 + 23 * 0.5)] * 4, group
 
 
 def creep(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[State, State, State]:
-    """Initial, expected and found weights after 100 steps of 1e-6; the model is in bf16 if no
+    """Initial, expected and found weights after 40 steps of 1e-6; the model is in bf16 if no
     `dtype` is given."""
 
     def slow(named_parameters: Any) -> torch.optim.Optimizer:
@@ -347,7 +349,7 @@ def creep(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[State,
     model = case.model().float() if dtype is not None else case.model().bfloat16()
     pipe = HeteroPipeline(model, case.plan, optimizer=slow, param_dtype=dtype)
     before = masters_of(pipe)
-    for _ in range(100):
+    for _ in range(40):
         pipe.step_global(*case.batch(0))
     after, state = masters_of(pipe), pipe.full_state_dict()
     pipe.close()
@@ -364,7 +366,7 @@ def test_updates_that_bf16_would_lose_add_up(dtype: torch.dtype | None, run_rank
             # A step changes nothing where it is less than half a unit in the last place of bf16.
             half, lost = start.bfloat16(), start.abs() > 1e-6 * 2**10
             assert torch.equal((half - 1e-6)[lost], half[lost])
-            assert lost.float().mean() > 0.9 and float(moved[lost].max()) > 5e-5, name
+            assert lost.float().mean() > 0.9 and float(moved[lost].max()) > 2e-5, name
         assert state[name].dtype == (torch.float32 if dtype is not None else torch.bfloat16)
         assert torch.equal(state[name], after[name].to(state[name].dtype))
 

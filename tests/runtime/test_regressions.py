@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,21 +61,27 @@ def train_single(rank: int, world_size: int, make: Make) -> tuple[list[float], d
     return losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def train(rank: int, world_size: int, make: Make, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
-    pipe = HeteroPipeline(on_meta(make), plan, optimizer=adamw)
-    losses = [pipe.step_global(*batch(step)).loss for step in range(3)]
-    state = pipe.full_state_dict()
-    pipe.close()
-    return losses, state
+def train(
+    rank: int, world_size: int, make: Make, plans: Sequence[Plan]
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for plan in plans:
+        pipe = HeteroPipeline(on_meta(make), plan, optimizer=adamw)
+        losses = [pipe.step_global(*batch(step)).loss for step in range(3)]
+        found.append((losses, pipe.full_state_dict()))
+        pipe.close()
+    return found
 
 
-def assert_exact(run_ranks: RunRanks, make: Make, plan: Plan) -> None:
+def assert_exact(run_ranks: RunRanks, make: Make, *plans: Plan) -> None:
+    """`plans`: over equally many ranks."""
     ((losses, state),) = run_ranks(train_single, 1, make)
-    found_losses, found_state = run_ranks(train, plan.num_ranks, make, plan)[0]
-    assert found_losses == pytest.approx(losses, abs=1e-12)
-    assert found_state.keys() == state.keys()
-    for name, tensor in state.items():
-        assert torch.allclose(found_state[name], tensor, rtol=0, atol=1e-10), name
+    found = run_ranks(train, plans[0].num_ranks, make, plans)[0]
+    for plan, (found_losses, found_state) in zip(plans, found, strict=True):
+        assert found_losses == pytest.approx(losses, abs=1e-12), plan
+        assert found_state.keys() == state.keys(), plan
+        for name, tensor in state.items():
+            assert torch.allclose(found_state[name], tensor, rtol=0, atol=1e-10), (name, plan)
 
 
 # -- weights that are used twice -------------------------------------------------------------------
@@ -110,12 +116,9 @@ def tied_everywhere(is_frozen: bool = False) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("zero", [(2, 3), (3, 0), (0, 1)])
-def test_a_weight_under_several_names_in_several_ministages(
-    zero: tuple[int, int], run_ranks: RunRanks
-) -> None:
-    plan = two_groups(("0",), ("1", "2"), ("3",), ("4", "5"), zero=zero)
-    assert_exact(run_ranks, tied_everywhere, plan)
+def test_a_weight_under_several_names_in_several_ministages(run_ranks: RunRanks) -> None:
+    cuts = (("0",), ("1", "2"), ("3",), ("4", "5"))
+    assert_exact(run_ranks, tied_everywhere, *(two_groups(*cuts, zero=z) for z in ((2, 3), (3, 0), (0, 1))))
 
 
 def test_a_frozen_tie_beside_one_that_trains(run_ranks: RunRanks) -> None:
@@ -123,14 +126,11 @@ def test_a_frozen_tie_beside_one_that_trains(run_ranks: RunRanks) -> None:
     assert_exact(run_ranks, lambda: tied_everywhere(is_frozen=True), plan)
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_modules_of_one_ministage_share_weights(zero: int, run_ranks: RunRanks) -> None:
-    names = module_names(3)
-    for plan in (
-        one_group(tuple(names), zero=zero),
-        one_group(tuple(names[:3]), tuple(names[3:]), zero=zero),
-    ):
-        assert_exact(run_ranks, lambda: Decoder(3, tied=True).double(), plan)
+def test_modules_of_one_ministage_share_weights(run_ranks: RunRanks) -> None:
+    names = tuple(module_names(3))
+    cuts = ((names,), (names[:3], names[3:]))
+    plans = [one_group(*cut, zero=zero) for cut in cuts for zero in range(4)]
+    assert_exact(run_ranks, lambda: Decoder(3, tied=True).double(), *plans)
 
 
 class Repeated(nn.Module):
@@ -221,23 +221,26 @@ def test_a_bf16_model_is_reduced_in_fp32(run_ranks: RunRanks) -> None:
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def call_within(rank: int, world_size: int, zero: int) -> list[float]:
-    plan = two_groups(tuple(NAMES[:2]), tuple(NAMES[2:]), zero=(zero, zero))
-    with HeteroPipeline(on_meta(plain), plan, optimizer=adamw) as pipe:
-        losses = []
-        for step in range(3):
-            with torch.inference_mode():
-                pipe.evaluate_global(*batch(step))
-            with torch.no_grad():
-                losses.append(pipe.step_global(*batch(step)).loss)
-        return losses
+def call_within(rank: int, world_size: int) -> list[list[float]]:
+    """Losses by ZeRO stage."""
+    losses: list[list[float]] = []
+    for zero in range(4):
+        plan = two_groups(tuple(NAMES[:2]), tuple(NAMES[2:]), zero=(zero, zero))
+        with HeteroPipeline(on_meta(plain), plan, optimizer=adamw) as pipe:
+            losses.append([])
+            for step in range(3):
+                with torch.inference_mode():
+                    pipe.evaluate_global(*batch(step))
+                with torch.no_grad():
+                    losses[-1].append(pipe.step_global(*batch(step)).loss)
+    return losses
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_a_callers_no_grad_and_inference_mode_change_nothing(zero: int, run_ranks: RunRanks) -> None:
+def test_a_callers_no_grad_and_inference_mode_change_nothing(run_ranks: RunRanks) -> None:
     ((losses, _),) = run_ranks(train_single, 1, plain)
-    for found in run_ranks(call_within, 3, zero):
-        assert found == pytest.approx(losses, abs=1e-12)
+    for found in run_ranks(call_within, 3):
+        for zero, of_zero in enumerate(found):
+            assert of_zero == pytest.approx(losses, abs=1e-12), zero
 
 
 def refused_later(rank: int, world_size: int, what: str) -> tuple[str, float]:
@@ -311,7 +314,7 @@ def lose_in_step(rank: int, world_size: int, what: str) -> None:
 def test_what_cannot_go_on_ends_every_rank_with_its_reason(
     what: str, expected: str, run_ranks: RunRanks
 ) -> None:
-    for end in run_ranks(lose_in_step, 3, what, allow_exit=True, timeout=30):
+    for end in run_ranks(lose_in_step, 3, what, allow_exit=True):
         assert end.code != 0
         assert expected in end.last_line, end.stderr[-2000:]
 
@@ -343,7 +346,7 @@ def skip_layer(rank: int, world_size: int) -> None:
 
 
 def test_zero_3_refuses_a_forward_that_leaves_out_a_layer(run_ranks: RunRanks) -> None:
-    for end in run_ranks(skip_layer, 2, allow_exit=True, timeout=30):
+    for end in run_ranks(skip_layer, 2, allow_exit=True):
         assert end.code != 0
         assert "left out 'layers.1'" in end.last_line and "zero = 2" in end.last_line, end.stderr[-2000:]
 
@@ -398,41 +401,51 @@ def train_exported(rank: int, world_size: int, plan: Plan) -> tuple[list[float],
 SCRIPT = """
 import sys
 import torch
-from tiny import Decoder
-from test_regressions import PLAN, batch, on_meta
+from tiny import Case, Decoder, module_names
 from zorselike import HeteroPipeline
 from zorselike.plan import ConfigError
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
-torch.distributed.init_process_group("gloo")
-if sys.argv[1] == "caught":
-    model = Decoder(2)
-    torch.nn.init.constant_(model.norm.weight, torch.distributed.get_rank())
-    try:
-        HeteroPipeline(model, PLAN)
-    except ConfigError:
-        pipe = HeteroPipeline(on_meta(lambda: Decoder(2)), PLAN)
-        pipe.step_global(*batch(0))
-        pipe.close()
-else:
-    HeteroPipeline(on_meta(lambda: Decoder(2)), PLAN)
+groups = tuple(Group((rank,), (Microbatch(rank, 0, 5),)) for rank in range(2))
+names = module_names(2)
+plan = Plan(5, groups, (Ministage(0, tuple(names[:2])), Ministage(1, tuple(names[2:]))))
+case = Case(plan, 2)
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2
+)
+model = Decoder(2)
+torch.nn.init.constant_(model.norm.weight, torch.distributed.get_rank())
+try:
+    HeteroPipeline(model, plan)
+except ConfigError:
+    with HeteroPipeline(case.model(), plan) as pipe:
+        pipe.step_global(*case.batch(0))
+    unused = HeteroPipeline(case.model(), plan)
+    print("refused, trained and built")
 """
 
 
-@pytest.mark.parametrize("what", ["caught", "unused"])
-def test_a_process_whose_pipeline_did_nothing_ends_well(what: str, tmp_path: Path) -> None:
+def test_a_process_whose_pipeline_did_nothing_ends_well(tmp_path: Path) -> None:
+    """One pipeline is refused, the last one is neither used nor closed."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     tests = Path(__file__).parents[1]
-    folders = (tests.parent, tests, tests / "runtime")
-    found = subprocess.run(
-        [*command, str(tmp_path / "script.py"), what],
-        env={
-            **os.environ,
-            "PYTHONPATH": ":".join(map(str, folders)),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert found.returncode == 0, found.stderr[:3000]
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            out, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors[:3000]
+            assert out == "refused, trained and built\n"
+    finally:
+        for process in processes:
+            process.kill()

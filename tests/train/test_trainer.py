@@ -14,18 +14,24 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from ranks import RankExit, RunRanks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zorselike import Plan
 from zorselike.models import Decoder, build_model
+from zorselike.plan.plan import Estimates, Group, Microbatch
 from zorselike.runtime.assembly import draw
+from zorselike.schedule.actions import SENDS, Action
+from zorselike.simulator.measured_trace import read_measured
 from zorselike.train import trainer  # Imported once, before ranks are forked.
 from zorselike.train.__main__ import main
 from zorselike.train.config_file import load_config, parse_command_line
@@ -88,7 +94,7 @@ def train(
         port = probe.getsockname()[1]
     command = ["--config", str(RECIPES / recipe), "--job.dump_folder", str(folder), *arguments]
     return run_ranks(
-        start, num_ranks, port, command, environment or [], signal_at, init=False, allow_exit=True, timeout=90
+        start, num_ranks, port, command, environment or [], signal_at, init=False, allow_exit=True
     )
 
 
@@ -99,16 +105,30 @@ def read_losses(folder: Path) -> list[tuple[int, float]]:
     ]
 
 
-def test_a_run_and_what_it_leaves(run_ranks: RunRanks, tmp_path: Path) -> None:
-    ends = train(run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "4", folder=tmp_path)
+FOUR_STEPS = (*SHORT, "--training.steps", "4")
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RankExit], Path]:
+    """A run of four steps without offload, for several tests, and the folder that it made."""
+    folder = tmp_path_factory.mktemp("resident")
+    ends = train(ranks.run_ranks, "debug_cpu.toml", *FOUR_STEPS, folder=folder)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    return ends, folder
+
+
+def test_a_run_and_what_it_leaves(
+    run_ranks: RunRanks, resident: tuple[list[RankExit], Path], tmp_path: Path
+) -> None:
+    ends, folder = resident
     assert not any(end.stdout for end in ends[1:])
     assert "\x1b" not in ends[0].stdout
-    losses = read_losses(tmp_path)
+    losses = read_losses(folder)
     assert [step for step, _ in losses] == [1, 2, 3, 4]
     assert all(f"{loss:8.5f}" in ends[0].stdout for _, loss in losses)
     assert losses[-1][1] < losses[0][1]
-    (run,) = (entry for entry in tmp_path.iterdir() if entry.name.startswith("debug_cpu-"))
+    assert "estimate" not in ends[0].stdout  # The plan has none.
+    (run,) = (entry for entry in folder.iterdir() if entry.name.startswith("debug_cpu-"))
     assert {"config.toml", "plan.toml", "log.txt", "tb"} == {entry.name for entry in run.iterdir()}
     assert list((run / "tb").glob("events*"))
     effective = load_config(run / "config.toml")
@@ -116,12 +136,13 @@ def test_a_run_and_what_it_leaves(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert effective.hetero.plan == str(run / "plan.toml")
 
     # The run's folder repeats the run; and under another plan the losses stay what they were.
-    again = tmp_path / "again"
     plan = str(RECIPES / "debug_cpu_dp.plan.toml")
-    ends = train(run_ranks, str(run / "config.toml"), "--hetero.plan", plan, folder=again)
+    ends = train(run_ranks, str(run / "config.toml"), "--hetero.plan", plan, folder=tmp_path)
     assert ends[0].code == 0, ends[0].stderr
-    assert [step for step, _ in read_losses(again)] == [1, 2, 3, 4]
-    assert [loss for _, loss in read_losses(again)] == pytest.approx([loss for _, loss in losses], abs=2e-4)
+    assert [step for step, _ in read_losses(tmp_path)] == [1, 2, 3, 4]
+    assert [loss for _, loss in read_losses(tmp_path)] == pytest.approx(
+        [loss for _, loss in losses], abs=2e-4
+    )
 
 
 def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -154,21 +175,31 @@ def labels_of(trace: Path) -> Counter[str]:
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
 
+def check_measured(folder: Path, actions: Mapping[int, Sequence[Action]]) -> None:
+    """The step as `zorselike simulate --measured` shows it: one clock, an arrow for every transfer."""
+    events = read_measured(folder, first_pid=10)
+    shown = Counter((event["pid"] - 10, event["name"]) for event in events if event["ph"] == "X")
+    assert shown == Counter((rank, action.text) for rank, own in actions.items() for action in own)
+    num_sends = sum(action.kind in SENDS for own in actions.values() for action in own)
+    begins = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "f"}
+    assert len(begins) == num_sends and begins.keys() == ends.keys()
+    assert all(begins[number] <= ends[number] for number in begins)
+
+
 def test_offload_changes_no_loss_and_traces_speak_the_schedule_s_words(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, resident: tuple[list[RankExit], Path], tmp_path: Path
 ) -> None:
-    short = (*SHORT, "--training.steps", "2")
-    train(run_ranks, "debug_cpu.toml", *short, folder=tmp_path / "resident")
     profiling = [
         "--profiling.enable_profiling",
         "--profiling.profile_freq",
-        "2",
+        "4",
         "--profiling.profiler_warmup",
         "1",
     ]
-    ends = train(run_ranks, "debug_cpu_offload.toml", *short, *profiling, folder=tmp_path / "offloaded")
+    ends = train(run_ranks, "debug_cpu_offload.toml", *FOUR_STEPS, *profiling, folder=tmp_path)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
-    assert read_losses(tmp_path / "offloaded") == read_losses(tmp_path / "resident")
+    assert read_losses(tmp_path) == read_losses(resident[1])
 
     out = ends[0].stdout
     assert out.count("updates wait for all gradients of a step, since max_norm clips") == 1
@@ -178,29 +209,46 @@ def test_offload_changes_no_loss_and_traces_speak_the_schedule_s_words(
 
     plan = Plan.load(RECIPES / "debug_cpu_offload.plan.toml")
     actions = draw(build_on_meta(), plan, defer_steps=True).step_actions
-    folder = next((tmp_path / "offloaded").glob("*/profile_traces/iteration_2"))
+    folder = next(tmp_path.glob("*/profile_traces/iteration_4"))
     assert len(list(folder.iterdir())) == 4
     for rank in range(4):
         labels = labels_of(folder / f"rank{rank}_trace.json.gz")
         expected = Counter(action.text for action in actions[rank])
         assert {label: labels[label] for label in expected} == expected
+    check_measured(folder, actions)
     assert {"2LOAD", "2OFFLOAD", "0OFFLOAD_STATE", "0LOAD_GRAD", "0LOAD1"} <= {a.text for a in actions[0]}
 
 
-def test_fp16_tells_its_scale(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_fp16_tells_its_scale_and_estimates_are_held_against_facts(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
     half = ("--training.mixed_precision_param", "float16", "--training.max_norm", "0")
-    ends = train(run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "2", *half, folder=tmp_path)
+    plan = replace(
+        Plan.load(RECIPES / "debug_cpu.plan.toml"),
+        estimates=Estimates(iteration_s=1e6, peak_memory_bytes=(2**30,) * 4),
+    )
+    plan.save(tmp_path / "plan.toml")
+    planned = (*SHORT, "--training.steps", "2", "--hetero.plan", str(tmp_path / "plan.toml"))
+    ends = train(run_ranks, "debug_cpu.toml", *planned, *half, folder=tmp_path)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    found = re.findall(r"rank (\d): estimated 1e\+06 s per step, found \S+ \(-100\.0 %\)", ends[0].stdout)
+    assert found == ["0", "1", "2", "3"]
+    assert ends[0].stdout.count("estimated 1.0 GiB at most, not counted") == 4
     assert "updates wait for all gradients of a step, since float16 skips a step as a whole" in ends[0].stdout
     assert len(re.findall(r"scale: \d+  skipped: \d", ends[0].stdout)) == 2
 
 
 def test_without_clipping_nothing_is_deferred(run_ranks: RunRanks, tmp_path: Path) -> None:
+    alone = tmp_path / "plan.toml"
+    dp = Plan.load(RECIPES / "debug_cpu_dp.plan.toml")
+    group = Group((0,), (Microbatch(0, 0, dp.global_batch),))
+    replace(dp, groups=(group,)).save(alone)
     at_once = ("--hetero.clip", "ministage", "--training.mixed_precision_param", "auto")
-    ends = train(run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "1", *at_once, folder=tmp_path)
-    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
-    assert "updates wait" not in ends[0].stdout
-    assert "scale:" not in ends[0].stdout
+    command = (*SHORT, "--training.steps", "1", "--hetero.plan", str(alone), *at_once)
+    (end,) = train(run_ranks, "debug_cpu.toml", *command, folder=tmp_path, num_ranks=1)
+    assert end.code == 0, end.stderr
+    assert "step:  1" in end.stdout
+    assert "updates wait" not in end.stdout and "scale:" not in end.stdout
 
 
 @pytest.mark.parametrize(
