@@ -202,6 +202,9 @@ def test_transfers_between_groups() -> None:
         6 + sent + 4 + 2,
     ]
     assert found.between_steps["activations"] == 0
+    one = walk_memory(plan, 0, parse_actions(text), sizes, num_sends_kept=1)
+    assert one.device_bytes[:5] == found.device_bytes[:5]
+    assert list(one.device_bytes[5:]) == [n - sent for n in found.device_bytes[5:]]  # 2B0 sends more.
 
 
 def test_a_rank_without_actions_holds_what_is_its_own() -> None:

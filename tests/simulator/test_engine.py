@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import pytest
 from plain_costs import PlainNetwork, make_costs
 
+from zorselike.cost.wires import make_network
+from zorselike.plan.cluster import Cluster, Link, Node
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
 from zorselike.schedule import build, parse_actions
 from zorselike.schedule.actions import Action, Kind
@@ -316,19 +318,41 @@ def test_a_cpu_rank_copies_in_its_thread() -> None:
 @BOTH
 def test_a_tied_weight_goes_to_its_owner_and_back(cpu: bool) -> None:
     plan = pipeline(2, 2)
-    found = run(plan, build(plan, ties=[(0, 1)]), update=1.0, tie_bytes={(0, 1): 4}, cpu=cpu)
+    found = run(
+        plan,
+        build(plan, ties=[(0, 1)]),
+        update=1.0,
+        tie_bytes={(0, 1): 2},
+        tie_gradient_bytes={(0, 1): 4},
+        cpu=cpu,
+    )
     # The last backward of the borrower is over after 7 s, of the owner after 9 s. The owner's thread comes
     # to the exchange after its backward; the host of a device is there before.
     start = 9.0 if cpu else 7.0
     assert spans_of(found, 0, "receive") == [(start, start + 4, "0TIE_GRAD")]
     assert spans_of(found, 0, "update")[0][0] == start + 4
-    assert found.iteration_s == start + 4 + 1 + 4
+    assert found.iteration_s == start + 4 + 1 + 2
     assert found.bytes_by_link == {
-        "node 0, out": 4.0,
+        "node 0, out": 2.0,
         "node 0, in": 4.0,
         "node 1, out": 4.0,
-        "node 1, in": 4.0,
+        "node 1, in": 2.0,
     }
+
+
+# -- a real network ----------------------------------------------------------------------------
+
+
+def test_a_transfer_takes_what_the_cluster_s_link_says() -> None:
+    link = Link(2e9, 1e-3, points=((1e3, 1e8), (1e9, 2e9)))
+    cluster = Cluster(
+        nodes=tuple(Node(name=name, devices=("T4",), nic=Link(4e9)) for name in "ab"), default_link=link
+    )
+    plan = pipeline(2, 1)
+    network = make_network(cluster, cluster.place_ranks(plan))
+    found = run(plan, row_bytes=10**6, network=network)
+    assert found.iteration_s == pytest.approx(6 + 2 * link.transfer_s(10**6))
+    assert found.bytes_by_link["node a, out"] == 10**6
 
 
 # -- results -----------------------------------------------------------------------------------
@@ -402,3 +426,10 @@ def test_a_wire_that_carries_nothing_is_found() -> None:
     plan = pipeline(2, 1)
     with pytest.raises(DeadlockError, match=r"bytes between ranks \[0, 1\] that do not move"):
         run(plan, row_bytes=1, network=PlainNetwork(range(2), rate=0.0))
+
+
+def test_copies_that_never_end_are_found_in_the_step_that_needs_them() -> None:
+    plan = one_group(2, ministages=2, offload=("optimizer",))
+    costs = make_costs(plan, sizes={"state_bytes": 4}, network=PlainNetwork((0,), host_rate=0.0))
+    with pytest.raises(DeadlockError, match=r"rank 0 at .* waits for copies that do not end"):
+        simulate(plan, build(plan), costs)

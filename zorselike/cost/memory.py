@@ -9,7 +9,9 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
   offloaded activations the two newest microbatches count, also beside a copy that was loaded again.
 - Gradients that an update has used up count until the next update, reduction or gradients loaded.
 - What an action adds is there before it frees anything. All copies are over when a step ends.
-- What a rank sends to another group is kept until the step ends; what it receives, from its post.
+- What a rank sends to another group is kept until the step ends, as Gloo keeps it; with `num_sends_kept`
+  the newest so many computations' (NCCL gives a tensor back once it has left). What it receives counts
+  from its post.
 - Parameters gathered without an action (ZeRO 0) stay until the reduction; what a step leaves gathered,
   the next one finds.
 - Buffers that come and go inside an action are the "working set": a microbatch's internals, a unit's
@@ -36,6 +38,9 @@ Purpose = Literal[
     "working set",
 ]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
+SENDS_KEPT_BY_NCCL = 2
+"""Computations whose rows may not have left: receives are posted two computations ahead."""
 
 LEAVING_MICROBATCHES = 2
 """Offloaded microbatches whose copy to the host may not be over."""
@@ -122,6 +127,7 @@ def walk_memory(
     sizes: Mapping[int, MinistageBytes],
     *,
     context_bytes: int = 0,
+    num_sends_kept: int | None = None,
 ) -> MemoryWalk:
     """What `rank` holds while it runs `actions`, a list that has passed `check`.
 
@@ -131,8 +137,9 @@ def walk_memory(
         actions: one step, or one evaluation.
         sizes: of each of the rank's ministages.
         context_bytes: what is on the device whatever the rank does, such as the CUDA context.
+        num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
     """
-    walk = _Walk(plan, rank, actions, sizes)
+    walk = _Walk(plan, rank, actions, sizes, num_sends_kept)
     walk.run()  # Finds what a step leaves for the next one.
     walk.start_recording()
     walk.run()
@@ -147,7 +154,12 @@ class _Walk:
     """The device of one rank, one action after the other."""
 
     def __init__(
-        self, plan: Plan, rank: int, actions: Sequence[Action], sizes: Mapping[int, MinistageBytes]
+        self,
+        plan: Plan,
+        rank: int,
+        actions: Sequence[Action],
+        sizes: Mapping[int, MinistageBytes],
+        num_sends_kept: int | None,
     ) -> None:
         group = plan.groups[plan.group_of_rank[rank]]
         own = plan.ministages_of_rank(rank)
@@ -178,6 +190,9 @@ class _Walk:
         self._leaving: dict[Purpose, int] = {}
         """The ministage that was written back, or whose gradients were used up, last."""
         self._leaving_microbatches: deque[_Entry] = deque()
+        self._on_their_way: deque[_Entry] = deque()
+        """What is sent and not given back yet, by age."""
+        self._num_sends_kept = num_sends_kept
         self._updated: set[int] = set()
         """Ministages whose shards are newer than their host copies."""
         self._on_host: dict[tuple[int, int], int] = {}
@@ -219,6 +234,7 @@ class _Walk:
         for entry in [e for e in self._activations if e[0] in ("sent", "leaving")]:
             self._drop_activations(entry)
         self._leaving_microbatches.clear()
+        self._on_their_way.clear()
 
     def _record(self, position: int, working: int) -> int:
         """The device's bytes now; `working` come and go with the action."""
@@ -371,6 +387,9 @@ class _Walk:
         num_bytes = self._num_rows(m) * self._sizes[i].boundary_bytes_per_row
         if (send, i, m) in self._sent:
             self._put_activations(("sent", kind, i, m), num_bytes)
+            self._on_their_way.append(("sent", kind, i, m))
+            while self._num_sends_kept is not None and len(self._on_their_way) > self._num_sends_kept:
+                self._drop_activations(self._on_their_way.popleft())
         elif (kind, neighbour, m) in self._computed:
             self._put_activations(("passed on", kind, neighbour, m), num_bytes)
 

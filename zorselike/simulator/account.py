@@ -10,10 +10,9 @@ from __future__ import annotations
 from zorselike.simulator.events import Times
 from zorselike.simulator.program import Program
 from zorselike.simulator.result import RankTimes
-from zorselike.simulator.tasks import NOTHING, Tasks, Work
+from zorselike.simulator.tasks import COPIES, NOTHING, Tasks, Work
 
 _WORKS = (Work.FORWARD, Work.BACKWARD, Work.UPDATE, Work.HOST)
-_COPIES = (Work.TO_DEVICE, Work.TO_HOST)
 _MEETINGS = (Work.TRANSFER, Work.COLLECTIVE)
 
 
@@ -52,7 +51,7 @@ class _Account:
         """What occupies the rank's compute."""
         if work in _WORKS:
             self.busy += seconds
-        elif work in _COPIES:
+        elif work in COPIES:
             self.copies += seconds
         else:
             self.communication += seconds

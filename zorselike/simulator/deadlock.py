@@ -9,7 +9,7 @@ from zorselike.schedule.errors import ScheduleError
 from zorselike.simulator.events import PENDING, Times
 from zorselike.simulator.notes import Notes
 from zorselike.simulator.program import Program
-from zorselike.simulator.tasks import Tasks, Work
+from zorselike.simulator.tasks import COPIES, Tasks, Work
 
 MOST_RANKS = 16
 """Ranks that are named."""
@@ -27,6 +27,10 @@ def describe_deadlock(
     times: Times,
 ) -> DeadlockError:
     """Each rank that does not end, with the first of its actions that does not, and what that waits for."""
+    num_tasks = len(tasks.seconds)
+    firsts = range(0, len(times.end), num_tasks)
+    first = next(f for f in firsts if any(times.end[f + p.end] == PENDING for p in programs.values()))
+    times = times.part(first, first + num_tasks)
     stuck = [rank for rank, program in programs.items() if times.end[program.end] == PENDING]
     awaited: dict[int, list[int]] = {}
     for task, followers in enumerate(tasks.followers):
@@ -36,11 +40,11 @@ def describe_deadlock(
     lines = []
     for rank in stuck[:MOST_RANKS]:
         unfinished = (note for note in notes[rank].notes if times.end[note.task] == PENDING)
-        first = min(unfinished, key=lambda note: note.position, default=None)
-        if first is None:
+        stands = min(unfinished, key=lambda note: note.position, default=None)
+        if stands is None:
             where, task = "the end", programs[rank].end
         else:
-            where, task = f"action {first.position}, {actions[rank][first.position]}", first.task
+            where, task = f"action {stands.position}, {actions[rank][stands.position]}", stands.task
         lines.append(f"rank {rank} at {where} waits for {_reason(tasks, times, task, awaited)}")
     more = len(stuck) - MOST_RANKS
     rest = [f"and {more} more ranks"] if more > 0 else []
@@ -58,7 +62,7 @@ def _reason(tasks: Tasks, times: Times, task: int, awaited: Mapping[int, Sequenc
         task = min(awaited.get(task, [task]), key=lambda other: (other not in tasks.parties, other))
     ranks = tasks.parties.get(task)
     if ranks is None:
-        return "what comes before it"
+        return "copies that do not end" if tasks.work[task] in COPIES else "what comes before it"
     if times.begin[task] != PENDING:
         return f"bytes between ranks {list(ranks)} that do not move: a capacity on their way is 0"
     if tasks.work[task] is Work.TRANSFER:

@@ -1,4 +1,10 @@
-"""Times the very action lists that the executor runs, under a plan's costs."""
+"""Times the very action lists that the executor runs, under a plan's costs.
+
+A list becomes tasks that wait for each other (`program.py`), once, before the event loop (`events.py`) runs
+them several times over. What is not modelled: an update beside computation slows neither down; the sum of
+target counts over the last group, and that of the losses after a step, take no time; the time in which a
+unit computes is its share of the ministage's by bytes of parameters.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,6 @@ import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from zorselike.cost.memory import MemoryWalk, walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import SENDS, Action, Kind
@@ -21,6 +26,7 @@ from zorselike.simulator.program import Program
 from zorselike.simulator.result import Simulation
 from zorselike.simulator.spans import find_action_times, make_spans
 from zorselike.simulator.tasks import NOTHING, Tasks
+from zorselike.simulator.walks import MemoryWalks
 
 NUM_STEPS = 2
 """Steps of which the last is as all that follow: what reaches from one step into the next (ranks that end
@@ -29,6 +35,20 @@ NUM_STEPS_OFFLOADING = 3
 """Copies to the host that go on beside the next step may hold up the second one more than those after."""
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's garbage collector looks at the tables of tasks again and again while they grow, for a third of
+    the time, and finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def simulate(
     plan: Plan,
     actions: Mapping[int, Sequence[Action]],
@@ -57,38 +77,13 @@ def simulate(
     if num_steps is None:
         offloads = any(group.offload for group in plan.groups)
         num_steps = NUM_STEPS_OFFLOADING if offloads else NUM_STEPS
-    with _without_collection():
-        return _simulate(plan, actions, costs, record, num_steps, buffered_edges)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Python's garbage collector looks at every table of tasks again and again while they grow, for a third
-    of the time, and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _simulate(
-    plan: Plan,
-    actions: Mapping[int, Sequence[Action]],
-    costs: StepCosts,
-    record: bool,
-    num_steps: int,
-    buffered_edges: Collection[Edge] | None,
-) -> Simulation:
     staged = _staged_edges(plan, actions, costs, buffered_edges)
     tasks, programs, notes = _compile(plan, actions, costs, staged, record=record)
     times = run(tasks, num_steps, costs.network.capacities, slowdown=costs.overlap_slowdown)
     last = (num_steps - 1) * len(tasks.seconds)
     if any(times.end[last + program.end] == PENDING for program in programs.values()):
         tasks, programs, notes = _compile(plan, actions, costs, staged, record=True)
-        times = run(tasks, 1, costs.network.capacities)
+        times = run(tasks, num_steps, costs.network.capacities)
         raise describe_deadlock(actions, tasks, programs, notes, times)
     ends = [
         max(times.end[step * len(tasks.seconds) + program.end] for program in programs.values())
@@ -107,7 +102,7 @@ def _simulate(
             account_for(programs[rank], tasks, times, num_steps=num_steps, iteration_s=iteration_s)
             for rank in sorted(programs)
         ),
-        memory=_Walks(plan, actions, costs),
+        memory=MemoryWalks(plan, actions, costs),
         bytes_by_link=_bytes_by_link(tasks, costs),
         cost=costs.price_per_hour * iteration_s / 3600 + egress_cost,
         egress_cost=egress_cost,
@@ -156,27 +151,6 @@ def _compile(
         programs[rank] = Program(plan, rank, costs, tasks, meetings, staged=staged, notes=notes.get(rank))
         programs[rank].read(actions[rank])
     return tasks, programs, notes
-
-
-class _Walks(Sequence[MemoryWalk]):
-    """Every rank's memory, walked when it is asked for: that takes longer than the simulation."""
-
-    def __init__(self, plan: Plan, actions: Mapping[int, Sequence[Action]], costs: StepCosts) -> None:
-        self._plan, self._actions, self._costs = plan, actions, costs
-        self._found: dict[int, MemoryWalk] = {}
-
-    def __len__(self) -> int:
-        return len(self._actions)
-
-    def __getitem__(self, rank):  # type: ignore
-        if rank not in self._found:
-            if not 0 <= rank < len(self):
-                raise IndexError(rank)
-            context = self._costs.context_bytes[rank] if self._costs.context_bytes else 0
-            self._found[rank] = walk_memory(
-                self._plan, rank, self._actions[rank], self._costs.sizes[rank], context_bytes=context
-            )
-        return self._found[rank]
 
 
 def _bytes_by_link(tasks: Tasks, costs: StepCosts) -> dict[str, float]:

@@ -24,6 +24,10 @@ class Times:
     cause: Sequence[int]
     """`NOTHING` where it waited for none."""
 
+    def part(self, start: int, stop: int) -> Times:
+        """Those of some tasks."""
+        return Times(self.begin[start:stop], self.end[start:stop], self.cause[start:stop])
+
 
 def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: float = 1.0) -> Times:
     """Runs the tasks of a step `num_steps` times; what cannot run stays `PENDING`."""
@@ -80,6 +84,8 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
             elif slowed is None or not slowed.times(local):
                 heappush(heap, (now + seconds[local], task))
             continue
+        if not traffic.is_settled and (not heap or heap[0][0] > now):
+            traffic.settle(now)
         if not heap:
             return Times(begin, end, cause)
         now, code = heappop(heap)

@@ -8,14 +8,19 @@ so on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 SLACK = 1e-9
 """Share of a capacity by which it may miss being full, against round-off."""
+TINY = 1e-12
+"""Share of a capacity by which round-off may exceed it."""
 
 
 class FlowShares:
-    """Bytes per second of every flow in progress."""
+    """Bytes per second of every flow in progress.
+
+    Flows that come and go at one time are settled together, once the time goes on.
+    """
 
     def __init__(self, capacities: Sequence[float]) -> None:
         """`capacities`: bytes per second of each."""
@@ -25,11 +30,13 @@ class FlowShares:
         self._used = [0.0] * len(self._capacities)
         self._ways: dict[int, tuple[int, ...]] = {}
         self._most: dict[int, float] = {}
+        self.unsettled: set[int] = set()
+        """Capacities that are to be shared anew."""
         self.rates: dict[int, float] = {}
-        """By flow."""
+        """By flow; 0 for one that came to a crowded capacity, until all is settled."""
 
-    def add(self, flow: int, capacities: tuple[int, ...], max_rate: float) -> Sequence[int]:
-        """A flow begins; returns the other flows whose rates change."""
+    def add(self, flow: int, capacities: tuple[int, ...], max_rate: float) -> None:
+        """A flow begins."""
         used, members = self._used, self._members
         crowded = []
         for c in capacities:
@@ -42,63 +49,73 @@ class FlowShares:
         self._most[flow] = max_rate
         for c in capacities:
             members[c].add(flow)
-        if not crowded:
+        if crowded:
+            self.rates[flow] = 0.0
+            self.unsettled.update(crowded)
+        else:
             self.rates[flow] = max_rate
             for c in capacities:
                 used[c] += max_rate
-            return ()
-        self.rates[flow] = 0.0
-        return self._share_again(crowded, new=flow)
 
-    def remove(self, flow: int) -> Sequence[int]:
-        """A flow ends; returns the flows whose rates change."""
+    def remove(self, flow: int) -> None:
+        """A flow ends."""
         rate = self.rates.pop(flow)
         del self._most[flow]
-        relieved = []
         for c in self._ways.pop(flow):
             others = self._members[c]
             others.remove(flow)
             if not others:
                 self._used[c] = 0.0
+                self.unsettled.discard(c)
                 continue
             if self._used[c] >= self._full[c]:
-                relieved.append(c)
+                self.unsettled.add(c)
             self._used[c] -= rate
-        return self._share_again(relieved) if relieved else ()
 
-    def _share_again(self, changed: Sequence[int], *, new: int | None = None) -> list[int]:
-        """Shares capacities anew; returns the flows with other rates than before, without the new one."""
-        members, rates = self._members, self.rates
-        first = members[changed[0]]
-        alike = all(members[c] == first for c in changed[1:])
-        found = self._share_equally(changed, first) if alike else None
-        if found is None:
-            found = self._share_among(list(set().union(*(members[c] for c in changed))))
-        others = [flow for flow, rate in found.items() if rate != rates[flow] and flow != new]
-        rates.update(found)
-        return others
+    def settle(self) -> list[int]:
+        """Shares all that is unsettled; returns the flows with other rates than before.
 
-    def _share_equally(self, capacities: Sequence[int], flows: Set[int]) -> dict[int, float] | None:
-        """What all flows of these capacities get if nothing else binds them; None if something does."""
-        share = min([self._capacities[c] for c in capacities]) / len(flows)
-        used, full, most = self._used, self._full, self._most
-        more: dict[int, float] = {}
+        One capacity after the other: each leaves all flows with a bottleneck but those that wait for the
+        ones still to come.
+        """
+        before: dict[int, float] = {}
+        members, capacities, rates = self._members, self._capacities, self.rates
+        while self.unsettled:
+            tightest = min(self.unsettled, key=lambda c: (capacities[c] / len(members[c]), c))
+            self.unsettled.remove(tightest)
+            found = self._share_equally(tightest)
+            if found is None:
+                found = self._share_among(list(members[tightest]))
+            for flow, rate in found.items():
+                if rate != rates[flow]:
+                    before.setdefault(flow, rates[flow])
+                    rates[flow] = rate
+        return [flow for flow, rate in before.items() if rates[flow] != rate]
+
+    def _share_equally(self, capacity: int) -> dict[int, float] | None:
+        """Rates if the capacity is all that binds its flows and nobody else is concerned, which is so most
+        times; None if it is not."""
+        members, capacities, used = self._members, self._capacities, self._used
+        flows = members[capacity]
+        share = capacities[capacity] / len(flows)
+        most, rates = self._most, self.rates
+        after: dict[int, float] = {}
         for flow in flows:
             if most[flow] < share:
                 return None
-            gain = share - self.rates[flow]
+            gain = share - rates[flow]
             for c in self._ways[flow]:
-                if c not in capacities:
-                    if used[c] >= full[c]:
-                        return None
-                    more[c] = more.get(c, 0.0) + gain
-        for c, gain in more.items():
-            if used[c] + gain > full[c]:
+                after[c] = after.get(c, used[c]) + gain
+        for c, use in after.items():
+            if use > capacities[c] * (1 + TINY):
                 return None
-        for c, gain in more.items():
-            used[c] += gain
-        for c in capacities:
-            used[c] = share * len(flows)
+            if (use > self._full[c] or used[c] >= self._full[c]) and not members[c] <= flows:
+                return None
+        for c, use in after.items():
+            used[c] = use
+            if c in self.unsettled and members[c] <= flows:
+                self.unsettled.remove(c)
+        used[capacity] = capacities[capacity]
         return dict.fromkeys(flows, share)
 
     def _share_among(self, flows: list[int]) -> dict[int, float]:

@@ -177,10 +177,12 @@ class Meetings:
         source, target = tie[::-1] if to_owner else tie
         slices = self._slices(source, target)
         if key not in self._found:
+            num_bytes = self._costs.tie_bytes[tie]
+            if to_owner:
+                num_bytes = self._costs.tie_gradient_bytes.get(tie, num_bytes)
             made = []
             for giver, taker, share in slices:
-                num_bytes = share * self._costs.tie_bytes[tie]
-                made.append(self.add_transfer(giver, taker, num_bytes))
+                made.append(self.add_transfer(giver, taker, share * num_bytes))
             self._found[key] = tuple(made)
         return [(giver, taker, t) for (giver, taker, _), t in zip(slices, self._found[key], strict=True)]
 

@@ -199,8 +199,7 @@ class Program:
 
     def _row_bytes(self, kind: Kind, i: int) -> int:
         """Bytes of a row that crosses a boundary of ministage `i` with a transfer or computation."""
-        after = kind in (Kind.SEND_F, Kind.RECV_B, Kind.B)
-        return self._costs.row_bytes[i + 1 if after else i]
+        return self._costs.row_bytes[i + 1 if kind in _AFTERWARDS else i]
 
     def _port(self, kind: Kind, peer: int) -> _Port:
         """This rank's end of a channel."""
@@ -330,6 +329,10 @@ class Program:
                         host.post(task)
                     self._note("receive", task)
                     host.join(task)
+
+
+_AFTERWARDS = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.B})
+"""What concerns the boundary after a ministage."""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ class Work(IntEnum):
 
 
 COMPUTES = (Work.FORWARD, Work.BACKWARD)
+COPIES = (Work.TO_DEVICE, Work.TO_HOST)
 
 
 @dataclass

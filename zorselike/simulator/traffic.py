@@ -80,13 +80,29 @@ class Traffic:
         """The latency is over, and bytes begin to move."""
         flow = self._flow[number]
         self._moves[number] = True
-        self._due[number] = self._since[number] = now
-        changed = self._shares.add(number, flow.capacities, flow.max_rate)
-        self._update((number, *changed), now)
+        self._since[number] = now
+        self._shares.add(number, flow.capacities, flow.max_rate)
+        rate = self._shares.rates[number]
+        if rate > 0:
+            due = self._due[number] = now + self._left[number] / rate
+            self._begin_watch((number,), due)
+        else:  # Until it is settled.
+            self._due[number] = math.inf
+            self._watch[number] = -1
 
-    def _update(self, flows: Sequence[int], now: float, idle: Sequence[int] = ()) -> None:
-        """These flows have other rates from now on; they and the `idle` ones, whose rates are the same, are
-        watched."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether all rates are what they are to be from now on."""
+        return not self._shares.unsettled
+
+    def settle(self, now: float) -> None:
+        """Before the time goes on: finds the rates after all that happened now."""
+        changed = self._shares.settle()
+        if changed:
+            self._update(changed, now)
+
+    def _update(self, flows: Sequence[int], now: float) -> None:
+        """These flows have other rates from now on."""
         rates, left, due, since = self._shares.rates, self._left, self._due, self._since
         first = math.inf
         for number in flows:
@@ -99,10 +115,8 @@ class Traffic:
             end = due[number] = now + left[number] / rate if rate > 0 else math.inf
             if end < first:
                 first = end
-        for number in idle:
-            first = min(first, due[number])
         if first < math.inf:
-            self._begin_watch((*flows, *idle) if idle else flows, first)
+            self._begin_watch(flows, first)
 
     def _begin_watch(self, flows: Sequence[int], first: float) -> None:
         """Of these the first one is over at `first`."""
@@ -121,7 +135,6 @@ class Traffic:
             return ()
         tasks: list[int] = []
         others: list[int] = []
-        changed: dict[int, None] = {}
         for flow in flows:
             if due[flow] > now:
                 others.append(flow)
@@ -129,11 +142,10 @@ class Traffic:
                 self._move(flow, now)
             else:
                 if self._moves[flow]:
-                    changed.update(dict.fromkeys(self._shares.remove(flow)))
-                changed.pop(flow, None)
+                    self._shares.remove(flow)
                 self._leave(flow, tasks)
-        if changed or others:
-            self._update(list(changed), now, [flow for flow in others if flow not in changed])
+        if others:
+            self._begin_watch(others, min(due[flow] for flow in others))
         return tasks
 
     def _leave(self, number: int, tasks: list[int]) -> None:

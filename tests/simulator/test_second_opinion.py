@@ -1,0 +1,52 @@
+"""CPU ranks without wires take what the runtime's benchmark computes as its bound, by code of its own.
+
+Not with ZeRO 3: there a rank waits for its rows before it joins the first gather, which the bound leaves out.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from plain_costs import PlainNetwork, make_costs
+from schedules import random_case
+
+from tools.bench import actions_bound
+from zorselike.schedule import build
+from zorselike.simulator import simulate
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_benchmark_s_simulation_agrees(block: int) -> None:
+    for number in range(20):
+        rng = random.Random(f"{block}/{number}")
+        plan, options = random_case(rng, small=number % 10 > 0)
+        groups = tuple(replace(group, offload=(), zero=min(group.zero, 2)) for group in plan.groups)
+        plan = replace(plan, groups=groups)
+        options["ties"] = ()
+        lists = build(plan, **options)
+        ranks = sorted(plan.group_of_rank)
+        workload = actions_bound.Workload(
+            seconds_of_rank=tuple(rng.choice([1.0, 1.3, 4.7]) for _ in ranks),
+            layers_of_ministage=tuple(rng.randint(1, 3) for _ in plan.ministages),
+        )
+
+        def seconds(rank: int, i: int, rows: int, w: actions_bound.Workload = workload) -> float:
+            return actions_bound.compute_s(rows, w.layers_of_ministage[i], w.seconds_of_rank[rank])
+
+        # All ranks in one node: transfers and collectives wait for each other and take no time.
+        costs = make_costs(
+            plan,
+            forward=seconds,
+            network=PlainNetwork([0] * len(ranks)),
+            row_bytes=1,
+            unit_bytes=1,
+            cpu=True,
+            sends_buffer=True,
+        )
+        found = simulate(plan, lists, costs, num_steps=1)
+        expected = actions_bound.simulate(plan, lists, workload)
+        assert found.iteration_s == pytest.approx(expected.makespan_s, rel=1e-9)
+        for times, busy_s in zip(found.ranks, expected.busy_s, strict=True):
+            assert times.busy_s == pytest.approx(busy_s)
