@@ -24,6 +24,8 @@ from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileE
 from zorselike.runtime.launcher import report_mistake
 
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
+_MAX_WARNINGS = 3
+"""Of one kind."""
 COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "plan": PlanCommand,
@@ -62,15 +64,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Warnings inside are for people: a line each, without the place in the program, each once."""
-    told: set[str] = set()
+    """Warnings inside are for people: a line each, without the place in the program, each once, and of many
+    of one kind the first few."""
+    told: dict[type[Warning], set[str]] = {}
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        # Ranks conclude alike: the first one tells.
-        if str(message) not in told and os.environ.get("RANK", "0") == "0":
-            told.add(str(message))
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        own = told.setdefault(category, set())
+        if str(message) not in own and len(own) < _MAX_WARNINGS:
+            _warn(str(message))
+        own.add(str(message))
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+    for own in told.values():
+        if len(own) > _MAX_WARNINGS:
+            _warn(f"and {len(own) - _MAX_WARNINGS} more of this kind")
+
+
+def _warn(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # Ranks conclude alike: the first one tells.
+        print(f"warning: {text}", file=sys.stderr, flush=True)
