@@ -125,7 +125,7 @@ class HostMemory(DeviceMemory):
         """`num_sharing`: processes that share this host's free memory."""
         free = int(find_host_room().num_bytes * HOST_SHARE / num_sharing)
         self.limit_bytes = free if limit_bytes is None else min(free, limit_bytes)
-        self._held: Callable[[], int] = lambda: 0
+        self._held = _nothing
         self._peak = 0
         self._saved: dict[int, int] = {}
 
@@ -142,10 +142,14 @@ class HostMemory(DeviceMemory):
             if place not in self._saved and not _is_parameter(place, module):
                 self._saved[place] = storage.nbytes()
                 self.note()
-            return tensor
+            # Itself it would be kept for good where an operation saves its own result and no backward comes.
+            return tensor.detach()
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+        try:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            self._held = _nothing  # Or it would keep alive what the caller gives up.
 
     def note(self) -> None:
         now = self._held() + self.kept_bytes()
@@ -159,6 +163,10 @@ class HostMemory(DeviceMemory):
 
     def kept_bytes(self) -> int:
         return sum(self._saved.values())
+
+
+def _nothing() -> int:
+    return 0
 
 
 def _is_parameter(place: int, module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.catalogue import match_device_name
-from zorselike.plan.errors import ClusterError, ConfigError
+from zorselike.plan.errors import ClusterError, ConfigError, ProfileError
 from zorselike.runtime.ranks import ProcessGroup
 from zorselike.runtime.tracing import first_line
 from zorselike.runtime.world import NODE_VARIABLE, ProcessInfo, describe_process, gather_world
@@ -87,7 +87,11 @@ class Processes:
         text = ""
         try:
             value = work()
-        except (ClusterError, ConfigError) as error:  # These say themselves where they are from.
+        except (
+            ClusterError,
+            ConfigError,
+            ProfileError,
+        ) as error:  # These say themselves where they are from.
             failure, text = error, str(error)
         except Exception as error:
             failure, text = error, f"rank {self.rank} (node {self.node}) failed: {first_line(error)}"

@@ -19,7 +19,7 @@ from zorselike.profiler.layer_probes import LayerProbe
 from zorselike.profiler.layer_timing import WARMUPS, LayerBench
 from zorselike.profiler.link_pairs import choose_pairs
 from zorselike.profiler.processes import Processes
-from zorselike.profiler.tasks import Job, Task, devices_by_node, make_tasks, run_tasks
+from zorselike.profiler.tasks import Job, Task, devices_by_node, make_tasks, run_tasks, save_once
 
 _SECONDS_OF_OTHERS = 2.0
 """Roughly what links, collectives, updates and copies take each."""
@@ -57,10 +57,9 @@ def measure(
     unfit = [task.name for task in missing if not task.is_known(profile)]
     if unfit:
         _tell(processes, f"not even one row fits, so nothing is known of: {'; '.join(unfit)}")
-    if processes.rank == 0:
-        profile.save(path)
-        if not keeps_cluster:
-            found_cluster(processes, profile).save(cluster_path)
+    save_once(processes, profile, path)
+    if not keeps_cluster:
+        save_once(processes, found_cluster(processes, profile), cluster_path)
     return profile
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
+from zorselike.plan.cluster import Cluster
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
 from zorselike.profiler.collective_timing import SIZES as COLLECTIVE_SIZES
@@ -68,8 +70,8 @@ class Task:
 
     name: str
     is_known: Callable[[Profile], bool]
-    run: Callable[[Told], Profile | None]
-    """On every rank; what this one found, if anything."""
+    run: Callable[[Profile, Told], Profile | None]
+    """On every rank, given what is known; what this one found, if anything."""
 
 
 def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Task]:
@@ -114,13 +116,16 @@ def run_tasks(
         def tell(text: str, name: str = task.name) -> None:
             progress.set_description_str(f"{name}: {text}")
 
-        for found in processes.gather_or_raise(lambda task=task, tell=tell: (task.run(tell),)):  # type: ignore[misc]
-            if found[0] is not None:
-                profile = profile.merge(found[0])
-        if processes.rank == 0:
-            profile.save(path)
+        found = processes.gather_or_raise(partial(task.run, profile, tell))
+        profile = reduce(Profile.merge, (each for each in found if each is not None), profile)
+        save_once(processes, profile, path)
         progress.update(1)
     return profile
+
+
+def save_once(processes: Processes, content: Profile | Cluster, path: Path) -> None:
+    """Rank 0 writes the file; where it cannot, all ranks raise `ClusterError`. Collective."""
+    processes.gather_or_raise(lambda: content.save(path) if processes.rank == 0 else None)
 
 
 def describe_source(processes: Processes) -> Source:
@@ -151,7 +156,7 @@ class _Measurer:
         self._processes = processes
         self._memory = memory
         self._source = describe_source(processes)
-        self._speaks_for_type = processes.represents(of=lambda rank: processes.types[rank])
+        self._represents_type = processes.represents(of=lambda rank: processes.types[rank])
 
     def _profile(self, **entries: tuple[object, ...]) -> Profile:
         workload = self._job.workload
@@ -160,6 +165,10 @@ class _Measurer:
     @property
     def _types(self) -> set[str]:
         return set(self._processes.types)
+
+    def _measures(self, known: set[str]) -> bool:
+        """Whether this rank measures for its type of device, given those that are known."""
+        return self._represents_type and (self._job.again or self._processes.own_type not in known)
 
     def _sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Those that are not too large; two at least, for a latency and a rate."""
@@ -170,17 +179,16 @@ class _Measurer:
         """A kind of layer on every type of device."""
         workload, job = self._job.workload, self._job
 
-        def is_known(profile: Profile) -> bool:
-            known = {
+        def known(profile: Profile) -> set[str]:
+            return {
                 times.device
                 for times in profile.layers
                 if (times.kind, times.dtype, times.sequence_length, times.recompute, times.tensor_parallel)
                 == (probe.kind, workload.dtype, workload.sequence_length, setting, 1)
             }
-            return self._types <= known
 
-        def run(tell: Told) -> Profile | None:
-            if not self._speaks_for_type:
+        def run(profile: Profile, tell: Told) -> Profile | None:
+            if not self._measures(known(profile)):
                 return None
             bench = LayerBench(
                 job.build,
@@ -206,17 +214,18 @@ class _Measurer:
             )
             return None if times is None else self._profile(layers=(times,))
 
-        return Task(f"{probe.kind}, recompute {setting}" if probe.is_numbered else probe.kind, is_known, run)
+        name = f"{probe.kind}, recompute {setting}" if probe.is_numbered else probe.kind
+        return Task(name, lambda profile: self._types <= known(profile), run)
 
     def update(self) -> Task:
         """The optimizer on every type of device."""
 
-        def is_known(profile: Profile) -> bool:
+        def known(profile: Profile) -> set[str]:
             dtype = self._job.workload.dtype
-            return self._types <= {entry.device for entry in profile.updates if entry.dtype == dtype}
+            return {entry.device for entry in profile.updates if entry.dtype == dtype}
 
-        def run(tell: Told) -> Profile | None:
-            if not self._speaks_for_type:
+        def run(profile: Profile, tell: Told) -> Profile | None:
+            if not self._measures(known(profile)):
                 return None
             found = measure_update(
                 self._processes.device,
@@ -228,13 +237,16 @@ class _Measurer:
             self._memory.release()
             return self._profile(updates=(found,))
 
-        return Task("optimizer update", is_known, run)
+        return Task("optimizer update", lambda profile: self._types <= known(profile), run)
 
     def host_link(self) -> Task:
         """Copies between device and host on every type of device."""
 
-        def run(tell: Told) -> Profile | None:
-            if not self._speaks_for_type:
+        def known(profile: Profile) -> set[str]:
+            return {entry.device for entry in profile.host_links}
+
+        def run(profile: Profile, tell: Told) -> Profile | None:
+            if not self._measures(known(profile)):
                 return None
             found = measure_host_link(
                 self._processes.device,
@@ -245,17 +257,19 @@ class _Measurer:
             self._memory.release()
             return self._profile(host_links=(found,))
 
-        return Task(
-            "host link", lambda profile: self._types <= {entry.device for entry in profile.host_links}, run
-        )
+        return Task("host link", lambda profile: self._types <= known(profile), run)
 
     def links(self) -> Task:
         """Messages between one pair of nodes of each two types, and inside one node of each type."""
         pairs: list[Pair] = list(choose_pairs(devices_by_node(self._processes)))
 
-        def run(tell: Told) -> Profile | None:
+        def missing(profile: Profile) -> list[Pair]:
+            known = {entry.between for entry in profile.links}
+            return [pair for pair in pairs if pair not in known]
+
+        def run(profile: Profile, tell: Told) -> Profile | None:
             found = measure_links(
-                pairs,
+                pairs if self._job.again else missing(profile),
                 self._processes.nodes,
                 rank=self._processes.rank,
                 group=self._processes.everyone,
@@ -266,7 +280,7 @@ class _Measurer:
             )
             return self._profile(links=tuple(found)) if found else None
 
-        return Task("links", lambda profile: set(pairs) <= {entry.between for entry in profile.links}, run)
+        return Task("links", lambda profile: not missing(profile), run)
 
     def collectives(self) -> Task:
         """Of all ranks together, and of one node of each type that has several."""
@@ -279,14 +293,13 @@ class _Measurer:
             devices = tuple(sorted(processes.types[rank] for rank in ranks))
             return devices, len({processes.infos[rank].node for rank in ranks})
 
-        def is_known(profile: Profile) -> bool:
-            return set(map(key, wholes)) <= {
-                (entry.devices, entry.num_nodes) for entry in profile.collectives
-            }
+        def missing(profile: Profile) -> list[tuple[int, ...]]:
+            known = {(entry.devices, entry.num_nodes) for entry in profile.collectives}
+            return [ranks for ranks in wholes if key(ranks) not in known]
 
-        def run(tell: Told) -> Profile | None:
+        def run(profile: Profile, tell: Told) -> Profile | None:
             found = None
-            for ranks in wholes:
+            for ranks in wholes if self._job.again else missing(profile):
                 group = dist.new_group(list(ranks))
                 if processes.rank in ranks:
                     devices, num_nodes = key(ranks)
@@ -305,7 +318,7 @@ class _Measurer:
                     dist.destroy_process_group(group)
             return found
 
-        return Task("collectives", is_known, run)
+        return Task("collectives", lambda profile: not missing(profile), run)
 
     def max_rows(self) -> Task:
         """The largest rows of the whole model, under the first ZeRO stage that lets every rank compute."""
@@ -324,7 +337,7 @@ class _Measurer:
         def is_known(profile: Profile) -> bool:
             return self._types <= {entry.device for entry in profile.zero_batches}
 
-        def run(tell: Told) -> Profile | None:
+        def run(profile: Profile, tell: Told) -> Profile | None:
             search = search_stages(
                 step,
                 self._processes,
@@ -342,17 +355,14 @@ class _Measurer:
     def overheads(self, memory: CudaMemory) -> Task:
         """What CUDA and the allocator take beside tensors."""
 
-        def run(tell: Told) -> Profile | None:
+        def run(profile: Profile, tell: Told) -> Profile | None:
             found = self._processes.gather((memory.context_bytes(), memory.allocator_share))
             overheads = Overheads(
                 context_bytes=max(context for context, _ in found),
                 allocator_share=max(share for _, share in found),
                 source=self._source,
             )
-            profile = self._profile()
-            return Profile(
-                model=profile.model, workload_fingerprint=profile.workload_fingerprint, overheads=overheads
-            )
+            return replace(self._profile(), overheads=overheads)
 
         return Task("CUDA context", lambda profile: profile.overheads.context_bytes > 0, run)
 

@@ -1,0 +1,197 @@
+"""One layer of each kind: what it is called with, its times, and the most rows under a limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from profiled import SMALL, TOKENS, build, workload
+from ranks import RunRanks
+from torch import nn
+
+from zorselike.cost.profile import LayerTimes, Source
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import LayerKind, Workload
+from zorselike.profiler.device_memory import HostMemory
+from zorselike.profiler.layer_probes import find_probes, make_inputs
+from zorselike.profiler.layer_timing import LayerBench, measure_layer
+from zorselike.profiler.row_search import TrialResult
+from zorselike.profiler.update_timing import measure_update
+from zorselike.runtime.boundaries import KwargTensor
+from zorselike.runtime.loss import token_cross_entropy
+
+CPU = torch.device("cpu")
+SOURCE = Source("measured", "2026-11-21", "a test")
+
+
+# -- probes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_probe_for_each_kind_with_what_the_model_gives_it(family: str) -> None:
+    probes = {probe.kind: probe for probe in find_probes(lambda: build(family), workload(family), TOKENS)}
+    assert {kind: (p.module, p.num_instances) for kind, p in probes.items()} == {
+        "embedding": ("tok_embeddings", 1),
+        "layer": ("layers.0", 2),
+        "norm": ("norm", 1),
+        "head": ("output", 1),
+    }
+    assert probes["embedding"].inputs[0] == KwargTensor((TOKENS,), torch.int64, has_rows=True)
+    hidden = KwargTensor((TOKENS, 64), torch.float32, has_rows=True)
+    assert all(probes[kind].inputs == (hidden,) for kind in ("layer", "norm", "head"))
+    assert [kind for kind, p in probes.items() if not p.carries_grad] == ["embedding"]
+    assert [kind for kind, p in probes.items() if p.is_last] == ["head"]
+    assert [kind for kind, p in probes.items() if p.is_numbered] == ["layer"]
+
+
+def test_inputs_have_the_rows_and_the_dtype_that_are_asked_for() -> None:
+    probes = {p.kind: p for p in find_probes(build, workload(dtype="bfloat16"), TOKENS)}
+    (tokens, positions), _ = make_inputs(probes["embedding"], 3, num_tokens=SMALL["vocab_size"], device=CPU)
+    assert positions is None
+    assert tokens.shape == (3, TOKENS) and tokens.max() < SMALL["vocab_size"]
+    (hidden,), kwargs = make_inputs(probes["layer"], 5, num_tokens=1, device=CPU)
+    assert hidden.shape == (5, TOKENS, 64) and hidden.dtype == torch.bfloat16 and hidden.requires_grad
+    assert kwargs == {"positions": None, "mask": None}
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Embedding(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out
+
+
+def test_a_module_that_is_not_called_is_named() -> None:
+    kinds = {
+        name: LayerKind(name=name, num_parameters=16, forward_flops_per_row=1) for name in ("used", "unused")
+    }
+    odd = Workload(
+        model="odd",
+        sequence_length=4,
+        dtype="float32",
+        layers=(("used", "used"), ("unused", "unused")),
+        kinds=kinds,
+    )
+    with torch.device("meta"), pytest.raises(ConfigError, match="does not call unused"):
+        find_probes(Skips, odd, 4)
+
+
+# -- times -----------------------------------------------------------------------------------
+
+
+def measure_kind(
+    rank: int,
+    size: int,
+    kind: str,
+    recompute: Recompute,
+    limit: int | None,
+    most_rows: int,
+    family: str = "llama",
+) -> tuple[LayerTimes | None, list[tuple[int, TrialResult]]]:
+    probe = next(p for p in find_probes(lambda: build(family), workload(family), TOKENS) if p.kind == kind)
+    trials: list[tuple[int, TrialResult]] = []
+    bench = LayerBench(
+        lambda: build(family),
+        probe,
+        dtype=torch.float32,
+        device=CPU,
+        memory=HostMemory(limit),
+        recompute=recompute,
+        loss_fn=token_cross_entropy,
+        num_tokens=SMALL["vocab_size"],
+    )
+    times = measure_layer(
+        bench,
+        kind=kind,
+        device="CPU",
+        dtype="float32",
+        sequence_length=TOKENS,
+        recompute=recompute,
+        most_rows=most_rows,
+        repeats=2,
+        source=SOURCE,
+        told=lambda rows, result: trials.append((rows, result)),
+    )
+    return times, trials
+
+
+@pytest.mark.parametrize("kind", ["embedding", "layer", "norm", "head"])
+def test_each_kind_has_times_against_rows(run_ranks: RunRanks, kind: str) -> None:
+    times, trials = run_ranks(measure_kind, 1, kind, "none", None, 4, init=False)[0]
+    assert times is not None and times.kind == kind and times.rows == (1, 2, 4)
+    assert [rows for rows, _ in trials] == [1, 2, 4]
+    assert all(seconds > 0 for seconds in (*times.forward_s, *times.backward_s))
+    assert times.max_rows is None  # Four rows are what was asked for, not what fits.
+    assert times.memory_bytes_per_row is not None and times.memory_bytes_per_row > 0
+    kept = [result.kept_bytes for _, result in trials]
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_recomputation_keeps_the_input_alone(run_ranks: RunRanks) -> None:
+    kept: dict[Recompute, float] = {}
+    for recompute in ("none", "layer"):
+        times, _ = run_ranks(measure_kind, 1, "layer", recompute, None, 4, init=False)[0]
+        kept[recompute] = times.memory_bytes_per_row
+        assert times.recompute == recompute
+    assert kept["layer"] == TOKENS * 64 * 4
+    assert kept["none"] > 5 * kept["layer"]
+
+
+def test_a_limit_is_found_and_failed_sizes_leave_no_times(run_ranks: RunRanks) -> None:
+    free, trials = run_ranks(measure_kind, 1, "layer", "none", None, 8, init=False)[0]
+    peaks = {rows: result.peak_bytes for rows, result in trials}
+    per_row = (peaks[8] - peaks[4]) // 4
+    limit = peaks[8] + 3 * per_row + per_row // 2
+    assert free is not None
+    times, trials = run_ranks(measure_kind, 1, "layer", "none", limit, 64, init=False)[0]
+    tried = dict(trials)
+    assert times is not None and times.max_rows == times.rows[-1]
+    assert times.rows == tuple(sorted(rows for rows, result in tried.items() if result.fits))
+    assert all(not tried[rows].fits for rows in tried if rows > times.max_rows)
+    assert times.max_rows == 11 and not tried[12].fits
+
+
+def test_where_not_one_row_fits_there_is_no_entry(run_ranks: RunRanks) -> None:
+    times, trials = run_ranks(measure_kind, 1, "layer", "none", 1000, 4, init=False)[0]
+    assert times is None and [(rows, result.fits) for rows, result in trials] == [(1, False)]
+
+
+def break_layer(rank: int, size: int) -> str:
+    """An error that is no refusal is nobody's limit."""
+
+    def fail(outputs: Any, targets: Any) -> Any:
+        raise ValueError("a bug")
+
+    probe = next(p for p in find_probes(build, workload(), TOKENS) if p.is_last)
+    bench = LayerBench(
+        build,
+        probe,
+        dtype=torch.float32,
+        device=CPU,
+        memory=HostMemory(),
+        loss_fn=fail,
+        num_tokens=SMALL["vocab_size"],
+    )
+    with pytest.raises(ValueError, match="a bug") as raised:
+        bench.try_rows(1, repeats=1)
+    return str(raised.value)
+
+
+def test_other_errors_come_through(run_ranks: RunRanks) -> None:
+    assert run_ranks(break_layer, 1, init=False) == ["a bug"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_is_a_line_over_parameters(run_ranks: RunRanks, dtype: torch.dtype) -> None:
+    found = run_ranks(time_update, 1, dtype, init=False)[0]
+    assert found.device == "CPU" and found.dtype == str(dtype).removeprefix("torch.")
+    assert found.seconds_per_parameter > 0 and found.seconds_per_call >= 0
+
+
+def time_update(rank: int, size: int, dtype: torch.dtype) -> Any:
+    return measure_update(CPU, type="CPU", dtype=dtype, repeats=1, source=SOURCE)
