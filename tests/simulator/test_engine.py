@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 import pytest
@@ -13,6 +14,7 @@ from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
 from zorselike.schedule import build, parse_actions
 from zorselike.schedule.actions import Action, Kind
 from zorselike.simulator import DeadlockError, Simulation, simulate
+from zorselike.simulator.tasks import Tasks
 
 BOTH = pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "device"])
 
@@ -249,9 +251,14 @@ def test_zero_3_hides_gathers_and_reductions_of_a_device_behind_other_units() ->
 
 
 def test_zero_3_on_a_cpu_gathers_and_reduces_in_turn() -> None:
-    found = run(one_group(1, 1, zero=3), forward=6.0, backward=12.0, unit_bytes=4, num_units=2, cpu=True)
-    # Forward: two gathers, then it computes; backward: the second gather is hidden, reductions are not.
+    plan = one_group(1, 1, zero=3)
+    found = run(plan, forward=6.0, backward=12.0, unit_bytes=4, num_units=2, cpu=True)
+    # Forward: two gathers, none beside computation; backward: the second is hidden, reductions are not.
     assert found.iteration_s == 4 + 6 + 2 + 12 + 4
+    # The last unit is gathered once the slow rank has come to it.
+    found = run(plan, forward=lambda rank, i, rows: 6.0 + 6 * rank, unit_bytes=4, num_units=2, cpu=True)
+    assert spans_of(found, 0, "compute")[:2] == [(2.0, 5.0, "0F0"), (10.0, 13.0, "0F0")]
+    assert spans_of(found, 1, "compute")[:2] == [(2.0, 8.0, "0F0"), (10.0, 16.0, "0F0")]
 
 
 @BOTH
@@ -397,6 +404,19 @@ def test_without_record_nothing_is_kept() -> None:
     plan = one_group(1)
     found = simulate(plan, build(plan), make_costs(plan))
     assert found.spans == () and found.action_times is None
+
+
+def test_nothing_of_a_simulation_is_left_for_the_garbage_collector() -> None:
+    plan = pipeline(2, 4, ministages=2)
+    costs = make_costs(plan, row_bytes=1, unit_bytes=1)
+    lists = build(plan)
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(plan, lists, costs, record=True)
+        assert not [left for left in gc.get_objects() if type(left) is Tasks]
+    finally:
+        gc.enable()
 
 
 # -- deadlocks ---------------------------------------------------------------------------------

@@ -51,19 +51,11 @@ class HostCopies:
         self._stashed: dict[tuple[int, int], int] = {}
         self._fetched: dict[tuple[int, int], int] = {}
         self._leaving_activations: deque[int] = deque()
-        self._readers: dict[Kind, Callable[[int], None]] = {
-            Kind.LOAD: self._load_shards,
-            Kind.OFFLOAD: self._offload_shards,
-            Kind.LOAD_STATE: self._load_state,
-            Kind.OFFLOAD_STATE: self._offload_state,
-            Kind.LOAD_GRAD: self._load_gradients,
-            Kind.OFFLOAD_GRAD: self._offload_gradients,
-        }
 
     def read(self, action: Action, i: int) -> None:
         """Enters the copies of an action."""
         if action.microbatch is None:
-            self._readers[action.kind](i)
+            _READERS[action.kind](self, i)
         elif action.kind is Kind.LOAD:
             self._load_activations(i, action.microbatch)
         else:
@@ -236,3 +228,14 @@ class HostCopies:
         for (what, i), task in self._left.items():
             if what != "gradients":
                 self._tasks.fill((self._rank, what, i), task)
+
+
+_READERS: dict[Kind, Callable[[HostCopies, int], None]] = {
+    Kind.LOAD: HostCopies._load_shards,
+    Kind.OFFLOAD: HostCopies._offload_shards,
+    Kind.LOAD_STATE: HostCopies._load_state,
+    Kind.OFFLOAD_STATE: HostCopies._offload_state,
+    Kind.LOAD_GRAD: HostCopies._load_gradients,
+    Kind.OFFLOAD_GRAD: HostCopies._offload_gradients,
+}
+"""Of copies without a microbatch."""

@@ -7,7 +7,7 @@ group run one after the other, in the order in which all its ranks start them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zorselike.cost.network import CollectiveOp, Flow
 from zorselike.cost.step_costs import StepCosts
@@ -24,8 +24,9 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True)
 class Inside:
-    """The collectives of one ZeRO 3 computation: what its first unit needs, the gathers that run beside
-    it, the reductions that do, and that of its last unit. `NOTHING` where there is none."""
+    """The collectives of one ZeRO 3 computation: gathers of its first unit and of the others (`in_turn`: of
+    all but the last, and of the last), reductions of all but its last unit, and of that. `NOTHING` where
+    there is none."""
 
     first_gather: int
     other_gathers: int
@@ -33,31 +34,19 @@ class Inside:
     last_reduction: int
 
 
+@dataclass(frozen=True)
 class Channel:
-    """The transfers of one edge, each after the one before it."""
+    """The transfers of one edge so far, each after the one before it."""
 
-    def __init__(self, edge: Edge, meetings: Meetings) -> None:
-        self.edge = edge
-        self._meetings = meetings
-        self._transfers: list[int] = []
-
-    def transfer(self, turn: int, num_bytes: float) -> int:
-        """The `turn`-th one."""
-        transfers = self._transfers
-        if turn == len(transfers):
-            source, target, _ = self.edge
-            task = self._meetings.add_transfer(source, target, num_bytes)
-            if turn:
-                self._meetings.tasks.wait(task, transfers[-1])
-            transfers.append(task)
-        return transfers[turn]
+    edge: Edge
+    transfers: list[int] = field(default_factory=list)
 
 
 class Meetings:
     """All meetings of one step."""
 
     def __init__(self, plan: Plan, costs: StepCosts, tasks: Tasks) -> None:
-        self._plan, self._costs, self.tasks = plan, costs, tasks
+        self._plan, self._costs, self._tasks = plan, costs, tasks
         self._found: dict[Hashable, tuple[int, ...]] = {}
         self._insides: dict[tuple[int, Kind, int, int], Inside] = {}
         self._channels: dict[Edge, Channel] = {}
@@ -72,21 +61,32 @@ class Meetings:
 
     def channel(self, edge: Edge) -> Channel:
         if edge not in self._channels:
-            self._channels[edge] = Channel(edge, self)
+            self._channels[edge] = Channel(edge)
         return self._channels[edge]
 
-    def add_transfer(self, source: int, target: int, num_bytes: float) -> int:
+    def transfer(self, channel: Channel, turn: int, num_bytes: float) -> int:
+        """The `turn`-th one of a channel."""
+        transfers = channel.transfers
+        if turn == len(transfers):
+            source, target, _ = channel.edge
+            task = self._add_transfer(source, target, num_bytes)
+            if turn:
+                self._tasks.wait(task, transfers[-1])
+            transfers.append(task)
+        return transfers[turn]
+
+    def _add_transfer(self, source: int, target: int, num_bytes: float) -> int:
         key = (source, target, num_bytes)
         bundle = self._bundles.get(key)
         if bundle is None:
             flow = self._costs.network.transfer(source, target, num_bytes)
-            bundle = self._bundles[key] = self.tasks.bundle_of((flow,))
-        return self._meet(self.tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
+            bundle = self._bundles[key] = self._tasks.bundle_of((flow,))
+        return self._meet(self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
 
     def _meet(self, task: int, ranks: Sequence[int]) -> int:
         """A task to which all of these ranks must come."""
-        self.tasks.parties[task] = ranks
-        self.tasks.num_awaited[task] += len(ranks)
+        self._tasks.parties[task] = ranks
+        self._tasks.num_awaited[task] += len(ranks)
         return task
 
     # -- collectives -----------------------------------------------------------------------
@@ -112,15 +112,19 @@ class Meetings:
             self._found[key] = (NOTHING if bundle == NOTHING else self._chain(group, bundle),)
         return self._found[key][0]
 
-    def inside(self, group: int, kind: Kind, ministage: int, microbatch: int) -> Inside:
-        """The collectives of a ZeRO 3 computation, which run in the order of its units."""
+    def inside(self, group: int, kind: Kind, ministage: int, microbatch: int, *, in_turn: bool) -> Inside:
+        """The collectives of a ZeRO 3 computation, which run in the order of its units; `in_turn`: of a
+        forward whose units are gathered one after the other's computation."""
         key = (group, kind, ministage, microbatch)
         if key not in self._insides:
             units = self._costs.units[ministage]
             units = units if kind is Kind.F else units[::-1]
-            gathered = [unit.gathered_bytes for unit in units]
+            gathered = [unit.gathered_bytes for unit in units if unit.gathered_bytes]
             reduced = [unit.reduced_bytes for unit in units] if kind is Kind.B else []
-            gathers = [self._collective(group, "all_gather", part) for part in (gathered[:1], gathered[1:])]
+            cut = max(len(gathered) - 1, 1) if in_turn else 1
+            gathers = [
+                self._collective(group, "all_gather", part) for part in (gathered[:cut], gathered[cut:])
+            ]
             reductions = [
                 self._collective(group, "reduce_scatter", part) for part in (reduced[:-1], reduced[-1:])
             ]
@@ -129,7 +133,7 @@ class Meetings:
             )
             for before, after in ((first, others), (early, last)):
                 if after != NOTHING:
-                    self.tasks.wait(after, before)
+                    self._tasks.wait(after, before)
             self._insides[key] = Inside(first, others, early, last)
         return self._insides[key]
 
@@ -137,7 +141,7 @@ class Meetings:
         """The sum over all ranks."""
         if "norm" not in self._found:
             flows = self._costs.network.collective("all_reduce", self._everyone, NORM_BYTES)
-            task = self.tasks.add(Work.COLLECTIVE, NOTHING, bundle=self.tasks.bundle_of(flows))
+            task = self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=self._tasks.bundle_of(flows))
             self._found["norm"] = (self._meet(task, self._everyone),)
         return self._found["norm"][0]
 
@@ -150,18 +154,18 @@ class Meetings:
         if key not in self._bundles:
             network, ranks = self._costs.network, self._ranks[group]
             flows = [network.collective(op, ranks, size) for size in sizes]
-            self._bundles[key] = self.tasks.bundle_of(join_flows(flows))
+            self._bundles[key] = self._tasks.bundle_of(join_flows(flows))
         return self._bundles[key]
 
     def _chain(self, group: int, bundle: int) -> int:
         """A collective after the group's last one."""
         task = self._add(group, bundle)
-        self.tasks.wait(task, self._last.get(group, NOTHING))
+        self._tasks.wait(task, self._last.get(group, NOTHING))
         self._last[group] = task
         return task
 
     def _add(self, group: int, bundle: int) -> int:
-        return self._meet(self.tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._ranks[group])
+        return self._meet(self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._ranks[group])
 
     # -- tied weights ----------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class Meetings:
                 num_bytes = self._costs.tie_gradient_bytes.get(tie, num_bytes)
             made = []
             for giver, taker, share in slices:
-                made.append(self.add_transfer(giver, taker, share * num_bytes))
+                made.append(self._add_transfer(giver, taker, share * num_bytes))
             self._found[key] = tuple(made)
         return [(giver, taker, t) for (giver, taker, _), t in zip(slices, self._found[key], strict=True)]
 

@@ -16,7 +16,7 @@ from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import SENDS, Action, Kind
 from zorselike.simulator.copies import HostCopies
 from zorselike.simulator.lanes import Lane, Lanes
-from zorselike.simulator.meetings import Channel, Edge, Meetings
+from zorselike.simulator.meetings import Channel, Edge, Inside, Meetings
 from zorselike.simulator.notes import Notes
 from zorselike.simulator.result import Track
 from zorselike.simulator.tasks import NOTHING, Tasks, Work
@@ -37,7 +37,7 @@ class Program:
         notes: Notes | None,
     ) -> None:
         """`staged`: channels that a device's rank serves through its host's memory."""
-        self._plan, self.rank, self._costs = plan, rank, costs
+        self.rank, self._costs = rank, costs
         self._tasks, self._meetings, self._staged = tasks, meetings, staged
         self._notes = notes
         self._is_cpu = bool(costs.is_cpu) and costs.is_cpu[rank]
@@ -60,7 +60,24 @@ class Program:
         """Gathers of a ministage that nothing has waited for yet, by unit."""
         self._ahead: tuple[int, ...] = ()
         """With ZeRO 3: what came before the last unit of the last computation."""
-        self._readers: dict[Kind, Callable[[Action, int], None]] = {
+
+    def read(self, actions: Sequence[Action]) -> None:
+        """Enters a whole list, and the end of the step."""
+        readers, copy, notes = self._readers(), self.copies.read, self._notes
+        for position, action in enumerate(actions):
+            if notes is not None:
+                notes.begin(position, self.lanes.compute.tail)
+            if self._thinks and self._host_s[action.kind]:
+                self._note("host", self.lanes.host.work(Work.HOST, self._host_s[action.kind]))
+            reader = readers.get(action.kind, copy)
+            reader(action, NOTHING if action.ministage is None else action.ministage)
+            if notes is not None:
+                notes.end()
+        self._finish()
+
+    def _readers(self) -> dict[Kind, Callable[[Action, int], None]]:
+        """Who reads which kind of action; copies are another's."""
+        return {
             Kind.F: self._compute,
             Kind.B: self._compute,
             Kind.SEND_F: self._send,
@@ -76,20 +93,6 @@ class Program:
             Kind.NORM: self._norm,
             Kind.STEP: self._step,
         }
-
-    def read(self, actions: Sequence[Action]) -> None:
-        """Enters a whole list, and the end of the step."""
-        readers, copy, notes = self._readers, self.copies.read, self._notes
-        for position, action in enumerate(actions):
-            if notes is not None:
-                notes.begin(position, self.lanes.compute.tail)
-            if self._thinks and self._host_s[action.kind]:
-                self._note("host", self.lanes.host.work(Work.HOST, self._host_s[action.kind]))
-            reader = readers.get(action.kind, copy)
-            reader(action, NOTHING if action.ministage is None else action.ministage)
-            if notes is not None:
-                notes.end()
-        self._finish()
 
     end: int
     """The task with which the rank's step ends."""
@@ -148,47 +151,63 @@ class Program:
     def _compute_gathering(self, kind: Kind, i: int, m: int, work: Work, seconds: float) -> None:
         """ZeRO 3: each unit is gathered before it computes, the next one meanwhile, and reduced after its
         backward. Units between the first and the last are taken together: what computes or moves longer
-        hides the other, whatever their number. A rank without a device gathers in turn with a forward's
-        units, and reduces in turn with a backward's."""
-        compute, tasks = self.lanes.compute, self._tasks
-        inside = self._meetings.inside(self._group, kind, i, m)
+        hides the other, whatever their number."""
+        compute = self.lanes.compute
         is_forward = kind is Kind.F
+        in_turn = is_forward and self._is_cpu
+        inside = self._meetings.inside(self._group, kind, i, m, in_turn=in_turn)
         shares = self._shares[i] if is_forward else self._shares[i][::-1]
-        in_turn = self._is_cpu
+        if in_turn:
+            self._compute_in_turn(inside, work, shares, seconds)
+            return
         if inside.first_gather != NOTHING:
-            if is_forward or in_turn:
-                compute.post(inside.first_gather)
-            else:
-                for ahead in self._ahead:
-                    tasks.wait(inside.first_gather, ahead)
-                self.lanes.host.post(inside.first_gather)
-            compute.join(inside.first_gather)
-        if inside.other_gathers != NOTHING:
-            tasks.arrive(inside.other_gathers)  # Right after the first.
-        self._note("gather", inside.first_gather)
-        self._note("gather", inside.other_gathers)
-        if len(shares) == 1 or (is_forward and in_turn):
-            compute.join(inside.other_gathers)
-            self._ahead = (inside.other_gathers, compute.record())
-            self._note("compute", compute.work(work, seconds))
-        else:
+            self._post_first_gather(inside, waits=is_forward or self._is_cpu)
+        last = inside.other_gathers
+        if last != NOTHING:
+            self._tasks.arrive(last)  # Right after the first.
+            self._note("gather", last)
+        if len(shares) > 1:
             self._note("compute", compute.work(work, shares[0] * seconds))
-            if inside.other_reductions != NOTHING and not in_turn:
+            if inside.other_reductions != NOTHING and not self._is_cpu:
                 compute.post(inside.other_reductions)
             if len(shares) > 2:
                 self._note("compute", compute.work(work, sum(shares[1:-1]) * seconds))
-            self._ahead = (inside.other_gathers, compute.tail)
-            compute.join(inside.other_gathers)
-            self._note("compute", compute.work(work, shares[-1] * seconds))
-        self._reduce_inside(inside.other_reductions, inside.last_reduction, in_turn=in_turn)
+        self._ahead = (last, compute.record())
+        compute.join(last)
+        self._note("compute", compute.work(work, shares[-1] * seconds))
+        self._reduce_inside(inside.other_reductions, inside.last_reduction)
 
-    def _reduce_inside(self, others: int, last: int, *, in_turn: bool) -> None:
+    def _post_first_gather(self, inside: Inside, *, waits: bool) -> None:
+        """`waits`: for all that compute was given, as a forward's does; a backward's waits for that of the
+        unit before to be used."""
+        if waits:
+            self.lanes.compute.post(inside.first_gather)
+        else:
+            for ahead in self._ahead:
+                self._tasks.wait(inside.first_gather, ahead)
+            self.lanes.host.post(inside.first_gather)
+        self.lanes.compute.join(inside.first_gather)
+        self._note("gather", inside.first_gather)
+
+    def _compute_in_turn(self, inside: Inside, work: Work, shares: Sequence[float], seconds: float) -> None:
+        """A forward without a device: a unit is gathered once the one before has computed, on all ranks."""
+        compute = self.lanes.compute
+        parts = [1.0] if len(shares) == 1 else [1 - shares[-1], shares[-1]]
+        for gather, share in zip((inside.first_gather, inside.other_gathers), parts, strict=False):
+            if gather != NOTHING:
+                compute.post(gather)
+                compute.join(gather)
+                self._note("gather", gather)
+            self._note("compute", compute.work(work, share * seconds))
+
+    def _reduce_inside(self, others: int, last: int) -> None:
+        """What a backward's units reduce: a device's beside the units that follow, else in turn."""
         compute = self.lanes.compute
         for task in (others, last):
             if task == NOTHING:
                 continue
             self._note("reduce", task)
-            if in_turn:
+            if self._is_cpu:
                 compute.meet(task)
             else:
                 if task == last:
@@ -212,12 +231,17 @@ class Program:
             self._ports[kind, peer] = _Port(self._meetings.channel(edge), lane, is_staged)
         return self._ports[kind, peer]
 
+    def _next_transfer(self, port: _Port, num_bytes: float) -> int:
+        turn = port.num_transfers
+        port.num_transfers = turn + 1
+        return self._meetings.transfer(port.channel, turn, num_bytes)
+
     def _send(self, action: Action, i: int) -> None:
         kind, start, stop, peer = action.kind, action.start, action.stop, action.peer
         assert start is not None and stop is not None and peer is not None
         port = self._port(kind, peer)
         num_bytes = (stop - start) * self._row_bytes(kind, i)
-        task = port.next(num_bytes)
+        task = self._next_transfer(port, num_bytes)
         self._note("send", task)
         compute = self.lanes.compute
         if self._costs.transfers_block:
@@ -232,7 +256,7 @@ class Program:
         kind, start, stop, peer = action.kind, action.start, action.stop, action.peer
         assert start is not None and stop is not None and peer is not None and action.microbatch is not None
         port = self._port(kind, peer)
-        task = port.next((stop - start) * self._row_bytes(kind, i))
+        task = self._next_transfer(port, (stop - start) * self._row_bytes(kind, i))
         self._note("receive", task)
         if self._costs.transfers_block:
             self.lanes.compute.meet(task)
@@ -345,11 +369,7 @@ class _Port:
     is_staged: bool
     """Whether what travels is copied through the host's memory."""
     num_transfers: int = 0
-
-    def next(self, num_bytes: float) -> int:
-        """The channel's next transfer, as this end sees it."""
-        self.num_transfers += 1
-        return self.channel.transfer(self.num_transfers - 1, num_bytes)
+    """That this end has come to."""
 
 
 def _shares(costs: StepCosts, ministage: int) -> list[float]:
