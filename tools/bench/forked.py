@@ -32,8 +32,15 @@ class RankFailedError(RuntimeError):
     """A rank raised or died."""
 
 
-def run_forked(fn: Callable[..., _T], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[_T]:
-    """`fn(rank, *args)` on every rank; the ranks' values by rank."""
+def run_forked(
+    fn: Callable[..., _T],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 600.0,
+    enter: Callable[[int], None] | None = None,
+) -> list[_T]:
+    """`fn(rank, *args)` on every rank; the ranks' values by rank. `enter(rank)` comes first on each,
+    before there are threads or connections."""
     # Values come back through memory that each child shares with this process alone, not files.
     values = [os.memfd_create(f"value{rank}") for rank in range(world_size)]
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +49,7 @@ def run_forked(fn: Callable[..., _T], world_size: int, *args: Any, timeout_s: fl
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
-                _live(fn, rank, world_size, args, Path(folder), values[rank])
+                _live(fn, rank, world_size, args, Path(folder), values[rank], enter)
             pids[pid] = rank
         try:
             _await_all(dict(pids), timeout_s, values)
@@ -55,11 +62,19 @@ def run_forked(fn: Callable[..., _T], world_size: int, *args: Any, timeout_s: fl
 
 
 def _live(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, result: int
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    folder: Path,
+    result: int,
+    enter: Callable[[int], None] | None,
 ) -> None:
     """A rank's whole life; does not return."""
     code = 1
     try:
+        if enter is not None:
+            enter(rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
         torch.manual_seed(0)

@@ -1,10 +1,10 @@
 """Slow links between nodes for anything that uses `torch.distributed`, by sleeping.
 
 Patches the public calls (`isend`, the gathers and reductions), so that whatever runs on top,
-ours or torch's, is held up alike: an ordered pair of nodes is one link that carries one
-message at a time, shared by all ranks of the node. A message takes latency plus bytes over
-bandwidth; a collective across nodes takes what a ring through its members would. Needs no
-root and no network namespaces.
+ours or torch's, is held up alike, for as long as some `Wires` say. Those of this file: an ordered
+pair of nodes is one link that carries one message at a time, shared by all ranks of the node. A
+message takes latency plus bytes over bandwidth; a collective across nodes takes what a ring
+through its members would. Needs no root and no network namespaces.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,27 @@ _COLLECTIVES = {
 """Public names (some only in some versions of torch): whose bytes go how often around the ring."""
 
 
+Carry = Callable[[float], float]
+"""Waits until a message that may start at a monotonic time has arrived; returns that time."""
+
+
+class Wires(Protocol):
+    """How long messages and collectives take; one object, made before ranks are forked."""
+
+    def delays_message(self, source: int, target: int) -> bool:
+        """Whether a message between these ranks takes any time."""
+
+    def post(self, source: int, target: int, num_bytes: int) -> Carry:
+        """A message is sent now; a thread calls the result when those before it have arrived."""
+
+    def delays_collective(self, members: tuple[int, ...]) -> bool:
+        """Whether a collective of these ranks takes any time."""
+
+    def collect(self, rank: int, members: tuple[int, ...], number: int, num_bytes: int, rounds: int) -> None:
+        """All members have joined their collective `number` over a whole buffer of so many bytes, which
+        go `rounds` times around the ring; waits until they have moved."""
+
+
 class SharedLinks:
     """When each link is free again, in memory shared by all ranks; made before they are forked."""
 
@@ -52,13 +73,29 @@ class SharedLinks:
         self._memory = mmap.mmap(-1, self._table + num_masks * _SLOTS * 16)
         self._lock = multiprocessing.get_context("fork").Lock()
 
-    def reserve_message(self, source: int, target: int, num_bytes: int) -> float:
-        """Puts a message on its link; returns the monotonic time of its arrival."""
+    def delays_message(self, source: int, target: int) -> bool:
+        return self.links.crosses(source, target)
+
+    def post(self, source: int, target: int, num_bytes: int) -> Carry:
+        """Puts a message on its link at once, behind those of all ranks."""
         edge = (self.links.node_of_rank[source], self.links.node_of_rank[target])
         with self._lock:
-            return self._reserve(edge, num_bytes) + self.links.latency_s
+            arrival_s = self._reserve(edge, num_bytes) + self.links.latency_s
 
-    def reserve_collective(self, members: tuple[int, ...], number: int, num_bytes: float) -> float:
+        def carry(_: float) -> float:
+            sleep_until(arrival_s)
+            return arrival_s
+
+        return carry
+
+    def delays_collective(self, members: tuple[int, ...]) -> bool:
+        return bool(self.links.ring_edges(members))
+
+    def collect(self, rank: int, members: tuple[int, ...], number: int, num_bytes: int, rounds: int) -> None:
+        per_edge = rounds * num_bytes * (len(members) - 1) / len(members)
+        sleep_until(self._reserve_collective(members, number, per_edge))
+
+    def _reserve_collective(self, members: tuple[int, ...], number: int, num_bytes: float) -> float:
         """The end of the members' collective `number`; the first to ask puts it on the links."""
         mask = sum(1 << rank for rank in members)
         offset = self._table + (mask * _SLOTS + number % _SLOTS) * 16
@@ -79,35 +116,50 @@ class SharedLinks:
         return float(free_s)
 
 
+def collective_names() -> dict[str, str]:
+    """What this version of torch calls the collectives of one flat tensor."""
+    names = {
+        "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+        "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    }
+    return {op: next(name for name in known if hasattr(dist, name)) for op, known in names.items()}
+
+
 class _DelayedWork(dist.Work):
     """A transfer that is complete when a thread of ours says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self._done = threading.Event()
+        self._rest: Any = None
 
-    def complete(self) -> None:
+    def complete(self, rest: Any = None) -> None:
+        """`rest`: what is still to be waited for."""
+        self._rest = rest
         self._done.set()
 
     def wait(self, timeout: timedelta = timedelta(minutes=5)) -> bool:
         if not self._done.wait(timeout.total_seconds()):
             raise RuntimeError(f"a transfer over a slow link did not end in {timeout}")
+        if self._rest is not None:
+            self._rest.wait()
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._done.is_set() and (self._rest is None or self._rest.is_completed())
 
 
 class LinkSleeper:
-    """One rank's end of the links; after `install` the calls of `torch.distributed` are slowed
+    """One rank's end of the wires; after `install` the calls of `torch.distributed` are slowed
     whenever `is_on`."""
 
-    def __init__(self, shared: SharedLinks, rank: int) -> None:
+    def __init__(self, wires: Wires, rank: int) -> None:
         self.is_on = False
-        self._shared = shared
+        self._wires = wires
         self._rank = rank
+        self._free_s: dict[Hashable, float] = defaultdict(float)
         self._numbers: dict[tuple[int, ...], int] = defaultdict(int)
-        self._threads: dict[object, queue.SimpleQueue[Callable[[], None]]] = {}
+        self._threads: dict[Hashable, queue.SimpleQueue[Callable[[], None]]] = {}
         self._nested = threading.local()
 
     def install(self) -> None:
@@ -143,46 +195,48 @@ class LinkSleeper:
         if target is None:
             group = arguments["group"] or dist.group.WORLD
             target = dist.get_global_rank(group, arguments["group_dst"])  # type: ignore[arg-type]
-        if not self._shared.links.crosses(self._rank, target):
+        if not self._wires.delays_message(self._rank, target):
             return original(**arguments)
         tensor: torch.Tensor = arguments["tensor"]
-        arrival_s = self._shared.reserve_message(self._rank, target, tensor.nbytes)
+        carry = self._wires.post(self._rank, target, tensor.nbytes)
         work = _DelayedWork()
+        # A queue a channel keeps messages in order; one that waits for its receiver holds up none.
+        channel = ("send", target, arguments.get("tag", 0))
 
         def deliver() -> None:
-            _sleep_until(arrival_s)
-            original(**arguments).wait()
-            work.complete()
+            self._free_s[channel] = carry(self._free_s[channel])
+            work.complete(original(**arguments))
 
-        # A queue a target keeps messages in order; one that waits for its receiver holds no other.
-        self._later(("send", target), deliver)
+        self._later(channel, deliver)
         return work
 
     def _slow_collective(
         self, argument: str, rounds: int, original: Callable[..., Any], arguments: dict[str, Any]
     ) -> Any:
         members = tuple(sorted(dist.get_process_group_ranks(arguments["group"])))
-        if not self._shared.links.ring_edges(members):
+        if not self._wires.delays_collective(members):
             return original(**arguments)
         tensor: torch.Tensor = arguments[_only(arguments, argument)]
-        num_bytes = rounds * tensor.nbytes * (len(members) - 1) / len(members)
         number = self._numbers[members]
         self._numbers[members] += 1
+        collect = functools.partial(self._wires.collect, self._rank, members, number, tensor.nbytes, rounds)
         started = original(**arguments)
-        if not arguments["async_op"]:
-            _sleep_until(self._shared.reserve_collective(members, number, num_bytes))
-            return started
         work = _DelayedWork()
 
         def finish() -> None:
-            started.wait()
-            _sleep_until(self._shared.reserve_collective(members, number, num_bytes))
+            if started is not None:
+                started.wait()
+            collect()
             work.complete()
 
-        self._later("collectives", finish)
-        return work
+        # Those of one group end in order; one that waits for its members holds up no other group's.
+        self._later(("collectives", members), finish)
+        if arguments["async_op"]:
+            return work
+        work.wait()
+        return None
 
-    def _later(self, name: object, task: Callable[[], None]) -> None:
+    def _later(self, name: Hashable, task: Callable[[], None]) -> None:
         """Runs a task in order on a thread of that name."""
         if name not in self._threads:
             self._threads[name] = queue.SimpleQueue()
@@ -201,5 +255,6 @@ def _only(arguments: dict[str, Any], prefix: str) -> str:
     return name
 
 
-def _sleep_until(time_s: float) -> None:
+def sleep_until(time_s: float) -> None:
+    """Sleeps until a monotonic time."""
     time.sleep(max(0.0, time_s - time.monotonic()))

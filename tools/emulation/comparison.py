@@ -1,0 +1,169 @@
+"""One run beside its prediction, and what all of them come to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zorselike.cost.memory import MemoryWalk
+from zorselike.runtime.memory_report import MemoryLine
+
+from .emulation import Measurement
+from .mutations import MUTATIONS
+from .predict import Prediction
+from .scenarios import Scenario, Stress
+
+BUSY_SHARE = 0.3
+"""Ranks that sleep stay below this share of the cores; above, what is measured is the machine."""
+
+
+@dataclass(frozen=True)
+class MemoryPair:
+    """Bytes of one purpose on one rank, at most: as planned and as found."""
+
+    rank: int
+    purpose: str
+    place: str
+    """`device` or `host`."""
+    planned: int
+    found: int
+
+    @property
+    def error(self) -> float:
+        return abs(self.planned - self.found) / self.found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One run."""
+
+    name: str
+    num_ranks: int
+    num_types: int
+    limit: str
+    computes: bool
+    measured_s: tuple[float, ...]
+    """Of each timed step."""
+    predicted_s: float
+    mutated_s: Mapping[Stress, float]
+    """What wrong models predict, those that must miss here."""
+    cpu_share: float
+    """Of the cores, by the ranks."""
+    others_share: float | None = None
+    """Of the cores, by whatever else ran meanwhile; None where the system does not tell."""
+    memory: tuple[MemoryPair, ...] = field(default=(), repr=False)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.measured_s)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, of what was measured; below 0: too fast."""
+        return self.predicted_s / self.median_s - 1
+
+    @property
+    def spread(self) -> float:
+        """Of the steps, of their median: how much the machine moved."""
+        return (max(self.measured_s) - min(self.measured_s)) / self.median_s
+
+    def mutated_error(self, stress: Stress) -> float:
+        return abs(self.mutated_s[stress] / self.median_s - 1)
+
+    @property
+    def memory_error(self) -> float:
+        """The mean over ranks and purposes."""
+        return statistics.fmean(pair.error for pair in self.memory) if self.memory else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        own = asdict(self) | {"measured_median_s": self.median_s, "error": self.error, "spread": self.spread}
+        return own | {"memory_error": self.memory_error}
+
+
+def compare(
+    scenario: Scenario, prediction: Prediction, measured: Measurement, *, others_share: float | None
+) -> Comparison:
+    """Holds a measurement against a prediction, and against what wrong models would have predicted."""
+    return Comparison(
+        name=scenario.name,
+        num_ranks=scenario.num_ranks,
+        num_types=scenario.num_types,
+        limit=scenario.limit,
+        computes=scenario.computes,
+        measured_s=measured.step_s,
+        predicted_s=prediction.step_s,
+        mutated_s={
+            mutation.stress: mutation.step_s(prediction)
+            for mutation in MUTATIONS
+            if mutation.stress in scenario.stresses
+        },
+        cpu_share=measured.cpu_share,
+        others_share=others_share,
+        memory=tuple(
+            pair
+            for rank, (run, walk) in enumerate(zip(measured.ranks, prediction.simulation.memory, strict=True))
+            for pair in pair_memory(rank, run.memory, walk)
+        ),
+    )
+
+
+def pair_memory(rank: int, found: Sequence[MemoryLine], planned: MemoryWalk) -> list[MemoryPair]:
+    """All purposes that the runtime counts and that hold something: storages of CPU tensors."""
+    pairs = []
+    for line in found:
+        for place, held, walk in (
+            ("device", line.device_peak, planned.device),
+            ("host", line.host_peak, planned.host),
+        ):
+            expected = {str(purpose): num_bytes for purpose, num_bytes in walk.items()}[line.purpose]
+            if held:
+                pairs.append(MemoryPair(rank, line.purpose, place, expected, held))
+    return pairs
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What all runs come to."""
+
+    time_mean_error: float
+    time_max_error: float
+    memory_mean_error: float
+    memory_max_error: float
+    mutation_errors: Mapping[str, float]
+    """By mutation, the mean miss on the runs where it matters."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def score(comparisons: Sequence[Comparison]) -> Scores:
+    """Errors without their signs, each run counted once."""
+    errors = [abs(own.error) for own in comparisons]
+    memory = [pair.error for own in comparisons for pair in own.memory]
+    mutated = {
+        mutation.text: [
+            own.mutated_error(mutation.stress) for own in comparisons if mutation.stress in own.mutated_s
+        ]
+        for mutation in MUTATIONS
+    }
+    return Scores(
+        time_mean_error=statistics.fmean(errors),
+        time_max_error=max(errors),
+        memory_mean_error=statistics.fmean(memory) if memory else 0.0,
+        memory_max_error=max(memory, default=0.0),
+        mutation_errors={text: statistics.fmean(found) for text, found in mutated.items() if found},
+    )
+
+
+def format_comparison(own: Comparison) -> str:
+    """One line."""
+    mutated = "".join(f", {stress} wrong {own.mutated_error(stress):.0%}" for stress in own.mutated_s)
+    notes = "" if own.computes or own.cpu_share < BUSY_SHARE else ", too busy"
+    others = "" if own.others_share is None else f", others {own.others_share:.0%}"
+    return (
+        f"{own.name:46} {own.limit:6} measured {own.median_s:6.3f} s (+-{own.spread / 2:.1%}), predicted "
+        f"{own.predicted_s:6.3f} s {own.error:+6.1%}, memory {own.memory_error:.1%}, "
+        f"cores {own.cpu_share:.0%}{notes}{others}{mutated}"
+    )

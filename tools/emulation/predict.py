@@ -1,0 +1,194 @@
+"""What the simulator says of an emulated run: the cost model, and what this machine adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from zorselike.cost.assemble import make_costs
+from zorselike.cost.network import CollectiveOp, Flow, Network
+from zorselike.cost.profile import CollectiveTimes, LayerTimes, Profile, Source
+from zorselike.cost.step_costs import StepCosts
+from zorselike.plan.cluster import Cluster, Place
+from zorselike.plan.plan import Plan
+from zorselike.plan.workload import Workload
+from zorselike.schedule.actions import Action
+from zorselike.schedule.build import build
+from zorselike.simulator.engine import simulate
+from zorselike.simulator.result import Simulation
+
+from .constants import OPS, ActionCosts, HostConstants, measure_gloo
+from .emulation import Emulation
+from .namespaces import Namespaces
+
+_Key = tuple[int, int, int]
+"""Rank, ministage, rows."""
+
+
+@dataclass(frozen=True)
+class HostedNetwork(Network):
+    """The cost model's network, with the time that Gloo itself takes on this machine."""
+
+    constants: HostConstants | None = None
+
+    def transfer(self, source: int, target: int, num_bytes: float) -> Flow:
+        flow = super().transfer(source, target, num_bytes)
+        assert self.constants is not None
+        return _later(flow, self.constants.gloo_s("transfer", 2, num_bytes))
+
+    def collective(self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float) -> tuple[Flow, ...]:
+        flows = super().collective(op, ranks, num_bytes)
+        assert self.constants is not None
+        if self.collectives and len({self.places[rank].node for rank in ranks}) > 1:
+            return flows  # Measured with Gloo in them.
+        gloo_s = self.constants.gloo_s(op, len(ranks), num_bytes)
+        return tuple(_later(flow, gloo_s) for flow in flows)
+
+    def turn_into(self, kind: type[HostedNetwork]) -> HostedNetwork:
+        """The same wires under other rules."""
+        return kind(**_list_fields(self))
+
+
+def host_network(network: Network, constants: HostConstants) -> HostedNetwork:
+    """The same network on this machine."""
+    return HostedNetwork(**_list_fields(network), constants=constants)
+
+
+def _list_fields(network: Network) -> dict[str, Any]:
+    """But for what was looked up already."""
+    return {field.name: getattr(network, field.name) for field in fields(network) if field.name != "_found"}
+
+
+def _later(flow: Flow, seconds: float) -> Flow:
+    return replace(flow, latency_s=flow.latency_s + seconds)
+
+
+def add_host(profile: Profile, constants: HostConstants, *, sleeps: bool) -> Profile:
+    """The profile of the same devices as they are emulated: a layer takes its sleep, by how much that is
+    too long, and what the runtime does for each layer."""
+    overshoot_s = constants.sleep_overshoot_s if sleeps else 0.0
+    actions = constants.after_sleep if sleeps else constants.awake
+
+    def lengthen(times: LayerTimes) -> LayerTimes:
+        forward_s = overshoot_s + actions.layer_s["F"]
+        backward_s = overshoot_s + actions.layer_s["B"]
+        return replace(
+            times,
+            forward_s=tuple(seconds + forward_s for seconds in times.forward_s),
+            backward_s=tuple(seconds + backward_s for seconds in times.backward_s),
+        )
+
+    return replace(
+        profile,
+        layers=tuple(lengthen(times) for times in profile.layers),
+        updates=tuple(
+            replace(update, seconds_per_call=update.seconds_per_call + overshoot_s)
+            for update in profile.updates
+        ),
+        overheads=replace(profile.overheads, action_s=tuple(sorted(actions.action_s.items()))),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A simulated step and what it was made of."""
+
+    plan: Plan
+    actions: Mapping[int, Sequence[Action]]
+    costs: StepCosts
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.iteration_s
+
+
+def measure_collectives(
+    plan: Plan, cluster: Cluster, namespaces: Namespaces, *, num_bytes: Sequence[int] = (4_096, 131_072)
+) -> tuple[CollectiveTimes, ...]:
+    """Of each group across nodes, alone on links that the kernel limits: Gloo reduces and scatters in the
+    way of an all-reduce."""
+    places = cluster.place_ranks(plan)
+    found: dict[tuple[tuple[str, ...], tuple[Place, ...]], tuple[CollectiveTimes, ...]] = {}
+    for group in plan.groups:
+        own = tuple(sorted(places[rank] for rank in group.flat_ranks))
+        devices = tuple(sorted(cluster.device_type(place) for place in own))
+        if len({place.node for place in own}) > 1 and (devices, own) not in found:
+            found[devices, own] = _measure_group(devices, own, namespaces, num_bytes)
+    return tuple(
+        {
+            (times.op, times.devices, times.num_nodes): times for own in found.values() for times in own
+        }.values()
+    )
+
+
+def _measure_group(
+    devices: tuple[str, ...], places: Sequence[Place], namespaces: Namespaces, num_bytes: Sequence[int]
+) -> tuple[CollectiveTimes, ...]:
+    gloo = measure_gloo(
+        len(places), num_bytes=num_bytes, repeats=5, enter=lambda rank: namespaces.enter(places[rank].node)
+    )
+    seconds = {times.op: times.seconds for times in gloo}
+    return tuple(
+        CollectiveTimes(
+            op=op,
+            devices=devices,
+            num_nodes=len({place.node for place in places}),
+            num_bytes=tuple(num_bytes),
+            seconds=seconds[op],
+            source=Source("measured", note="in network namespaces"),
+        )
+        for op in OPS
+    )
+
+
+def predict_emulation(
+    emulation: Emulation, profile: Profile, constants: HostConstants, *, record: bool = False
+) -> Prediction:
+    """Simulates what `emulation.run` measures, with collectives measured first where the kernel limits
+    the links."""
+    collectives: tuple[CollectiveTimes, ...] = ()
+    if emulation.limit == "kernel":
+        with Namespaces(emulation.cluster) as namespaces:
+            collectives = measure_collectives(emulation.plan, emulation.cluster, namespaces)
+    hosted = replace(add_host(profile, constants, sleeps=not emulation.computes), collectives=collectives)
+    plan, workload = emulation.plan, emulation.workload
+    costs = make_costs(
+        plan,
+        workload,
+        emulation.cluster,
+        hosted,
+        is_cpu=(True,) * plan.num_ranks,
+        sends_buffer=emulation.limit != "kernel",
+    )
+    costs = replace(costs, network=host_network(costs.network, constants))
+    costs = add_gathering(plan, costs, constants.awake if emulation.computes else constants.after_sleep)
+    return simulate_costs(plan, workload, costs, record=record)
+
+
+def add_gathering(plan: Plan, costs: StepCosts, actions: ActionCosts) -> StepCosts:
+    """Computations of ZeRO 3 gather and reduce by themselves, which costs the thread more a layer."""
+
+    groups = [plan.group_of(i) for i in range(plan.num_ministages)]
+    num_gathered = [
+        len(units) if group.zero == 3 and len(group.ranks) > 1 else 0
+        for group, units in zip(groups, costs.units, strict=True)
+    ]
+
+    def lengthen(seconds: Mapping[_Key, float], kind: str) -> dict[_Key, float]:
+        layer_s = actions.zero3_layer_s[kind]
+        return {
+            (rank, i, rows): own_s + num_gathered[i] * layer_s for (rank, i, rows), own_s in seconds.items()
+        }
+
+    return replace(
+        costs, forward_s=lengthen(costs.forward_s, "F"), backward_s=lengthen(costs.backward_s, "B")
+    )
+
+
+def simulate_costs(plan: Plan, workload: Workload, costs: StepCosts, *, record: bool = False) -> Prediction:
+    """One step at these costs."""
+    actions = build(plan, masters=workload.masters)
+    simulation = simulate(plan, actions, costs, record=record)
+    return Prediction(plan=plan, actions=actions, costs=costs, simulation=simulation)
