@@ -208,6 +208,18 @@ def test_microbatches_shrink_until_they_fit() -> None:
     assert max(even.peak_bytes) < most
 
 
+def test_devices_that_keep_more_of_a_row_are_looked_at_by_themselves() -> None:
+    setting = make_setting(cluster=shrink_memory(GIB))
+    layers = tuple(
+        replace(t, memory_bytes_per_row=6e7) if t.device == "T4" else t for t in setting.profile.layers
+    )
+    setting = replace(setting, profile=replace(setting.profile, layers=layers))
+    case, speeds = simulate(make_plan((8, 8, 8)), setting)
+    even = compare_even(case, setting, speeds)[-1].case
+    assert even is not None  # 8 rows through 4 layers are 1.9 GB on a T4.
+    assert not any(even.is_overfull(rank) for rank in range(3))
+
+
 def test_rows_beyond_what_was_found_to_fit_are_not_tried() -> None:
     setting = make_setting(max_rows=2)
     case, speeds = simulate(replace(make_plan((2, 2, 2))), setting)

@@ -253,8 +253,8 @@ def test_zero_3_hides_gathers_and_reductions_of_a_device_behind_other_units() ->
 def test_zero_3_on_a_cpu_gathers_and_reduces_in_turn() -> None:
     plan = one_group(1, 1, zero=3)
     found = run(plan, forward=6.0, backward=12.0, unit_bytes=4, num_units=2, cpu=True)
-    # Forward: two gathers, none beside computation; backward: the second is hidden, reductions are not.
-    assert found.iteration_s == 4 + 6 + 2 + 12 + 4
+    # Two gathers in each, and the reductions of two units, none beside computation.
+    assert found.iteration_s == 4 + 6 + 4 + 12 + 4
     # The last unit is gathered once the slow rank has come to it.
     found = run(plan, forward=lambda rank, i, rows: 6.0 + 6 * rank, unit_bytes=4, num_units=2, cpu=True)
     assert spans_of(found, 0, "compute")[:2] == [(2.0, 5.0, "0F0"), (10.0, 13.0, "0F0")]

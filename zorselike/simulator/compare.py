@@ -150,15 +150,16 @@ def make_even_plan(
 def _find_misfit(plan: Plan, costs: StepCosts, setting: Setting) -> str:
     """Of the ranks whose device is too small, the one that lacks most, in words; nothing if all fit."""
     actions = setting.list_actions(plan, _ORDER)
-    peaks: dict[tuple[int, ...], int] = {}
-    """By rows of the microbatches: in an even plan ranks differ in nothing else."""
+    peaks: dict[tuple[str, tuple[int, ...]], int] = {}
+    """By type of device and rows of the microbatches: in an even plan ranks differ in nothing else."""
     lacks: dict[int, tuple[int, int]] = {}
     for rank, limit_bytes in enumerate(costs.memory_bytes):
         rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
-        if rows not in peaks:
+        key = plan.devices[rank].type, rows
+        if key not in peaks:
             walk = walk_memory(plan, rank, actions[rank], costs.sizes[rank])
-            peaks[rows] = round(walk.device_peak_bytes * (1 + costs.allocator_share))
-        peak_bytes = peaks[rows] + (costs.context_bytes[rank] if costs.context_bytes else 0)
+            peaks[key] = round(walk.device_peak_bytes * (1 + costs.allocator_share))
+        peak_bytes = peaks[key] + (costs.context_bytes[rank] if costs.context_bytes else 0)
         if peak_bytes > limit_bytes:
             lacks[rank] = peak_bytes, limit_bytes
     if not lacks:

@@ -154,21 +154,20 @@ class Program:
         hides the other, whatever their number."""
         compute = self.lanes.compute
         is_forward = kind is Kind.F
-        in_turn = is_forward and self._is_cpu
-        inside = self._meetings.inside(self._group, kind, i, m, in_turn=in_turn)
+        inside = self._meetings.inside(self._group, kind, i, m, in_turn=self._is_cpu)
         shares = self._shares[i] if is_forward else self._shares[i][::-1]
-        if in_turn:
+        if self._is_cpu:
             self._compute_in_turn(inside, work, shares, seconds)
             return
         if inside.first_gather != NOTHING:
-            self._post_first_gather(inside, waits=is_forward or self._is_cpu)
+            self._post_first_gather(inside, waits=is_forward)
         last = inside.other_gathers
         if last != NOTHING:
             self._tasks.arrive(last)  # Right after the first.
             self._note("gather", last)
         if len(shares) > 1:
             self._note("compute", compute.work(work, shares[0] * seconds))
-            if inside.other_reductions != NOTHING and not self._is_cpu:
+            if inside.other_reductions != NOTHING:
                 compute.post(inside.other_reductions)
             if len(shares) > 2:
                 self._note("compute", compute.work(work, sum(shares[1:-1]) * seconds))
@@ -190,29 +189,32 @@ class Program:
         self._note("gather", inside.first_gather)
 
     def _compute_in_turn(self, inside: Inside, work: Work, shares: Sequence[float], seconds: float) -> None:
-        """A forward without a device: a unit is gathered once the one before has computed, on all ranks."""
+        """Without a device nothing runs beside its thread: units are gathered, compute and are reduced one
+        after the other, on all ranks. A backward gathers one unit ahead, so it begins with most gathers and
+        ends with the reductions, which takes as long."""
         compute = self.lanes.compute
-        parts = [1.0] if len(shares) == 1 else [1 - shares[-1], shares[-1]]
-        for gather, share in zip((inside.first_gather, inside.other_gathers), parts, strict=False):
+        last_share = shares[-1] if work is Work.FORWARD and len(shares) > 1 else 1.0
+        for gather, share in ((inside.first_gather, 1 - last_share), (inside.other_gathers, last_share)):
             if gather != NOTHING:
-                compute.post(gather)
-                compute.join(gather)
                 self._note("gather", gather)
-            self._note("compute", compute.work(work, share * seconds))
+                compute.meet(gather)
+            if share:
+                self._note("compute", compute.work(work, share * seconds))
+        for reduction in (inside.other_reductions, inside.last_reduction):
+            if reduction != NOTHING:
+                self._note("reduce", reduction)
+                compute.meet(reduction)
 
     def _reduce_inside(self, others: int, last: int) -> None:
-        """What a backward's units reduce: a device's beside the units that follow, else in turn."""
+        """What a backward's units reduce, beside the units that follow."""
         compute = self.lanes.compute
         for task in (others, last):
             if task == NOTHING:
                 continue
             self._note("reduce", task)
-            if self._is_cpu:
-                compute.meet(task)
-            else:
-                if task == last:
-                    compute.post(task)
-                compute.join(task)
+            if task == last:
+                compute.post(task)
+            compute.join(task)
 
     # -- transfers -------------------------------------------------------------------------
 
