@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from plain_costs import PlainNetwork, make_costs
@@ -248,6 +249,14 @@ def test_zero_3_hides_gathers_and_reductions_of_a_device_behind_other_units() ->
     # Communication that is longer than computation: all gathers, then the last unit computes.
     found = run(plan, forward=1.0, backward=2.0, unit_bytes=8, num_units=2)
     assert [stop for _, stop, _ in spans_of(found, 0, "compute")][:2] == [4.5, 8.5]
+
+
+def test_with_zero_3_a_backward_waits_for_the_update_before_it() -> None:
+    """It reduces inside, and first gives back the gradients that the update used."""
+    plan = one_group(1, ministages=2, zero=3)
+    in_forward, in_backward = 2 * 1.0, 2 * 2.0
+    assert run(plan, update=1.0).iteration_s == in_forward + in_backward + 2 * 1.0
+    assert run(replace(plan, groups=(replace(plan.groups[0], zero=2),)), update=1.0).iteration_s == 7.0
 
 
 def test_zero_3_on_a_cpu_gathers_and_reduces_in_turn() -> None:

@@ -129,6 +129,8 @@ class Program:
         work = Work.FORWARD if is_forward else Work.BACKWARD
         if not is_forward:
             self._wait_gathered(i)
+            if self._zero == 3:
+                self.copies.settle_retired()  # It reduces inside.
             if self._offloads:
                 self.copies.await_activations(i, m)
         if self._zero == 3 and not self._meetings.is_alone[self._group]:
