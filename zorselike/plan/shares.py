@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from zorselike.plan.errors import PlanError
@@ -50,16 +50,25 @@ def expand_shares(shares: Sequence[tuple[int, int, int]], global_batch: int) -> 
         )
         raise PlanError(f"shares: {givers}, global_batch is {global_batch}; {mend}")
 
-    # (middle of its time, position of its rank in the list, rank, rows)
-    pieces: list[tuple[Fraction, int, int, int]] = []
-    for position, (rank, rows, rows_per_microbatch) in enumerate(shares):
-        # A rank without rows may well say 0 rows per microbatch, a step that range() refuses.
-        for start in range(0, rows, max(1, rows_per_microbatch)):
-            stop = min(start + rows_per_microbatch, rows)
-            pieces.append((Fraction(start + stop, 2 * rows), position, rank, stop - start))
+    # A rank without rows may well say 0 rows per microbatch, a step that range() refuses.
+    return deal_rows(
+        (Fraction(start + stop, 2 * rows), rank, stop - start)
+        for rank, rows, rows_per_microbatch in shares
+        for start in range(0, rows, max(1, rows_per_microbatch))
+        for stop in [min(start + rows_per_microbatch, rows)]
+    )
+
+
+def deal_rows(pieces: Iterable[tuple[Fraction | float, int, int]]) -> tuple[Microbatch, ...]:
+    """Microbatches in the order of their times, the first rows of the batch to the first.
+
+    Args:
+        pieces: `(time, rank, rows)` of each microbatch, sizes as they come: when its middle is computed, on
+            any clock that all ranks share. Of those at the same time the one given first comes first.
+    """
     microbatches = []
     row = 0
-    for _, _, rank, num_rows in sorted(pieces):
+    for _, rank, num_rows in sorted(pieces, key=lambda piece: piece[0]):
         microbatches.append(Microbatch(rank, row, row + num_rows))
         row += num_rows
     return tuple(microbatches)

@@ -1,0 +1,41 @@
+"""The cheapest way to compute so many rows in microbatches of any sizes that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add
+
+ROUND_OFF = 1e-12
+"""Times that differ by less, relative to them, are equal: sums of the same numbers in another order."""
+
+
+def sum_microbatches(seconds: Sequence[float], num_rows: int) -> list[float]:
+    """The least seconds for 0, 1, ... `num_rows` rows; infinite where not one row fits.
+
+    Args:
+        seconds: of a microbatch of 1, 2, ... rows, as many as fit at once; they do not fall. Then neither
+            do the sums, in floating point too: a row can be left out of any sum that contains it.
+    """
+    least = [0.0]
+    for n in range(1, num_rows + 1):
+        size = min(len(seconds), n)
+        # seconds[0] + least[n - 1], seconds[1] + least[n - 2], ...
+        least.append(min(map(add, seconds[:size], least[n - size :][::-1]), default=float("inf")))
+    return least
+
+
+def pick_sizes(seconds: Sequence[float], least: Sequence[float], num_rows: int) -> tuple[int, ...]:
+    """Microbatch sizes that take `least[num_rows]`, the largest first; of equally good ones the largest."""
+    sizes = []
+    left = num_rows
+    while left:
+        bound = least[left] * (1 + ROUND_OFF)
+        sizes.append(
+            next(
+                size
+                for size in range(min(len(seconds), left), 0, -1)
+                if seconds[size - 1] + least[left - size] <= bound
+            )
+        )
+        left -= sizes[-1]
+    return tuple(sorted(sizes, reverse=True))
