@@ -238,10 +238,18 @@ def test_a_plan_of_another_model_is_refused(plan: Plan, message: str) -> None:
         make_costs(plan, WORKLOAD, CLUSTER, PROFILE)
 
 
+def test_replicas_of_several_ranks_are_refused() -> None:
+    group = replace(PLAN.groups[0], ranks=((0, 1),), microbatches=(Microbatch(0, 0, 4),))
+    plan = replace(PLAN, groups=(group, PLAN.groups[1])).validate()
+    with pytest.raises(PlanError, match=r"groups\[0\].ranks holds a tensor-parallel replica"):
+        make_costs(plan, WORKLOAD, CLUSTER, PROFILE)
+
+
 def test_a_plan_for_another_workload_is_refused() -> None:
     plan = replace(PLAN, workload_fingerprint="0123456789ab")
     with pytest.raises(
-        PlanError, match=r"made for workload 0123456789ab, this is [0-9a-f]{12} \('llama 7b'\)"
+        PlanError,
+        match=r"made for workload 0123456789ab, this is [0-9a-f]{12} \('llama 7b' in \w+, 512 tokens a row\)",
     ):
         make_costs(plan, WORKLOAD, CLUSTER, PROFILE)
     same = replace(PLAN, workload_fingerprint=WORKLOAD.fingerprint)

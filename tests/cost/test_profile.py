@@ -300,6 +300,10 @@ def test_a_profile_is_for_one_model_length_and_dtype() -> None:
         PROFILE.check_workload(make_workload(sequence_length=1024))
     with pytest.raises(ProfileError, match="no times for float32 at 512 tokens"):
         PROFILE.check_workload(make_workload(dtype="float32"))
+    # The dtype is in the fingerprint too, and is what differs.
+    marked = replace(PROFILE, workload_fingerprint=make_workload().fingerprint)
+    with pytest.raises(ProfileError, match="no times for float32 at 512 tokens"):
+        marked.check_workload(make_workload(dtype="float32"))
     only_links = replace(PROFILE, layers=())
     only_links.check_workload(make_workload(dtype="float32"))
 

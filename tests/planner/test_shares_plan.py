@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,26 @@ def test_groups_are_visited_in_turn() -> None:
 def test_no_more_rows_at_once_than_fit() -> None:
     plan = make(MIXED, profile(max_rows=2, A100_40=1.0, T4=4.0), rows_per_microbatch=8)
     assert {m.num_rows for group in plan.groups for m in group.microbatches} == {2}
+
+
+def test_no_more_rows_at_once_than_fit_through_the_head_where_it_is() -> None:
+    known = profile(A100_40=1.0, T4=1.0)
+    known = replace(
+        known, layers=tuple(replace(t, max_rows=2 if t.kind == "head" else 8) for t in known.layers)
+    )
+    plan = make(cluster(first="A100-40", last="T4"), known, rows_per_microbatch=12)
+    assert "output" in plan.ministages[1].modules
+    assert [{m.num_rows for m in group.microbatches} for group in plan.groups] == [{8}, {2}]
+
+
+def test_only_layers_are_recomputed() -> None:
+    known = profile(A100_40=1.0, T4=1.0)
+    clock = LayerClock(known, WORKLOAD)
+    job = SharesJob(global_batch=24, recompute="layer")
+    plan = plan_shares(WORKLOAD, cluster(first="A100-40", last="T4"), clock, job)
+    # A layer takes 4 s instead of 3 s and the head 6 s: 27 s each with 7 layers below.
+    assert layers_of(plan) == [7, 5]
+    assert {line.partition(" on ")[0] for line in clock.assumptions} == {"layer"}
 
 
 def test_more_ministages_than_modules_are_refused() -> None:

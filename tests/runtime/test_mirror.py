@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from zorselike.plan.plan import OFFLOAD_KINDS
 from zorselike.runtime.memory import Memory
 from zorselike.runtime.mirror import Mirror
 from zorselike.runtime.sharding import local_tensor
-from zorselike.runtime.streams import ImmediateStreams
+from zorselike.runtime.streams import ImmediateStreams, Stream
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,17 @@ def make(tensors: dict[str, Tensor]) -> tuple[Mirror, Memory]:
 
 def leave(mirror: Mirror, memory: Memory) -> None:
     mirror.free(mirror.store(memory.streams.compute.record()))
+
+
+@pytest.mark.parametrize("tensors", [{}, {"empty": torch.empty(0)}], ids=["none", "empty"])
+def test_nobody_waits_to_give_back_nothing(tensors: dict[str, Tensor]) -> None:
+    memory = Memory.of(CPU, ImmediateStreams())
+    home = Mock(spec=Stream)
+    mirror = Mirror(
+        tensors, purpose="parameter shards", memory=memory, homes=[home], inbound=memory.streams.load
+    )
+    mirror.free(memory.streams.compute.record())
+    home.wait.assert_not_called()
 
 
 def test_values_come_back_into_the_same_tensors() -> None:

@@ -47,6 +47,13 @@ def report(case: Case, *, width: int = 100) -> str:
     return format_report(case, alternatives(), ideal_s=4.0, notes=["a note"], width=width)
 
 
+def test_a_narrow_page_breaks_the_comparison_before_its_words() -> None:
+    wide = report(make_case(), width=200).split("\n\n")[1]
+    narrow = report(make_case(), width=60).split("\n\n")[1]
+    assert max(map(len, wide.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
+    assert narrow.split() == wide.split()
+
+
 def test_the_comparison_comes_first() -> None:
     sections = report(make_case()).split("\n\n")
     assert sections[0].splitlines() == [
@@ -163,9 +170,9 @@ def test_a_rank_that_computes_all_the_time_limits() -> None:
     )
 
 
-def test_where_all_compute_only_less_work_helps() -> None:
+def test_where_all_compute_only_shorter_computing_helps() -> None:
     text = limit_of(*[make_times(busy=9.5, data=0.5)] * 3)
-    assert "all work, and only less work or faster devices would help" in text
+    assert "all work, and only shorter computing would help: larger microbatches, less recomputation" in text
 
 
 @pytest.mark.parametrize(

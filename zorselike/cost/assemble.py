@@ -54,14 +54,15 @@ def make_costs(
         reached_of_peak: of the catalogue's FLOP/s, for devices on which nothing was measured.
 
     Raises:
-        PlanError: The plan's modules are not those of the workload, or it is for another model or
-            sequence length.
+        PlanError: The plan's modules are not those of the workload, it is for another model or sequence
+            length, or it has tensor-parallel replicas.
         ProfileError: The profile is for another workload, has nothing about a device that the catalogue
             does not know either, or says that a microbatch does not fit.
         ClusterError: A rank has no place in the cluster, or nothing says how two ranks that exchange
             data are connected.
     """
     check_plan(plan, workload)
+    _refuse_replicas(plan)
     places = cluster.place_ranks(plan)
     _check_links(plan, cluster, places)
     devices = tuple(cluster.device_type(place) for place in places)
@@ -109,8 +110,20 @@ def check_plan(plan: Plan, workload: Workload) -> None:
     if plan.workload_fingerprint is not None and plan.workload_fingerprint != workload.fingerprint:
         raise PlanError(
             f"the plan was made for workload {plan.workload_fingerprint}, this is {workload.fingerprint} "
-            f"('{workload.model}'); give the workload that it was made for, or take the line out of the plan"
+            f"('{workload.model}' in {workload.dtype}, {workload.sequence_length} tokens a row); give the "
+            "model, dtype and length that it was made for, or take workload_fingerprint out of the plan"
         )
+
+
+def _refuse_replicas(plan: Plan) -> None:
+    """Raises `PlanError` for tensor-parallel ranks, which schedules do not know: they would neither compute
+    nor gather what is theirs."""
+    for g, group in enumerate(plan.groups):
+        if any(not isinstance(entry, int) for entry in group.ranks):
+            raise PlanError(
+                f"groups[{g}].ranks holds a tensor-parallel replica, whose work is not modelled yet; list "
+                "single ranks"
+            )
 
 
 def _check_links(plan: Plan, cluster: Cluster, places: Sequence[Place]) -> None:

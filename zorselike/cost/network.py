@@ -144,7 +144,9 @@ class Network:
         the ring crosses and one per node inside it; all start together, and the last to end ends it.
 
         Over each edge of a ring of n go (n-1)/n of the buffer in n - 1 steps for an all-gather or a
-        reduce-scatter, and twice that for an all-reduce. A rank alone: no flows.
+        reduce-scatter, and twice that for an all-reduce. Steps follow each other on an edge without a break,
+        so that of latencies there are those of the edges that a byte passes on its way around: all but
+        one. A rank alone: no flows.
         """
         if len(ranks) < 2:
             return ()
@@ -160,12 +162,20 @@ class Network:
     def _ring_flows(self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float) -> tuple[Flow, ...]:
         ring = sorted(ranks, key=lambda rank: self.places[rank])
         edges: dict[tuple[int, int], list[_Edge]] = {}
+        latencies = []
         for source, target in pairwise([*ring, ring[0]]):
             edges.setdefault(self._nodes(source, target), []).append(_Edge(source, target))
-        num_steps = (len(ring) - 1) * (2 if op == "all_reduce" else 1)
-        return tuple(self._edge_flow(own, num_bytes / len(ring), num_steps) for own in edges.values())
+            latencies.append(self._way(source, target)[0].link.latency_s)
+        num_rounds = 2 if op == "all_reduce" else 1
+        num_steps = num_rounds * (len(ring) - 1)
+        latency_s = num_rounds * (sum(latencies) - min(latencies))
+        return tuple(
+            self._edge_flow(own, num_bytes / len(ring), num_steps, latency_s) for own in edges.values()
+        )
 
-    def _edge_flow(self, edges: Sequence[_Edge], chunk_bytes: float, num_steps: int) -> Flow:
+    def _edge_flow(
+        self, edges: Sequence[_Edge], chunk_bytes: float, num_steps: int, latency_s: float
+    ) -> Flow:
         """One chunk a step over all edges inside a node, or over the one between two. Edges that share one
         capacity are a flow of the bytes of all of them."""
         ways = [self._way(*edge) for edge in edges]
@@ -177,7 +187,7 @@ class Network:
             times * num_steps * chunk_bytes,
             tuple(dict.fromkeys(index for _, capacities in ways for index in capacities)),
             times * link.rate(max(chunk_bytes, 1.0)),
-            num_steps * link.latency_s,
+            latency_s,
             None if nodes[0] == nodes[1] else nodes,
         )
 

@@ -164,17 +164,17 @@ class Profile:
                 f"the profile is of '{self.model}', the workload is '{workload.model}'; give the profile of "
                 "this model"
             )
-        if self.workload_fingerprint and self.workload_fingerprint != workload.fingerprint:
-            raise ProfileError(
-                f"the profile is for workload {self.workload_fingerprint}, this is {workload.fingerprint}: "
-                f"layers of '{self.model}' have changed since; measure them again"
-            )
         measured = {(times.dtype, times.sequence_length) for times in self.layers}
         if measured and (workload.dtype, workload.sequence_length) not in measured:
             known = ", ".join(f"{dtype} at {length} tokens" for dtype, length in sorted(measured))
             raise ProfileError(
                 f"the profile of '{self.model}' has no times for {workload.dtype} at "
                 f"{workload.sequence_length} tokens, only for {known}; measure it for that, or change the job"
+            )
+        if self.workload_fingerprint and self.workload_fingerprint != workload.fingerprint:
+            raise ProfileError(
+                f"the profile is for workload {self.workload_fingerprint}, this is {workload.fingerprint}: "
+                f"layers of '{self.model}' have changed since; measure them again"
             )
 
     def merge(self, other: Profile) -> Profile:

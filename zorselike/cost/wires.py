@@ -41,7 +41,8 @@ def make_network(cluster: Cluster, places: Sequence[Place], profile: Profile | N
 
 def fit_link(times: LinkTimes) -> Link:
     """Rate and latency of a link from measured seconds; the latency is what no bytes at all would take by
-    the two smallest sizes. Raises `ProfileError` if no time is above zero."""
+    the two smallest sizes, the bandwidth the most that is reached where bytes take half of the time or more
+    (of a few bytes the time is all latency and noise). Raises `ProfileError` if no time is above zero."""
     name = f"link {times.between[0]} - {times.between[1]}"
     curve = fit_curve(times.num_bytes, times.seconds, name=name)
     points = [(size, seconds) for size, seconds in curve.points if size > 0 and seconds > 0]
@@ -54,7 +55,9 @@ def fit_link(times: LinkTimes) -> Link:
     rates = [(size, size / (seconds - latency)) for size, seconds in points if seconds > latency]
     if not rates:
         latency, rates = 0.0, [(size, size / seconds) for size, seconds in points]
-    return Link(max(rate for _, rate in rates), latency, tuple(rates))
+    moving = [size for size, seconds in points if seconds >= 2 * latency]
+    reached = [rate for size, rate in rates if size in moving] or [rates[-1][1]]
+    return Link(max(reached), latency, tuple(rates))
 
 
 def _fit_collectives(profile: Profile) -> dict[Key, Curve]:

@@ -6,12 +6,13 @@ the kind of which the model has most. Memory is not looked at: `zorselike simula
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.sizes import is_layer
 from zorselike.plan.cluster import Cluster, Place
 from zorselike.plan.errors import ConfigError
 from zorselike.plan.plan import Device, Group, Ministage, Plan, Recompute
@@ -50,14 +51,18 @@ def plan_shares(workload: Workload, cluster: Cluster, clock: LayerClock, job: Sh
     members = _group_ranks(cluster, job.group_by)
     order = tuple(rank for ranks in members for rank in ranks)
     places = [cluster.places[rank] for rank in order]
+    group_speeds = [sum(speeds[rank] for rank in ranks) for ranks in members]
+    ministages = _cut(workload, group_speeds, job.ministages, _weights(workload, cluster, clock, job))
     groups: list[Group] = []
     start = 0
-    for ranks in members:
+    for g, ranks in enumerate(members):
         own = tuple(range(start, start + len(ranks)))
         start += len(ranks)
         rows = apportion(job.global_batch, [speeds[rank] for rank in ranks])
+        modules = [name for ministage in ministages if ministage.group == g for name in ministage.modules]
+        layers = {_layer(workload, name, job) for name in modules}
         shares = [
-            (rank, num_rows, _rows_at_once(workload, cluster.device_type(places[rank]), clock, job))
+            (rank, num_rows, _rows_at_once(layers, cluster.device_type(places[rank]), clock, job))
             for rank, num_rows in zip(own, rows, strict=True)
         ]
         groups.append(
@@ -69,11 +74,10 @@ def plan_shares(workload: Workload, cluster: Cluster, clock: LayerClock, job: Sh
                 offload=job.offload,
             )
         )
-    group_speeds = [sum(speeds[rank] for rank in ranks) for ranks in members]
     return Plan(
         global_batch=job.global_batch,
         groups=tuple(groups),
-        ministages=_cut(workload, group_speeds, job.ministages, _weights(workload, cluster, clock, job)),
+        ministages=ministages,
         devices=_name_devices(cluster, places),
         sequence_length=workload.sequence_length,
         model=workload.model,
@@ -118,26 +122,41 @@ def _check(job: SharesJob) -> None:
             raise ConfigError(f"plan: {flag} is {number}; it must be at least 1")
 
 
-def _typical(workload: Workload) -> str:
-    """The kind of which the model has most."""
-    names = [kind for _, kind in workload.layers]
-    return max(dict.fromkeys(names), key=names.count)
+class _Layer(NamedTuple):
+    kind: str
+    recompute: Recompute
+
+
+def _layer(workload: Workload, module: str, job: SharesJob) -> _Layer:
+    return _Layer(workload.kind_of[module].name, job.recompute if is_layer(module) else "none")
+
+
+def _typical(workload: Workload, job: SharesJob) -> _Layer:
+    """That of which the model has most."""
+    layers = [_layer(workload, module, job) for module, _ in workload.layers]
+    return max(dict.fromkeys(layers), key=layers.count)
+
+
+def _seconds(layer: _Layer, device: str, rows: int, clock: LayerClock) -> float:
+    """Forward and backward."""
+    forward_s = clock.forward_s(layer.kind, device, rows, layer.recompute)
+    return forward_s + clock.backward_s(layer.kind, device, rows, layer.recompute)
 
 
 def _row_speed(workload: Workload, device: str, clock: LayerClock, job: SharesJob) -> float:
     """Rows per second through one typical layer, in microbatches as they will be computed."""
-    kind = _typical(workload)
-    rows = _rows_at_once(workload, device, clock, job)
-    seconds = clock.forward_s(kind, device, rows, job.recompute)
-    seconds += clock.backward_s(kind, device, rows, job.recompute)
+    layer = _typical(workload, job)
+    rows = _rows_at_once([layer], device, clock, job)
+    seconds = _seconds(layer, device, rows, clock)
     if seconds <= 0:
-        raise ConfigError(f"plan: {kind} takes no time on {device} by the profile; measure it again")
+        raise ConfigError(f"plan: {layer.kind} takes no time on {device} by the profile; measure it again")
     return rows / seconds
 
 
-def _rows_at_once(workload: Workload, device: str, clock: LayerClock, job: SharesJob) -> int:
-    fits = clock.max_rows(_typical(workload), device, job.recompute)
-    return min(job.rows_per_microbatch, job.global_batch, fits or job.rows_per_microbatch)
+def _rows_at_once(layers: Iterable[_Layer], device: str, clock: LayerClock, job: SharesJob) -> int:
+    """What is asked for, or fewer where the profile found that fewer fit through one of the layers."""
+    found = [clock.max_rows(layer.kind, device, layer.recompute) for layer in layers]
+    return min(job.rows_per_microbatch, job.global_batch, *(most for most in found if most))
 
 
 def _group_ranks(cluster: Cluster, group_by: GroupBy) -> list[list[int]]:
@@ -151,18 +170,14 @@ def _group_ranks(cluster: Cluster, group_by: GroupBy) -> list[list[int]]:
 
 def _weights(workload: Workload, cluster: Cluster, clock: LayerClock, job: SharesJob) -> list[float]:
     """What each module costs beside the others: its share of a row's time, averaged over device types."""
-    types = sorted({cluster.device_type(place) for place in cluster.places})
-    seconds: Mapping[str, dict[str, float]] = {
-        device: {
-            kind: clock.forward_s(kind, device, rows, job.recompute)
-            + clock.backward_s(kind, device, rows, job.recompute)
-            for kind in workload.kinds
-        }
-        for device in types
-        for rows in [_rows_at_once(workload, device, clock, job)]
-    }
-    totals = {device: sum(own[kind] for _, kind in workload.layers) for device, own in seconds.items()}
-    return [sum(seconds[device][kind] / totals[device] for device in types) for _, kind in workload.layers]
+    layers = [_layer(workload, module, job) for module, _ in workload.layers]
+    weights = [0.0] * len(layers)
+    for device in sorted({cluster.device_type(place) for place in cluster.places}):
+        rows = _rows_at_once([_typical(workload, job)], device, clock, job)
+        seconds = {layer: _seconds(layer, device, rows, clock) for layer in dict.fromkeys(layers)}
+        total = sum(seconds[layer] for layer in layers)
+        weights = [weight + seconds[layer] / total for weight, layer in zip(weights, layers, strict=True)]
+    return weights
 
 
 def _cut(

@@ -111,8 +111,9 @@ class Mirror:
         self._arrived = None
 
     def _wait_homes(self, last_use: Event) -> None:
-        for home in self._homes:
-            home.wait(last_use)
+        if self._storages:  # Else there is nothing to give back, and what follows there need not wait.
+            for home in self._homes:
+                home.wait(last_use)
 
     def discard(self, last_use: Event) -> None:
         """Lets go of the tensors after `last_use`, and of the host copy once nothing is on its way."""

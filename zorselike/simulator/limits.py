@@ -50,7 +50,10 @@ def _blame_rank(case: Case, busiest: int, share: float) -> list[str]:
         return [f"{who}."]
     rest = f"the other ranks {fmean(others):.0%} on average"
     if share - fmean(others) < UNBALANCED:
-        return [f"{who}, {rest}: all work, and only less work or faster devices would help."]
+        return [
+            f"{who}, {rest}: all work, and only shorter computing would help: larger microbatches, less "
+            "recomputation, faster devices."
+        ]
     return [f"{who}, {rest}: with fewer rows or layers for it the others would wait less."]
 
 

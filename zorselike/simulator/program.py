@@ -103,8 +103,9 @@ class Program:
         for lane, task in self._sent:
             lane.join(task)
         compute.join(self.lanes.host.record())
-        self.copies.finish()
+        # What the updating lane itself waits for from here on, such as copies of shards, holds up nobody.
         compute.join(self.lanes.update.record())
+        self.copies.finish()
         self.end = compute.work(Work.MEETING)
         self.lanes.finish()
 

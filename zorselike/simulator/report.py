@@ -35,7 +35,7 @@ def format_report(
     """
     sections = [
         [_describe_job(case), *notes],
-        _compare(case, alternatives),
+        _compare(case, alternatives, width),
         _describe_step(case, ideal_s),
         describe_limit(case),
         _list_ranks(case),
@@ -66,8 +66,8 @@ def _describe_job(case: Case) -> str:
 # -- against what ------------------------------------------------------------------------------
 
 
-def _compare(case: Case, alternatives: Sequence[Alternative]) -> list[str]:
-    """This plan, then what one would run without it, a line each."""
+def _compare(case: Case, alternatives: Sequence[Alternative], width: int) -> list[str]:
+    """This plan, then what one would run without it, a line each, or two where a line is too long."""
     rows = [("this plan", *_show_speed(case), _show_overfull(case))]
     for other in alternatives:
         if other.case is None:
@@ -75,7 +75,17 @@ def _compare(case: Case, alternatives: Sequence[Alternative]) -> list[str]:
             continue
         ratio = other.case.simulation.iteration_s / case.simulation.iteration_s
         rows.append((other.name, *_show_speed(other.case), f"plan is {ratio:.2f} x as fast ({other.how})"))
-    return [f"  {line}" for line in _align(rows, left=(0, 3))]
+    numbers = [f"  {line}" for line in _align([row[:-1] for row in rows], left=(0,))]
+    column = max(map(len, numbers)) + 2
+    lines = []
+    for number, (*_, note) in zip(numbers, rows, strict=True):
+        line = f"{number:{column}}{note}".rstrip()
+        lines += [line] if len(line) <= width else [number, *_indent(note, width)]
+    return lines
+
+
+def _indent(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
 
 
 def _show_speed(case: Case) -> tuple[str, str]:
