@@ -10,6 +10,7 @@ import pytest
 
 from zorselike import Group, Microbatch, Ministage, Plan
 from zorselike.cli import main
+from zorselike.cli.show import Show
 from zorselike.schedule import build, format_actions
 
 FIT = ("show", "--fit", "--memory", "24GiB", "--host-memory", "64GiB")
@@ -39,6 +40,27 @@ def plan() -> Plan:
 def path(plan: Plan, tmp_path: Path) -> str:
     plan.save(tmp_path / "plan.toml")
     return str(tmp_path / "plan.toml")
+
+
+def test_ctrl_c_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def interrupt(command: Show) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Show, "run", interrupt)
+    assert main(("show", path)) == 130
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err == "interrupted; what was written stays\n"
+
+
+def test_who_has_read_enough_gets_no_traceback(path: str) -> None:
+    command = [sys.executable, "-m", "zorselike.cli", "show", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 # -- plans -----------------------------------------------------------------------------------

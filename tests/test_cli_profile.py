@@ -17,7 +17,7 @@ import zorselike.profiler.examine
 import zorselike.profiler.session
 import zorselike.profiler.summary  # noqa: F401
 from zorselike.cli import main
-from zorselike.cost.profile import Profile
+from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster import Cluster
 from zorselike.plan.plan import Plan
 
@@ -212,6 +212,8 @@ def test_a_cluster_written_by_hand_is_planned_for_by_the_catalogue(
         (("plan", "--shares", "--profile", "p", "--cluster", "c"), "--global-batch is 0"),
         (("plan", "--shares", "--profile", "p", "--cluster", "c", "--global-batch", "1"), "no such file"),
         (("doctor", "--plan", "missing.toml"), "there is no such file"),
+        (("profile", "--timeout", "-1"), "--timeout is -1; give seconds, above 0"),
+        (("doctor", "--timeout", "nan"), "--timeout is nan; give seconds, above 0"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -226,6 +228,39 @@ def test_mistakes_are_one_line(
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dtype", "bfloat16"), "no layers for this --dtype and --seq-len, only for float32 at 128 tokens"),
+        (("--seq-len", "64"), "no layers for this --dtype and --seq-len, only for float32 at 128 tokens"),
+        (("--seq-len", "0"), "--seq-len is 0; it must be at least 1"),
+    ],
+)
+def test_what_was_not_measured_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixed.toml").write_text(MIXED)
+    times = LayerTimes(
+        kind="layer",
+        device="T4",
+        dtype="float32",
+        sequence_length=128,
+        rows=(1,),
+        forward_s=(1.0,),
+        backward_s=(2.0,),
+        source=Source("measured"),
+    )
+    Profile(model="llama debug", layers=(times,)).save(tmp_path / "one.json")
+    known = ("--profile", "one.json", "--cluster", "mixed.toml", "--global-batch", "8")
+    assert main(("plan", "--shares", *known, *arguments)) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["profile", "plan", "doctor"])

@@ -13,7 +13,7 @@ import pytest
 from zorselike.cli import main
 from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster import Cluster, Link, Node
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.simulator.setting import Setting
 
@@ -101,7 +101,7 @@ def test_the_page_and_the_drawing(capsys: pytest.CaptureFixture[str], files: Pat
     case = Setting(workload=WORKLOAD, cluster=CLUSTER, profile=PROFILE).simulate(PLAN)
     sections = shown.split("\n\n")
     assert sections[0].startswith(f"plan {PLAN.fingerprint} on cluster home: chain, float32, 8 rows of 100")
-    this, fastest, even = sections[1].splitlines()
+    this, fastest, even = sections[1].replace("\n    ", "  ").splitlines()  # Long lines are two.
     assert this.split()[:4] == ["this", "plan", f"{case.simulation.iteration_s:.4g}", "s"]
     assert fastest.startswith("  1 x A100-40 alone") and even.startswith("  even shares")
     assert "x as fast" in fastest and "x as fast" in even
@@ -215,9 +215,16 @@ def test_other_orders_are_simulated_too(
             ["plan.toml", "--cluster", "cluster.toml", "--model", "llama", "--flavor", "debug"],
             "does not say how long a row is; give --seq-len",
         ),
+        (
+            ["plan.toml", "--cluster", "cluster.toml", "--seq-len", "0"],
+            "--seq-len is 0; it must be at least 1",
+        ),
         (["missing.toml", *MEASURED], "missing.toml: there is no such file"),
         (["plan.toml", *MEASURED[2:], "--cluster", "none.toml"], "none.toml"),
-        (["plan.toml", *MEASURED, "--schedule", "1f1b"], "rank 1 has 2 microbatches and rank 0 has 4"),
+        (
+            ["plan.toml", *MEASURED, "--schedule", "1f1b"],
+            "plan.toml: 1F1B: rank 1 has 2 microbatches and rank 0 has 4",
+        ),
         (
             ["plan.toml", *MEASURED, "--schedule", "1f1b", "--write-estimates"],
             "--write-estimates is for runs, which know no --schedule 1f1b",
@@ -235,7 +242,25 @@ def test_a_mistake_is_one_line(
 def test_a_profile_for_another_model_is_refused(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     replace(PROFILE, model="another").save("other.json")
     other = ["--cluster", "cluster.toml", "--profile", "other.json", "--workload", "workload.json"]
-    assert "another" in fail(capsys, "plan.toml", *other)
+    assert "other.json: the profile is of 'another'" in fail(capsys, "plan.toml", *other)
+
+
+def test_a_cluster_without_the_plans_nodes_is_refused(
+    capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    elsewhere = tuple(Device(rank=rank, node="c", local_rank=rank) for rank in range(3))
+    replace(PLAN, devices=elsewhere).save("elsewhere.toml")
+    assert fail(capsys, "elsewhere.toml", *MEASURED).startswith(
+        "error: elsewhere.toml on cluster.toml: plan rank 0 is on node c, which the cluster does not have"
+    )
+
+
+def test_a_plan_that_names_no_model_of_ours_needs_a_workload(
+    capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    replace(PLAN, model="my own", sequence_length=8).save("own.toml")
+    said = fail(capsys, "own.toml", "--cluster", "cluster.toml")
+    assert "'my own' is not one of our models" in said and "give --workload FILE" in said
 
 
 def test_a_workload_needs_no_torch(files: Path) -> None:

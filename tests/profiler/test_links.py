@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -175,3 +176,21 @@ def test_the_cluster_says_of_alike_nodes_what_was_measured_of_one(tmp_path: Any)
     assert cluster.nodes[2].host_link_both_bytes_per_s == 40e9
     cluster.save(tmp_path / "cluster.toml")
     assert Cluster.load(tmp_path / "cluster.toml").fingerprint == cluster.fingerprint
+
+
+def test_a_found_cluster_is_short_enough_to_read(tmp_path: Any) -> None:
+    rates = [HostLinkRates(device="T4", to_device=9e10 / 7, to_host=8e10 / 7, both=1e11 / 7, source=SOURCE)]
+    sizes = (2**10, 2**20, 2**24)
+    times = LinkTimes(
+        between=("a", "a"),
+        num_bytes=sizes,
+        seconds=tuple(1e-5 / 3 + size / 7e9 for size in sizes),
+        source=SOURCE,
+    )
+    node = FoundNode("a", ("T4", "T4"), (16 * GIB,) * 2, 64 * GIB)
+    cluster = make_cluster([node], host_links=rates, links=[times], stands_for={})
+    cluster.save(tmp_path / "cluster.toml")
+    text = (tmp_path / "cluster.toml").read_text()
+    assert 'host_link = { bandwidth = "11.43GB/s" }' in text and 'host_link_both = "14.29GB/s"' in text
+    assert 'bandwidth = "7GB/s", latency = "3.333us"' in text
+    assert max(map(len, re.findall(r"[\d.]+", text))) <= 7

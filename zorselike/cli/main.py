@@ -26,6 +26,10 @@ from zorselike.runtime.launcher import report_mistake
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 _MAX_WARNINGS = 3
 """Of one kind."""
+_INTERRUPTED = 130
+"""The exit code of a shell's command that Ctrl-C ended."""
+_PIPE_CLOSED = 141
+"""The exit code of a command whose output nobody reads any more."""
 COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "plan": PlanCommand,
@@ -43,7 +47,8 @@ class Command(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does as the command line (`sys.argv` unless given) says; 2 after an error that the user can mend."""
+    """Does as the command line (`sys.argv` unless given) says; 2 after an error that the user can mend, 130
+    after Ctrl-C, 141 where nobody reads on."""
     app = tyro.extras.SubcommandApp()
     for name, command_type in COMMANDS.items():
         app.command(name=name)(command_type)
@@ -56,9 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _plain_warnings():
             command.run()
+        sys.stdout.flush()
     except _USER_ERRORS as error:
         report_mistake(error)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was written stays", file=sys.stderr, flush=True)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Who reads, such as `head`, has read enough. Python would flush once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
     return 0
 
 

@@ -54,8 +54,13 @@ def parse_model(name: str) -> ModelChoice:
     """The inverse of `ModelChoice.name`; raises `ConfigError` for other names."""
     words = name.split()
     if len(words) < 2:
-        raise ConfigError(f"'{name}' is not one of our models, such as 'llama 7b'; give the model's workload")
-    return choose_model(words[0], words[1], words[2:])
+        raise ConfigError(f"'{name}' is not one of our models, such as 'llama 7b'; give --workload FILE")
+    choice = choose_model(words[0], words[1], words[2:])
+    try:
+        choice.config()
+    except ConfigError as error:
+        raise ConfigError(f"'{name}' is not one of our models ({error}); give --workload FILE") from None
+    return choice
 
 
 def _read_override(text: str) -> tuple[str, Any]:

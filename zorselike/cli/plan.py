@@ -79,6 +79,8 @@ class PlanCommand:
                 )
         if self.global_batch < 1:
             raise ConfigError(f"plan: --global-batch is {self.global_batch}; say how many rows a step has")
+        if self.seq_len is not None and self.seq_len < 1:
+            raise ConfigError(f"plan: --seq-len is {self.seq_len}; it must be at least 1")
 
         from zorselike.cost.layer_times import LayerClock
         from zorselike.cost.profile import Profile
@@ -113,20 +115,29 @@ class PlanCommand:
         from zorselike.models.workload import make_workload
 
         measured = {(times.dtype, times.sequence_length) for times in profile.layers}
-        lengths = {length for dtype, length in measured if self.dtype in (None, dtype)}
-        dtypes = {dtype for dtype, length in measured if self.seq_len in (None, length)}
+        fitting = {
+            (dtype, length)
+            for dtype, length in measured
+            if self.dtype in (None, dtype) and self.seq_len in (None, length)
+        }
+        if measured and not fitting:
+            known = ", ".join(f"{dtype} at {length} tokens" for dtype, length in sorted(measured))
+            raise ConfigError(
+                f"plan: {self.profile} has no layers for this --dtype and --seq-len, only for {known}; leave "
+                "them out, or measure for them"
+            )
         return make_workload(
             parse_model(profile.model).config(),
-            sequence_length=self.seq_len or _only(lengths, "--seq-len"),
-            dtype=self.dtype or _only(dtypes, "--dtype"),
+            sequence_length=self.seq_len or _only({length for _, length in fitting}, "--seq-len"),
+            dtype=self.dtype or _only({dtype for dtype, _ in fitting}, "--dtype"),
             model=profile.model,
         )
 
 
 def _only(values: set[T], flag: str) -> T:
-    if len(values) != 1:
-        known = ", ".join(sorted(map(str, values))) or "none"
-        raise ConfigError(
-            f"plan: the profile has layers for several, or no, values of {flag} ({known}); give it"
-        )
+    if not values:
+        raise ConfigError(f"plan: the profile has no layers, which would say {flag}; give it")
+    if len(values) > 1:
+        known = ", ".join(sorted(map(str, values)))
+        raise ConfigError(f"plan: the profile has layers for {flag} {known}; give one of them")
     return next(iter(values))

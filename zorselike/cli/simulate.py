@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +13,7 @@ import tyro
 
 from zorselike.cli.show import ALLOCATOR_SHARE, CONTEXT_BYTES
 from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ConfigError
+from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.plan.workload import Workload
 from zorselike.plan.write_estimates import write_estimates
@@ -103,7 +105,8 @@ def simulate_plan(command: Simulate) -> str:
         )
     plan = Plan.load(command.plan)
     setting = _load_setting(command, plan)
-    case = setting.simulate(plan, schedule=command.schedule, record=True)
+    with _naming_files(command):
+        case = setting.simulate(plan, schedule=command.schedule, record=True)
     clock = LayerClock(setting.profile, setting.workload)
     speeds = measure_speeds(plan, setting.workload, setting.cluster, clock)
     width = min(_WIDTHS[1], max(_WIDTHS[0], shutil.get_terminal_size((110, 24)).columns))
@@ -116,6 +119,19 @@ def simulate_plan(command: Simulate) -> str:
     )
     drawing = draw_gantt(plan, case.simulation, device_types=case.device_types, width=width)
     return "\n\n".join([page, drawing, *_write_files(command, case)])
+
+
+@contextmanager
+def _naming_files(command: Simulate) -> Iterator[None]:
+    """Errors of what the files say together begin with their names."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{command.plan}: {error}") from None
+    except ClusterError as error:
+        raise ClusterError(f"{command.plan} on {command.cluster}: {error}") from None
+    except ProfileError as error:
+        raise ProfileError(f"{command.profile or command.cluster}: {error}") from None
 
 
 def _load_setting(command: Simulate, plan: Plan) -> Setting:
@@ -144,6 +160,8 @@ def _assume_profile(workload: Workload) -> Profile:
 
 def _load_workload(command: Simulate, plan: Plan, profile: Profile | None) -> Workload:
     """From --workload; else of the model that --family, the plan or the profile names."""
+    if command.seq_len is not None and command.seq_len < 1:
+        raise ConfigError(f"simulate: --seq-len is {command.seq_len}; it must be at least 1")
     given = (command.family, command.flavor, command.override or None, command.seq_len, command.dtype)
     if command.workload is not None:
         if any(value is not None for value in given):

@@ -17,9 +17,11 @@ MAX_VALUE_LENGTH = 60
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the valid name nearest to a wrong one, or nothing if none is near."""
-    nearest = get_close_matches(name, list(valid), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    """`; did you mean 'x'?` for the valid name nearest to a wrong one but for case, or nothing if none is
+    near."""
+    by_folded = {known.casefold(): known for known in valid}
+    nearest = get_close_matches(name.casefold(), list(by_folded), n=1)
+    return f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ""
 
 
 def show_value(value: object) -> str:

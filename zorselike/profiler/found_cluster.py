@@ -10,6 +10,9 @@ from zorselike.cost.wires import fit_link
 from zorselike.plan.cluster import Cluster, Link, Node
 from zorselike.profiler.link_pairs import Pair
 
+_DIGITS = 4
+"""Of a measured rate or latency."""
+
 
 @dataclass(frozen=True)
 class FoundNode:
@@ -35,9 +38,11 @@ def make_cluster(
     measured = {times.between: times for times in links}
     for pair, alike in stands_for.items():
         if pair in measured:
-            link = fit_link(measured[pair])
+            link = _round_link(fit_link(measured[pair]))
             fitted |= dict.fromkeys(alike, link)
-    fitted |= {pair: fit_link(times) for pair, times in measured.items() if set(pair) <= _names(nodes)}
+    fitted |= {
+        pair: _round_link(fit_link(times)) for pair, times in measured.items() if set(pair) <= _names(nodes)
+    }
     rates = {entry.device: entry for entry in host_links}
     return Cluster(
         nodes=tuple(_make_node(node, rates, fitted.get((node.name, node.name))) for node in nodes),
@@ -58,7 +63,17 @@ def _make_node(found: FoundNode, rates: Mapping[str, HostLinkRates], fabric: Lin
         devices=found.devices,
         memory_bytes=found.memory_bytes,
         host_memory_bytes=found.host_memory_bytes,
-        host_link=None if host is None else Link(min(host.to_device, host.to_host)),
-        host_link_both_bytes_per_s=None if host is None else host.both,
+        host_link=None if host is None else Link(_round(min(host.to_device, host.to_host))),
+        host_link_both_bytes_per_s=None if host is None else _round(host.both),
         fabric=fabric,
     )
+
+
+def _round_link(link: Link) -> Link:
+    """With the digits that a measurement has, in a file that people read and edit."""
+    points = tuple((size, _round(rate)) for size, rate in link.points)
+    return Link(_round(link.bandwidth_bytes_per_s), _round(link.latency_s), points)
+
+
+def _round(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")

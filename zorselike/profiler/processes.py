@@ -127,21 +127,36 @@ def join_processes(
     everyone, control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
     alone = [dist.new_group([other]) for other in range(size)][rank]  # Every rank makes every group.
     assert everyone is not None
-    yield Processes(
-        infos=infos,
-        types=tuple(map(name_device or device_type, infos)),
-        rank=rank,
-        device=device,
-        everyone=everyone,
-        alone=alone,
-        control=control,
-    )
-    # Only after a good end: after a failure, others may be waiting for what never comes.
-    dist.destroy_process_group()
+    ended_well = False
+    try:
+        yield Processes(
+            infos=infos,
+            types=tuple(map(name_device or device_type, infos)),
+            rank=rank,
+            device=device,
+            everyone=everyone,
+            alone=alone,
+            control=control,
+        )
+        ended_well = True
+    finally:
+        # After a failure, others may be waiting for what never comes. One process has no others, and may
+        # be aborted at its exit by threads of groups that it left behind.
+        if ended_well or size == 1:
+            dist.destroy_process_group()
 
 
 def connect(device: torch.device, *, timeout_s: float) -> None:
-    """Makes the default process group; raises `ClusterError` if ranks do not find each other in time."""
+    """Makes the default process group.
+
+    Raises:
+        ClusterError: Ranks do not find each other in time.
+        ConfigError: That time is none.
+    """
+    if not 0 < timeout_s <= _PATIENCE.total_seconds():
+        raise ConfigError(
+            f"--timeout is {timeout_s:g}; give seconds, above 0 and at most {_PATIENCE.total_seconds():.0f}"
+        )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
