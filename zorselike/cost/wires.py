@@ -57,7 +57,8 @@ def fit_link(times: LinkTimes) -> Link:
         latency, rates = 0.0, [(size, size / seconds) for size, seconds in points]
     moving = [size for size, seconds in points if seconds >= 2 * latency]
     reached = [rate for size, rate in rates if size in moving] or [rates[-1][1]]
-    return Link(max(reached), latency, tuple(rates))
+    bandwidth = max(reached)
+    return Link(bandwidth, latency, tuple((size, min(rate, bandwidth)) for size, rate in rates))
 
 
 def _fit_collectives(profile: Profile) -> dict[Key, Curve]:
