@@ -1,0 +1,202 @@
+"""Sailor's published arithmetic worked out by hand, and plans of our search scored by it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from tools.published.sailor_arithmetic import Place, SailorArithmetic, SailorPlan, SailorStage
+from tools.published.sailor_cases import CASES, Case, answer, format_plan
+from tools.published.sailor_library import Library, find_library
+from tools.published.sailor_pipelines import Quotas, make_problems, to_sailor_plan
+from zorselike.plan.errors import ClusterError, ConfigError
+from zorselike.planner.allocation import AllocationGoal, allocate
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
+
+NUM_LAYERS = 5
+"""Embedding, three blocks, head; the head gives four times as much."""
+ELEMENTS, PARAMETERS, ACTIVATION = 250_000, 50_000_000, 10**8
+SECONDS = {"A100-40": 0.03, "V100-16": 0.09}
+"""Of a layer and row, forward and backward."""
+NEAR, FAR = 1.0, 0.5
+"""GB/s in a zone and between two, at every size."""
+EGRESS = 0.01
+ZONES = ("a", "b")
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    root = tmp_path / "sailor"
+    write(root / "llm_info.json", {"Tiny": {str(t): shapes(t) for t in (1, 2)}})
+    for gpu, seconds in SECONDS.items():
+        times = {
+            str(rows): {
+                str(t): {
+                    str(i): [seconds * rows / t / 3, seconds * rows / t * 2 / 3, 0.01 * (i + 1)]
+                    for i in range(NUM_LAYERS)
+                }
+                for t in (1, 2)
+            }
+            for rows in (1, 2)
+        }
+        write(root / "profiles" / "Tiny" / gpu / "profile.json", times)
+    write(
+        root / "providers" / "multizone_bandwidths_het.json",
+        {
+            zone: {
+                gpu: {str(n): {other: fits(zone == other) for other in ZONES} for n in (1, 2)}
+                for gpu in SECONDS
+            }
+            for zone in ZONES
+        },
+    )
+    prices = {zone: {other: EGRESS * (zone != other) for other in ZONES} for zone in ZONES}
+    write(root / "providers" / "communication_cost.json", prices)
+    return find_library(tmp_path)
+
+
+def shapes(degree: int) -> dict[str, dict[str, int]]:
+    return {
+        str(i): {
+            "params_floats": PARAMETERS // degree,
+            "act_input_floats": ELEMENTS,
+            "act_output_floats": ELEMENTS * (4 if i == NUM_LAYERS - 1 else 1),
+            "act_mem_bytes": ACTIVATION // degree,
+        }
+        for i in range(NUM_LAYERS)
+    }
+
+
+def fits(is_near: bool) -> dict[str, dict[str, list[object]]]:
+    rate = NEAR if is_near else FAR
+    return {gpu: {str(n): [[0.0, 0.0, rate * n], rate * n * 1e9] for n in (1, 2)} for gpu in SECONDS}
+
+
+def write(path: Path, found: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
+@pytest.fixture
+def arithmetic(library: Library) -> SailorArithmetic:
+    return SailorArithmetic(library, "Tiny", tuple(SECONDS))
+
+
+FAST, SLOW = Place("A100-40", "a", 1), Place("V100-16", "a", 1)
+SEND = 4 * ELEMENTS / 1e9
+"""Seconds that a row takes between two GPUs in a zone."""
+
+
+def test_two_stages(arithmetic: SailorArithmetic) -> None:
+    """8 rows, 2 replicas, microbatches of 2: two a replica. The last stage holds the head alone, whose
+    gradient counts four times and twice; its update is that of its own first layer."""
+    stages = (SailorStage(0, 4, (FAST, FAST)), SailorStage(4, 5, (SLOW, SLOW)))
+    figures = arithmetic.score(SailorPlan(rows=2, global_batch=8, stages=stages))
+    first, last = 4 * 2 * 0.03 + 2 * SEND, 2 * 0.09 + 2 * 2 * 4 * SEND
+    reduced = 4 * PARAMETERS * 4 / 1e9 / NEAR
+    assert figures.iteration_s == pytest.approx(max(first, last) + first + last + 0.05 + reduced)
+    assert figures.egress == 0
+    rent = 2 * (3.673385 + 2.859998) / 3600
+    assert figures.rent == pytest.approx(rent * figures.iteration_s)
+
+
+def test_middle_stages_send_both_ways_and_of_four_the_first_twice(arithmetic: SailorArithmetic) -> None:
+    """One microbatch, so that all sends add up: first, two in the middle, last (the head's gradient)."""
+    for cuts, sends in (((2, 4), 1 + 2 + 2 * 4), ((1, 2, 4), 2 + 2 + 2 + 2 * 4)):
+        edges = (0, *cuts, NUM_LAYERS)
+        stages = tuple(SailorStage(a, b, (FAST,)) for a, b in pairwise(edges))
+        figures = arithmetic.score(SailorPlan(rows=1, global_batch=1, stages=stages))
+        update = 0.01 * (edges[-2] + 1)
+        assert figures.iteration_s == pytest.approx(NUM_LAYERS * 0.03 + sends * SEND + update)
+
+
+def test_tensor_parallel_parts_share_links_but_not_the_ring(arithmetic: SailorArithmetic) -> None:
+    """A stage of mixed degrees reduces parts of the least degree, in buckets, over one GPU's link."""
+    mixed = (Place("A100-40", "a", 2), Place("V100-16", "a", 1))
+    figures = arithmetic.score(SailorPlan(1, 2, (SailorStage(0, NUM_LAYERS, mixed),)))
+    reduced = 4 * PARAMETERS * NUM_LAYERS / 1e9 / NEAR
+    assert figures.iteration_s == pytest.approx(NUM_LAYERS * 0.09 + 0.01 + reduced)
+    pair = (Place("A100-40", "a", 2), Place("A100-40", "b", 2))
+    assert arithmetic.send_s(*pair, 1e9) == pytest.approx(1 / (2 * FAR))
+
+
+def test_egress_is_paid_there_and_back_and_around_the_ring(arithmetic: SailorArithmetic) -> None:
+    near, far = FAST, Place("A100-40", "b", 1)
+    stages = (SailorStage(0, 2, (near, near)), SailorStage(2, NUM_LAYERS, (near, far)))
+    figures = arithmetic.score(SailorPlan(rows=1, global_batch=6, stages=stages))
+    boundary = 3 * 2 * 4 * ELEMENTS
+    ring = 2 * (4 * PARAMETERS * 3 / 2 * 2)
+    assert figures.egress == pytest.approx(EGRESS * (boundary + ring) / 1e9)
+
+
+def test_memory_is_parameters_held_microbatches_and_a_fixed_part(arithmetic: SailorArithmetic) -> None:
+    held = arithmetic.memory_bytes(Place("V100-16", "a", 2), 2, 0, 3, 4)
+    assert held == 3 * (24 * PARAMETERS // 2 + ACTIVATION // 2 * 2 * 4) + 3e9
+    assert arithmetic.fits(FAST, 1, 0, NUM_LAYERS, 1)
+    assert not arithmetic.fits(SLOW, 2, 0, NUM_LAYERS, 10)
+
+
+def test_a_pair_of_machines_that_was_not_measured_is_named(arithmetic: SailorArithmetic) -> None:
+    with pytest.raises(ClusterError, match=r"multizone_bandwidths_het\.json: no 'c'"):
+        arithmetic.send_s(FAST, Place("A100-40", "c", 1), 1e6)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "goal",
+    [
+        AllocationGoal(bill_idle=False),
+        AllocationGoal(objective="cost", bill_idle=False),
+        AllocationGoal(objective="cost", min_throughput=0.5, bill_idle=False),
+    ],
+)
+def test_the_search_counts_as_the_arithmetic_does(
+    arithmetic: SailorArithmetic, goal: AllocationGoal, mixed: bool
+) -> None:
+    quotas = Quotas({("A100-40", "a"): 4, ("V100-16", "a"): 4, ("A100-40", "b"): 2})
+    found = allocate(make_problems(arithmetic, quotas, 16, mixed=mixed), quotas.pools, goal)
+    plan = to_sailor_plan(found, 16)
+    figures = arithmetic.score(plan)
+    assert figures.fits
+    assert figures.iteration_s == pytest.approx(found.figures.iteration_s)
+    assert figures.rent + figures.egress == pytest.approx(found.figures.dollars)
+    assert all(plan.used.get(f"{gpu}_{zone}", 0) <= n for (gpu, zone), n in quotas.of.items())
+    layers = [layer for part in plan.to_json()["pipeline_list"][0]["layers_per_stage"] for layer in part]
+    assert layers == list(range(NUM_LAYERS))
+
+
+def test_no_degree_is_left_for_no_gpus(arithmetic: SailorArithmetic) -> None:
+    quotas = Quotas({("A100-40", "a"): 0})
+    with pytest.raises(ConfigError, match="no devices in any pool"):
+        allocate(make_problems(arithmetic, quotas, 16), quotas.pools)
+
+
+def test_a_plan_is_spelled_in_a_line() -> None:
+    stages = (SailorStage(0, 4, (FAST, FAST)), SailorStage(4, 5, (FAST, SLOW)))
+    assert format_plan(SailorPlan(2, 8, stages)) == (
+        "D 2, mbs 2: 4 layers on 2 A100-40 tp 1 a | 1 layers on 1 A100-40 tp 1 a and 1 V100-16 tp 1 a"
+    )
+
+
+@needs_data
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[4]], ids=lambda case: case.name)
+def test_what_must_be_reached_is(case: Case) -> None:
+    found = answer(case, find_library(DATA))
+    assert found.reached
+    assert found.figures.throughput > (case.sailor or inf)
+
+
+def test_without_the_data_the_tool_says_so(tmp_path: Path) -> None:
+    given = [sys.executable, ROOT / "tools" / "compare_sailor.py", "--data", tmp_path / "none"]
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "there is no such folder" in done.stderr
