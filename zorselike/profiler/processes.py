@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zorselike.cost.catalogue import match_device_name
 from zorselike.plan.errors import ClusterError, ConfigError, ProfileError
+from zorselike.runtime.own_device import find_own_device
 from zorselike.runtime.ranks import ProcessGroup
 from zorselike.runtime.tracing import first_line
 from zorselike.runtime.world import NODE_VARIABLE, ProcessInfo, describe_process, gather_world
@@ -176,19 +177,9 @@ def connect(device: torch.device, *, timeout_s: float) -> None:
 
 def find_device(wanted: str) -> torch.device:
     """The device of this process, made the current one; raises `ConfigError` where it is not."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU here; leave it out, or give --device cpu")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"this is process {local_rank} of its node, which has {torch.cuda.device_count()} GPUs: start as "
-            "many processes as the node has GPUs (torchrun --nproc-per-node)"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return find_own_device(
+        wanted, without_gpu="--device cuda: torch finds no GPU here; leave it out, or give --device cpu"
+    )
 
 
 def device_type(info: ProcessInfo) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
+from zorselike.runtime.own_device import find_own_device
 from zorselike.train.colors import PlainFormatter
 from zorselike.train.config import Config
 
@@ -99,7 +100,10 @@ def join_world(config: Config, plan: Plan) -> Iterator[World]:
             f"{'process runs' if size == 1 else 'processes run'}: start {plan.num_ranks}, on one machine by "
             f"torchrun --nproc-per-node {plan.num_ranks} -m zorselike.train ..."
         )
-    device = find_device(config.hetero.device)
+    device = find_own_device(
+        config.hetero.device,
+        without_gpu='[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"',
+    )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     if "RANK" in os.environ:
@@ -111,23 +115,6 @@ def join_world(config: Config, plan: Plan) -> Iterator[World]:
     yield World(rank=dist.get_rank(), size=size, device=device, control=control)
     # Only after a good end: after a failure, others may be waiting for what never comes.
     dist.destroy_process_group()
-
-
-def find_device(wanted: str) -> torch.device:
-    """The device of this process (`auto`, `cpu` or `cuda`), made the current one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"')
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"this is process {local_rank} of its node, which has {torch.cuda.device_count()} GPUs: start as "
-            "many processes as the node has GPUs (torchrun --nproc-per-node)"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def set_up_logging() -> None:
