@@ -140,6 +140,7 @@ def test_a_plan_for_another_cluster_is_told(capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_trace_a_picture_and_estimates(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    pytest.importorskip("matplotlib")
     text = Path("plan.toml").read_text()
     Path("plan.toml").write_text(f"# by hand\n{text}")
     more = ["--trace", "step.json", "--png", "step.png", "--write-estimates"]

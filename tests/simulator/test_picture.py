@@ -13,6 +13,7 @@ from zorselike.simulator.picture import draw_timeline, save_picture
 
 
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     save_picture(make_case(), tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
@@ -60,5 +61,6 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 @pytest.mark.parametrize("name", ["no/such/step.png", "step.nonsense"])
 def test_a_picture_that_cannot_be_written_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match="the picture cannot be written"):
         save_picture(make_case(), tmp_path / name)
