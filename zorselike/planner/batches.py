@@ -31,6 +31,9 @@ class Card:
     seconds: tuple[float, ...]
     """Forward and backward of a microbatch of 1, 2, ... rows through all layers of the group, for as many
     rows as fit at once; empty where not one row fits. They do not fall."""
+    most_rows: int | None = None
+    """Of a step, for which it has room where activations of all its microbatches are kept; None: any. Only
+    `share_once` heeds it."""
 
     def __post_init__(self) -> None:
         """Raises `ProfileError` for seconds that are negative, not finite, or fall."""
@@ -84,19 +87,32 @@ def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
     where they save most.
 
     Raises:
-        PlanError: Not one row fits on any card, a rank twice, or fewer than one row.
+        PlanError: Not one row fits on any card, all together have no room for so many, a rank twice, or
+            fewer than one row.
     """
     check_cards(cards, num_rows)
     least = {seconds: sum_microbatches(seconds, num_rows) for seconds in {card.seconds for card in cards}}
-    counts = Counter(card.seconds for card in cards)
+    counts = Counter((card.seconds, _most(card, num_rows)) for card in cards)
     times = sorted({time for sums in least.values() for time in sums if math.isfinite(time)})
 
     def covered(time: float) -> int:
-        return sum(number * _fit_within(least[seconds], time) for seconds, number in counts.items())
+        return sum(
+            number * min(_fit_within(least[seconds], time), most)
+            for (seconds, most), number in counts.items()
+        )
 
+    if covered(times[-1]) < num_rows:
+        raise PlanError(
+            f"batches: {list_few([card.rank for card in cards], 'rank')} have room for "
+            f"{covered(times[-1])} of {num_rows} rows; recompute, offload, or give the group fewer layers"
+        )
     slowest = times[bisect_left(times, num_rows, key=covered)]
     tables = [least[card.seconds] for card in cards]
-    rows = take_surplus(tables, [_fit_within(table, slowest) for table in tables], num_rows)
+    fitting = [
+        min(_fit_within(table, slowest), _most(card, num_rows))
+        for card, table in zip(cards, tables, strict=True)
+    ]
+    rows = take_surplus(tables, fitting, num_rows)
     sizes = [
         pick_sizes(card.seconds, table, own) for card, table, own in zip(cards, tables, rows, strict=True)
     ]
@@ -228,6 +244,11 @@ def split_by_rounds(
                 pieces.append((number, card.rank, own))
     by_rank = {card.rank: tuple(own) for card, own in zip(cards, sizes, strict=True)}
     return BatchSplit(seconds, by_rank, deal_rows(pieces))
+
+
+def _most(card: Card, num_rows: int) -> int:
+    """Rows for which a card has room in a step."""
+    return num_rows if card.most_rows is None else min(card.most_rows, num_rows)
 
 
 def _fit_within(table: Sequence[float], time: float) -> int:

@@ -1,0 +1,73 @@
+"""What a planner answers: the best plans found, how good they can be at most, and how far it looked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from zorselike.plan.errors import PlanError
+from zorselike.simulator.case import Case
+
+Ending = Literal["finished", "budget", "interrupted"]
+
+
+class NothingFitsError(PlanError):
+    """No plan was found that fits; the message says the smallest change that would."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One plan, simulated, with its estimates in it."""
+
+    case: Case
+    grouping: str
+    """How its groups were found: `by device type`."""
+    ideal_s: float
+    """What its devices would take if all computed all the time, nothing recomputed; no plan of them is
+    faster."""
+
+    @property
+    def share_of_ideal(self) -> float:
+        """Of what the plan's devices could do at most, what it reaches."""
+        return self.ideal_s / self.case.simulation.iteration_s
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a search is."""
+
+    elapsed_s: float
+    num_estimated: int
+    """Candidates whose time was estimated."""
+    num_simulated: int
+    best_s: float | None
+    """A step of the best plan so far."""
+    best_cost: float | None
+    """Money of it."""
+    bound_s: float
+    """No plan of any of the devices takes less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAnswer:
+    """The end of a search."""
+
+    plans: tuple[Planned, ...]
+    """The best first, of different structure each; at least one."""
+    progress: Progress
+    ending: Ending
+    notes: tuple[str, ...] = ()
+    """What a user should know: parts of the cluster that are not joined, devices left out."""
+
+    @property
+    def best(self) -> Planned:
+        return self.plans[0]
+
+    @property
+    def gap(self) -> float:
+        """How much longer a step is than proven necessary with all devices that may be used: 0.05 for 5 %."""
+        return self.best.case.simulation.iteration_s / self.progress.bound_s - 1
+
+
+OnProgress = Callable[[Progress], None]

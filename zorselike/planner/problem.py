@@ -1,0 +1,132 @@
+"""What a planner is asked: model, machines, batch, what is wanted, and what the user wants kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isfinite
+from typing import Literal
+
+from zorselike.cost.profile import Profile
+from zorselike.plan.cluster import Cluster
+from zorselike.plan.errors import ConfigError
+from zorselike.plan.plan import GradReduce, Recompute
+from zorselike.plan.wording import list_few
+from zorselike.plan.workload import Workload
+from zorselike.simulator.setting import Setting
+
+Objective = Literal["throughput", "cost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the user has decided; None where the planner decides."""
+
+    groups: tuple[tuple[int, ...], ...] | None = None
+    """Indices into `Cluster.places`, in the order in which the pipeline visits the groups; no other devices
+    are used."""
+    ministages: int | None = None
+    """In all, of all groups."""
+    rows_per_microbatch: int | None = None
+    """At most, on every rank."""
+    zero: int | None = None
+    grad_reduce: GradReduce | None = None
+    recompute: Recompute | None = None
+    offload: tuple[str, ...] | None = None
+    """Of every group; `()` for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    """A question to the planner."""
+
+    workload: Workload
+    cluster: Cluster
+    profile: Profile
+    global_batch: int
+    """Rows of a step."""
+    objective: Objective = "throughput"
+    """The least time of a step, or the least money."""
+    max_cost_per_iteration: float = inf
+    """In the cluster's currency."""
+    min_throughput: float = 0.0
+    """Iterations per second."""
+    max_devices: int | None = None
+    devices: tuple[int, ...] | None = None
+    """Indices into `Cluster.places` that may be used (quotas, what is free now); None: all."""
+    spans_regions: bool = False
+    """Whether a group may have devices of several regions."""
+    defer_updates: bool = False
+    """As `Setting.defer_updates`."""
+    fixed: Fixed = Fixed()
+
+    def check(self) -> None:
+        """Raises `ConfigError` for what no plan can answer, before work starts."""
+        if self.global_batch < 1:
+            raise ConfigError(f"plan: a global batch of {self.global_batch} rows; give at least 1")
+        if not self.usable:
+            raise ConfigError("plan: no devices may be used (all quotas are 0?); allow at least one")
+        unknown = sorted({*self.usable} - {*range(self.cluster.num_devices)})
+        if unknown:
+            raise ConfigError(f"plan: the cluster has no {list_few(unknown, 'device')}")
+        if self.max_devices is not None and self.max_devices < 1:
+            raise ConfigError(f"plan: at most {self.max_devices} devices; allow at least 1")
+        if not self.max_cost_per_iteration > 0:
+            raise ConfigError(
+                f"plan: at most {self.max_cost_per_iteration:g} {self.cluster.currency} an iteration; "
+                "allow more than 0"
+            )
+        if not (isfinite(self.min_throughput) and self.min_throughput >= 0):
+            raise ConfigError(f"plan: at least {self.min_throughput:g} iterations/s; give 0 or more")
+        if self._asks_for_money and not any(node.price_per_hour for node in self.cluster.nodes):
+            raise ConfigError(
+                "plan: money is asked for, and no node of the cluster has a price; give price_per_hour"
+            )
+        self._check_fixed()
+
+    @property
+    def _asks_for_money(self) -> bool:
+        return self.objective == "cost" or isfinite(self.max_cost_per_iteration)
+
+    def _check_fixed(self) -> None:
+        fixed = self.fixed
+        if fixed.groups is not None:
+            given = [device for group in fixed.groups for device in group]
+            if not all(fixed.groups) or len({*given}) < len(given):
+                raise ConfigError("plan: the groups that are fixed have a device twice, or one has none")
+            if outside := sorted({*given} - {*self.usable}):
+                raise ConfigError(f"plan: {list_few(outside, 'device')} of the fixed groups may not be used")
+            if self.max_devices is not None and len(given) > self.max_devices:
+                raise ConfigError(
+                    f"plan: the fixed groups have {len(given)} devices, --max-devices is {self.max_devices}"
+                )
+        num_layers = len(self.workload.layers)
+        if fixed.ministages is not None and not 1 <= fixed.ministages <= num_layers:
+            raise ConfigError(
+                f"plan: {fixed.ministages} ministages are fixed; {self.workload.model} has {num_layers} "
+                f"layers, give 1 to {num_layers}"
+            )
+        if fixed.groups is not None and len(fixed.groups) > (fixed.ministages or num_layers):
+            raise ConfigError(
+                f"plan: {len(fixed.groups)} groups are fixed, with {fixed.ministages or num_layers} "
+                "ministages at most; every group needs one"
+            )
+        if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch < 1:
+            raise ConfigError(f"plan: microbatches of {fixed.rows_per_microbatch} rows; give at least 1")
+        if fixed.zero == 3 and fixed.grad_reduce == "once":
+            raise ConfigError("plan: ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2")
+
+    @cached_property
+    def usable(self) -> tuple[int, ...]:
+        """Indices into `Cluster.places` that may be used."""
+        return tuple(range(self.cluster.num_devices)) if self.devices is None else tuple(sorted(self.devices))
+
+    @cached_property
+    def setting(self) -> Setting:
+        """With what plans are simulated."""
+        return Setting(
+            workload=self.workload,
+            cluster=self.cluster,
+            profile=self.profile,
+            defer_updates=self.defer_updates,
+        )
