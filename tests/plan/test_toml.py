@@ -68,6 +68,8 @@ def full_plans(draw: st.DrawFn) -> Plan:
             iteration_s=draw(maybe_seconds),
             peak_memory_bytes=tuple(draw(bytes_) for _ in order) if draw(st.booleans()) else (),
             cost_per_iteration=draw(maybe_seconds),
+            share_of_ideal=draw(maybe_seconds),
+            limited_by=tuple(draw(st.lists(texts, max_size=2))),
         ),
     )
 

@@ -418,6 +418,8 @@ def estimates_wrong(plan, rng):
             (Estimates(peak_memory_bytes=(1,) * (plan.num_ranks + 1)), "estimates.peak_memory_bytes has"),
             (Estimates(peak_memory_bytes=(1.5,)), r"estimates.peak_memory_bytes\[0\] is 1.5"),
             (Estimates(peak_memory_bytes=[1]), "estimates.peak_memory_bytes is .* give a tuple"),
+            (Estimates(share_of_ideal=float("inf")), "estimates.share_of_ideal is inf; give a finite"),
+            (Estimates(limited_by=("a", 1)), "estimates.limited_by is .* give a tuple of strings"),
             (None, "estimates is None"),
         ]
     )

@@ -98,6 +98,10 @@ class Estimates:
     iteration_s: float | None = None
     peak_memory_bytes: tuple[int, ...] = ()
     cost_per_iteration: float | None = None
+    share_of_ideal: float | None = None
+    """Of what its devices would do if all computed all the time, nothing recomputed."""
+    limited_by: tuple[str, ...] = ()
+    """Why that share is no larger, a sentence each."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ PLAN_KEYS = (
 GROUP_KEYS = ("ranks", "zero", "grad_reduce", "offload", "recompute", "microbatches", "shares")
 MINISTAGE_KEYS = ("group", "modules")
 DEVICE_KEYS = ("rank", "node", "local_rank", "type")
-ESTIMATES_KEYS = ("iteration_s", "cost_per_iteration", "peak_memory_bytes")
+ESTIMATES_KEYS = ("iteration_s", "cost_per_iteration", "share_of_ideal", "limited_by", "peak_memory_bytes")
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -119,18 +119,7 @@ def format_plan(plan: Plan) -> str:
         ),
     ]
     if plan.estimates != Estimates():
-        estimates = plan.estimates
-        lines += [
-            "",
-            "[estimates]",
-            *format_table(
-                {
-                    "iteration_s": estimates.iteration_s,
-                    "cost_per_iteration": estimates.cost_per_iteration,
-                    "peak_memory_bytes": estimates.peak_memory_bytes or None,
-                }
-            ),
-        ]
+        lines += ["", *format_estimates(plan.estimates)]
     for group in plan.groups:
         settings = {
             "ranks": group.ranks,
@@ -150,6 +139,18 @@ def format_plan(plan: Plan) -> str:
         place = {"rank": device.rank, "node": device.node, "local_rank": device.local_rank}
         lines += ["", "[[devices]]", *format_table({**place, "type": device.type or None})]
     return "\n".join(lines) + "\n"
+
+
+def format_estimates(estimates: Estimates) -> list[str]:
+    """The lines of a plan file's `[estimates]`."""
+    values = {
+        "iteration_s": estimates.iteration_s,
+        "cost_per_iteration": estimates.cost_per_iteration,
+        "share_of_ideal": estimates.share_of_ideal,
+        "limited_by": estimates.limited_by or None,
+        "peak_memory_bytes": estimates.peak_memory_bytes or None,
+    }
+    return ["[estimates]", *format_table(values)]
 
 
 def fingerprint(plan: Plan) -> str:
@@ -276,6 +277,8 @@ def _read_estimates(value: object, where: str) -> Estimates:
     return Estimates(
         iteration_s=read_optional(table, "iteration_s", read_number, None, f"{where}."),
         cost_per_iteration=read_optional(table, "cost_per_iteration", read_number, None, f"{where}."),
+        share_of_ideal=read_optional(table, "share_of_ideal", read_number, None, f"{where}."),
+        limited_by=read_optional(table, "limited_by", read_strings, (), f"{where}."),
         peak_memory_bytes=read_optional(table, "peak_memory_bytes", read_ints, (), f"{where}."),
     )
 

@@ -292,7 +292,7 @@ def _validate_devices(devices: Sequence[Device], num_ranks: int) -> None:
 def _validate_estimates(estimates: Estimates, num_ranks: int) -> None:
     if not isinstance(estimates, Estimates):
         raise PlanError(f"estimates is {_describe(estimates)}; give an Estimates")
-    for key in ("iteration_s", "cost_per_iteration"):
+    for key in ("iteration_s", "cost_per_iteration", "share_of_ideal"):
         value = getattr(estimates, key)
         if value is None:
             continue
@@ -300,6 +300,10 @@ def _validate_estimates(estimates: Estimates, num_ranks: int) -> None:
             raise PlanError(f"estimates.{key} is {_describe(value)}; give a number")
         if not 0 <= value < math.inf:
             raise PlanError(f"estimates.{key} is {value}; give a finite number, 0 or more")
+    if not isinstance(estimates.limited_by, tuple) or not all(
+        isinstance(line, str) for line in estimates.limited_by
+    ):
+        raise PlanError(f"estimates.limited_by is {_describe(estimates.limited_by)}; give a tuple of strings")
     if not isinstance(estimates.peak_memory_bytes, tuple):
         raise PlanError(
             f"estimates.peak_memory_bytes is {_describe(estimates.peak_memory_bytes)}; give a tuple"

@@ -8,8 +8,7 @@ from pathlib import Path
 from zorselike.plan.errors import FileError, PlanError
 from zorselike.plan.files import read_text, write_text
 from zorselike.plan.plan import Estimates, Plan
-from zorselike.plan.toml import parse_plan, save_plan
-from zorselike.plan.toml_text import format_table
+from zorselike.plan.toml import format_estimates, parse_plan, save_plan
 
 _HEADER = "[estimates]"
 
@@ -35,12 +34,7 @@ def write_estimates(path: str | Path, estimates: Estimates) -> None:
 
 def _edit(text: str, estimates: Estimates) -> str:
     """The text with these estimates, where others were or at its end."""
-    values = {
-        "iteration_s": estimates.iteration_s,
-        "cost_per_iteration": estimates.cost_per_iteration,
-        "peak_memory_bytes": estimates.peak_memory_bytes or None,
-    }
-    section = [_HEADER, *format_table(values)]
+    section = format_estimates(estimates)
     lines = text.rstrip().splitlines()
     headers = [number for number, line in enumerate(lines) if line.split("#")[0].strip() == _HEADER]
     if not headers:
