@@ -114,7 +114,9 @@ class PlanProblem:
         if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch < 1:
             raise ConfigError(f"plan: microbatches of {fixed.rows_per_microbatch} rows; give at least 1")
         if fixed.zero == 3 and fixed.grad_reduce == "once":
-            raise ConfigError("plan: ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2")
+            raise ConfigError(
+                "plan: ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2"
+            )
 
     @cached_property
     def usable(self) -> tuple[int, ...]:

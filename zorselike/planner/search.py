@@ -1,9 +1,70 @@
-"""The search for the best plan (DESIGN section 9)."""
+"""The search for the best plan (DESIGN section 9).
+
+Sets of devices, their groupings and the orders of groups are looked at in the order of what they promise;
+for each, rows, layers, modes, rounds and ministages are decided by an estimate of the step (`pace.py`) and
+the memory walk. The most promising sketches are simulated, and the best of them changed step by step until
+nothing improves. What is done is counted, not timed: an answer is the same each time unless the budget ends
+it.
+"""
 
 from __future__ import annotations
 
-from zorselike.planner.answer import OnProgress, PlanAnswer
+import heapq
+import random
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+from zorselike.cost.layer_times import LayerClock
+from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.plan.plan import Estimates
+from zorselike.planner.answer import (
+    Ending,
+    NothingFitsError,
+    OnProgress,
+    PlanAnswer,
+    Planned,
+    Progress,
+)
+from zorselike.planner.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.compose import Choice, Composer
+from zorselike.planner.device_bounds import DeviceBounds
+from zorselike.planner.device_choice import DeviceSet, propose_devices
+from zorselike.planner.explore import Candidate, Explorer, Groups
+from zorselike.planner.goal import WORST, Rank, rank
+from zorselike.planner.group_orders import order_groups
+from zorselike.planner.groups import find_groupings
+from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.neighbours import change_choice, describe_kinds, move_layers, move_rows
+from zorselike.planner.nothing_fits import describe_nothing
+from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
+from zorselike.planner.rank_memory import RankMemory
+from zorselike.planner.sketch import Sketch, make_plan
+from zorselike.simulator.case import Case
+from zorselike.simulator.limits import describe_limit
+
+MOST_DEEPENED = 8
+"""Groupings of a set of devices that are looked at closely."""
+MOST_FINALISTS = 16
+"""Sketches that are simulated before the best are changed."""
+MOST_STARTS = 3
+"""Of these, how many are changed step by step."""
+WORTH_SIMULATING = 1.15
+"""Estimates up to this many times the best one's are simulated."""
+EXPLORING_SHARE = 0.5
+"""Of the budget, what estimates may take before something is simulated."""
+MOST_ACTIONS = 12_000_000
+"""Simulated in all, about two minutes; and so deterministic."""
+CHUNK = 16
+"""Small changes whose estimates are compared before the best of them are simulated."""
+SIMPLER = 1.002
+"""A plan that takes up to this much longer is preferred where it is simpler."""
+LIMITING_SHARE = 0.7
+"""Below this share of the ideal a plan says what limits it."""
 
 
 def search_plans(
@@ -14,4 +75,430 @@ def search_plans(
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> PlanAnswer:
-    raise NotImplementedError
+    """The best plans found within a time; one that fits is returned however short the time is.
+
+    Args:
+        problem: what is asked.
+        budget_s: after so many seconds the best so far is returned; Ctrl-C does the same at once.
+        top: how many plans, the best first; those after it differ from it in groups or modes.
+        seed: of the order in which small changes are tried.
+        on_progress: is told every now and then how far it is.
+
+    Raises:
+        ConfigError: The problem contradicts itself.
+        NothingFitsError: No plan fits, or none keeps the constraints; says the smallest change that would.
+        ProfileError: Nothing is known of the speed of any device.
+        ClusterError: Nothing says how devices are connected.
+    """
+    problem.check()
+    search = _Search(problem, budget_s, seed, on_progress)
+    with warnings.catch_warnings():
+        warnings.simplefilter("once")
+        return search.run(top)
+
+
+class _Simulated(NamedTuple):
+    """A candidate whose step was simulated."""
+
+    rank: Rank
+    number: int
+    """Which one, in the order of simulation."""
+    candidate: Candidate
+    case: Case
+
+
+@dataclass
+class _Counts:
+    simulated: int = 0
+    actions: int = 0
+
+
+class _Search:
+    def __init__(
+        self, problem: PlanProblem, budget_s: float, seed: int, on_progress: OnProgress | None
+    ) -> None:
+        self._started_s = time.monotonic()
+        self._budget_s = budget_s
+        self._random = random.Random(seed)
+        self._on_progress = on_progress
+        self._notes: list[str] = []
+        self._clock = LayerClock(problem.profile, problem.workload)
+        self._problem = problem = self._leave_out_unknown(problem)
+        self._table = LayerTable(problem.workload, self._clock)
+        self._pace = Pace(problem, self._table)
+        self._memory = RankMemory(problem, self._table, self._clock.kept_bytes)
+        self._composer = Composer(problem, self._table, self._pace, self._memory)
+        self._bounds = DeviceBounds(problem, self._clock)
+        self._explorer = Explorer(
+            problem,
+            self._table,
+            self._composer,
+            self._pace,
+            self._bounds.price_per_hour,
+            self._is_exploring_over,
+        )
+        self._simulated: dict[Sketch, _Simulated | None] = {}
+        self._best: _Simulated | None = None
+        self._counts = _Counts()
+        self._told_s = 0.0
+        self._may_stop = False
+        """Once there is something to return."""
+
+    def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
+        """Without devices of which nothing says how fast they are, such as those without this dtype."""
+        cluster, kind = problem.cluster, problem.workload.layers[0][1]
+        unknown: dict[str, ProfileError] = {}
+        for device in dict.fromkeys(cluster.device_type(cluster.places[d]) for d in problem.usable):
+            try:
+                for kind in problem.workload.kinds:
+                    self._clock.forward_s(kind, device, 1, "none")
+            except ProfileError as error:
+                unknown[device] = error
+        if not unknown:
+            return problem
+        known = tuple(d for d in problem.usable if cluster.device_type(cluster.places[d]) not in unknown)
+        given = {d for group in problem.fixed.groups or () for d in group}
+        if not known or given - {*known}:
+            raise next(iter(unknown.values()))
+        self._notes += [f"{device} left out: {error}" for device, error in unknown.items()]
+        return replace(problem, devices=known)
+
+    # -- time ------------------------------------------------------------------------------
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _is_exploring_over(self) -> bool:
+        self._tell()
+        return self._may_stop and self._elapsed_s > EXPLORING_SHARE * self._budget_s
+
+    def _is_over(self) -> bool:
+        self._tell()
+        is_worked_out = self._counts.actions > MOST_ACTIONS
+        return self._may_stop and (self._elapsed_s > self._budget_s or is_worked_out)
+
+    def _progress(self) -> Progress:
+        best = None if self._best is None else self._best.case.simulation
+        return Progress(
+            elapsed_s=self._elapsed_s,
+            num_estimated=self._explorer.num_estimated,
+            num_simulated=self._counts.simulated,
+            best_s=None if best is None else best.iteration_s,
+            best_cost=None if best is None else best.cost,
+            bound_s=self._bounds.floor_s,
+        )
+
+    def _tell(self, *, now: bool = False) -> None:
+        if self._on_progress is not None and (now or self._elapsed_s - self._told_s > 0.1):
+            self._told_s = self._elapsed_s
+            self._on_progress(self._progress())
+
+    # -- the whole -------------------------------------------------------------------------
+
+    def run(self, top: int) -> PlanAnswer:
+        ending: Ending = "finished"
+        try:
+            candidates = self._explore()
+            self._simulate_best(candidates)
+            self._improve()
+            if self._may_stop and self._elapsed_s > self._budget_s:
+                ending = "budget"
+        except KeyboardInterrupt:
+            if self._best is None:
+                raise
+            ending = "interrupted"
+        plans = self._choose(top)
+        self._tell(now=True)
+        return PlanAnswer(
+            plans=plans, progress=self._progress(), ending=ending, notes=tuple(dict.fromkeys(self._notes))
+        )
+
+    def _explore(self) -> list[Candidate]:
+        """The best candidates by estimate, best first."""
+        found: dict[Sketch, Candidate] = {}
+        best: Rank = WORST
+        sets = propose_devices(self._problem, bounds=self._bounds)
+        for number, devices in enumerate(sets):
+            if best.is_allowed and not self._bound(devices) < best:
+                continue
+            if number and self._is_exploring_over():
+                break
+            glances = self._glance(devices, best)
+            for glance in glances[: MOST_DEEPENED if number == 0 else MOST_DEEPENED // 4]:
+                for candidate in (glance, self._explorer.deepen(glance)):
+                    found.setdefault(candidate.sketch, candidate)
+                    best = min(best, candidate.rank)
+                if self._is_exploring_over():
+                    break
+            if glances and devices.note:
+                self._notes.append(devices.note)
+            if found and not self._may_stop:
+                self._simulate_one(found.values())
+        return sorted(found.values(), key=lambda candidate: candidate.rank)
+
+    def _bound(self, devices: DeviceSet) -> Rank:
+        """No plan of these devices ranks before."""
+        cost = self._bounds.least_cost(devices.devices)
+        bound = rank(self._problem, devices.bound_s, cost, 0)
+        return replace(bound, excess=0.0)
+
+    def _glance(self, devices: DeviceSet, best: Rank) -> list[Candidate]:
+        """Every grouping of a set of devices, the most promising first."""
+        found: list[Candidate] = []
+        for groups, name in self._list_groups(devices):
+            if found and self._is_exploring_over():
+                break
+            candidate = self._explorer.glance(groups, name)
+            if candidate is not None:
+                found.append(candidate)
+                if not self._may_stop:
+                    self._simulate_one(found)
+        return sorted(found, key=lambda candidate: candidate.rank)
+
+    def _list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
+        """Groupings in the paper's order of groups first, then in every other."""
+        fixed = self._problem.fixed
+        if fixed.groups is not None:
+            yield fixed.groups, "fixed"
+            return
+        bandwidths = self._read_bandwidths(devices)
+        most = fixed.ministages or len(self._table.keys)
+        groupings = find_groupings(bandwidths, max_groups=min(most, self._most_groups(bandwidths)))
+        later: list[tuple[Groups, str]] = []
+        for grouping in groupings:
+            orders = order_groups(bandwidths, grouping.groups)
+            ordered = [tuple(grouping.groups[i] for i in order) for order in orders]
+            yield ordered[0], grouping.name
+            later += [(groups, f"{grouping.name}, in another order") for groups in ordered[1:]]
+        yield from later
+
+    def _most_groups(self, bandwidths: Bandwidths) -> int:
+        num_nodes = len({block.node for block in bandwidths.blocks})
+        return max(num_nodes, min(len(bandwidths.devices), 8))
+
+    def _read_bandwidths(self, devices: DeviceSet) -> Bandwidths:
+        return read_bandwidths(
+            self._problem.cluster, devices.devices, span_regions=self._problem.spans_regions
+        )
+
+    # -- simulation ------------------------------------------------------------------------
+
+    def _simulate_one(self, candidates: Iterable[Candidate]) -> None:
+        """So that there is something to return."""
+        for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
+            if self._simulate(candidate) is not None:
+                return
+
+    def _simulate_best(self, candidates: list[Candidate]) -> None:
+        if not candidates:
+            raise NothingFitsError(self._explain_nothing())
+        least = candidates[0].rank.wanted
+        for candidate in candidates[:MOST_FINALISTS]:
+            if self._is_over() and self._best is not None:
+                return
+            if candidate.rank.wanted <= WORTH_SIMULATING * least or self._best is None:
+                self._simulate(candidate)
+        if self._best is None:
+            for candidate in candidates[MOST_FINALISTS:]:
+                if self._simulate(candidate) is not None:
+                    return
+            raise NothingFitsError(self._explain_nothing())
+
+    def _simulate(self, candidate: Candidate) -> _Simulated | None:
+        """None for what does not fit after all, or whose ranks are not joined."""
+        sketch = candidate.sketch
+        if sketch not in self._simulated:
+            self._simulated[sketch] = self._run(candidate)
+        found = self._simulated[sketch]
+        if found is not None:
+            self._may_stop = True
+            if self._best is None or found.rank < self._best.rank:
+                self._best = found
+        return found
+
+    def _run(self, candidate: Candidate) -> _Simulated | None:
+        try:
+            plan = make_plan(candidate.sketch, self._problem, self._table).validate()
+            case = self._problem.setting.simulate(plan)
+        except (ClusterError, ProfileError):
+            return None
+        self._counts.simulated += 1
+        self._counts.actions += sum(map(len, case.actions.values()))
+        simulation = case.simulation
+        order = rank(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
+        return _Simulated(order, self._counts.simulated, candidate, case)
+
+    # -- small changes ---------------------------------------------------------------------
+
+    def _improve(self) -> None:
+        """The best of what was simulated, changed until no small change is better."""
+        starts = sorted(own for own in self._simulated.values() if own is not None)
+        for start in heapq.nsmallest(MOST_STARTS, starts):
+            if self._is_over():
+                return
+            self._climb(start)
+        if self._best is not None:
+            self._simplify(self._best)
+
+    def _climb(self, start: _Simulated) -> None:
+        best = start
+        while not self._is_over():
+            better = self._find_better(best)
+            if better is None:
+                return
+            best = better
+
+    def _simplify(self, best: _Simulated) -> None:
+        """The best with simpler modes where these cost next to nothing."""
+        limit = best.rank.wanted * SIMPLER
+        for g, group in enumerate(best.candidate.sketch.groups):
+            simpler = [mode for mode in self._explorer.modes if mode.complexity < group.mode.complexity]
+            for mode in sorted(simpler, key=lambda mode: mode.complexity):
+                if self._is_over():
+                    return
+                sketch = best.candidate.sketch
+                groups = (*sketch.groups[:g], replace(group, mode=mode), *sketch.groups[g + 1 :])
+                changed = replace(sketch, groups=groups)
+                if not self._has_room(changed):
+                    continue
+                choice = best.candidate.choice.change(g, mode=mode)
+                candidate = self._explorer.estimate(changed, choice, best.candidate.grouping)
+                found = None if candidate is None else self._simulate(candidate)
+                if found is None or found.rank.wanted > limit:
+                    continue
+                if found.rank.is_allowed >= best.rank.is_allowed:
+                    best = self._best = found
+                    break
+
+    def _find_better(self, best: _Simulated) -> _Simulated | None:
+        """The first small change that is better, of those whose estimates are best first."""
+        limit = WORTH_SIMULATING * best.candidate.rank.wanted
+        moves = self._neighbours(best.candidate)
+        while chunk := list(islice(moves, CHUNK)):
+            for candidate in sorted(chunk, key=lambda candidate: candidate.rank):
+                if self._is_over():
+                    return None
+                if candidate.rank.wanted > limit:
+                    break
+                found = self._simulate(candidate)
+                if found is not None and found.rank < best.rank:
+                    return found
+        return None
+
+    def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Those that fit: rows and layers moved, then what other choices lead to; like moves in an order that
+        is the seed's."""
+        sketches = [*move_layers(candidate.sketch), *self._move_rows(candidate.sketch)]
+        self._random.shuffle(sketches)
+        for sketch in sketches:
+            if self._is_over():
+                return
+            if sketch not in self._simulated and self._has_room(sketch):
+                found = self._explorer.estimate(sketch, candidate.choice, candidate.grouping)
+                if found is not None:
+                    yield found
+        choices = list(
+            change_choice(
+                candidate.choice,
+                self._explorer.modes,
+                num_layers=len(self._table.keys),
+                global_batch=self._problem.global_batch,
+                regroup=self._problem.fixed.groups is None,
+            )
+        )
+        self._random.shuffle(choices)
+        for choice in choices:
+            if self._is_over():
+                return
+            if self._is_possible(choice):
+                found = self._explorer.try_choice(choice, candidate.grouping)
+                if found is not None and found.sketch not in self._simulated:
+                    yield found
+
+    def _has_room(self, sketch: Sketch) -> bool:
+        return not self._composer.find_overfull(sketch) and not self._memory.overfull_hosts(sketch)
+
+    def _move_rows(self, sketch: Sketch) -> Iterator[Sketch]:
+        places, cluster = self._problem.cluster.places, self._problem.cluster
+        types = [cluster.device_type(place) for place in places]
+        nodes = [place.node for place in places]
+        most = min(
+            self._problem.global_batch, self._problem.fixed.rows_per_microbatch or self._problem.global_batch
+        )
+        return move_rows(sketch, [describe_kinds(own, types, nodes) for own in sketch.groups], most)
+
+    def _is_possible(self, choice: Choice) -> bool:
+        """Whether its groups may be groups, and what is fixed or allowed is kept."""
+        fixed, problem = self._problem.fixed, self._problem
+        if fixed.ministages is not None and choice.num_ministages != fixed.ministages:
+            return False
+        if len(choice.groups) > choice.num_ministages:
+            return False
+        return all(self._may_be_group(own.devices) for own in choice.groups) and (
+            problem.max_devices is None
+            or sum(len(own.devices) for own in choice.groups) <= problem.max_devices
+        )
+
+    def _may_be_group(self, devices: tuple[int, ...]) -> bool:
+        if not hasattr(self, "_all_bandwidths"):
+            self._all_bandwidths = read_bandwidths(
+                self._problem.cluster, self._problem.usable, span_regions=self._problem.spans_regions
+            )
+        return self._all_bandwidths.slowest_link(devices) > 0
+
+    # -- the answer ------------------------------------------------------------------------
+
+    def _choose(self, top: int) -> tuple[Planned, ...]:
+        """The best that fit, each with other groups or modes than those before."""
+        chosen: list[Planned] = []
+        seen: set[object] = set()
+        assert self._best is not None
+        simulated = sorted(own for own in self._simulated.values() if own is not None)
+        for found in [self._best, *simulated]:
+            structure = tuple((own.devices, own.mode) for own in found.candidate.sketch.groups)
+            if structure in seen or not self._fits(found.case):
+                continue
+            if chosen and not found.rank.is_allowed:
+                break
+            seen.add(structure)
+            chosen.append(self._finish(found))
+            if len(chosen) == max(1, top):
+                break
+        if not chosen:
+            raise NothingFitsError(self._explain_nothing())
+        return tuple(chosen)
+
+    def _fits(self, case: Case) -> bool:
+        """By the walk over every rank's own list."""
+        ranks = range(case.plan.num_ranks)
+        return not any(map(case.is_overfull, ranks)) and not any(map(case.is_host_overfull, case.host_bytes))
+
+    def _finish(self, found: _Simulated) -> Planned:
+        case, simulation = found.case, found.case.simulation
+        devices = [device for group in found.candidate.sketch.groups for device in group.devices]
+        ideal_s = self._bounds.bound_s(devices)
+        share = ideal_s / simulation.iteration_s
+        estimates = Estimates(
+            iteration_s=simulation.iteration_s,
+            cost_per_iteration=simulation.cost if simulation.cost else None,
+            peak_memory_bytes=case.peak_bytes,
+            share_of_ideal=share,
+            limited_by=tuple(describe_limit(case)) if share < LIMITING_SHARE else (),
+        )
+        plan = replace(case.plan, estimates=estimates)
+        return Planned(replace(case, plan=plan), found.candidate.grouping, ideal_s)
+
+    def _explain_nothing(self) -> str:
+        devices = propose_devices(self._problem, bounds=self._bounds)
+
+        def find() -> Candidate | None:
+            self._explorer.forget()
+            for own in devices[:4]:
+                for groups, name in self._list_groups(own):
+                    candidate = self._explorer.glance(groups, name)
+                    if candidate is not None:
+                        return candidate
+            return None
+
+        return describe_nothing(self._problem, self._memory, find)

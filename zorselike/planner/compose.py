@@ -1,0 +1,250 @@
+"""From a few choices to a whole sketch: rows to devices and layers to ministages, until memory fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zorselike.cost.network import CollectiveOp
+from zorselike.cost.sizes import find_gradient_itemsize
+from zorselike.plan.errors import PlanError
+from zorselike.planner.batches import BatchSplit, Card, share_once, share_per_microbatch
+from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.layers import GroupCosts, split_layers, visit_in_turn
+from zorselike.planner.modes import Mode
+from zorselike.planner.pace import Pace
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.rank_memory import RankMemory
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+
+_FP32 = 4
+_MAX_REPAIRS = 6
+"""How often room is taken back from groups that turn out too full."""
+_LEAST_LEFT = 0.02
+"""Of a device's memory, that each repair takes at least."""
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """What is decided of a group before rows and layers are shared out."""
+
+    devices: tuple[int, ...]
+    mode: Mode
+    num_rounds: int
+    """Microbatches of a device, about: its rows are cut into so many."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Groups in the order in which the pipeline visits them, and how often."""
+
+    groups: tuple[GroupChoice, ...]
+    num_ministages: int
+    """In all; groups are visited in turn."""
+
+    def change(self, group: int, **changes: object) -> Choice:
+        """The same but for one group."""
+        groups = list(self.groups)
+        groups[group] = replace(groups[group], **changes)  # type: ignore[arg-type]
+        return replace(self, groups=tuple(groups))
+
+
+class Composer:
+    """Makes sketches for one problem; keeps the shares of rows that it found."""
+
+    def __init__(self, problem: PlanProblem, table: LayerTable, pace: Pace, memory: RankMemory) -> None:
+        self._problem, self._table, self._pace, self._memory = problem, table, pace, memory
+        self._shares: dict[object, tuple[Sizes, ...] | None] = {}
+
+    def compose(self, choice: Choice) -> Sketch | None:
+        """A sketch of which the memory walk says that it fits; None where none was found."""
+        owners = visit_in_turn(len(choice.groups), choice.num_ministages)
+        room = [1.0] * len(choice.groups)
+        """Of each group's memory, the share that its layers may be planned for."""
+        most_rows: list[dict[str, int]] = [{} for _ in choice.groups]
+        for _ in range(_MAX_REPAIRS):
+            groups = []
+            for own, most in zip(choice.groups, most_rows, strict=True):
+                sizes = self.share_rows(own, most)
+                if sizes is None:
+                    return None
+                groups.append(GroupSketch(own.devices, own.mode, sizes))
+            costs = [self._find_costs(group, share) for group, share in zip(groups, room, strict=True)]
+            split = split_layers(self._table.keys, owners, costs)
+            if split is None:
+                return None
+            sketch = Sketch(tuple(groups), owners, split.ends)
+            over = self.find_overfull(sketch)
+            if not over:
+                return None if self._memory.overfull_hosts(sketch) else sketch
+            for g, types in over.items():
+                if not self._take_rows(sketch, g, types, most_rows[g]):
+                    excess = max(need / limit for need, limit in types.values())
+                    room[g] *= min(1 / excess, 1 - _LEAST_LEFT)
+        return None
+
+    # -- rows ------------------------------------------------------------------------------
+
+    def share_rows(self, group: GroupChoice, most: Mapping[str, int]) -> tuple[Sizes, ...] | None:
+        """Microbatches of each device; None where the rows find no room."""
+        key = (group, tuple(sorted(most.items())))
+        if key not in self._shares:
+            try:
+                self._shares[key] = self._share_rows(group, most)
+            except PlanError:
+                self._shares[key] = None
+        return self._shares[key]
+
+    def _share_rows(self, group: GroupChoice, most: Mapping[str, int]) -> tuple[Sizes, ...]:
+        num_rows = self._problem.global_batch
+        whole = self._share(group, most, dict.fromkeys(group.devices, self._most_at_once()))
+        if group.num_rounds == 1 and not group.mode.reduces_per_microbatch:
+            return whole
+        cut = {
+            device: max(1, math.ceil(sum(own) / group.num_rounds))
+            for device, own in zip(group.devices, whole, strict=True)
+        }
+        if max(cut.values()) >= num_rows:
+            return whole
+        return self._share(group, most, cut)
+
+    def _most_at_once(self) -> int:
+        fixed = self._problem.fixed.rows_per_microbatch
+        return min(self._problem.global_batch, fixed or self._problem.global_batch)
+
+    def _share(
+        self, group: GroupChoice, most: Mapping[str, int], at_once: Mapping[int, int]
+    ) -> tuple[Sizes, ...]:
+        cards = []
+        for device in group.devices:
+            name = self._pace.device_type(device)
+            found = self._table.most_rows(name, group.mode.recompute)
+            cap = min(at_once[device], self._most_at_once())
+            cap = cap if found is None else min(cap, found)
+            seconds = self._table.model_s(name, group.mode.recompute, cap)
+            cards.append(Card(device, seconds, most.get(name)))
+        split: BatchSplit
+        if group.mode.reduces_per_microbatch:
+            split = share_per_microbatch(cards, self._problem.global_batch, collective_s=self._round_s(group))
+        else:
+            split = share_once(cards, self._problem.global_batch)
+        return tuple(split.sizes[device] for device in group.devices)
+
+    def _round_s(self, group: GroupChoice) -> float:
+        """What the collectives of one round add for the whole model."""
+        if len(group.devices) == 1:
+            return 0.0
+        itemsize = self._problem.workload.itemsize
+        total = 0.0
+        for key, number in self._table.counts.items():
+            kind = self._table.kind(key)
+            reduced = kind.trainable * find_gradient_itemsize(itemsize)
+            if reduced:
+                total += number * self._pace.collective_s("reduce_scatter", group.devices, reduced)
+            if group.mode.zero == 3 and kind.num_parameters:
+                gathered = kind.num_parameters * itemsize
+                total += 2 * number * self._pace.collective_s("all_gather", group.devices, gathered)
+        return total
+
+    # -- layers ----------------------------------------------------------------------------
+
+    def _find_costs(self, group: GroupSketch, room: float) -> GroupCosts:
+        """What layers cost a group: its computation, and the reductions that nothing hides."""
+        times = self._pace.group_seconds(group)
+        seconds = {key: forward + backward for key, (forward, backward) in times.items()}
+        if len(group.devices) > 1:
+            op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
+            times_reduced = group.num_rounds if group.mode.reduces_per_microbatch else 1
+            for key in seconds:
+                num_bytes = self._table.kind(key).trainable * find_gradient_itemsize(
+                    self._problem.workload.itemsize
+                )
+                if num_bytes:
+                    each = self._pace.collective_s(op, group.devices, num_bytes)
+                    seconds[key] += times_reduced * each
+        limits = [self._memory.limit_bytes(device) for device in group.devices]
+        known = [limit for limit in limits if limit is not None]
+        if not known:
+            return GroupCosts(seconds)
+        tightest = self._tightest(group)
+        limit = self._memory.limit_bytes(group.devices[tightest])
+        assert limit is not None
+        rows = sum(group.sizes[tightest])
+        return GroupCosts(
+            seconds,
+            {key: self._held_bytes(key, group, rows) for key in seconds},
+            room * (limit - self._problem.profile.overheads.context_bytes),
+        )
+
+    def _tightest(self, group: GroupSketch) -> int:
+        """The device with the least memory for a row."""
+
+        def room(position: int) -> float:
+            limit = self._memory.limit_bytes(group.devices[position])
+            return math.inf if limit is None else limit / (1 + sum(group.sizes[position]))
+
+        return min(range(len(group.devices)), key=room)
+
+    def _held_bytes(self, key: str, group: GroupSketch, rows: int) -> float:
+        """What stays on a device for one layer from the forward to the backward."""
+        kind, workload = self._table.kind(key), self._problem.workload
+        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
+        shards = kind.num_parameters * workload.itemsize / num_shards
+        state = kind.trainable * (
+            workload.num_moments * find_gradient_itemsize(workload.itemsize) + _FP32 * workload.masters
+        )
+        held = 0.0 if "params" in group.mode.offload else shards
+        held += 0.0 if "optimizer" in group.mode.offload else state / num_shards
+        if group.mode.zero < 2:
+            held += kind.num_parameters * workload.itemsize
+        if "activations" not in group.mode.offload:
+            recomputed = self._table.recompute(key, group.mode.recompute) == "layer"
+            inputs = kind.input_elements_per_row * workload.itemsize
+            held += rows * (inputs if recomputed else kind.activation_bytes_per_row)
+        return held
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def find_overfull(self, sketch: Sketch) -> dict[int, dict[str, tuple[int, int]]]:
+        """By group and type of device that is too small: what is needed of its memory, and what there is."""
+        over: dict[int, dict[str, tuple[int, int]]] = {}
+        for g, group in enumerate(sketch.groups):
+            seen: set[tuple[str, int | None, Sizes]] = set()
+            for position, device in enumerate(group.devices):
+                limit = self._memory.limit_bytes(device)
+                alike = (self._pace.device_type(device), limit, group.sizes[position])
+                if limit is None or alike in seen:
+                    continue
+                seen.add(alike)
+                need = self._memory.need(sketch, g, position).device_bytes
+                worst = over.get(g, {}).get(alike[0], (0, 1))
+                if need > limit and need / limit > worst[0] / worst[1]:
+                    over.setdefault(g, {})[alike[0]] = need, limit
+        return over
+
+    def _take_rows(
+        self,
+        sketch: Sketch,
+        g: int,
+        types: Mapping[str, tuple[int, int]],
+        most_rows: dict[str, int],
+    ) -> bool:
+        """Gives the rows of types that are too full to others of their group, where these have room."""
+        group = sketch.groups[g]
+        names = [self._pace.device_type(device) for device in group.devices]
+        if group.mode.reduces_per_microbatch or {*names} <= {*types}:
+            return False
+        for name, (need, limit) in types.items():
+            rows = max(sum(own) for own, other in zip(group.sizes, names, strict=True) if other == name)
+            fewer = min(rows - 1, int(rows * limit / need))
+            if fewer < 0:
+                return False
+            most_rows[name] = fewer
+        return True
+
+
+def list_rounds(most_rows: int) -> Sequence[int]:
+    """Numbers of rounds worth trying for devices with at most so many rows: rising, ever wider apart."""
+    found = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64) if n < most_rows]
+    return [*found, most_rows] if most_rows <= 64 else found

@@ -1,0 +1,214 @@
+"""From groups to promising sketches: modes, rounds and ministages, one after the other, by estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zorselike.plan.errors import ClusterError
+from zorselike.planner.compose import Choice, Composer, GroupChoice, list_rounds
+from zorselike.planner.goal import Rank, rank
+from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.modes import Mode, list_families
+from zorselike.planner.pace import Pace
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.sketch import Sketch
+
+_FIRST_ROUNDS = 4
+_FIRST_TURNS = 2
+"""What a grouping is first looked at with: microbatches of a device, and ministages of a group."""
+_FITTING_MODES = 2
+"""Of a family's modes that fit, how many of the fastest are compared."""
+_FITTING_FAMILIES = 2
+"""Families that are compared where the first, which does nothing twice, does not fit."""
+_TURNS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sketch with what it was made of, and its estimate."""
+
+    choice: Choice
+    sketch: Sketch
+    rank: Rank
+    grouping: str
+
+
+class Explorer:
+    """Looks at groupings of one problem."""
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        table: LayerTable,
+        composer: Composer,
+        pace: Pace,
+        price: Callable[[Iterable[int]], float],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """`price` of devices by the hour; `is_over` says when to stop refining."""
+        self._problem, self._table, self._composer, self._pace = problem, table, composer, pace
+        self._price, self._is_over = price, is_over
+        self.families = list_families(problem.fixed)
+        self.modes = tuple(mode for family in self.families for mode in family)
+        self._found: dict[Choice, Candidate | None] = {}
+        self.num_estimated = 0
+
+    def forget(self) -> None:
+        """What was found with other memory."""
+        self._found.clear()
+
+    # -- one choice ------------------------------------------------------------------------
+
+    def try_choice(self, choice: Choice, grouping: str) -> Candidate | None:
+        """Its sketch and estimate; None where it does not fit."""
+        if choice not in self._found:
+            sketch = self._composer.compose(choice)
+            self._found[choice] = None if sketch is None else self.estimate(sketch, choice, grouping)
+        return self._found[choice]
+
+    def estimate(self, sketch: Sketch, choice: Choice, grouping: str) -> Candidate | None:
+        """A sketch that fits, with its estimate; None where nothing joins its groups."""
+        self.num_estimated += 1
+        try:
+            iteration_s = self._pace.estimate_s(sketch)
+        except ClusterError:  # Groups that follow each other are not joined.
+            return None
+        devices = [device for group in sketch.groups for device in group.devices]
+        cost = self._price(devices) * iteration_s / 3600
+        return Candidate(choice, sketch, rank(self._problem, iteration_s, cost, sketch.num_devices), grouping)
+
+    # -- one grouping ----------------------------------------------------------------------
+
+    def glance(self, groups: Groups, grouping: str) -> Candidate | None:
+        """The best of a few modes, the same for all groups, at usual numbers of ministages and rounds."""
+        for num_ministages, num_rounds in self._first_tries(groups):
+            best: Candidate | None = None
+            num_families = 0
+            for number, family in enumerate(self.families):
+                found = self._try_family(groups, family, num_ministages, num_rounds, grouping)
+                if found is None:
+                    continue
+                best = found if best is None or found.rank < best.rank else best
+                num_families += 1
+                if number == 0 or num_families == _FITTING_FAMILIES or self._is_over():
+                    return best
+            if best is not None:
+                return best
+        return None
+
+    def _try_family(
+        self, groups: Groups, family: Sequence[Mode], num_ministages: int, num_rounds: int, grouping: str
+    ) -> Candidate | None:
+        """The best of the first few that fit."""
+        best: Candidate | None = None
+        num_fitting = 0
+        for mode in family:
+            choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
+            found = self.try_choice(choice, grouping)
+            if found is not None:
+                best = found if best is None or found.rank < best.rank else best
+                num_fitting += 1
+                if num_fitting == _FITTING_MODES:
+                    break
+        return best
+
+    def _first_tries(self, groups: Groups) -> Iterator[tuple[int, int]]:
+        """Ministages in all and rounds: the usual, then what needs least memory."""
+        turns = self._list_turns(len(groups))
+        usual = min(turns, key=lambda number: abs(number - _FIRST_TURNS * len(groups)))
+        rounds = self._list_rounds(groups)
+        yield usual, min(rounds, key=lambda number: abs(number - _FIRST_ROUNDS))
+        if (usual, rounds[-1]) != (turns[-1], rounds[-1]):
+            yield usual, rounds[-1]
+        yield turns[-1], rounds[-1]
+
+    def _list_turns(self, num_groups: int) -> list[int]:
+        """Numbers of ministages in all worth trying, rising."""
+        fixed, num_layers = self._problem.fixed.ministages, len(self._table.keys)
+        if fixed is not None:
+            return [fixed]
+        return [number * num_groups for number in _TURNS if number * num_groups <= num_layers] or [num_layers]
+
+    def _list_rounds(self, groups: Groups) -> Sequence[int]:
+        """Numbers of rounds worth trying, rising."""
+        return list_rounds(-(-self._problem.global_batch // min(map(len, groups))))
+
+    def deepen(self, candidate: Candidate) -> Candidate:
+        """One decision after the other, while each is better."""
+        best = candidate
+        while not self._is_over():
+            before = best
+            for step in (
+                self._change_rounds,
+                self._change_turns,
+                self._change_modes,
+                self._change_group_rounds,
+            ):
+                best = step(best)
+                if self._is_over():
+                    return best
+            if not best.rank < before.rank:
+                return best
+        return best
+
+    def _improve(self, best: Candidate, choices: Iterable[Choice]) -> Candidate:
+        for choice in choices:
+            found = self.try_choice(choice, best.grouping)
+            if found is not None and found.rank < best.rank:
+                best = found
+            if self._is_over():
+                break
+        return best
+
+    def _change_rounds(self, best: Candidate) -> Candidate:
+        """Of all groups together, up and down from where they are while that helps."""
+        groups = tuple(own.devices for own in best.choice.groups)
+        rounds = self._list_rounds(groups)
+        now = max(own.num_rounds for own in best.choice.groups)
+        position = min(range(len(rounds)), key=lambda i: abs(rounds[i] - now))
+        for way in (1, -1):
+            at = position + way
+            while 0 <= at < len(rounds):
+                tried = tuple(GroupChoice(own.devices, own.mode, rounds[at]) for own in best.choice.groups)
+                found = self._improve(best, [Choice(tried, best.choice.num_ministages)])
+                if found is best:
+                    break
+                best, at = found, at + way
+        return best
+
+    def _change_turns(self, best: Candidate) -> Candidate:
+        turns = self._list_turns(len(best.choice.groups))
+        now = best.choice.num_ministages
+        position = min(range(len(turns)), key=lambda i: abs(turns[i] - now))
+        for way in (1, -1):
+            at = position + way
+            while 0 <= at < len(turns):
+                found = self._improve(best, [Choice(best.choice.groups, turns[at])])
+                if found is best:
+                    break
+                best, at = found, at + way
+        return best
+
+    def _change_modes(self, best: Candidate) -> Candidate:
+        """Of each group by itself, to those that come before the present one or soon after."""
+        for g in range(len(best.choice.groups)):
+            best = self._improve(best, (best.choice.change(g, mode=mode) for mode in self._near(best, g)))
+        return best
+
+    def _near(self, best: Candidate, g: int) -> Iterator[Mode]:
+        """Of each family up to the next the first few that may fit, and all of its own."""
+        now = best.choice.groups[g].mode
+        own = next(i for i, family in enumerate(self.families) if now in family)
+        for i, family in enumerate(self.families[: own + 2]):
+            yield from (mode for mode in (family if i == own else family[:4]) if mode != now)
+
+    def _change_group_rounds(self, best: Candidate) -> Candidate:
+        for g, own in enumerate(best.choice.groups):
+            rounds = list_rounds(-(-self._problem.global_batch // len(own.devices)))
+            position = min(range(len(rounds)), key=lambda i: abs(rounds[i] - own.num_rounds))
+            near = [rounds[i] for i in (position - 1, position + 1) if 0 <= i < len(rounds)]
+            best = self._improve(best, [best.choice.change(g, num_rounds=number) for number in near])
+        return best

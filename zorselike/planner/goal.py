@@ -1,0 +1,52 @@
+"""Which of two plans is better: by what is asked for, within what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import total_ordering
+from math import inf
+
+from zorselike.planner.problem import PlanProblem
+
+_ALIKE = 1e-9
+"""Relative difference below which two times are the same."""
+
+
+@total_ordering
+@dataclass(frozen=True)
+class Rank:
+    """Of a plan among others: the least is the best."""
+
+    excess: float
+    """By how much constraints are broken, relative to them; 0 where they are kept."""
+    wanted: float
+    """What is to be little: seconds, or money."""
+    other: float
+    """What is to be little besides."""
+    num_devices: int = 0
+
+    def __lt__(self, other: Rank) -> bool:
+        for mine, theirs in (
+            (self.excess, other.excess),
+            (self.wanted, other.wanted),
+            (self.other, other.other),
+        ):
+            if abs(mine - theirs) > _ALIKE * max(abs(mine), abs(theirs)):
+                return mine < theirs
+        return self.num_devices < other.num_devices
+
+    @property
+    def is_allowed(self) -> bool:
+        return self.excess == 0
+
+
+WORST = Rank(inf, inf, inf)
+
+
+def rank(problem: PlanProblem, iteration_s: float, cost: float, num_devices: int) -> Rank:
+    """Of a plan with such steps."""
+    excess = max(0.0, problem.min_throughput * iteration_s - 1)
+    if cost > problem.max_cost_per_iteration:
+        excess += cost / problem.max_cost_per_iteration - 1
+    wanted, other = (iteration_s, cost) if problem.objective == "throughput" else (cost, iteration_s)
+    return Rank(excess, wanted, other, num_devices)

@@ -1,0 +1,93 @@
+"""How a group holds its ministages: ZeRO stage, reduction, recomputation and offload together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zorselike.plan.plan import GradReduce, Recompute
+from zorselike.planner.problem import Fixed
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Settings of one group."""
+
+    zero: int = 2
+    grad_reduce: GradReduce = "once"
+    recompute: Recompute = "none"
+    offload: tuple[str, ...] = ()
+
+    @property
+    def reduces_per_microbatch(self) -> bool:
+        """As `Group.reduces_per_microbatch`."""
+        return self.zero == 3 or self.grad_reduce == "microbatch"
+
+    @property
+    def complexity(self) -> int:
+        """What a person has to think of: of two modes that are equally fast the lesser is preferred."""
+        return 4 * self.reduces_per_microbatch + 2 * (self.recompute == "layer") + 2 * len(self.offload)
+
+    def __str__(self) -> str:
+        parts = [f"ZeRO {self.zero}"]
+        if self.grad_reduce == "microbatch":
+            parts.append("reduced per microbatch")
+        if self.recompute == "layer":
+            parts.append("recomputed")
+        if self.offload:
+            parts.append(f"offloads {' and '.join(self.offload)}")
+        return ", ".join(parts)
+
+
+Family = tuple[Mode, ...]
+"""Modes that compute and copy as much for a row, those first that take least time; later ones need less
+memory."""
+
+_OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("params", "optimizer"))
+_STASHING: tuple[tuple[str, ...], ...] = (
+    ("activations",),
+    ("optimizer", "activations"),
+    ("params", "optimizer", "activations"),
+)
+
+
+def list_families(fixed: Fixed) -> tuple[Family, ...]:
+    """All modes that what the user fixed leaves: those that do nothing twice first, then those that recompute
+    layers or offload activations or both, then with gathers or reductions of every microbatch. A fixed
+    offload that is none of the usual sets is taken as it is."""
+    families = []
+    for per_microbatch in (False, True):
+        for recompute, offloads in _list_kinds(fixed):
+            modes = _list_modes(recompute, offloads, per_microbatch=per_microbatch)
+            family = tuple(mode for mode in modes if _keeps(mode, fixed))
+            if family:
+                families.append(family)
+    return tuple(families)
+
+
+def _list_kinds(fixed: Fixed) -> list[tuple[Recompute, tuple[tuple[str, ...], ...]]]:
+    """Recomputation, and what may be offloaded with it."""
+    plain, stashing = _OFFLOADS, _STASHING
+    if fixed.offload is not None:
+        plain, stashing = (fixed.offload,), ()
+    return [("none", plain), ("layer", plain), ("none", stashing), ("layer", stashing)]
+
+
+def _list_modes(
+    recompute: Recompute, offloads: tuple[tuple[str, ...], ...], *, per_microbatch: bool
+) -> Iterator[Mode]:
+    for offload in offloads:
+        if per_microbatch:
+            yield Mode(2, "microbatch", recompute, offload)
+            yield Mode(3, "microbatch", recompute, offload)
+        else:
+            for zero in (0, 1, 2):
+                yield Mode(zero, "once", recompute, offload)
+
+
+def _keeps(mode: Mode, fixed: Fixed) -> bool:
+    return (
+        fixed.zero in (None, mode.zero)
+        and fixed.recompute in (None, mode.recompute)
+        and (mode.zero == 3 or fixed.grad_reduce in (None, mode.grad_reduce))
+    )

@@ -1,0 +1,172 @@
+"""Small changes of a sketch or of the choices behind it: what a local search tries next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zorselike.planner.compose import Choice, GroupChoice, list_rounds
+from zorselike.planner.modes import Mode
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+
+MOST_KINDS = 6
+"""Of devices that are alike with the same rows, how many kinds of a group rows are moved between."""
+
+MOST_COMPLEX = 2
+"""How much more complex than a group's mode those are that are tried in its place."""
+
+
+def move_layers(sketch: Sketch) -> Iterator[Sketch]:
+    """One layer across each boundary of ministages, either way."""
+    edges = (0, *sketch.ends)
+    for i in range(1, len(edges) - 1):
+        for end in (edges[i] - 1, edges[i] + 1):
+            if edges[i - 1] < end < edges[i + 1]:
+                yield replace(sketch, ends=(*sketch.ends[: i - 1], end, *sketch.ends[i:]))
+
+
+def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: int) -> Iterator[Sketch]:
+    """One row from a device of each kind to one of each other of its group; and the rows of all devices of
+    a kind into one microbatch more or fewer.
+
+    Args:
+        kinds: what tells the devices of each group apart, apart from their rows.
+        most_at_once: rows of a microbatch.
+    """
+    for g, (group, own) in enumerate(zip(sketch.groups, kinds, strict=True)):
+        alike: dict[object, list[int]] = {}
+        for position, kind in enumerate(own):
+            alike.setdefault((kind, group.sizes[position]), []).append(position)
+        few = list(alike.values())[:MOST_KINDS]
+        for givers in few:
+            if not group.sizes[givers[-1]]:
+                continue
+            for takers in few:
+                if takers is not givers or len(givers) > 1:
+                    yield from _with_rows(sketch, g, givers[-1], takers[0], most_at_once)
+        for positions in few:
+            for sizes in _recut(group.sizes[positions[0]], most_at_once):
+                yield _with_sizes(sketch, g, dict.fromkeys(positions, sizes))
+        if len(few) > 1:
+            for more in (1, -1):
+                changed = {
+                    position: sizes
+                    for positions in few
+                    for position in positions
+                    for sizes in [_cut_evenly(group.sizes[position], len(group.sizes[position]) + more)]
+                    if sizes and max(sizes) <= most_at_once
+                }
+                if changed:
+                    yield _with_sizes(sketch, g, changed)
+
+
+def _with_rows(sketch: Sketch, g: int, giver: int, taker: int, most_at_once: int) -> Iterator[Sketch]:
+    sizes = sketch.groups[g].sizes
+    for given in _fewer(sizes[giver]):
+        for taken in _more(sizes[taker], most_at_once):
+            yield _with_sizes(sketch, g, {giver: given, taker: taken})
+
+
+def _with_sizes(sketch: Sketch, g: int, changed: dict[int, Sizes]) -> Sketch:
+    group = sketch.groups[g]
+    sizes = tuple(changed.get(position, own) for position, own in enumerate(group.sizes))
+    groups = (*sketch.groups[:g], replace(group, sizes=sizes), *sketch.groups[g + 1 :])
+    return replace(sketch, groups=groups)
+
+
+def _fewer(sizes: Sizes) -> list[Sizes]:
+    """A row less: from the last microbatch, or with all cut evenly."""
+    last = (*sizes[:-1], sizes[-1] - 1) if sizes[-1] > 1 else sizes[:-1]
+    return list(dict.fromkeys([last, _cut_evenly(sizes, min(len(sizes), sum(sizes) - 1), -1)]))
+
+
+def _more(sizes: Sizes, most_at_once: int) -> list[Sizes]:
+    """A row more: in the smallest microbatch, or in one of its own."""
+    grown = [(*sizes, 1)]
+    if sizes and min(sizes) < most_at_once:
+        smallest = len(sizes) - 1 - sizes[::-1].index(min(sizes))
+        grown.append((*sizes[:smallest], sizes[smallest] + 1, *sizes[smallest + 1 :]))
+    return [tuple(sorted(own, reverse=True)) for own in grown]
+
+
+def _recut(sizes: Sizes, most_at_once: int) -> list[Sizes]:
+    cuts = [_cut_evenly(sizes, len(sizes) + more) for more in (1, -1)]
+    return [own for own in cuts if own and own != sizes and max(own) <= most_at_once]
+
+
+def _cut_evenly(sizes: Sizes, num_microbatches: int, more: int = 0) -> Sizes:
+    """The same rows, or so many more, in microbatches that differ by one at most; `()` where that cannot
+    be."""
+    rows = sum(sizes) + more
+    if not 1 <= num_microbatches <= rows:
+        return ()
+    each, extra = divmod(rows, num_microbatches)
+    return (each + 1,) * extra + (each,) * (num_microbatches - extra)
+
+
+# -- choices -------------------------------------------------------------------------------
+
+
+def change_choice(
+    choice: Choice, modes: Sequence[Mode], *, num_layers: int, global_batch: int, regroup: bool
+) -> Iterator[Choice]:
+    """Other modes, rounds and numbers of ministages; and with `regroup` groups swapped, merged, split,
+    without a device, or with one from another group."""
+    groups = choice.groups
+    for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
+        if len(groups) <= choice.num_ministages + number <= num_layers:
+            yield replace(choice, num_ministages=choice.num_ministages + number)
+    for g, own in enumerate(groups):
+        rounds = list_rounds(-(-global_batch // len(own.devices)))
+        for number in (own.num_rounds - 1, own.num_rounds + 1, *rounds):
+            if 1 <= number <= rounds[-1] and number != own.num_rounds:
+                yield choice.change(g, num_rounds=number)
+        for mode in modes:
+            if mode != own.mode and mode.complexity <= own.mode.complexity + MOST_COMPLEX:
+                yield choice.change(g, mode=mode)
+    if regroup:
+        yield from _regroup(choice, num_layers)
+
+
+def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
+    groups = choice.groups
+    for a in range(len(groups)):
+        for b in range(a + 1, len(groups)):
+            yield _with_groups(choice, _replaced(groups, {a: groups[b], b: groups[a]}), num_layers)
+            merged = replace(groups[a], devices=tuple(sorted(groups[a].devices + groups[b].devices)))
+            yield _with_groups(choice, _replaced(groups, {a: merged, b: None}), num_layers)
+    for a, own in enumerate(groups):
+        if len(groups) > 1:
+            yield _with_groups(choice, _replaced(groups, {a: None}), num_layers)
+        if len(own.devices) == 1:
+            continue
+        half = len(own.devices) // 2
+        parts = [replace(own, devices=own.devices[:half]), replace(own, devices=own.devices[half:])]
+        for first, second in (parts, parts[::-1]):
+            yield _with_groups(choice, (*groups[:a], first, second, *groups[a + 1 :]), num_layers)
+        for device in (own.devices[0], own.devices[-1]):
+            rest = replace(own, devices=tuple(d for d in own.devices if d != device))
+            yield _with_groups(choice, _replaced(groups, {a: rest}), num_layers)
+            for b, other in enumerate(groups):
+                if b != a:
+                    larger = replace(other, devices=tuple(sorted((*other.devices, device))))
+                    yield _with_groups(choice, _replaced(groups, {a: rest, b: larger}), num_layers)
+
+
+def _replaced(
+    groups: Sequence[GroupChoice], changed: dict[int, GroupChoice | None]
+) -> tuple[GroupChoice, ...]:
+    new = [changed.get(g, own) for g, own in enumerate(groups)]
+    return tuple(own for own in new if own is not None)
+
+
+def _with_groups(choice: Choice, groups: tuple[GroupChoice, ...], num_layers: int) -> Choice:
+    """As many turns of each group as before, about."""
+    turns = choice.num_ministages / len(choice.groups)
+    number = max(len(groups), min(num_layers, round(turns * len(groups))))
+    return Choice(groups, number)
+
+
+def describe_kinds(group: GroupSketch, types: Sequence[str], nodes: Sequence[int]) -> list[object]:
+    """What tells a group's devices apart but for their rows: type and node."""
+    return [(types[device], nodes[device]) for device in group.devices]

@@ -1,0 +1,481 @@
+"""About how long a step of a sketch takes, in a fraction of a simulation's time.
+
+A group is one worker that goes through a ministage in as many rounds as its busiest device has microbatches;
+what is sent on after a round lets the next group begin its rounds of the same rows. Collectives and transfers
+share wires only with themselves. The order in which things are done is the schedule's (`schedule/build.py`),
+so fill, drain and what gathers, reductions, updates and copies leave exposed are there; what one group's
+traffic takes from another's, and unevenness inside a round, are not. The simulator decides in the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zorselike.cost.network import CollectiveOp, Network
+from zorselike.cost.sizes import find_gradient_itemsize
+from zorselike.cost.wires import make_network
+from zorselike.plan.cluster import Place
+from zorselike.plan.plan import Recompute
+from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+
+_FP32 = 4
+_CPU = "CPU"
+COPIES_IN_FLIGHT = 2
+"""Microbatches on their way between a device and its host, as in the simulator."""
+NUM_STEPS = 2
+"""Of which the last counts, as in the simulator."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A group, as the recurrence sees it."""
+
+    is_cpu: bool
+    zero: int
+    num_rounds: int
+    num_reductions: int
+    """Of a ministage in a step."""
+    overlap_slowdown: float
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One ministage of a group, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    """All rounds; 0 where nothing trains below."""
+    gather_s: float
+    first_unit: float
+    """Share of the gather after which computing can begin."""
+    reduce_s: float
+    """Once."""
+    update_s: float
+    load_s: float = 0.0
+    """Its shards from the host."""
+    state_s: float = 0.0
+    """Its optimizer state, one way."""
+    stash_s: float = 0.0
+    """Activations of all rounds, one way."""
+
+
+@dataclass
+class _Clock:
+    """Where a group is in time."""
+
+    compute: float = 0.0
+    gather: float = 0.0
+    update: float = 0.0
+    load: float = 0.0
+    """What copies to the device, of optimizer state and activations."""
+    store: float = 0.0
+    """And back."""
+    before: float = 0.0
+    """When compute was done with the phase before the last: from then on the next gather may run."""
+    shards: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """From when on a ministage's updated shards are there."""
+    states: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """From when on its state may be loaded again."""
+
+    @property
+    def end(self) -> float:
+        return max(self.compute, self.update)
+
+
+class Pace:
+    """Estimates for one problem; keeps what sketches have in common."""
+
+    def __init__(self, problem: PlanProblem, table: LayerTable) -> None:
+        self._problem, self._table = problem, table
+        self._cluster = problem.cluster
+        self._overheads = problem.profile.overheads
+        self._sums: dict[tuple[str, str, Recompute, Sizes], tuple[float, float]] = {}
+        self._collectives: dict[tuple[CollectiveOp, tuple[int, ...], int], float] = {}
+        self._sends: dict[object, float] = {}
+        self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
+
+    @cached_property
+    def network(self) -> Network:
+        """Between all devices of the cluster, by their index in `Cluster.places`."""
+        return make_network(self._cluster, self._cluster.places, self._problem.profile)
+
+    def place(self, device: int) -> Place:
+        return self._cluster.places[device]
+
+    def device_type(self, device: int) -> str:
+        return self._cluster.device_type(self.place(device))
+
+    # -- a step ----------------------------------------------------------------------------
+
+    def estimate_s(self, sketch: Sketch) -> float:
+        """Seconds of a step in a steady run."""
+        workers = [self._make_worker(group) for group in sketch.groups]
+        works = [self._measure(sketch, i) for i in range(sketch.num_ministages)]
+        sends = self._measure_sends(sketch)
+        lowest = self._lowest_backward(sketch)
+        ties_s = self._measure_ties(sketch)
+        clocks = [_Clock() for _ in workers]
+        ended = began = 0.0
+        for _ in range(NUM_STEPS):
+            began = ended
+            _run_step(sketch, workers, works, sends, clocks, lowest, defers=self._problem.defer_updates)
+            ended = max(clock.end for clock in clocks) + ties_s
+            if ties_s:
+                for clock in clocks:
+                    clock.compute = ended
+        return ended - began
+
+    def _lowest_backward(self, sketch: Sketch) -> int:
+        for i in range(sketch.num_ministages):
+            if any(self._table.kind(self._table.keys[layer]).trains for layer in sketch.layers_of(i)):
+                return i
+        return sketch.num_ministages
+
+    def _make_worker(self, group: GroupSketch) -> _Worker:
+        return _Worker(
+            is_cpu=all(self.device_type(device) == _CPU for device in group.devices[:1]),
+            zero=group.mode.zero,
+            num_rounds=group.num_rounds,
+            num_reductions=group.num_rounds if group.mode.reduces_per_microbatch else 1,
+            overlap_slowdown=self._overheads.overlap_slowdown,
+        )
+
+    # -- a ministage -----------------------------------------------------------------------
+
+    def group_seconds(self, group: GroupSketch) -> Mapping[str, tuple[float, float]]:
+        """By key of a layer: forward and backward of all rows through one, on the group's slowest device."""
+        cache_key = (group.devices, group.sizes, group.mode.recompute)
+        if cache_key not in self._computed:
+            classes = self._classes(group)
+            self._computed[cache_key] = {
+                key: (
+                    max(self._sum(key, *own, group.mode.recompute)[0] for own in classes),
+                    max(self._sum(key, *own, group.mode.recompute)[1] for own in classes),
+                )
+                for key in self._table.counts
+            }
+        return self._computed[cache_key]
+
+    def _classes(self, group: GroupSketch) -> list[tuple[str, Sizes]]:
+        """Devices with work, those that are alike once."""
+        pairs = zip(map(self.device_type, group.devices), group.sizes, strict=True)
+        return [own for own in dict.fromkeys(pairs) if own[1]]
+
+    def _sum(self, key: str, device: str, sizes: Sizes, recompute: Recompute) -> tuple[float, float]:
+        """All microbatches of a device through one layer."""
+        wanted = (key, device, recompute, sizes)
+        if wanted not in self._sums:
+            times = Counter(sizes)
+            found = {rows: self._table.seconds(key, device, rows, recompute) for rows in times}
+            self._sums[wanted] = (
+                sum(number * found[rows].forward for rows, number in times.items()),
+                sum(number * found[rows].backward for rows, number in times.items()),
+            )
+        return self._sums[wanted]
+
+    def _measure(self, sketch: Sketch, i: int) -> _Work:
+        group = sketch.groups[sketch.owners[i]]
+        keys = Counter(self._table.keys[layer] for layer in sketch.layers_of(i))
+        seconds = self.group_seconds(group)
+        forward_s = sum(number * seconds[key][0] for key, number in keys.items())
+        backward_s = sum(number * seconds[key][1] for key, number in keys.items())
+        is_alone = len(group.devices) == 1
+        gather_s = reduce_s = 0.0
+        if not is_alone and group.mode.zero:
+            gather_s = self._collect_s("all_gather", group, keys, of_gradients=False)
+        if not is_alone:
+            op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
+            reduce_s = self._collect_s(op, group, keys, of_gradients=True)
+        host_s = dict(self._overheads.action_s)
+        if host_s and self.device_type(group.devices[0]) == _CPU:
+            forward_s += group.num_rounds * host_s.get("F", 0.0)
+            backward_s += group.num_rounds * host_s.get("B", 0.0)
+            reduce_s += host_s.get("REDUCE_GRAD", 0.0)
+        return _Work(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            gather_s=gather_s,
+            first_unit=1 / max(1, sum(keys.values())),
+            reduce_s=reduce_s,
+            update_s=self._update_s(group, keys),
+            **self._copies(group, keys),
+        )
+
+    def _update_s(self, group: GroupSketch, keys: Mapping[str, int]) -> float:
+        trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
+        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
+        types = {self.device_type(device) for device in group.devices}
+        return max(self._table.update_s(device, -(-trained // num_shards)) for device in types)
+
+    def _collect_s(
+        self, op: CollectiveOp, group: GroupSketch, keys: Mapping[str, int], *, of_gradients: bool
+    ) -> float:
+        itemsize = self._problem.workload.itemsize
+        total = 0.0
+        for key, number in keys.items():
+            kind = self._table.kind(key)
+            num_bytes = (
+                kind.trainable * find_gradient_itemsize(itemsize)
+                if of_gradients
+                else kind.num_parameters * itemsize
+            )
+            if num_bytes:
+                total += number * self.collective_s(op, group.devices, num_bytes)
+        return total
+
+    def collective_s(self, op: CollectiveOp, devices: tuple[int, ...], num_bytes: int) -> float:
+        """One collective that is alone on its wires."""
+        wanted = (op, devices, num_bytes)
+        if wanted not in self._collectives:
+            self._collectives[wanted] = self.network.time_alone(
+                self.network.collective(op, devices, num_bytes)
+            )
+        return self._collectives[wanted]
+
+    def _copies(self, group: GroupSketch, keys: Mapping[str, int]) -> dict[str, float]:
+        """Between the device that is worst off and its host."""
+        offload = group.mode.offload
+        if not offload:
+            return {}
+        workload = self._problem.workload
+        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
+        parameters = sum(n * self._table.kind(key).num_parameters for key, n in keys.items()) / num_shards
+        trained = sum(n * self._table.kind(key).trainable for key, n in keys.items()) / num_shards
+        gradient_itemsize = find_gradient_itemsize(workload.itemsize)
+        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        copied: dict[str, float] = {}
+        if "params" in offload:
+            copied["load_s"] = self._copy_s(group, parameters * workload.itemsize)
+        if "optimizer" in offload:
+            copied["state_s"] = self._copy_s(group, trained * state_itemsize)
+        if "activations" in offload:
+            row_bytes = 0.0
+            for key, number in keys.items():
+                kind = self._table.kind(key)
+                recomputed = self._table.recompute(key, group.mode.recompute) == "layer"
+                kept = kind.input_elements_per_row * workload.itemsize
+                row_bytes += number * (kept if recomputed else kind.activation_bytes_per_row)
+            copied["stash_s"] = self._copy_s(group, row_bytes * max(map(sum, group.sizes)))
+        return copied
+
+    def _copy_s(self, group: GroupSketch, num_bytes: float) -> float:
+        """From the host, or to it, whichever is slower, all devices of a node at once."""
+        if not num_bytes:
+            return 0.0
+        worst = 0.0
+        for device in {self.device_type(d): d for d in group.devices}.values():
+            for to_device in (True, False):
+                worst = max(
+                    worst,
+                    self.network.time_alone([self.network.copy(device, num_bytes, to_device=to_device)]),
+                )
+        return worst
+
+    # -- transfers -------------------------------------------------------------------------
+
+    def _measure_sends(self, sketch: Sketch) -> list[float]:
+        """For each boundary before a ministage but the first: all rows of a step over it, one way."""
+        sends = [0.0]
+        for i in range(1, sketch.num_ministages):
+            a, b = sketch.owners[i - 1], sketch.owners[i]
+            elements = self._table.kind(self._table.keys[sketch.ends[i - 1]]).input_elements_per_row
+            row_bytes = elements * self._problem.workload.itemsize
+            sends.append(0.0 if a == b else self.send_s(sketch.groups[a], sketch.groups[b], row_bytes))
+        return sends
+
+    def send_s(self, source: GroupSketch, target: GroupSketch, row_bytes: int) -> float:
+        """All rows of a step from one group to another, every sender's rows evenly to all receivers."""
+        wanted = (source.devices, source.sizes, target.devices, target.sizes, row_bytes)
+        if wanted not in self._sends:
+            self._sends[wanted] = self._find_send_s(source, target, row_bytes)
+        return self._sends[wanted]
+
+    def _find_send_s(self, source: GroupSketch, target: GroupSketch, row_bytes: int) -> float:
+        senders, receivers = self._rows_by_node(source), self._rows_by_node(target)
+        num_rows = self._problem.global_batch
+        flows = []
+        for a, (given, first) in senders.items():
+            for b, (taken, second) in receivers.items():
+                num_bytes = given * taken / num_rows * row_bytes
+                if num_bytes and a != b:
+                    flows.append(self.network.transfer(first, second, num_bytes))
+                elif num_bytes:
+                    most = max(self._busiest(source, a) * taken, self._busiest(target, a) * given)
+                    flows.append(self.network.transfer(first, second, most / num_rows * row_bytes))
+        return self.network.time_alone(flows)
+
+    def _measure_ties(self, sketch: Sketch) -> float:
+        """Gradients of tied weights to their owners and values back, which nothing hides."""
+        workload = self._problem.workload
+        home = {
+            self._table.modules[layer]: i
+            for i in range(sketch.num_ministages)
+            for layer in sketch.layers_of(i)
+        }
+        total = 0.0
+        for owner, borrower in workload.ties:
+            a, b = (sketch.groups[sketch.owners[home[module]]] for module in (owner, borrower))
+            if home[owner] != home[borrower] and a is not b:
+                number = workload.kind_of[borrower].num_borrowed
+                total += self._tie_s(b, a, number * find_gradient_itemsize(workload.itemsize))
+                total += self._tie_s(a, b, number * workload.itemsize)
+        return total
+
+    def _tie_s(self, source: GroupSketch, target: GroupSketch, num_bytes: int) -> float:
+        """A weight from one group to another; with ZeRO 0 every device takes all of it."""
+        givers, takers = (Counter(self.place(d).node for d in own.devices) for own in (source, target))
+        first = {self.place(d).node: d for d in (*source.devices, *target.devices)}
+        copies = 1.0 if target.mode.zero == 0 else 1 / len(target.devices)
+        flows = [
+            self.network.transfer(
+                first[a], first[b], num_bytes * copies * taken * given / len(source.devices)
+            )
+            for a, given in givers.items()
+            for b, taken in takers.items()
+            if a != b
+        ]
+        return self.network.time_alone(flows)
+
+    def _rows_by_node(self, group: GroupSketch) -> dict[int, tuple[int, int]]:
+        """Rows of each node's devices, and one of these."""
+        found: dict[int, tuple[int, int]] = {}
+        for device, own in zip(group.devices, group.sizes, strict=True):
+            node = self.place(device).node
+            rows, first = found.get(node, (0, device))
+            found[node] = (rows + sum(own), first)
+        return found
+
+    def _busiest(self, group: GroupSketch, node: int) -> int:
+        """Rows of the device with most on a node."""
+        return max(
+            sum(own)
+            for device, own in zip(group.devices, group.sizes, strict=True)
+            if self.place(device).node == node
+        )
+
+
+# -- the recurrence ------------------------------------------------------------------------
+
+
+def _run_step(
+    sketch: Sketch,
+    workers: Sequence[_Worker],
+    works: Sequence[_Work],
+    sends: Sequence[float],
+    clocks: Sequence[_Clock],
+    lowest_backward: int,
+    *,
+    defers: bool,
+) -> None:
+    """One step, from where each group is."""
+    for clock in clocks:
+        clock.compute = clock.update = clock.end
+        clock.before = clock.compute
+    last = sketch.num_ministages - 1
+    arrivals: list[float] | None = None
+    for i in range(last + 1):
+        g = sketch.owners[i]
+        done = _run_phase(workers[g], works[i], clocks[g], i, arrivals, forward=True)
+        arrivals = done if i == last else _send(done, sends[i + 1])
+    arrivals = None
+    for i in range(last, lowest_backward - 1, -1):
+        g = sketch.owners[i]
+        worker, work, clock = workers[g], works[i], clocks[g]
+        done = _run_phase(worker, work, clock, i, arrivals, forward=False)
+        arrivals = _send(done, sends[i]) if i else None
+        if worker.zero != 3:
+            clock.compute += worker.num_reductions * work.reduce_s
+        if not defers:
+            _update(worker, work, clock, i)
+    if defers:
+        everyone = max(clock.compute for clock in clocks)
+        for clock in clocks:
+            clock.compute = everyone
+        for i in range(last, lowest_backward - 1, -1):
+            g = sketch.owners[i]
+            _update(workers[g], works[i], clocks[g], i)
+
+
+def _run_phase(
+    worker: _Worker,
+    work: _Work,
+    clock: _Clock,
+    ministage: int,
+    arrivals: Sequence[float] | None,
+    *,
+    forward: bool,
+) -> list[float]:
+    """All rounds of a ministage one way; when each is done."""
+    num_rounds = worker.num_rounds
+    compute_s = work.forward_s if forward else work.backward_s
+    beside_s = work.gather_s
+    gathers = worker.zero == 2 or (worker.zero == 1 and forward)
+    if worker.zero == 3:
+        beside_s = num_rounds * (work.gather_s + (0.0 if forward else work.reduce_s))
+        compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
+        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / num_rounds
+    elif worker.overlap_slowdown > 1 and gathers:
+        compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
+    first = all_there = 0.0
+    if gathers and (work.gather_s or work.load_s):
+        start = max(clock.gather, clock.before, clock.shards[ministage])
+        clock.gather = start + max(work.gather_s, work.load_s)
+        all_there = clock.gather
+        first = all_there - (1 - work.first_unit) * work.gather_s
+    elif work.load_s:
+        first = max(clock.before, clock.shards[ministage]) + work.load_s
+    clock.before = clock.compute
+    at = max(clock.compute, first)
+    each_s, stash_s = compute_s / num_rounds, work.stash_s / num_rounds
+    done: list[float] = []
+    copied: list[float] = []
+    for r in range(num_rounds):
+        if stash_s and not forward:
+            earlier = done[r - COPIES_IN_FLIGHT] if r >= COPIES_IN_FLIGHT else clock.before
+            clock.load = max(clock.load, earlier) + stash_s
+            at = max(at, clock.load)
+        elif stash_s and r >= COPIES_IN_FLIGHT:
+            at = max(at, copied[r - COPIES_IN_FLIGHT])
+        if arrivals is not None:
+            needed = -(-(r + 1) * len(arrivals) // num_rounds) - 1
+            at = max(at, arrivals[needed])
+        at += each_s
+        if r == 0:
+            at = max(at, all_there)
+        done.append(at)
+        if stash_s and forward:
+            clock.store = max(clock.store, at) + stash_s
+            copied.append(clock.store)
+    clock.compute = at
+    return done
+
+
+def _send(done: Sequence[float], seconds: float) -> list[float]:
+    """When each round has reached the next group."""
+    if not seconds:
+        return list(done)
+    each_s = seconds / len(done)
+    arrived = []
+    at = 0.0
+    for end in done:
+        at = max(at, end) + each_s
+        arrived.append(at)
+    return arrived
+
+
+def _update(worker: _Worker, work: _Work, clock: _Clock, ministage: int) -> None:
+    if worker.is_cpu:
+        clock.compute += work.update_s + 2 * work.state_s
+        clock.shards[ministage] = clock.compute
+        return
+    # State is loaded during the backward and stored behind the update.
+    clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.state_s
+    clock.update = max(clock.update, clock.compute, clock.load) + work.update_s
+    clock.store = max(clock.store, clock.update) + work.state_s
+    clock.states[ministage] = clock.store
+    clock.shards[ministage] = clock.update

@@ -1,0 +1,203 @@
+"""What each device of a sketch holds at its peak: the runtime's own walk, over the list of one device.
+
+A device's memory depends on its ministages, its microbatches and its group's settings, not on who the other
+groups are. So the walk is over a plan of two groups: the device's own with one rank (and an idle one, if it
+has company), and one that has all other layers and the same microbatches. Of what a rank joins out of several
+pieces that it receives nothing is known then; the largest there can be is added. In place of many
+microbatches a few of the largest are walked, whose rows keep as much as all rows do: what is held at once is
+the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from zorselike.cost.catalogue import find_device
+from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MinistageBytes, walk_memory
+from zorselike.cost.sizes import Holding, KeptBytes, add_up, find_row_bytes, list_units
+from zorselike.plan.errors import ClusterError
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+
+_CPU = "CPU"
+FEW_MICROBATCHES = 5
+"""Of a device, that are walked: more than are on their way to the host at once."""
+_OWN, _REST = 0, 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one device."""
+
+    device_bytes: int
+    """At its peak, context and allocator included."""
+    host_bytes: int
+    """Of its node's memory."""
+
+
+class RankMemory:
+    """Needs and limits for one problem; keeps what was walked."""
+
+    def __init__(self, problem: PlanProblem, table: LayerTable, kept_bytes: KeptBytes) -> None:
+        self._problem, self._table, self._kept_bytes = problem, table, kept_bytes
+        self._overheads = problem.profile.overheads
+        self._needs: dict[object, Need] = {}
+        self._limits: dict[int, int | None] = {}
+        self.scale = 1.0
+        """Of what devices and hosts have, what is planned with: more than 1 asks what would be if."""
+
+    # -- what there is ---------------------------------------------------------------------
+
+    def limit_bytes(self, device: int) -> int | None:
+        """Memory of a device; None where it is not known."""
+        if device not in self._limits:
+            self._limits[device] = self._find_limit(device)
+        limit = self._limits[device]
+        return limit if limit is None or self.scale == 1 else round(limit * self.scale)
+
+    def host_limit_bytes(self, node: int) -> int | None:
+        """Memory of a node's host; None where it is not known."""
+        limit = self._problem.cluster.nodes[node].host_memory_bytes
+        return limit if limit is None or self.scale == 1 else round(limit * self.scale)
+
+    def overfull_hosts(self, sketch: Sketch) -> dict[int, tuple[int, int]]:
+        """By node: what is offloaded to it, and what it has, where that is less."""
+        wanted: Counter[int] = Counter()
+        for g, group in enumerate(sketch.groups):
+            if group.mode.offload:
+                for position, device in enumerate(group.devices):
+                    node = self._problem.cluster.places[device].node
+                    wanted[node] += self.need(sketch, g, position).host_bytes
+        limits = {node: self.host_limit_bytes(node) for node in wanted}
+        return {
+            node: (num_bytes, limit)
+            for node, num_bytes in wanted.items()
+            if (limit := limits[node]) is not None and num_bytes > limit
+        }
+
+    def _find_limit(self, device: int) -> int | None:
+        cluster = self._problem.cluster
+        place = cluster.places[device]
+        node, name = cluster.nodes[place.node], cluster.device_type(place)
+        if node.memory_bytes:
+            return node.memory_bytes[place.local_rank]
+        if name == _CPU:
+            return (
+                None if node.host_memory_bytes is None else node.host_memory_bytes // node.devices.count(_CPU)
+            )
+        try:
+            return find_device(name).memory_bytes
+        except ClusterError:
+            return None
+
+    # -- what is needed --------------------------------------------------------------------
+
+    def need(self, sketch: Sketch, group: int, position: int) -> Need:
+        """Of the device at a position of a group."""
+        own = sketch.groups[group]
+        device = self._device_type(own.devices[position])
+        cuts = tuple(
+            (layers.start, layers.stop) for layers in map(sketch.layers_of, sketch.ministages_of(group))
+        )
+        sizes = own.sizes[position] or max(own.sizes, key=len)
+        summary = (sum(sizes), max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]))
+        key = (cuts, own.mode, summary, len(own.devices), device)
+        if key not in self._needs:
+            self._needs[key] = self._walk(cuts, own, own.sizes[position], device)
+        return self._needs[key]
+
+    def _device_type(self, device: int) -> str:
+        cluster = self._problem.cluster
+        return cluster.device_type(cluster.places[device])
+
+    def _walk(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes, device: str) -> Need:
+        few, share = _take_few(sizes)
+        plan = self._make_plan(cuts, group, few)
+        actions = self._problem.setting.list_actions(plan)[0]
+        own = {i: self._measure(plan, i, len(group.devices), device) for i in plan.ministages_of_rank(0)}
+        is_stashed = "activations" in group.mode.offload
+        if not is_stashed:
+            own = {i: _scale(size, share) for i, size in own.items()}
+        context_bytes = self._overheads.context_bytes
+        walk = walk_memory(
+            plan,
+            0,
+            actions,
+            own,
+            context_bytes=context_bytes,
+            num_sends_kept=None if device == _CPU else SENDS_KEPT_BY_NCCL,
+        )
+        peak = walk.device_peak_bytes + self._joined_bytes(own, sizes)
+        added = round(self._overheads.allocator_share * (peak - context_bytes))
+        host_bytes = walk.host_peak_bytes
+        if is_stashed:
+            host_bytes += round((share - 1) * walk.host["activations"])
+        return Need(peak + added, host_bytes)
+
+    def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes) -> Plan:
+        ranks = (0,) if len(group.devices) == 1 else (0, 1)
+        modules = self._table.modules
+        edges = sorted({0, len(modules), *(edge for cut in cuts for edge in cut)})
+        ministages = [
+            Ministage(_OWN if (start, stop) in cuts else _REST, modules[start:stop])
+            for start, stop in pairwise(edges)
+        ]
+        has_rest = any(ministage.group == _REST for ministage in ministages)
+        # A device that holds shards only joins what others do.
+        has_rows, others = (sizes, 0) if sizes else (_take_few(max(group.sizes, key=len))[0], ranks[-1])
+        mode = group.mode
+        groups = [
+            Group(
+                ranks,
+                _microbatches(others, has_rows),
+                mode.zero,
+                mode.grad_reduce,
+                mode.offload,
+                mode.recompute,
+            )
+        ]
+        if has_rest:
+            groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
+        return Plan(sum(has_rows), tuple(groups), tuple(ministages))
+
+    def _measure(self, plan: Plan, ministage: int, num_ranks: int, device: str) -> MinistageBytes:
+        workload = self._problem.workload
+        zero = plan.groups[_OWN].zero
+        return add_up(
+            list_units(plan, workload)[ministage],
+            find_row_bytes(plan, workload, ministage, device, self._kept_bytes),
+            Holding(
+                itemsize=workload.itemsize,
+                num_moments=workload.num_moments,
+                num_shards=1 if zero == 0 else num_ranks,
+            ),
+        )
+
+    def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+        return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
+
+
+def _take_few(sizes: Sizes) -> tuple[Sizes, float]:
+    """Few microbatches in place of many, and how many rows each of theirs stands for."""
+    if len(sizes) <= FEW_MICROBATCHES:
+        return sizes, 1.0
+    few = (max(sizes),) * FEW_MICROBATCHES
+    return few, sum(sizes) / sum(few)
+
+
+def _scale(size: MinistageBytes, share: float) -> MinistageBytes:
+    return (
+        size
+        if share == 1
+        else replace(size, activation_bytes_per_row=round(share * size.activation_bytes_per_row))
+    )
+
+
+def _microbatches(rank: int, sizes: Sizes) -> tuple[Microbatch, ...]:
+    ends = list(accumulate(sizes, initial=0))
+    return tuple(Microbatch(rank, start, stop) for start, stop in pairwise(ends))
