@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from zorselike.cost.network import CollectiveOp, Flow
+from zorselike.cost.network import CollectiveOp
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.transfers import match_rows, number_microbatches
@@ -101,7 +101,9 @@ class _ClosedForm:
     def _collectives_s(self, group: Group, op: CollectiveOp, sizes: Sequence[int]) -> float:
         """One after the other, one a unit."""
         network = self._costs.network
-        times = {size: self._flows_s(network.collective(op, group.flat_ranks, size)) for size in {*sizes}}
+        times = {
+            size: network.time_alone(network.collective(op, group.flat_ranks, size)) for size in {*sizes}
+        }
         return sum(times[size] for size in sizes)
 
     def _send_s(self, i: int, neighbour: int, boundary: int) -> float:
@@ -114,7 +116,7 @@ class _ClosedForm:
             return 0.0
         if key not in self._sent:
             rows = _count_rows(self._plan.groups[source], self._plan.groups[target])
-            self._sent[key] = self._flows_s(
+            self._sent[key] = self._costs.network.time_alone(
                 [self._costs.network.transfer(a, b, number * key[2]) for (a, b), number in rows.items()]
             )
         return self._sent[key]
@@ -129,20 +131,7 @@ class _ClosedForm:
         receiver = next(m.rank for m in target.microbatches if m.start <= first.start < m.stop)
         num_bytes = first.num_rows * self._costs.row_bytes[i + 1]
         flow = self._costs.network.transfer(first.rank, receiver, num_bytes)
-        return self._costs.forward_s[first.rank, i, first.num_rows] + self._flows_s([flow])
-
-    def _flows_s(self, flows: Iterable[Flow]) -> float:
-        """Flows that start together and share nothing with others."""
-        capacities = self._costs.network.capacities
-        load: defaultdict[int, float] = defaultdict(float)
-        latency = slowest = 0.0
-        for flow in flows:
-            latency = max(latency, flow.latency_s)
-            slowest = max(slowest, flow.num_bytes / flow.max_rate)
-            for index in flow.capacities:
-                load[index] += flow.num_bytes
-        narrowest = max((num_bytes / capacities[i] for i, num_bytes in load.items()), default=0.0)
-        return latency + max(slowest, narrowest)
+        return self._costs.forward_s[first.rank, i, first.num_rows] + self._costs.network.time_alone([flow])
 
 
 def _count_rows(source: Group, target: Group) -> Counter[tuple[int, int]]:

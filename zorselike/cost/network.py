@@ -9,7 +9,8 @@ seconds that were measured, unless a capacity on its way carries less.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -156,6 +157,18 @@ class Network:
                 op, self._ring_flows(op, ranks, num_bytes), ranks, num_bytes
             )
         return self._found[key]
+
+    def time_alone(self, flows: Iterable[Flow]) -> float:
+        """Seconds of flows that start together and share capacities with no others."""
+        load: defaultdict[int, float] = defaultdict(float)
+        latency = slowest = 0.0
+        for flow in flows:
+            latency = max(latency, flow.latency_s)
+            slowest = max(slowest, flow.num_bytes / flow.max_rate)
+            for index in flow.capacities:
+                load[index] += flow.num_bytes
+        narrowest = max((num_bytes / self.capacities[i] for i, num_bytes in load.items()), default=0.0)
+        return latency + max(slowest, narrowest)
 
     # -- rings -----------------------------------------------------------------------------
 

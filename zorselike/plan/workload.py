@@ -41,6 +41,11 @@ class LayerKind:
         return self.num_parameters if self.num_trainable is None else self.num_trainable
 
     @property
+    def trains(self) -> bool:
+        """Whether it has weights that train, its own or borrowed ones."""
+        return bool(self.trainable or self.num_borrowed)
+
+    @property
     def backward_flops(self) -> float:
         """Per row."""
         given = self.backward_flops_per_row

@@ -13,13 +13,16 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+
+import numpy as np
 
 from zorselike.plan.errors import PlanError, ProfileError
 from zorselike.plan.plan import Microbatch
 from zorselike.plan.shares import deal_rows
 from zorselike.plan.wording import list_few
+from zorselike.planner.capped_rounds import cover, fill_rounds
 from zorselike.planner.microbatch_sums import ROUND_OFF, pick_sizes, sum_microbatches
 
 
@@ -32,8 +35,8 @@ class Card:
     """Forward and backward of a microbatch of 1, 2, ... rows through all layers of the group, for as many
     rows as fit at once; empty where not one row fits. They do not fall."""
     most_rows: int | None = None
-    """Of a step, for which it has room where activations of all its microbatches are kept; None: any. Only
-    `share_once` heeds it."""
+    """Of a step, for which it has room where activations of all its microbatches are kept; None: any. The
+    paper's ways do not heed it."""
 
     def __post_init__(self) -> None:
         """Raises `ProfileError` for seconds that are negative, not finite, or fall."""
@@ -91,8 +94,9 @@ def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
             fewer than one row.
     """
     check_cards(cards, num_rows)
+    _check_room(cards, num_rows)
     least = {seconds: sum_microbatches(seconds, num_rows) for seconds in {card.seconds for card in cards}}
-    counts = Counter((card.seconds, _most(card, num_rows)) for card in cards)
+    counts = Counter((card.seconds, _room(card, num_rows)) for card in cards)
     times = sorted({time for sums in least.values() for time in sums if math.isfinite(time)})
 
     def covered(time: float) -> int:
@@ -101,15 +105,10 @@ def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
             for (seconds, most), number in counts.items()
         )
 
-    if covered(times[-1]) < num_rows:
-        raise PlanError(
-            f"batches: {list_few([card.rank for card in cards], 'rank')} have room for "
-            f"{covered(times[-1])} of {num_rows} rows; recompute, offload, or give the group fewer layers"
-        )
     slowest = times[bisect_left(times, num_rows, key=covered)]
     tables = [least[card.seconds] for card in cards]
     fitting = [
-        min(_fit_within(table, slowest), _most(card, num_rows))
+        min(_fit_within(table, slowest), _room(card, num_rows))
         for card, table in zip(cards, tables, strict=True)
     ]
     rows = take_surplus(tables, fitting, num_rows)
@@ -119,39 +118,60 @@ def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
     return split_by_sizes(cards, sizes)
 
 
-def share_per_microbatch(cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0) -> BatchSplit:
+def share_per_microbatch(
+    cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0, hidden_s: float = 0.0
+) -> BatchSplit:
     """The least time for the batch where collectives come with each microbatch.
 
     In a round of time t every card computes the most rows that it can within t, t being one of the times
     that occur; which rounds is a dynamic programme over rows. Algorithm 2's second branch (equal rounds, the
-    last one smaller and timed on its own) is one of the choices.
+    last one smaller and timed on its own) is one of the choices. Where cards have room for only so many rows
+    of the step, and that changes the answer, it is a search that seldom misses the best.
 
     Args:
         collective_s: What the collectives of one round add to its computation, in seconds.
+        hidden_s: What others of the round take beside its computation (with ZeRO 3 all but the first gather
+            and the last reduction): so long a round takes at least.
 
     Raises:
-        PlanError: As `share_once`, or `collective_s` is negative.
+        PlanError: As `share_once`, or the collectives take less than no time.
     """
     check_cards(cards, num_rows)
-    if not (math.isfinite(collective_s) and collective_s >= 0):
-        raise PlanError(f"batches: the collectives of a microbatch take {collective_s} s; give 0 or more")
-    rounds = list_rounds(cards, num_rows)
-    steps = [(time + collective_s, rows) for time, rows in rounds]
-    least = [0.0]
-    for n in range(1, num_rows + 1):
-        least.append(min(step_s + least[max(0, n - rows)] for step_s, rows in steps))
+    _check_room(cards, num_rows)
+    for seconds in (collective_s, hidden_s):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise PlanError(f"batches: the collectives of a microbatch take {seconds} s; give 0 or more")
+
+    def cost_s(time: float) -> float:
+        return max(time, hidden_s) + collective_s
+
+    cards = [replace(card, seconds=card.seconds[: _room(card, num_rows)]) for card in cards]
+    times = _mix_rounds(list_rounds(cards, num_rows), num_rows, cost_s)
+    kinds = Counter((card.seconds, _room(card, num_rows)) for card in cards)
+    if cover(kinds, Counter(times)) < num_rows:
+        times = fill_rounds(kinds, num_rows, cost_s)
+    return split_by_rounds(cards, times, num_rows, collective_s=collective_s, hidden_s=hidden_s)
+
+
+def _mix_rounds(
+    rounds: Sequence[tuple[float, int]], num_rows: int, cost_s: Callable[[float], float]
+) -> list[float]:
+    """Times of the cheapest rounds that cover the batch, by time and rows of a round."""
+    costs = np.array([cost_s(time) for time, _ in rounds])
+    rows = np.array([own for _, own in rounds])
+    most = int(rows[-1])
+    least = np.zeros(most + num_rows + 1)
+    """Seconds for 0, 1, ... rows, from position `most` on; fewer than none take nothing."""
+    for n in range(most + 1, most + num_rows + 1):
+        least[n] = (costs + least[n - rows]).min()
     times = []
     left = num_rows
     while left > 0:
-        bound = least[left] * (1 + ROUND_OFF)
-        time, rows = next(
-            (time, rows)
-            for time, rows in reversed(rounds)
-            if time + collective_s + least[max(0, left - rows)] <= bound
-        )
-        times.append(time)
-        left -= rows
-    return split_by_rounds(cards, times, num_rows, collective_s=collective_s)
+        reached = costs + least[most + left - rows] <= least[most + left] * (1 + ROUND_OFF)
+        longest = int(np.flatnonzero(reached)[-1])
+        times.append(rounds[longest][0])
+        left -= rounds[longest][1]
+    return times
 
 
 # -- parts that the paper's ways share -----------------------------------------------------
@@ -223,21 +243,30 @@ def split_by_sizes(cards: Sequence[Card], sizes: Sequence[Sequence[int]]) -> Bat
 
 
 def split_by_rounds(
-    cards: Sequence[Card], times: Sequence[float], num_rows: int, *, collective_s: float
+    cards: Sequence[Card],
+    times: Sequence[float],
+    num_rows: int,
+    *,
+    collective_s: float,
+    hidden_s: float = 0.0,
 ) -> BatchSplit:
-    """Rounds in which every card computes the most rows that it can within the round's time, longest first;
-    the last round computes what is left. A rank's j-th microbatch is in round j: a card that has rows in a
-    shorter round has some in every longer one."""
+    """Rounds in which every card computes the most rows that it can within the round's time and its room,
+    longest first; the last round computes what is left. A rank's j-th microbatch is in round j: a card that
+    has rows in a shorter round has some in every longer one."""
     tables = [(0.0, *card.seconds) for card in cards]
     sizes: list[list[int]] = [[] for _ in cards]
     pieces: list[tuple[float, int, int]] = []
     seconds = 0.0
     left = num_rows
     for number, time in enumerate(sorted(times, reverse=True)):
-        rows = [_fit_within(table, time) for table in tables]
+        rows = [
+            min(_fit_within(table, time), _room(card, num_rows) - sum(mine))
+            for card, table, mine in zip(cards, tables, sizes, strict=True)
+        ]
         rows = take_surplus(tables, rows, min(left, sum(rows)))
         left -= sum(rows)
-        seconds += collective_s + max(table[own] for table, own in zip(tables, rows, strict=True))
+        slowest = max(table[own] for table, own in zip(tables, rows, strict=True))
+        seconds += collective_s + max(slowest, hidden_s)
         for card, own, mine in zip(cards, rows, sizes, strict=True):
             if own:
                 mine.append(own)
@@ -246,7 +275,17 @@ def split_by_rounds(
     return BatchSplit(seconds, by_rank, deal_rows(pieces))
 
 
-def _most(card: Card, num_rows: int) -> int:
+def _check_room(cards: Sequence[Card], num_rows: int) -> None:
+    """Raises `PlanError` where the cards together have no room for the batch."""
+    room = sum(_room(card, num_rows) for card in cards if card.seconds)
+    if room < num_rows:
+        raise PlanError(
+            f"batches: {list_few([card.rank for card in cards], 'rank')} have room for {room} of {num_rows} "
+            "rows; recompute, offload, or give the group fewer layers"
+        )
+
+
+def _room(card: Card, num_rows: int) -> int:
     """Rows for which a card has room in a step."""
     return num_rows if card.most_rows is None else min(card.most_rows, num_rows)
 

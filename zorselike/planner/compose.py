@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zorselike.cost.network import CollectiveOp
@@ -21,6 +21,9 @@ from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 _FP32 = 4
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
+_FAR_OVER, _FAR_UNDER = 2.5, 0.5
+"""Of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
+finds."""
 _LEAST_LEFT = 0.02
 """Of a device's memory, that each repair takes at least."""
 
@@ -78,10 +81,14 @@ class Composer:
             over = self.find_overfull(sketch)
             if not over:
                 return None if self._memory.overfull_hosts(sketch) else sketch
+            full = 0
             for g, types in over.items():
                 if not self._take_rows(sketch, g, types, most_rows[g]):
                     excess = max(need / limit for need, limit in types.values())
                     room[g] *= min(1 / excess, 1 - _LEAST_LEFT)
+                    full += 1
+            if full == len(choice.groups):
+                return None  # Nobody has room for what others have too much of.
         return None
 
     # -- rows ------------------------------------------------------------------------------
@@ -126,26 +133,33 @@ class Composer:
             cards.append(Card(device, seconds, most.get(name)))
         split: BatchSplit
         if group.mode.reduces_per_microbatch:
-            split = share_per_microbatch(cards, self._problem.global_batch, collective_s=self._round_s(group))
+            exposed_s, hidden_s = self._round_s(group)
+            split = share_per_microbatch(
+                cards, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
+            )
         else:
             split = share_once(cards, self._problem.global_batch)
         return tuple(split.sizes[device] for device in group.devices)
 
-    def _round_s(self, group: GroupChoice) -> float:
-        """What the collectives of one round add for the whole model."""
+    def _round_s(self, group: GroupChoice) -> tuple[float, float]:
+        """What the collectives of one round through the whole model take, without and beside computation."""
         if len(group.devices) == 1:
-            return 0.0
+            return 0.0, 0.0
         itemsize = self._problem.workload.itemsize
-        total = 0.0
+        reduced_s = gathered_s = 0.0
         for key, number in self._table.counts.items():
             kind = self._table.kind(key)
             reduced = kind.trainable * find_gradient_itemsize(itemsize)
             if reduced:
-                total += number * self._pace.collective_s("reduce_scatter", group.devices, reduced)
+                reduced_s += number * self._pace.collective_s("reduce_scatter", group.devices, reduced)
             if group.mode.zero == 3 and kind.num_parameters:
                 gathered = kind.num_parameters * itemsize
-                total += 2 * number * self._pace.collective_s("all_gather", group.devices, gathered)
-        return total
+                gathered_s += 2 * number * self._pace.collective_s("all_gather", group.devices, gathered)
+        if group.mode.zero != 3:
+            return reduced_s, 0.0
+        # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
+        total_s = reduced_s + gathered_s
+        return total_s / len(self._table.keys), total_s
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -217,11 +231,18 @@ class Composer:
                 if limit is None or alike in seen:
                     continue
                 seen.add(alike)
-                need = self._memory.need(sketch, g, position).device_bytes
+                need = self._need_bytes(sketch, g, position, limit)
                 worst = over.get(g, {}).get(alike[0], (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
                     over.setdefault(g, {})[alike[0]] = need, limit
         return over
+
+    def _need_bytes(self, sketch: Sketch, g: int, position: int, limit: int) -> int:
+        """As walked, where an estimate is not far from the limit."""
+        estimate = self._memory.estimate_bytes(sketch, g, position)
+        if estimate > _FAR_OVER * limit or estimate < _FAR_UNDER * limit:
+            return estimate
+        return self._memory.need(sketch, g, position).device_bytes
 
     def _take_rows(
         self,
@@ -244,7 +265,8 @@ class Composer:
         return True
 
 
-def list_rounds(most_rows: int) -> Sequence[int]:
-    """Numbers of rounds worth trying for devices with at most so many rows: rising, ever wider apart."""
-    found = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64) if n < most_rows]
-    return [*found, most_rows] if most_rows <= 64 else found
+def list_rounds(most_rows: int) -> tuple[int, ...]:
+    """Numbers of rounds worth trying for devices with at most so many rows: rising, those that cut the rows
+    into microbatches of other sizes, ever wider apart."""
+    sizes = {-(-most_rows // wanted) for wanted in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)}
+    return tuple(sorted({-(-most_rows // size) for size in sizes}))

@@ -14,13 +14,16 @@ from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import Sketch
 
-_FIRST_ROUNDS = 4
+_FIRST_ROUNDS = (8, 24)
 _FIRST_TURNS = 2
-"""What a grouping is first looked at with: microbatches of a device, and ministages of a group."""
+"""What a grouping is first looked at with: microbatches of a device, more of them where these do not fit, and
+ministages of a group."""
 _FITTING_MODES = 2
 """Of a family's modes that fit, how many of the fastest are compared."""
 _FITTING_FAMILIES = 2
 """Families that are compared where the first, which does nothing twice, does not fit."""
+_MISSES = 2
+"""Numbers in a row that are no better, after which none further on is tried."""
 _TURNS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 Groups = tuple[tuple[int, ...], ...]
@@ -102,9 +105,12 @@ class Explorer:
     def _try_family(
         self, groups: Groups, family: Sequence[Mode], num_ministages: int, num_rounds: int, grouping: str
     ) -> Candidate | None:
-        """The best of the first few that fit."""
+        """The best of the first few that fit; none if that which needs least memory does not."""
         best: Candidate | None = None
         num_fitting = 0
+        frugal = Choice(tuple(GroupChoice(own, family[-1], num_rounds) for own in groups), num_ministages)
+        if len(family) > 1 and self.try_choice(frugal, grouping) is None:
+            return None
         for mode in family:
             choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
             found = self.try_choice(choice, grouping)
@@ -120,9 +126,9 @@ class Explorer:
         turns = self._list_turns(len(groups))
         usual = min(turns, key=lambda number: abs(number - _FIRST_TURNS * len(groups)))
         rounds = self._list_rounds(groups)
-        yield usual, min(rounds, key=lambda number: abs(number - _FIRST_ROUNDS))
-        if (usual, rounds[-1]) != (turns[-1], rounds[-1]):
-            yield usual, rounds[-1]
+        tried = [min(rounds, key=lambda number: abs(number - wanted)) for wanted in _FIRST_ROUNDS]
+        for number in dict.fromkeys([*tried, rounds[-1]]):
+            yield usual, number
         yield turns[-1], rounds[-1]
 
     def _list_turns(self, num_groups: int) -> list[int]:
@@ -169,13 +175,25 @@ class Explorer:
         rounds = self._list_rounds(groups)
         now = max(own.num_rounds for own in best.choice.groups)
         position = min(range(len(rounds)), key=lambda i: abs(rounds[i] - now))
+        return self._walk(
+            best,
+            [
+                Choice(
+                    tuple(GroupChoice(own.devices, own.mode, number) for own in best.choice.groups),
+                    best.choice.num_ministages,
+                )
+                for number in rounds
+            ],
+            position,
+        )
+
+    def _walk(self, best: Candidate, choices: Sequence[Choice], position: int) -> Candidate:
+        """Up and down from a position, until so many in a row are no better."""
         for way in (1, -1):
-            at = position + way
-            while 0 <= at < len(rounds):
-                tried = tuple(GroupChoice(own.devices, own.mode, rounds[at]) for own in best.choice.groups)
-                found = self._improve(best, [Choice(tried, best.choice.num_ministages)])
-                if found is best:
-                    break
+            at, missed = position + way, 0
+            while 0 <= at < len(choices) and missed < _MISSES and not self._is_over():
+                found = self._improve(best, [choices[at]])
+                missed = missed + 1 if found is best else 0
                 best, at = found, at + way
         return best
 
@@ -183,14 +201,7 @@ class Explorer:
         turns = self._list_turns(len(best.choice.groups))
         now = best.choice.num_ministages
         position = min(range(len(turns)), key=lambda i: abs(turns[i] - now))
-        for way in (1, -1):
-            at = position + way
-            while 0 <= at < len(turns):
-                found = self._improve(best, [Choice(best.choice.groups, turns[at])])
-                if found is best:
-                    break
-                best, at = found, at + way
-        return best
+        return self._walk(best, [Choice(best.choice.groups, number) for number in turns], position)
 
     def _change_modes(self, best: Candidate) -> Candidate:
         """Of each group by itself, to those that come before the present one or soon after."""

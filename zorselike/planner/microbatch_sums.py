@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import add
 
 ROUND_OFF = 1e-12
 """Times that differ by less, relative to them, are equal: sums of the same numbers in another order."""
 
 
-def sum_microbatches(seconds: Sequence[float], num_rows: int) -> list[float]:
+@lru_cache(maxsize=1024)
+def sum_microbatches(seconds: tuple[float, ...], num_rows: int) -> tuple[float, ...]:
     """The least seconds for 0, 1, ... `num_rows` rows; infinite where not one row fits.
 
     Args:
@@ -21,7 +23,7 @@ def sum_microbatches(seconds: Sequence[float], num_rows: int) -> list[float]:
         size = min(len(seconds), n)
         # seconds[0] + least[n - 1], seconds[1] + least[n - 2], ...
         least.append(min(map(add, seconds[:size], least[n - size :][::-1]), default=float("inf")))
-    return least
+    return tuple(least)
 
 
 def pick_sizes(seconds: Sequence[float], least: Sequence[float], num_rows: int) -> tuple[int, ...]:

@@ -44,6 +44,8 @@ def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: i
             for takers in few:
                 if takers is not givers or len(givers) > 1:
                     yield from _with_rows(sketch, g, givers[-1], takers[0], most_at_once)
+                if takers is not givers and len(givers) + len(takers) > 2:
+                    yield _shift_rows(sketch, g, givers, takers, most_at_once)
         for positions in few:
             for sizes in _recut(group.sizes[positions[0]], most_at_once):
                 yield _with_sizes(sketch, g, dict.fromkeys(positions, sizes))
@@ -65,6 +67,18 @@ def _with_rows(sketch: Sketch, g: int, giver: int, taker: int, most_at_once: int
     for given in _fewer(sizes[giver]):
         for taken in _more(sizes[taker], most_at_once):
             yield _with_sizes(sketch, g, {giver: given, taker: taken})
+
+
+def _shift_rows(
+    sketch: Sketch, g: int, givers: Sequence[int], takers: Sequence[int], most_at_once: int
+) -> Sketch:
+    """A row from each of some devices, dealt out among others: a step waits for the slowest of each."""
+    changed = {giver: _fewer(sketch.groups[g].sizes[giver])[-1] for giver in givers}
+    for number in range(len(givers)):
+        taker = takers[number % len(takers)]
+        own = changed.get(taker, sketch.groups[g].sizes[taker])
+        changed[taker] = _more(own, most_at_once)[-1]
+    return _with_sizes(sketch, g, changed)
 
 
 def _with_sizes(sketch: Sketch, g: int, changed: dict[int, Sizes]) -> Sketch:

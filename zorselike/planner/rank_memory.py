@@ -11,20 +11,30 @@ the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MinistageBytes, walk_memory
-from zorselike.cost.sizes import Holding, KeptBytes, add_up, find_row_bytes, list_units
+from zorselike.cost.sizes import (
+    Holding,
+    KeptBytes,
+    add_up,
+    find_gradient_itemsize,
+    find_row_bytes,
+    list_units,
+)
 from zorselike.plan.errors import ClusterError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 
 _CPU = "CPU"
+_FP32 = 4
 FEW_MICROBATCHES = 5
 """Of a device, that are walked: more than are on their way to the host at once."""
 _OWN, _REST = 0, 1
@@ -40,6 +50,20 @@ class Need:
     """Of its node's memory."""
 
 
+class _Part(NamedTuple):
+    """One ministage, whole, in bytes."""
+
+    whole: float
+    gradients: float
+    state: float
+    unit: float
+    unit_gradients: float
+    kept_per_row: float
+    working_per_row: float
+    boundary_per_row: float
+    masters: bool
+
+
 class RankMemory:
     """Needs and limits for one problem; keeps what was walked."""
 
@@ -47,6 +71,7 @@ class RankMemory:
         self._problem, self._table, self._kept_bytes = problem, table, kept_bytes
         self._overheads = problem.profile.overheads
         self._needs: dict[object, Need] = {}
+        self._parts: dict[tuple[int, int, str, str], _Part] = {}
         self._limits: dict[int, int | None] = {}
         self.scale = 1.0
         """Of what devices and hosts have, what is planned with: more than 1 asks what would be if."""
@@ -115,11 +140,64 @@ class RankMemory:
         cluster = self._problem.cluster
         return cluster.device_type(cluster.places[device])
 
+    def estimate_bytes(self, sketch: Sketch, group: int, position: int) -> int:
+        """About what `need` would find of a device, without a walk."""
+        own = sketch.groups[group]
+        device = self._device_type(own.devices[position])
+        sizes = own.sizes[position]
+        parts = [self._part(sketch.layers_of(i), own.mode, device) for i in sketch.ministages_of(group)]
+        num_shards = 1 if own.mode.zero == 0 else len(own.devices)
+        held = _hold(
+            parts, own.mode, num_shards, sum(sizes), max(sizes, default=0), self._problem.defer_updates
+        )
+        return self._overheads.context_bytes + round(held * (1 + self._overheads.allocator_share))
+
+    def _part(self, layers: range, mode: Mode, device: str) -> _Part:
+        key = (layers.start, layers.stop, mode.recompute, device)
+        if key not in self._parts:
+            self._parts[key] = self._add_up(layers, mode, device)
+        return self._parts[key]
+
+    def _add_up(self, layers: range, mode: Mode, device: str) -> _Part:
+        workload = self._problem.workload
+        gradient_itemsize = find_gradient_itemsize(workload.itemsize)
+        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        kept = working = 0.0
+        number = trained = largest = 0
+        keys = Counter(self._table.keys[layer] for layer in layers)
+        for key, count in keys.items():
+            kind = self._table.kind(key)
+            own = kind.num_parameters + kind.num_borrowed
+            number += count * own
+            trained += count * (kind.trainable + kind.num_borrowed)
+            largest = max(largest, own)
+            whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
+            if self._table.recompute(key, mode.recompute) == "layer":
+                inputs = kind.input_elements_per_row * workload.itemsize
+                kept += count * self._kept_bytes.get((kind.name, device, "layer"), inputs)
+                working = max(working, whole + kind.working_bytes_per_row)
+            else:
+                kept += count * whole
+                working = max(working, kind.working_bytes_per_row)
+        edges = [layers.start, min(layers.stop, len(self._table.keys) - 1)]
+        boundary = max(self._table.kind(self._table.keys[e]).input_elements_per_row for e in edges if e)
+        return _Part(
+            whole=number * workload.itemsize,
+            gradients=trained * gradient_itemsize,
+            state=trained * state_itemsize,
+            unit=largest * workload.itemsize,
+            unit_gradients=largest * gradient_itemsize,
+            kept_per_row=kept,
+            working_per_row=working,
+            boundary_per_row=boundary * workload.itemsize,
+            masters=workload.masters,
+        )
+
     def _walk(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes, device: str) -> Need:
         few, share = _take_few(sizes)
         plan = self._make_plan(cuts, group, few)
         actions = self._problem.setting.list_actions(plan)[0]
-        own = {i: self._measure(plan, i, len(group.devices), device) for i in plan.ministages_of_rank(0)}
+        own = self._measure(plan, len(group.devices), device)
         is_stashed = "activations" in group.mode.offload
         if not is_stashed:
             own = {i: _scale(size, share) for i, size in own.items()}
@@ -165,21 +243,51 @@ class RankMemory:
             groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
         return Plan(sum(has_rows), tuple(groups), tuple(ministages))
 
-    def _measure(self, plan: Plan, ministage: int, num_ranks: int, device: str) -> MinistageBytes:
+    def _measure(self, plan: Plan, num_ranks: int, device: str) -> dict[int, MinistageBytes]:
+        """Of each ministage of the device's own group."""
         workload = self._problem.workload
-        zero = plan.groups[_OWN].zero
-        return add_up(
-            list_units(plan, workload)[ministage],
-            find_row_bytes(plan, workload, ministage, device, self._kept_bytes),
-            Holding(
-                itemsize=workload.itemsize,
-                num_moments=workload.num_moments,
-                num_shards=1 if zero == 0 else num_ranks,
-            ),
+        holding = Holding(
+            itemsize=workload.itemsize,
+            num_moments=workload.num_moments,
+            num_shards=1 if plan.groups[_OWN].zero == 0 else num_ranks,
         )
+        units = list_units(plan, workload)
+        return {
+            i: add_up(units[i], find_row_bytes(plan, workload, i, device, self._kept_bytes), holding)
+            for i in plan.ministages_of_group(_OWN)
+        }
 
     def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
         return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
+
+
+def _hold(
+    parts: Sequence[_Part], mode: Mode, num_shards: int, rows: int, rows_at_once: int, defers: bool
+) -> float:
+    """The most that a device with these ministages holds, about."""
+    shards = [part.whole / num_shards for part in parts]
+    states = [part.state / num_shards for part in parts]
+    gradient_shards = [part.gradients / num_shards for part in parts]
+    stays = sum(sorted(states)[-2:]) if "optimizer" in mode.offload else sum(states)
+    stays += shards[0] + sum(sorted(shards)[-2:]) if "params" in mode.offload else sum(shards)
+    if mode.zero < 2:
+        stays += sum(part.whole for part in parts)
+    peak = kept = 0.0
+    for i, part in enumerate(parts):
+        if "activations" in mode.offload:
+            kept = min(3 * rows_at_once, rows) * part.kept_per_row
+        else:
+            kept += rows * part.kept_per_row
+        held = kept + rows_at_once * (part.working_per_row + 5 * part.boundary_per_row) + part.unit
+        if mode.zero == 2:
+            held += part.whole + (parts[i - 1].whole if i else 0.0)
+        elif mode.zero == 3:
+            held += 2 * part.unit
+        held += part.unit_gradients if mode.zero == 3 else part.gradients
+        held += part.unit_gradients + part.masters * (shards[i] + gradient_shards[i])
+        held += sum(gradient_shards[i + 1 :]) if defers else max(gradient_shards[i + 1 :], default=0.0)
+        peak = max(peak, held)
+    return stays + peak
 
 
 def _take_few(sizes: Sizes) -> tuple[Sizes, float]:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from zorselike.planner.device_bounds import DeviceBounds
 from zorselike.planner.device_choice import DeviceSet, propose_devices
 from zorselike.planner.explore import Candidate, Explorer, Groups
 from zorselike.planner.goal import WORST, Rank, rank
-from zorselike.planner.group_orders import order_groups
+from zorselike.planner.group_orders import order_by_bandwidth, order_groups
 from zorselike.planner.groups import find_groupings
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.neighbours import change_choice, describe_kinds, move_layers, move_rows
@@ -47,7 +48,9 @@ from zorselike.planner.sketch import Sketch, make_plan
 from zorselike.simulator.case import Case
 from zorselike.simulator.limits import describe_limit
 
-MOST_DEEPENED = 8
+MOST_ORDERS = 24
+"""Of groups, beyond which only the paper's order is looked at."""
+MOST_DEEPENED = 6
 """Groupings of a set of devices that are looked at closely."""
 MOST_FINALISTS = 16
 """Sketches that are simulated before the best are changed."""
@@ -122,6 +125,7 @@ class _Search:
         self._random = random.Random(seed)
         self._on_progress = on_progress
         self._notes: list[str] = []
+        self._sets_seen: list[DeviceSet] = []
         self._clock = LayerClock(problem.profile, problem.workload)
         self._problem = problem = self._leave_out_unknown(problem)
         self._table = LayerTable(problem.workload, self._clock)
@@ -209,6 +213,9 @@ class _Search:
                 raise
             ending = "interrupted"
         plans = self._choose(top)
+        assert self._best is not None
+        used = {device for group in self._best.candidate.sketch.groups for device in group.devices}
+        self._notes += [own.note for own in self._sets_seen if own.note and used <= {*own.devices}][:1]
         self._tell(now=True)
         return PlanAnswer(
             plans=plans, progress=self._progress(), ending=ending, notes=tuple(dict.fromkeys(self._notes))
@@ -218,21 +225,25 @@ class _Search:
         """The best candidates by estimate, best first."""
         found: dict[Sketch, Candidate] = {}
         best: Rank = WORST
-        sets = propose_devices(self._problem, bounds=self._bounds)
+        sets = propose_devices(
+            self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._budget_s)
+        )
         for number, devices in enumerate(sets):
             if best.is_allowed and not self._bound(devices) < best:
                 continue
             if number and self._is_exploring_over():
                 break
             glances = self._glance(devices, best)
+            for glance in glances:
+                found.setdefault(glance.sketch, glance)
+                best = min(best, glance.rank)
             for glance in glances[: MOST_DEEPENED if number == 0 else MOST_DEEPENED // 4]:
-                for candidate in (glance, self._explorer.deepen(glance)):
-                    found.setdefault(candidate.sketch, candidate)
-                    best = min(best, candidate.rank)
                 if self._is_exploring_over():
                     break
-            if glances and devices.note:
-                self._notes.append(devices.note)
+                for candidate in self._deepen(glance, devices):
+                    found.setdefault(candidate.sketch, candidate)
+                    best = min(best, candidate.rank)
+            self._sets_seen.append(devices)
             if found and not self._may_stop:
                 self._simulate_one(found.values())
         return sorted(found.values(), key=lambda candidate: candidate.rank)
@@ -257,7 +268,7 @@ class _Search:
         return sorted(found, key=lambda candidate: candidate.rank)
 
     def _list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
-        """Groupings in the paper's order of groups first, then in every other."""
+        """Groupings, their groups in the paper's order."""
         fixed = self._problem.fixed
         if fixed.groups is not None:
             yield fixed.groups, "fixed"
@@ -265,13 +276,29 @@ class _Search:
         bandwidths = self._read_bandwidths(devices)
         most = fixed.ministages or len(self._table.keys)
         groupings = find_groupings(bandwidths, max_groups=min(most, self._most_groups(bandwidths)))
-        later: list[tuple[Groups, str]] = []
         for grouping in groupings:
-            orders = order_groups(bandwidths, grouping.groups)
-            ordered = [tuple(grouping.groups[i] for i in order) for order in orders]
-            yield ordered[0], grouping.name
-            later += [(groups, f"{grouping.name}, in another order") for groups in ordered[1:]]
-        yield from later
+            order = order_by_bandwidth(bandwidths, grouping.groups)
+            yield tuple(grouping.groups[i] for i in order), grouping.name
+
+    def _deepen(self, glance: Candidate, devices: DeviceSet) -> Iterator[Candidate]:
+        """One decision after the other, then the groups in other orders, and the best of these again."""
+        best = self._explorer.deepen(glance)
+        yield best
+        groups = tuple(own.devices for own in best.choice.groups)
+        if self._problem.fixed.groups is not None or len(groups) == 1:
+            return
+        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=MOST_ORDERS)
+        turned = best
+        for order in orders:
+            if self._is_exploring_over():
+                return
+            choice = replace(best.choice, groups=tuple(best.choice.groups[i] for i in order))
+            found = self._explorer.try_choice(choice, f"{glance.grouping}, in another order")
+            if found is not None:
+                yield found
+                turned = min(turned, found, key=lambda candidate: candidate.rank)
+        if turned is not best:
+            yield self._explorer.deepen(turned)
 
     def _most_groups(self, bandwidths: Bandwidths) -> int:
         num_nodes = len({block.node for block in bandwidths.blocks})
@@ -433,7 +460,7 @@ class _Search:
         fixed, problem = self._problem.fixed, self._problem
         if fixed.ministages is not None and choice.num_ministages != fixed.ministages:
             return False
-        if len(choice.groups) > choice.num_ministages:
+        if not len(choice.groups) <= choice.num_ministages <= len(self._table.keys):
             return False
         return all(self._may_be_group(own.devices) for own in choice.groups) and (
             problem.max_devices is None
@@ -441,11 +468,13 @@ class _Search:
         )
 
     def _may_be_group(self, devices: tuple[int, ...]) -> bool:
-        if not hasattr(self, "_all_bandwidths"):
-            self._all_bandwidths = read_bandwidths(
-                self._problem.cluster, self._problem.usable, span_regions=self._problem.spans_regions
-            )
         return self._all_bandwidths.slowest_link(devices) > 0
+
+    @cached_property
+    def _all_bandwidths(self) -> Bandwidths:
+        return read_bandwidths(
+            self._problem.cluster, self._problem.usable, span_regions=self._problem.spans_regions
+        )
 
     # -- the answer ------------------------------------------------------------------------
 
