@@ -66,6 +66,8 @@ class Allocation:
     """Problems that no bound left out."""
     num_partial: int
     """Partial pipelines that were made."""
+    is_exact: bool = True
+    """Whether nothing better exists; False where the search ended early."""
 
     @property
     def throughput(self) -> float:
@@ -85,7 +87,7 @@ def allocate(
     goal = goal or AllocationGoal()
     problems = tuple(problems)
     _check(problems, pools)
-    found = _search(problems, pools, goal)
+    found = find_allocation(problems, pools, goal)
     if found is None:
         raise PlanError(_explain_refusal(problems, pools, goal))
     return found
@@ -102,15 +104,29 @@ def _check(problems: Sequence[Problem], pools: Sequence[Pool]) -> None:
             raise ConfigError(f"an option at degree {problem.degree} does not name all {len(pools)} pools")
 
 
-def _search(problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal) -> Allocation | None:
-    """Problems by rising bound, made tighter before anything is searched."""
+def find_allocation(
+    problems: Sequence[Problem],
+    pools: Sequence[Pool],
+    goal: AllocationGoal,
+    *,
+    max_tried: int | None = None,
+) -> Allocation | None:
+    """As `allocate`, and None where no pipeline is within memory and constraints.
+
+    Args:
+        problems: by rising bound they are searched, the bounds made tighter before.
+        pools: as many as their options name.
+        goal: what is wanted.
+        max_tried: of partial pipelines, after which the search ends with the best so far; None: no end but
+            the best.
+    """
     minimise_dollars = goal.objective == "cost"
     limits = Limits(
         iteration_s=1 / goal.min_throughput if goal.min_throughput else inf,
         dollars=goal.max_cost_per_iteration,
         num_devices=inf if goal.max_devices is None else goal.max_devices,
     )
-    incumbent = Incumbent(minimise_dollars, limits)
+    incumbent = Incumbent(minimise_dollars, limits, inf if max_tried is None else max_tried)
     rent = Rent(tuple(pools), goal.bill_idle)
     waiting: list[tuple[float, bool, int]] = []
     bounds = [Bounds(problem.costs, pools) for problem in problems]
@@ -125,7 +141,7 @@ def _search(problems: Sequence[Problem], pools: Sequence[Pool], goal: Allocation
 
     for i, bound in enumerate(bounds):
         wait(i, bound.rough(), False)
-    while waiting:
+    while waiting and not incumbent.is_exhausted:
         _, is_tight, i = heapq.heappop(waiting)
         if not incumbent.allows(floors[i].iteration_s, floors[i].device_dollars):
             continue
@@ -143,30 +159,33 @@ def _search(problems: Sequence[Problem], pools: Sequence[Pool], goal: Allocation
         num_problems=len(problems),
         num_searched=num_searched,
         num_partial=incumbent.num_partial,
+        is_exact=not incumbent.is_exhausted,
     )
 
 
 def _explain_refusal(problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal) -> str:
     """Which constraint is at fault: the best without it, the others kept."""
     if goal.min_throughput and (
-        found := _search(problems, pools, replace(goal, objective="throughput", min_throughput=0.0))
+        found := find_allocation(problems, pools, replace(goal, objective="throughput", min_throughput=0.0))
     ):
         return (
             f"min_throughput {goal.min_throughput:g} cannot be kept: {found.throughput:.4g} iterations "
             "a second is the most within the other constraints; lower it or raise quotas"
         )
     if goal.max_cost_per_iteration < inf and (
-        found := _search(problems, pools, replace(goal, objective="cost", max_cost_per_iteration=inf))
+        found := find_allocation(problems, pools, replace(goal, objective="cost", max_cost_per_iteration=inf))
     ):
         return (
             f"max_cost_per_iteration {goal.max_cost_per_iteration:g} cannot be kept: "
             f"{found.figures.dollars:.4g} dollars is the least within the other constraints; raise it"
         )
-    if goal.max_devices is not None and (found := _search(problems, pools, replace(goal, max_devices=None))):
+    if goal.max_devices is not None and (
+        found := find_allocation(problems, pools, replace(goal, max_devices=None))
+    ):
         used = sum(found.figures.used)
         return f"max_devices {goal.max_devices} is too few; {used} are used without it: raise it"
-    fastest = _search(problems, pools, AllocationGoal(bill_idle=goal.bill_idle))
-    cheapest = _search(problems, pools, AllocationGoal(objective="cost", bill_idle=goal.bill_idle))
+    fastest = find_allocation(problems, pools, AllocationGoal(bill_idle=goal.bill_idle))
+    cheapest = find_allocation(problems, pools, AllocationGoal(objective="cost", bill_idle=goal.bill_idle))
     if fastest is None or cheapest is None:
         return "no pipeline fits in the devices' memory; raise quotas or take smaller microbatches"
     return (

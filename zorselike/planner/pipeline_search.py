@@ -38,12 +38,20 @@ class Incumbent:
 
     minimise_dollars: bool
     limits: Limits
+    max_tried: float = inf
+    """Partial pipelines after which no more are tried."""
     figures: Figures | None = None
     stages: tuple[Stage, ...] = ()
     problem: int = -1
     """Which problem it is of."""
     num_partial: int = 0
     """Partial pipelines made in all."""
+    num_tried: int = 0
+    """With those that were dropped at once."""
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.num_tried >= self.max_tried
 
     def allows(self, iteration_s: float, dollars: float) -> bool:
         """Whether a pipeline of at least so much could be the best."""
@@ -136,7 +144,7 @@ class PipelineSearch:
                 else:
                     self._keep(following, used, partial)
             frontier = following
-            if not frontier:
+            if not frontier or self.incumbent.is_exhausted:
                 break
 
     def _last_stages(self) -> Iterator[tuple[tuple[int, ...], _Partial]]:
@@ -157,6 +165,8 @@ class PipelineSearch:
     ) -> Iterator[tuple[tuple[int, ...], _Partial]]:
         """By one stage before each; `depth` counts it."""
         for (stop, following, used), partials in frontier.items():
+            if self.incumbent.is_exhausted:
+                return
             for option in self.bounds.options:
                 taken = tuple(a + b for a, b in zip(used, self.costs.uses[option], strict=True))
                 if (covers := self._layers_left(taken)) < 0:
@@ -210,6 +220,7 @@ class PipelineSearch:
         return self.costs.num_layers if self._reach is None else self._reach.layers(left)
 
     def _may_win(self, partial: _Partial, used: tuple[int, ...]) -> bool:
+        self.incumbent.num_tried += 1
         start, floors = partial.stage.start, self._floors
         straggler_s = max(floors.straggler_s, partial.straggler_s, partial.pending_s)
         iteration_s = (

@@ -11,6 +11,7 @@ timed on its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zorselike.plan.errors import ProfileError
 from zorselike.planner.batches import (
@@ -62,6 +63,7 @@ def share_in_equal_rounds(cards: Sequence[Card], num_rows: int, *, collective_s:
     time, rows = min(rounds, key=lambda each: total_s(*each))
     num_full, rest = divmod(num_rows, rows)
     last = [next(t for t, covered in rounds if covered >= rest)] if rest else []
+    cards = [replace(card, most_rows=None) for card in cards]
     return split_by_rounds(cards, [time] * num_full + last, num_rows, collective_s=collective_s)
 
 

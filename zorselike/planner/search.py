@@ -13,13 +13,14 @@ import heapq
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
 from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.plan.errors import ClusterError, ProfileError
 from zorselike.plan.plan import Estimates
 from zorselike.planner.answer import (
@@ -37,7 +38,7 @@ from zorselike.planner.device_choice import DeviceSet, propose_devices
 from zorselike.planner.explore import Candidate, Explorer, Groups
 from zorselike.planner.goal import WORST, Rank, rank
 from zorselike.planner.group_orders import order_by_bandwidth, order_groups
-from zorselike.planner.groups import find_groupings
+from zorselike.planner.groups import Grouping, find_groupings
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.neighbours import change_choice, describe_kinds, move_layers, move_rows
 from zorselike.planner.nothing_fits import describe_nothing
@@ -48,6 +49,8 @@ from zorselike.planner.sketch import Sketch, make_plan
 from zorselike.simulator.case import Case
 from zorselike.simulator.limits import describe_limit
 
+ASSUMED_ROUNDS = 32
+"""Of a step, in the first guess at groupings."""
 MOST_ORDERS = 24
 """Of groups, beyond which only the paper's order is looked at."""
 MOST_DEEPENED = 6
@@ -141,12 +144,14 @@ class _Search:
             self._bounds.price_per_hour,
             self._is_exploring_over,
         )
+        self._found: dict[Sketch, Candidate] = {}
+        """By estimate."""
         self._simulated: dict[Sketch, _Simulated | None] = {}
         self._best: _Simulated | None = None
         self._counts = _Counts()
         self._told_s = 0.0
         self._may_stop = False
-        """Once there is something to return."""
+        """Once something fits."""
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
         """Without devices of which nothing says how fast they are, such as those without this dtype."""
@@ -203,15 +208,17 @@ class _Search:
     def run(self, top: int) -> PlanAnswer:
         ending: Ending = "finished"
         try:
-            candidates = self._explore()
-            self._simulate_best(candidates)
+            self._explore()
+            self._simulate_best()
             self._improve()
-            if self._may_stop and self._elapsed_s > self._budget_s:
+            if self._elapsed_s > self._budget_s:
                 ending = "budget"
         except KeyboardInterrupt:
-            if self._best is None:
+            if not self._found:
                 raise
             ending = "interrupted"
+            self._budget_s = 0.0
+            self._simulate_best()
         plans = self._choose(top)
         assert self._best is not None
         used = {device for group in self._best.candidate.sketch.groups for device in group.devices}
@@ -221,9 +228,8 @@ class _Search:
             plans=plans, progress=self._progress(), ending=ending, notes=tuple(dict.fromkeys(self._notes))
         )
 
-    def _explore(self) -> list[Candidate]:
-        """The best candidates by estimate, best first."""
-        found: dict[Sketch, Candidate] = {}
+    def _explore(self) -> None:
+        """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
         best: Rank = WORST
         sets = propose_devices(
             self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._budget_s)
@@ -233,20 +239,15 @@ class _Search:
                 continue
             if number and self._is_exploring_over():
                 break
-            glances = self._glance(devices, best)
-            for glance in glances:
-                found.setdefault(glance.sketch, glance)
-                best = min(best, glance.rank)
+            self._sets_seen.append(devices)
+            glances = self._glance(devices)
+            best = min([best, *(glance.rank for glance in glances)])
             for glance in glances[: MOST_DEEPENED if number == 0 else MOST_DEEPENED // 4]:
                 if self._is_exploring_over():
                     break
                 for candidate in self._deepen(glance, devices):
-                    found.setdefault(candidate.sketch, candidate)
+                    self._found.setdefault(candidate.sketch, candidate)
                     best = min(best, candidate.rank)
-            self._sets_seen.append(devices)
-            if found and not self._may_stop:
-                self._simulate_one(found.values())
-        return sorted(found.values(), key=lambda candidate: candidate.rank)
 
     def _bound(self, devices: DeviceSet) -> Rank:
         """No plan of these devices ranks before."""
@@ -254,7 +255,7 @@ class _Search:
         bound = rank(self._problem, devices.bound_s, cost, 0)
         return replace(bound, excess=0.0)
 
-    def _glance(self, devices: DeviceSet, best: Rank) -> list[Candidate]:
+    def _glance(self, devices: DeviceSet) -> list[Candidate]:
         """Every grouping of a set of devices, the most promising first."""
         found: list[Candidate] = []
         for groups, name in self._list_groups(devices):
@@ -263,8 +264,8 @@ class _Search:
             candidate = self._explorer.glance(groups, name)
             if candidate is not None:
                 found.append(candidate)
-                if not self._may_stop:
-                    self._simulate_one(found)
+                self._found.setdefault(candidate.sketch, candidate)
+                self._may_stop = True
         return sorted(found, key=lambda candidate: candidate.rank)
 
     def _list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
@@ -276,9 +277,25 @@ class _Search:
         bandwidths = self._read_bandwidths(devices)
         most = fixed.ministages or len(self._table.keys)
         groupings = find_groupings(bandwidths, max_groups=min(most, self._most_groups(bandwidths)))
-        for grouping in groupings:
+        for grouping in sorted(groupings, key=lambda own: self._guess_s(bandwidths, own)):
             order = order_by_bandwidth(bandwidths, grouping.groups)
             yield tuple(grouping.groups[i] for i in order), grouping.name
+
+    def _guess_s(self, bandwidths: Bandwidths, grouping: Grouping) -> float:
+        """What speaks against a grouping before it is looked at, in seconds: all gradients of the slowest
+        group over its slowest link, and a microbatch's way through each group."""
+        speeds = [
+            sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in own) for own in grouping.groups
+        ]
+        model_bytes = self._problem.workload.num_parameters * find_gradient_itemsize(
+            self._problem.workload.itemsize
+        )
+        reduced_s = max(
+            model_bytes * speed / sum(speeds) / bandwidths.slowest_link(own)
+            for speed, own in zip(speeds, grouping.groups, strict=True)
+        )
+        fill_s = self._problem.global_batch / sum(speeds) * len(grouping.groups) / ASSUMED_ROUNDS
+        return reduced_s + fill_s
 
     def _deepen(self, glance: Candidate, devices: DeviceSet) -> Iterator[Candidate]:
         """One decision after the other, then the groups in other orders, and the best of these again."""
@@ -311,13 +328,9 @@ class _Search:
 
     # -- simulation ------------------------------------------------------------------------
 
-    def _simulate_one(self, candidates: Iterable[Candidate]) -> None:
-        """So that there is something to return."""
-        for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
-            if self._simulate(candidate) is not None:
-                return
-
-    def _simulate_best(self, candidates: list[Candidate]) -> None:
+    def _simulate_best(self) -> None:
+        """The best by estimate, one that fits in any case."""
+        candidates = sorted(self._found.values(), key=lambda candidate: candidate.rank)
         if not candidates:
             raise NothingFitsError(self._explain_nothing())
         least = candidates[0].rank.wanted
@@ -339,7 +352,6 @@ class _Search:
             self._simulated[sketch] = self._run(candidate)
         found = self._simulated[sketch]
         if found is not None:
-            self._may_stop = True
             if self._best is None or found.rank < self._best.rank:
                 self._best = found
         return found

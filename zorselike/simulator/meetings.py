@@ -53,6 +53,7 @@ class Meetings:
         self._last: dict[int, int] = {}
         """The last collective of a group."""
         self._bundles: dict[Hashable, int] = {}
+        self._ties: dict[tuple[tuple[int, int], bool], list[tuple[int, int, int]]] = {}
         self._ranks = [tuple(sorted(group.flat_ranks)) for group in plan.groups]
         self._everyone = tuple(sorted(plan.group_of_rank))
         self.is_alone = [len(ranks) == 1 for ranks in self._ranks]
@@ -177,18 +178,16 @@ class Meetings:
     def tie(self, tie: tuple[int, int], *, to_owner: bool) -> list[tuple[int, int, int]]:
         """Slices of a tied weight, `(source rank, target rank, transfer)`: gradients to its owner, or new
         values from it. Each rank gives what it holds to those that hold the same rows."""
-        key = ("tie", tie, to_owner)
-        source, target = tie[::-1] if to_owner else tie
-        slices = self._slices(source, target)
-        if key not in self._found:
+        if (tie, to_owner) not in self._ties:
+            source, target = tie[::-1] if to_owner else tie
             num_bytes = self._costs.tie_bytes[tie]
             if to_owner:
                 num_bytes = self._costs.tie_gradient_bytes.get(tie, num_bytes)
-            made = []
-            for giver, taker, share in slices:
-                made.append(self._add_transfer(giver, taker, share * num_bytes))
-            self._found[key] = tuple(made)
-        return [(giver, taker, t) for (giver, taker, _), t in zip(slices, self._found[key], strict=True)]
+            self._ties[tie, to_owner] = [
+                (giver, taker, self._add_transfer(giver, taker, share * num_bytes))
+                for giver, taker, share in self._slices(source, target)
+            ]
+        return self._ties[tie, to_owner]
 
     def _slices(self, source: int, target: int) -> list[tuple[int, int, float]]:
         """Who gives which share of a weight to whom, other ranks only."""

@@ -1,0 +1,468 @@
+"""Pipelines of replicas in 1F1B with ZeRO 2: what TorchTitan and HexiScale have in common.
+
+Each stage is a data-parallel group of replicas with consecutive layers, cut exactly for speed within
+memory (`layers.py`). The batch goes through in rounds of the same rows in all stages, a microbatch of each
+replica in each round. All shapes that are asked for are estimated with every size of round, with and without
+recomputation; the best few are simulated, and the fastest that fits by the walk over its memory is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.network import Network
+from zorselike.cost.sizes import find_gradient_itemsize, is_layer
+from zorselike.cost.wires import make_network
+from zorselike.plan.cluster import Place
+from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.wording import count
+from zorselike.plan.workload import LayerKind
+from zorselike.planner.baseline_replicas import Replicas, count_backward_passes, find_memory
+from zorselike.planner.layers import GroupCosts, LayerSplit, bound_slowest_s, split_layers
+from zorselike.planner.shares_plan import apportion
+from zorselike.simulator.case import Case
+from zorselike.simulator.compare import ORDER, Baseline, Misfit, find_misfit, name_devices
+
+FINALISTS = 4
+"""Of all that fit by estimate, so many are simulated."""
+ENTERED = 16
+"""So many may turn out not to fit, or not to be as fast as estimated, before a good one is overlooked."""
+MOST_FITTINGS = 6
+"""How often layers are cut anew where the walk over memory finds more than the estimate."""
+_GRAD_REDUCE: tuple[GradReduce, ...] = ("once", "microbatch")
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Stages of replicas."""
+
+    replicas: Replicas
+    evenly: bool
+    """Whether all replicas of a stage get as many rows; else they are done together."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is chosen beside the shape."""
+
+    rows: int
+    """Of a round."""
+    recompute: Recompute
+    grad_reduce: GradReduce
+
+
+def find_pipeline(
+    name: str,
+    shapes: Iterable[Shape],
+    global_batch: int,
+    clock: LayerClock,
+    *,
+    recompute: Sequence[Recompute],
+) -> Baseline:
+    """The fastest pipeline of some shapes that fits.
+
+    Args:
+        clock: of single devices.
+        recompute: what may be chosen.
+    """
+    ranking = _Ranking()
+    for shape in shapes:
+        stages = _Stages(shape, clock)
+        for again in recompute:
+            ranking.enter(stages, global_batch, again)
+    cases: list[tuple[Case, str]] = []
+    reason = ""
+    for _, _, estimate, split in sorted(ranking.found, key=lambda own: own[:2]):
+        case = estimate.fit(split)
+        if isinstance(case, Case):
+            cases.append((case, estimate.describe(case)))
+        else:
+            reason = reason or case
+        if len(cases) == FINALISTS:
+            break
+    if cases:
+        best, how = min(cases, key=lambda own: own[0].simulation.iteration_s)
+        return Baseline(name=name, how=how, case=best)
+    return Baseline(name=name, how="", case=None, reason=reason or ranking.explain())
+
+
+class _Ranking:
+    """All that fits by estimate and may be among the best few."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, int, _Estimate, LayerSplit]] = []
+        self._lean: list[_Estimate] = []
+        """With the smallest rounds: what needs least memory."""
+        self._best: list[float] = []
+
+    def enter(self, stages: _Stages, global_batch: int, recompute: Recompute) -> None:
+        """Ever larger rounds, until they get slower or do not fit."""
+        rows = max(len(group) for group in stages.groups)
+        before = math.inf
+        while rows <= global_batch and stages.takes(rows, recompute):
+            step_s = self._estimate(stages, rows, global_batch, recompute)
+            if step_s > before or math.isinf(step_s):
+                return
+            before = step_s
+            rows *= 2
+
+    def _estimate(self, stages: _Stages, rows: int, global_batch: int, recompute: Recompute) -> float:
+        """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
+        where neither fits, a lower bound where it is too slow anyway."""
+        for grad_reduce in _GRAD_REDUCE:
+            estimate = _Estimate(stages, _Choice(rows, recompute, grad_reduce), global_batch)
+            self._lean.append(estimate)
+            bound_s = estimate.bound_s()
+            if len(self._best) == ENTERED and bound_s > self._best[-1]:
+                return bound_s
+            split = estimate.cut()
+            if split is not None:
+                step_s = estimate.step_s(split)
+                self.found.append((step_s, len(self.found), estimate, split))
+                self._best = sorted([*self._best, step_s])[:ENTERED]
+                return step_s
+        return math.inf
+
+    def explain(self) -> str:
+        """What the least that was tried lacks."""
+        if not self._lean:
+            return "these devices, or so few rows, have no such shape"
+        return min(estimate.lack() for estimate in self._lean)[1]
+
+
+class _Stages:
+    """What a shape's stages take and hold for a round of so many rows."""
+
+    def __init__(self, shape: Shape, clock: LayerClock) -> None:
+        self.replicas = shape.replicas
+        self.groups = shape.replicas.groups
+        self.setting = shape.replicas.setting
+        self.workload = self.setting.workload
+        self.places = [place for group in self.groups for place in group]
+        self.network: Network = make_network(self.setting.cluster, self.places, self.setting.profile)
+        self._evenly = shape.evenly
+        self._clock = clock
+        starts = [0, *accumulate(map(len, self.groups))]
+        self.ranks = [tuple(range(*ends)) for ends in pairwise(starts)]
+        self.modules = [name for name, _ in self.workload.layers]
+        self.kinds = [kind for _, kind in self.workload.layers]
+        self._layer_kinds = {kind for name, kind in self.workload.layers if is_layer(name)}
+        self._commonest = max(dict.fromkeys(self.kinds), key=self.kinds.count)
+        self.share = cache(self._share)
+        self.seconds = cache(self._seconds)
+
+    def device(self, place: Place) -> str:
+        return self.setting.cluster.device_type(place)
+
+    def takes(self, rows: int, recompute: Recompute) -> bool:
+        """Whether the profile does not say that microbatches of such rounds do not fit."""
+        return all(
+            most is None or own <= most
+            for g, group in enumerate(self.groups)
+            for place, own in zip(group, self.share(g, rows, recompute), strict=True)
+            if self.replicas.degree(place) == 1
+            for most in (
+                self._clock.max_rows(kind, self.device(place), self._again(kind, recompute))
+                for kind in self.workload.kinds
+            )
+        )
+
+    def _again(self, kind: str, recompute: Recompute) -> Recompute:
+        return recompute if kind in self._layer_kinds else "none"
+
+    def _seconds(self, place: Place, kind: str, rows: int, recompute: Recompute) -> float:
+        """A layer's forward and backward in a microbatch on a replica."""
+        again = self._again(kind, recompute)
+        device = self.device(place)
+        compute_s = self._clock.forward_s(kind, device, rows, again)
+        compute_s += self._clock.backward_s(kind, device, rows, again)
+        if kind not in self._layer_kinds:
+            return compute_s / self.replicas.degree(place)
+        num_passes = 1 + count_backward_passes(again)
+        return compute_s / self.replicas.degree(place) + num_passes * self.replicas.pass_s(place, kind, rows)
+
+    def _share(self, g: int, rows: int, recompute: Recompute) -> tuple[int, ...]:
+        """Rows of each replica in a round; at least one."""
+        group = self.groups[g]
+        each, more = divmod(rows, len(group))
+        if self._evenly or len({(place.node, self.device(place)) for place in group}) == 1:
+            return tuple(each + (i < more) for i in range(len(group)))
+        given = apportion(
+            rows, [1 / self.seconds(place, self._commonest, max(each, 1), recompute) for place in group]
+        )
+        while 0 in given:
+            given[given.index(max(given))] -= 1
+            given[given.index(0)] += 1
+        return tuple(given)
+
+    def gather_s(self, g: int, kind: LayerKind) -> float:
+        num_bytes = kind.num_parameters * self.workload.itemsize
+        return self.network.time_alone(self.network.collective("all_gather", self.ranks[g], num_bytes))
+
+    def reduce_s(self, g: int, kind: LayerKind) -> float:
+        num_bytes = kind.trainable * find_gradient_itemsize(self.workload.itemsize)
+        return self.network.time_alone(self.network.collective("reduce_scatter", self.ranks[g], num_bytes))
+
+    def memory_bytes(self, place: Place) -> float:
+        """Of a replica; infinite where it is not known."""
+        found = find_memory(self.setting.cluster, place)
+        return math.inf if found is None else found
+
+    def room_bytes(self, place: Place) -> float:
+        """For tensors."""
+        overheads = self.setting.profile.overheads
+        context_bytes = overheads.context_bytes * self.replicas.degree(place)
+        return (self.memory_bytes(place) - context_bytes) / (1 + overheads.allocator_share)
+
+    def pass_on_s(self, g: int, rows: int, recompute: Recompute) -> float:
+        """A round's rows from one stage to the next."""
+        kind = self.workload.kinds[self._commonest]
+        row_bytes = kind.input_elements_per_row * self.workload.itemsize
+        flows = []
+        ends = [list(accumulate(self.share(i, rows, recompute))) for i in (g, g + 1)]
+        cuts = sorted({0, *ends[0], *ends[1]})
+        i = j = 0
+        for start, stop in pairwise(cuts):
+            while ends[0][i] <= start:
+                i += 1
+            while ends[1][j] <= start:
+                j += 1
+            source, target = self.ranks[g][i], self.ranks[g + 1][j]
+            flows.append(self.network.transfer(source, target, (stop - start) * row_bytes))
+        return self.network.time_alone(flows)
+
+
+class _Estimate:
+    """One shape with one choice."""
+
+    def __init__(self, stages: _Stages, choice: _Choice, global_batch: int) -> None:
+        self._stages, self._choice = stages, choice
+        self._global_batch = global_batch
+        self._num_rounds = -(-global_batch // choice.rows)
+        widest = max(len(group) for group in stages.groups)
+        if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
+            self._num_rounds = global_batch // widest
+        self._rows = -(-global_batch // self._num_rounds)
+        self._shares = [stages.share(g, self._rows, choice.recompute) for g in range(len(stages.groups))]
+
+    # -- cutting layers --------------------------------------------------------------------
+
+    def cut(self, squeezed: Mapping[int, float] | None = None) -> LayerSplit | None:
+        """Layers to stages for speed; None where they do not fit.
+
+        Args:
+            squeezed: for some stages, the share of their room that is used.
+        """
+        groups = [
+            GroupCosts(self._time_kinds(g), self._fill_kinds(g), (squeezed or {}).get(g, 1.0))
+            for g in range(len(self._stages.groups))
+        ]
+        return self._split(groups)
+
+    def bound_s(self) -> float:
+        """No cut takes less."""
+        groups = [GroupCosts(self._time_kinds(g)) for g in range(len(self._stages.groups))]
+        return self._num_rounds * bound_slowest_s(self._stages.kinds, groups)
+
+    def _split(self, groups: Sequence[GroupCosts]) -> LayerSplit | None:
+        if len(groups) > len(self._stages.kinds):
+            return None
+        return split_layers(self._stages.kinds, range(len(groups)), groups)
+
+    def lack(self) -> tuple[float, str]:
+        """How many times its memory some device would need at least, by the estimate; and which, in words."""
+        filled = [GroupCosts(self._fill_kinds(g)) for g in range(len(self._stages.groups))]
+        split = self._split(filled)
+        if split is None:
+            return math.inf, f"{count(len(filled), 'stage')} for {count(len(self._stages.kinds), 'layer')}"
+        g = max(range(len(filled)), key=lambda g: split.group_s[g])
+        rank = self._stages.ranks[g][0]
+        place = self._stages.groups[g][0]
+        limit_bytes = self._stages.memory_bytes(place)
+        if math.isinf(limit_bytes):
+            return 0.0, "it does not fit"
+        outside_bytes = limit_bytes - self._stages.room_bytes(place)
+        peak_bytes = outside_bytes + self._stages.room_bytes(place) * split.slowest_s
+        misfit = Misfit(rank, round(peak_bytes), round(limit_bytes))
+        return split.slowest_s, self._explain(misfit, self._lay(split, 1))
+
+    def _time_kinds(self, g: int) -> dict[str, float]:
+        """Seconds of a round of one layer of each kind, its share of what comes once a step included."""
+        stages, choice = self._stages, self._choice
+        pairs = {
+            (place.node, stages.device(place), rows): (place, rows)
+            for place, rows in zip(stages.groups[g], self._shares[g], strict=True)
+        }.values()
+        found = {}
+        for name, kind in stages.workload.kinds.items():
+            compute_s = max(stages.seconds(place, name, rows, choice.recompute) for place, rows in pairs)
+            num_reductions = self._num_rounds if choice.grad_reduce == "microbatch" else 1
+            collectives_s = stages.gather_s(g, kind) + num_reductions * stages.reduce_s(g, kind)
+            found[name] = compute_s + collectives_s / self._num_rounds
+        return found
+
+    def _fill_kinds(self, g: int) -> dict[str, float]:
+        """What one layer of each kind takes of the room on the replica that has least for it."""
+        stages = self._stages
+        pairs = {
+            (place.node, stages.device(place), rows): (place, rows)
+            for place, rows in zip(stages.groups[g], self._shares[g], strict=True)
+        }.values()
+        num_kept = min(len(stages.groups) - g, self._num_rounds)
+        found = {}
+        for name, kind in stages.workload.kinds.items():
+            found[name] = max(
+                self._held_bytes(name, kind, len(stages.groups[g]), rows, num_kept)
+                / max(stages.room_bytes(place) - self._working_bytes(rows), 1.0)
+                for place, rows in pairs
+            )
+        return found
+
+    def _held_bytes(self, name: str, kind: LayerKind, num_replicas: int, rows: int, num_kept: int) -> float:
+        """Parameters whole and as shards, gradients, optimizer state, and activations of the microbatches
+        that are under way."""
+        workload = self._stages.workload
+        itemsize = workload.itemsize
+        gradient_itemsize = find_gradient_itemsize(itemsize)
+        whole = kind.num_parameters * itemsize
+        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        shards = (whole + kind.trainable * state_itemsize) / num_replicas
+        gradients: float = kind.trainable * gradient_itemsize
+        if self._choice.grad_reduce == "microbatch":
+            gradients /= num_replicas
+        is_layer_kind = name in self._stages.setting.workload.kinds and self._is_layer(name)
+        if is_layer_kind and self._choice.recompute == "layer":
+            kept = kind.input_elements_per_row * itemsize
+            working = 0
+        else:
+            kept = kind.activation_bytes_per_row
+            working = 0 if is_layer_kind else kind.working_bytes_per_row
+        return whole + shards + gradients + rows * (num_kept * kept + working)
+
+    def _is_layer(self, kind: str) -> bool:
+        return kind in self._stages._layer_kinds
+
+    def _working_bytes(self, rows: int) -> float:
+        """What a layer needs while it computes, whichever needs most; and units on their way."""
+        stages = self._stages
+        layers = [kind for name, kind in stages.workload.kinds.items() if self._is_layer(name)]
+        again = self._choice.recompute == "layer"
+        working = max(
+            (kind.working_bytes_per_row + again * kind.activation_bytes_per_row for kind in layers), default=0
+        )
+        largest = max((kind.num_parameters for kind in layers), default=0)
+        return rows * working + 2 * largest * find_gradient_itemsize(stages.workload.itemsize)
+
+    # -- time ------------------------------------------------------------------------------
+
+    def step_s(self, split: LayerSplit) -> float:
+        """All rounds through the slowest stage, or over the slowest boundary, and one through all others."""
+        passes = [
+            self._stages.pass_on_s(g, self._rows, self._choice.recompute)
+            for g in range(len(split.group_s) - 1)
+        ]
+        slowest = max([*split.group_s, *passes])
+        return (self._num_rounds - 1) * slowest + sum(split.group_s) + 2 * sum(passes)
+
+    # -- the plan --------------------------------------------------------------------------
+
+    def fit(self, split: LayerSplit) -> Case | str:
+        """The plan simulated, with fewer layers where the walk over its memory asks for it; or what does not
+        fit."""
+        squeezed: dict[int, float] = {}
+        reason = ""
+        setting, replicas = self._stages.setting, self._stages.replicas
+        # From then on each round finds what the one before found.
+        num_rounds = min(self._num_rounds, len(split.owners) + 2)
+        for _ in range(MOST_FITTINGS):
+            plan = self._lay(split, num_rounds)
+            actions = setting.list_actions(plan, ORDER)
+            misfit = find_misfit(plan, replicas.find_costs(plan), actions)
+            if misfit is None:
+                whole = self._lay(split, self._num_rounds)
+                return setting.simulate(whole, replicas.find_costs(whole), schedule=ORDER)
+            reason = reason or self._explain(misfit, plan)
+            g = plan.group_of_rank[misfit.rank]
+            used = sum(
+                self._fill_kinds(g)[self._stages.workload.kind_of[name].name]
+                for name in plan.ministages[g].modules
+            )
+            # A little less than what is there now, where it was less than allowed.
+            allowed = min(squeezed.get(g, 1.0), used)
+            squeezed[g] = min(allowed * misfit.limit_bytes / misfit.peak_bytes, allowed * (1 - 1e-6))
+            following = self.cut(squeezed)
+            if following is None:
+                return reason
+            split = following
+        return reason
+
+    def _lay(self, split: LayerSplit, num_rounds: int) -> Plan:
+        """All rounds, or the first few of them."""
+        stages, choice = self._stages, self._choice
+        starts = [0, *split.ends]
+        return Plan(
+            global_batch=self._start(num_rounds),
+            groups=tuple(
+                Group(
+                    ranks=ranks,
+                    microbatches=self._lay_rows(g, num_rounds),
+                    zero=2,
+                    grad_reduce=choice.grad_reduce,
+                    recompute=choice.recompute,
+                )
+                for g, ranks in enumerate(stages.ranks)
+            ),
+            ministages=tuple(
+                Ministage(g, tuple(stages.modules[start:stop]))
+                for g, (start, stop) in enumerate(pairwise(starts))
+            ),
+            devices=name_devices(stages.setting.cluster, stages.places),
+            sequence_length=stages.workload.sequence_length,
+            model=stages.workload.model,
+        )
+
+    def _start(self, m: int) -> int:
+        """The first row of a round; larger rounds come first."""
+        return -(-self._global_batch * m // self._num_rounds)
+
+    def _lay_rows(self, g: int, num_rounds: int) -> tuple[Microbatch, ...]:
+        """Each round's rows to the stage's replicas."""
+        microbatches: list[Microbatch] = []
+        for m in range(num_rounds):
+            start, stop = self._start(m), self._start(m + 1)
+            shares = self._stages.share(g, stop - start, self._choice.recompute)
+            cuts = pairwise(accumulate(shares, initial=start))
+            microbatches += [
+                Microbatch(rank, *cut) for rank, cut in zip(self._stages.ranks[g], cuts, strict=True)
+            ]
+        return tuple(microbatches)
+
+    # -- words -----------------------------------------------------------------------------
+
+    def _explain(self, misfit: Misfit, plan: Plan) -> str:
+        """Of one device of the replica."""
+        degree = self._stages.replicas.degree(self._stages.places[misfit.rank])
+        each = Misfit(misfit.rank, misfit.peak_bytes // degree, misfit.limit_bytes // degree)
+        return each.explain(plan)
+
+    def describe(self, case: Case) -> str:
+        """`4 stages of 2 x 2 devices, 10 12 12 6 layers, 4 rows a round, layers recomputed`."""
+        stages = self._stages
+        sizes = []
+        for group in stages.groups:
+            degrees = sorted({stages.replicas.degree(place) for place in group})
+            sizes.append(f"{len(group)}" + "".join(f" x {degree}" for degree in degrees if degree > 1))
+        together = sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes)
+        layers = [sum(map(is_layer, stage.modules)) for stage in case.plan.ministages]
+        again = ", recomputed" if self._choice.recompute == "layer" else ""
+        often = ", reduced each round" if self._choice.grad_reduce == "microbatch" else ""
+        return (
+            f"{count(len(sizes), 'stage')} of {together} devices, layers {' '.join(map(str, layers))}"
+            f"{again}, {count(self._rows, 'row')} a round, ZeRO 2{often}"
+        )
