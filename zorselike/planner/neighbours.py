@@ -165,6 +165,19 @@ def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
                 if b != a:
                     larger = replace(other, devices=tuple(sorted((*other.devices, device))))
                     yield _with_groups(choice, _replaced(groups, {a: rest, b: larger}), num_layers)
+    yield from _swap_devices(choice)
+
+
+def _swap_devices(choice: Choice) -> Iterator[Choice]:
+    """The last device of a group against the first of another."""
+    groups = choice.groups
+    for a in range(len(groups)):
+        for b in range(len(groups)):
+            if a != b and len(groups[a].devices) + len(groups[b].devices) > 2:
+                given, taken = groups[a].devices[-1], groups[b].devices[0]
+                first = replace(groups[a], devices=tuple(sorted((*groups[a].devices[:-1], taken))))
+                second = replace(groups[b], devices=tuple(sorted((*groups[b].devices[1:], given))))
+                yield replace(choice, groups=_replaced(groups, {a: first, b: second}))
 
 
 def _replaced(

@@ -9,7 +9,6 @@ it.
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 import warnings
@@ -59,8 +58,10 @@ MOST_FINALISTS = 16
 """Sketches that are simulated before the best are changed."""
 MOST_STARTS = 3
 """Of these, how many are changed step by step."""
-WORTH_SIMULATING = 1.15
+WORTH_SIMULATING = 1.3
 """Estimates up to this many times the best one's are simulated."""
+FEW_ACTIONS = 200_000
+"""Up to so many simulated actions, a few seconds, more finalists are looked at than those."""
 EXPLORING_SHARE = 0.5
 """Of the budget, what estimates may take before something is simulated."""
 MOST_ACTIONS = 12_000_000
@@ -334,11 +335,14 @@ class _Search:
         if not candidates:
             raise NothingFitsError(self._explain_nothing())
         least = candidates[0].rank.wanted
-        for candidate in candidates[:MOST_FINALISTS]:
-            if self._is_over() and self._best is not None:
-                return
-            if candidate.rank.wanted <= WORTH_SIMULATING * least or self._best is None:
-                self._simulate(candidate)
+        for number, candidate in enumerate(candidates):
+            if self._best is not None and (
+                self._is_over() or candidate.rank.wanted > WORTH_SIMULATING * least
+            ):
+                break
+            if number >= MOST_FINALISTS and self._counts.actions > FEW_ACTIONS:
+                break
+            self._simulate(candidate)
         if self._best is None:
             for candidate in candidates[MOST_FINALISTS:]:
                 if self._simulate(candidate) is not None:
@@ -351,9 +355,8 @@ class _Search:
         if sketch not in self._simulated:
             self._simulated[sketch] = self._run(candidate)
         found = self._simulated[sketch]
-        if found is not None:
-            if self._best is None or found.rank < self._best.rank:
-                self._best = found
+        if found is not None and (self._best is None or found.rank < self._best.rank):
+            self._best = found
         return found
 
     def _run(self, candidate: Candidate) -> _Simulated | None:
@@ -371,11 +374,14 @@ class _Search:
     # -- small changes ---------------------------------------------------------------------
 
     def _improve(self) -> None:
-        """The best of what was simulated, changed until no small change is better."""
-        starts = sorted(own for own in self._simulated.values() if own is not None)
-        for start in heapq.nsmallest(MOST_STARTS, starts):
-            if self._is_over():
-                return
+        """The best of what was simulated, each with other groups, changed until no small change is better."""
+        starts: dict[object, _Simulated] = {}
+        for found in sorted(own for own in self._simulated.values() if own is not None):
+            devices = tuple(own.devices for own in found.candidate.sketch.groups)
+            starts.setdefault(devices, found)
+        for number, start in enumerate(list(starts.values())):
+            if self._is_over() or (number >= MOST_STARTS and self._counts.actions > FEW_ACTIONS):
+                break
             self._climb(start)
         if self._best is not None:
             self._simplify(self._best)
