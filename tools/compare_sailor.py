@@ -6,7 +6,7 @@
 OPT-350M, global batch 1024, sequence 2048, fp32, machines of 4 GPUs in GCP's us-central1. Plans are such as
 both can express: one machine a replica, as many replicas in every stage, one microbatch size. Money is the
 rent of the GPUs that are used, as in theirs, and egress. Sailor's figures come from running its public
-planner; `reach` is what our search must reach. Seconds are of this machine, search alone.
+planner; `reach` is what our search must reach. Seconds are of one core, search alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import sys
 from pathlib import Path
 
-from published.sailor_cases import CASES, Answer, answer, format_plan
+from published.sailor_cases import CASES, Answer, answer
 from published.sailor_library import find_library
+from published.sailor_planning import format_plan
 
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
 
@@ -72,13 +73,14 @@ _HEADER = f"{'case':<46} {'ours it/s':>9} {'reach':>7} {'Sailor':>7} {'$/it':>7}
 
 def format_answer(given: Answer) -> list[str]:
     """A row of the table, and the plan under it."""
-    case, sailor = given.case, given.case.sailor
+    case, sailor, searched = given.case, given.case.sailor, given.searched
     row = (
-        f"{case.name:<46} {given.figures.throughput:>9.4f} {case.reach:>7.4f} "
-        f"{'-' if sailor is None else format(sailor, '.4f'):>7} {given.dollars:>7.4f} {given.search_s:>8.1f}"
+        f"{case.name:<46} {searched.figures.throughput:>9.4f} {case.reach:>7.4f} "
+        f"{'-' if sailor is None else format(sailor, '.4f'):>7} {searched.dollars:>7.4f} "
+        f"{searched.search_s:>8.1f}"
     )
     verdict = "" if given.reached else "  NOT REACHED"
-    return [row + verdict, f"    {format_plan(given.plan)}"]
+    return [row + verdict, f"    {format_plan(searched.plan)}"]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -10,11 +9,23 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from made_up_sailor import (
+    ACTIVATION,
+    EGRESS,
+    ELEMENTS,
+    FAR,
+    NEAR,
+    NUM_LAYERS,
+    PARAMETERS,
+    SECONDS,
+    write_library,
+)
 
 from tools.published.sailor_arithmetic import Place, SailorArithmetic, SailorPlan, SailorStage
-from tools.published.sailor_cases import CASES, Case, answer, format_plan
+from tools.published.sailor_cases import CASES, Case, answer
 from tools.published.sailor_library import Library, find_library
 from tools.published.sailor_pipelines import Quotas, make_problems, to_sailor_plan
+from tools.published.sailor_planning import format_plan
 from zorselike.plan.errors import ClusterError, ConfigError
 from zorselike.planner.allocation import AllocationGoal, allocate
 
@@ -22,68 +33,10 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
 
-NUM_LAYERS = 5
-"""Embedding, three blocks, head; the head gives four times as much."""
-ELEMENTS, PARAMETERS, ACTIVATION = 250_000, 50_000_000, 10**8
-SECONDS = {"A100-40": 0.03, "V100-16": 0.09}
-"""Of a layer and row, forward and backward."""
-NEAR, FAR = 1.0, 0.5
-"""GB/s in a zone and between two, at every size."""
-EGRESS = 0.01
-ZONES = ("a", "b")
-
 
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
-    root = tmp_path / "sailor"
-    write(root / "llm_info.json", {"Tiny": {str(t): shapes(t) for t in (1, 2)}})
-    for gpu, seconds in SECONDS.items():
-        times = {
-            str(rows): {
-                str(t): {
-                    str(i): [seconds * rows / t / 3, seconds * rows / t * 2 / 3, 0.01 * (i + 1)]
-                    for i in range(NUM_LAYERS)
-                }
-                for t in (1, 2)
-            }
-            for rows in (1, 2)
-        }
-        write(root / "profiles" / "Tiny" / gpu / "profile.json", times)
-    write(
-        root / "providers" / "multizone_bandwidths_het.json",
-        {
-            zone: {
-                gpu: {str(n): {other: fits(zone == other) for other in ZONES} for n in (1, 2)}
-                for gpu in SECONDS
-            }
-            for zone in ZONES
-        },
-    )
-    prices = {zone: {other: EGRESS * (zone != other) for other in ZONES} for zone in ZONES}
-    write(root / "providers" / "communication_cost.json", prices)
-    return find_library(tmp_path)
-
-
-def shapes(degree: int) -> dict[str, dict[str, int]]:
-    return {
-        str(i): {
-            "params_floats": PARAMETERS // degree,
-            "act_input_floats": ELEMENTS,
-            "act_output_floats": ELEMENTS * (4 if i == NUM_LAYERS - 1 else 1),
-            "act_mem_bytes": ACTIVATION // degree,
-        }
-        for i in range(NUM_LAYERS)
-    }
-
-
-def fits(is_near: bool) -> dict[str, dict[str, list[object]]]:
-    rate = NEAR if is_near else FAR
-    return {gpu: {str(n): [[0.0, 0.0, rate * n], rate * n * 1e9] for n in (1, 2)} for gpu in SECONDS}
-
-
-def write(path: Path, found: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found), encoding="utf-8")
+    return write_library(tmp_path, zones=("a", "b"))
 
 
 @pytest.fixture
@@ -192,7 +145,7 @@ def test_a_plan_is_spelled_in_a_line() -> None:
 def test_what_must_be_reached_is(case: Case) -> None:
     found = answer(case, find_library(DATA))
     assert found.reached
-    assert found.figures.throughput > (case.sailor or inf)
+    assert found.searched.figures.throughput > (case.sailor or inf)
 
 
 def test_without_the_data_the_tool_says_so(tmp_path: Path) -> None:

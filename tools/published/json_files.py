@@ -11,12 +11,24 @@ from zorselike.plan.errors import ProfileError
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises `ProfileError` naming the file if there is none."""
+    found = _read(path)
+    if not isinstance(found, dict):
+        raise ProfileError(f"{path}: holds a {type(found).__name__}; expected an object")
+    return found
+
+
+def read_list(path: Path) -> list[Any]:
+    """The list in a JSON file; raises `ProfileError` naming the file if there is none."""
+    found = _read(path)
+    if not isinstance(found, list):
+        raise ProfileError(f"{path}: holds a {type(found).__name__}; expected a list")
+    return found
+
+
+def _read(path: Path) -> object:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"{path}: cannot be read: {error.strerror}; check the data folder") from None
     except ValueError as error:
         raise ProfileError(f"{path}: is not JSON ({error}); fetch the file again") from None
-    if not isinstance(found, dict):
-        raise ProfileError(f"{path}: holds a {type(found).__name__}; expected an object")
-    return found

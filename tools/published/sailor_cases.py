@@ -6,17 +6,15 @@ are those of its public planner scored by its own simulator.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import Any
 
-from zorselike.planner.allocation import Allocation, AllocationGoal, allocate
+from zorselike.planner.allocation import AllocationGoal
 
-from .sailor_arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan
+from .sailor_arithmetic import SailorArithmetic
 from .sailor_library import Library
-from .sailor_pipelines import Quotas, make_problems, to_sailor_plan
+from .sailor_pipelines import Quotas
+from .sailor_planning import Searched, search_quotas
 
 MODEL = "OPT-350"
 GLOBAL_BATCH = 1024
@@ -86,66 +84,34 @@ class Answer:
     """What our search found, by their arithmetic."""
 
     case: Case
-    found: Allocation
-    plan: SailorPlan
-    figures: SailorFigures
-    search_s: float
-
-    @property
-    def dollars(self) -> float:
-        return self.figures.rent + self.figures.egress
+    searched: Searched
 
     @property
     def reached(self) -> bool:
         """To the digits that are published."""
-        enough = round(self.figures.throughput, 4) >= self.case.reach
-        limit = self.case.reach_dollars
-        return self.figures.fits and enough and (limit is None or self.dollars <= limit)
+        figures, limit = self.searched.figures, self.case.reach_dollars
+        enough = round(figures.throughput, 4) >= self.case.reach
+        return figures.fits and enough and (limit is None or self.searched.dollars <= limit)
 
     def to_json(self) -> dict[str, Any]:
+        searched = self.searched
         return {
             "case": self.case.name,
-            "iterations_per_s": self.figures.throughput,
+            "iterations_per_s": searched.figures.throughput,
             "reach": self.case.reach,
             "sailor": self.case.sailor,
-            "dollars": self.dollars,
+            "dollars": searched.dollars,
             "reach_dollars": self.case.reach_dollars,
             "reached": self.reached,
-            "search_s": self.search_s,
-            "problems": self.found.num_problems,
-            "searched": self.found.num_searched,
+            "search_s": searched.search_s,
+            "problems": searched.found.num_problems,
+            "searched": searched.found.num_searched,
             "goal": {k: v for k, v in asdict(self.case.goal).items() if v != float("inf")},
-            "plan": self.plan.to_json(),
+            "plan": searched.plan.to_json(),
         }
 
 
 def answer(case: Case, library: Library, *, mixed: bool = False) -> Answer:
-    """Searches, and scores what is found by the arithmetic as a whole.
-
-    Raises:
-        AssertionError: The search counted other seconds or dollars than the arithmetic.
-    """
-    quotas = case.quotas
-    arithmetic = SailorArithmetic(library, MODEL, quotas.gpus)
-    start = time.perf_counter()
-    found = allocate(make_problems(arithmetic, quotas, GLOBAL_BATCH, mixed=mixed), quotas.pools, case.goal)
-    search_s = time.perf_counter() - start
-    plan = to_sailor_plan(found, GLOBAL_BATCH)
-    figures = arithmetic.score(plan)
-    assert abs(figures.iteration_s / found.figures.iteration_s - 1) < 1e-9, (figures, found.figures)
-    assert abs((figures.rent + figures.egress) / found.figures.dollars - 1) < 1e-9, (figures, found.figures)
-    return Answer(case, found, plan, figures, search_s)
-
-
-def format_plan(plan: SailorPlan) -> str:
-    """`D 16, mbs 4: 7 layers on 16 V100-16 tp 2 | ...`"""
-    return f"D {plan.degree}, mbs {plan.rows}: " + " | ".join(
-        f"{stage.stop - stage.start} layers on {_format_replicas(stage.replicas)}" for stage in plan.stages
-    )
-
-
-def _format_replicas(replicas: Sequence[Place]) -> str:
-    return " and ".join(
-        f"{len(list(same))} {place.gpu} tp {place.tensor_parallel} {place.zone}"
-        for place, same in groupby(replicas)
-    )
+    """Searches; `mixed` as `make_problems`."""
+    arithmetic = SailorArithmetic(library, MODEL, case.quotas.gpus)
+    return Answer(case, search_quotas(arithmetic, case.quotas, case.goal, GLOBAL_BATCH, mixed=mixed))
