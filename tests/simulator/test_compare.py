@@ -15,7 +15,7 @@ from zorselike.plan.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.simulator.case import Case
-from zorselike.simulator.compare import compare_even, make_even_plan
+from zorselike.simulator.compare import compare_even, find_even, make_data_parallel_plan
 from zorselike.simulator.ideal import measure_speeds
 from zorselike.simulator.setting import Setting
 
@@ -98,26 +98,30 @@ def shrink_memory(num_bytes: int, *, of: int = 2) -> Cluster:
 
 
 @given(
-    num_devices=st.integers(1, 12),
-    global_batch=st.integers(1, 60),
+    rows=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any),
     zero=st.integers(0, 3),
-    num_rows=st.integers(1, 8),
+    num_microbatches=st.integers(1, 8),
 )
-def test_even_plans_are_valid_and_even(num_devices: int, global_batch: int, zero: int, num_rows: int) -> None:
-    cluster = Cluster(nodes=(Node(name="a", devices=("T4",) * num_devices, fabric=Link(1e9)),))
-    given_plan = replace(make_plan((1, 1, 1)), global_batch=global_batch)
-    plan = make_even_plan(given_plan, cluster.places, cluster, zero=zero, num_rows=num_rows).validate()
-    assert plan.num_ranks == min(num_devices, global_batch)
-    own = [plan.microbatches_of_rank(rank) for rank in range(plan.num_ranks)]
-    rows = [sum(microbatch.num_rows for microbatch in each) for each in own]
-    assert sum(rows) == global_batch
-    assert max(rows) - min(rows) <= 1
-    assert len({len(each) for each in own}) == 1
-    most = max(m.num_rows for m in plan.groups[0].microbatches)
-    assert most <= num_rows or (most == num_rows + 1 and max(rows) != min(rows))
+def test_data_parallel_plans_are_valid_and_as_asked(
+    rows: list[int], zero: int, num_microbatches: int
+) -> None:
+    cluster = Cluster(nodes=(Node(name="a", devices=("T4",) * len(rows), fabric=Link(1e9)),))
+    plan = make_data_parallel_plan(
+        WORKLOAD, cluster, cluster.places, rows, zero=zero, num_microbatches=num_microbatches
+    ).validate()
+    own = [[m.num_rows for m in plan.microbatches_of_rank(rank)] for rank in range(plan.num_ranks)]
+    assert [sum(each) for each in own] == rows
+    assert [len(each) for each in own] == [min(number, num_microbatches) for number in rows]
+    assert all(max(each) - min(each) <= 1 for each in own if each)
     assert (len(plan.groups), plan.groups[0].zero, plan.num_ministages) == (1, zero, 1)
     assert plan.ministages[0].modules == LAYERS
-    assert cluster.place_ranks(plan) == cluster.places[: plan.num_ranks]
+    assert cluster.place_ranks(plan) == cluster.places
+
+
+def test_with_fewer_rows_than_devices_only_as_many_are_used() -> None:
+    even = find_even("even shares", make_setting(), CLUSTER.places, 2)
+    assert even.case is not None
+    assert even.case.device_types == ("A100-40", "T4")
 
 
 # -- the ideal -----------------------------------------------------------------------------------
@@ -184,7 +188,10 @@ def test_the_best_stage_that_fits_is_taken_with_the_largest_microbatch() -> None
     assert even.case is not None
     candidates = [
         setting.simulate(
-            make_even_plan(case.plan, cluster.places, cluster, zero=zero, num_rows=8), schedule="1f1b"
+            make_data_parallel_plan(
+                WORKLOAD, cluster, cluster.places, (8, 8, 8), zero=zero, num_microbatches=1
+            ),
+            schedule="1f1b",
         )
         for zero in range(4)
     ]
@@ -253,8 +260,14 @@ def test_layers_are_recomputed_where_nothing_fits_else() -> None:
     needs = {}
     for recompute in ("none", "layer"):
         for zero in range(4):
-            plan = make_even_plan(
-                case.plan, CLUSTER.places, CLUSTER, zero=zero, recompute=recompute, num_rows=1
+            plan = make_data_parallel_plan(
+                WORKLOAD,
+                CLUSTER,
+                CLUSTER.places,
+                (8, 8, 8),
+                zero=zero,
+                recompute=recompute,
+                num_microbatches=8,
             )
             needs[recompute, zero] = max(setting.simulate(plan, schedule="1f1b").peak_bytes)
     least = min(needs["none", zero] for zero in range(4))

@@ -112,6 +112,23 @@ def test_the_host_takes_its_time(cpu: bool) -> None:
     assert found.ranks[0].busy_s == found.iteration_s
 
 
+def test_units_and_steps_take_the_host_s_time_too() -> None:
+    plan = one_group(2, ministages=2)
+    assert run(plan, cpu=True).iteration_s == 12.0
+    host_s = {("F", 0): 0.25, ("B", 1): 0.5, ("STEP", 0): 4.0}
+    assert run(plan, cpu=True, unit_host_s=host_s, step_host_s=8.0).iteration_s == 12 + 0.5 + 1 + 4 + 8
+    both = run(plan, cpu=True, unit_host_s=host_s, host_s={"F": 1.0})
+    assert both.iteration_s == 12 + 4 * 1.0 + 0.5 + 1 + 4
+
+
+def test_the_norm_takes_the_time_of_all_of_a_rank_s_units() -> None:
+    plan = one_group(1, ministages=2)
+    host_s = {("NORM", 0): 0.25, ("NORM", 1): 0.5}
+    lists = build(plan, defer_steps=True)
+    alone, found = (run(plan, lists, cpu=True, unit_host_s=each) for each in ({}, host_s))
+    assert found.iteration_s == alone.iteration_s + 0.75
+
+
 # -- transfers ---------------------------------------------------------------------------------
 
 

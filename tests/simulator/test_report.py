@@ -10,7 +10,7 @@ from handmade import CLUSTER, GIB, PLAN, TIMES, make_case, make_simulation, make
 from zorselike.plan.cluster import Node
 from zorselike.plan.plan import Group, Microbatch
 from zorselike.simulator.case import Case
-from zorselike.simulator.compare import Alternative
+from zorselike.simulator.compare import Baseline
 from zorselike.simulator.limits import describe_limit
 from zorselike.simulator.report import format_report
 from zorselike.simulator.result import RankTimes, Track
@@ -34,17 +34,17 @@ def limit_of(*times: RankTimes, bytes_by_link: dict[str, float] | None = None) -
     return " ".join(describe_limit(case))
 
 
-def alternatives() -> list[Alternative]:
+def baselines() -> list[Baseline]:
     slower = make_case()
     slower = replace(slower, simulation=replace(slower.simulation, iteration_s=15.0))
     return [
-        Alternative(name="1 x A100-40 alone", how="1 rank, 4 rows at once", case=slower),
-        Alternative(name="even shares", how="", case=None, reason="OUT OF MEMORY: T4 needs 20 of 16 GiB"),
+        Baseline(name="1 x A100-40 alone", how="1 rank, 4 rows at once", case=slower),
+        Baseline(name="even shares", how="", case=None, reason="OUT OF MEMORY: T4 needs 20 of 16 GiB"),
     ]
 
 
 def report(case: Case, *, width: int = 100) -> str:
-    return format_report(case, alternatives(), ideal_s=4.0, notes=["a note"], width=width)
+    return format_report(case, baselines(), ideal_s=4.0, notes=["a note"], width=width)
 
 
 def test_a_narrow_page_breaks_the_comparison_before_its_words() -> None:

@@ -1,32 +1,34 @@
-"""What a plan is compared with: even shares, as data-parallel frameworks give them, on its devices."""
+"""What a plan is compared with: the same step as one data-parallel group, as common frameworks do it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from zorselike.cost.memory import walk_memory
+from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster import Cluster, Place
 from zorselike.plan.errors import ProfileError
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.wording import count, show_bytes
+from zorselike.plan.workload import Workload
+from zorselike.schedule.actions import Action
 from zorselike.simulator.case import Case, Schedule
 
 if TYPE_CHECKING:
     from zorselike.simulator.setting import Setting
 
-_STAGES = (0, 1, 2, 3)
-_ORDER: Schedule = "1f1b"
+ORDER: Schedule = "1f1b"
 """Of a single stage: each microbatch forward and at once backward, so that activations of one are kept."""
+_STAGES = (0, 1, 2, 3)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another way to use a plan's devices."""
+class Baseline:
+    """What another system would make of the same devices."""
 
     name: str
     how: str
@@ -37,11 +39,8 @@ class Alternative:
     """Why nothing fits."""
 
 
-def compare_even(case: Case, setting: Setting, speeds: Sequence[float]) -> tuple[Alternative, ...]:
+def compare_even(case: Case, setting: Setting, speeds: Sequence[float]) -> tuple[Baseline, ...]:
     """The same step on the plan's fastest devices alone, and on all of them, every rank with as many rows.
-
-    Each is one data-parallel group with one ministage, in the ZeRO stage that is fastest of those that
-    fit, with the largest microbatch that fits; layers are recomputed where nothing fits else.
 
     Args:
         case: the plan in question.
@@ -51,26 +50,55 @@ def compare_even(case: Case, setting: Setting, speeds: Sequence[float]) -> tuple
     places = case.costs.places
     best = case.device_types[max(range(len(places)), key=lambda rank: speeds[rank])]
     fast = [place for place, device in zip(places, case.device_types, strict=True) if device == best]
-    even = _find_even("even shares", case.plan, places, setting)
+    even = find_even("even shares", setting, places, case.plan.global_batch)
     if len(fast) == len(places):
         return (even,)
-    return _find_even(f"{len(fast)} x {best} alone", case.plan, fast, setting), even
+    return find_even(f"{len(fast)} x {best} alone", setting, fast, case.plan.global_batch), even
 
 
-def _find_even(name: str, plan: Plan, places: Sequence[Place], setting: Setting) -> Alternative:
+def find_even(
+    name: str,
+    setting: Setting,
+    places: Sequence[Place],
+    global_batch: int,
+    *,
+    recompute: Sequence[Recompute] = _RECOMPUTE,
+) -> Baseline:
+    """Every device with as many rows, to within one; with fewer rows than devices as many as have one."""
+    used = places[:global_batch]
+    each, more = divmod(global_batch, len(used))
+    rows = [each + (rank < more) for rank in range(len(used))]
+    return find_data_parallel(name, setting, used, rows, recompute=recompute)
+
+
+def find_data_parallel(
+    name: str,
+    setting: Setting,
+    places: Sequence[Place],
+    rows: Sequence[int],
+    *,
+    recompute: Sequence[Recompute] = _RECOMPUTE,
+) -> Baseline:
+    """One data-parallel group with one ministage, in the ZeRO stage that is fastest of those that fit, with
+    the largest microbatches that fit.
+
+    Args:
+        rows: of each device in a step.
+        recompute: in order; the next is looked at only where nothing fits.
+    """
     reason = ""
-    for recompute in _RECOMPUTE:
+    for choice in recompute:
         fitting: list[Case] = []
         for zero in _STAGES:
-            fit = _find_largest(plan, places, setting, zero, recompute)
+            fit = _find_largest(setting, places, rows, zero, choice)
             if isinstance(fit, _Fit):
-                fitting.append(setting.simulate(fit.plan, fit.costs, schedule=_ORDER))
+                fitting.append(setting.simulate(fit.plan, fit.costs, schedule=ORDER))
             else:
                 reason = fit
         if fitting:
             best = min(fitting, key=lambda case: case.simulation.iteration_s)
-            return Alternative(name=name, how=_describe(best.plan), case=best)
-    return Alternative(name=name, how="", case=None, reason=reason)
+            return Baseline(name=name, how=_describe(best.plan), case=best)
+    return Baseline(name=name, how="", case=None, reason=reason)
 
 
 class _Fit(NamedTuple):
@@ -81,23 +109,30 @@ class _Fit(NamedTuple):
 
 
 def _find_largest(
-    plan: Plan, places: Sequence[Place], setting: Setting, zero: int, recompute: Recompute
+    setting: Setting, places: Sequence[Place], rows: Sequence[int], zero: int, recompute: Recompute
 ) -> _Fit | str:
-    """The even plan with the largest microbatches that fit: a power of two, or all of a rank's rows; or why
-    not even one row does."""
-    most = -(-plan.global_batch // len(places))
+    """The plan with the largest microbatches that fit: a power of two, or all of the busiest rank's rows; or
+    why not even one row does."""
+    most = max(rows)
     sizes = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     found: _Fit | None = None
     reason = ""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
-        candidate = make_even_plan(
-            plan, places, setting.cluster, zero=zero, recompute=recompute, num_rows=sizes[middle]
+        candidate = make_data_parallel_plan(
+            setting.workload,
+            setting.cluster,
+            places,
+            rows,
+            zero=zero,
+            recompute=recompute,
+            num_microbatches=-(-most // sizes[middle]),
         )
         try:
             costs = setting.find_costs(candidate)
-            reason = _find_misfit(candidate, costs, setting)
+            misfit = find_misfit(candidate, costs, setting.list_actions(candidate, ORDER))
+            reason = "" if misfit is None else misfit.explain(candidate)
         except ProfileError as error:  # Such as more rows than were found to fit.
             reason = str(error)
         if reason:
@@ -107,69 +142,86 @@ def _find_largest(
     return reason if found is None else found
 
 
-def make_even_plan(
-    plan: Plan,
-    places: Sequence[Place],
+def make_data_parallel_plan(
+    workload: Workload,
     cluster: Cluster,
+    places: Sequence[Place],
+    rows: Sequence[int],
     *,
     zero: int,
     recompute: Recompute = "none",
-    num_rows: int,
+    num_microbatches: int,
 ) -> Plan:
-    """The plan's model and global batch in one data-parallel group over `places`, every rank with the same
-    rows (to within one) in as many microbatches, of `num_rows` at most (where rows do not divide, one more).
-
-    With fewer rows than places only as many places are used."""
-    used = places[: plan.global_batch]
-    each, more = divmod(plan.global_batch, len(used))
-    num_microbatches = min(each, -(-(each + (more > 0)) // num_rows))
+    """One group over `places` with one ministage; every rank goes through its rows in as many microbatches
+    of equal size (to within one row), or in as many as it has rows."""
     microbatches: list[Microbatch] = []
-    for rank in range(len(used)):
-        start = rank * each + min(rank, more)
-        rows = each + (rank < more)
-        cuts = [start + rows * m // num_microbatches for m in range(num_microbatches + 1)]
+    starts = [0, *accumulate(rows)]
+    for rank, (start, own) in enumerate(zip(starts, rows, strict=False)):
+        number = min(own, num_microbatches)
+        cuts = [start + own * m // number for m in range(number + 1)] if number else []
         microbatches += [Microbatch(rank, *cut) for cut in pairwise(cuts)]
     group = Group(
-        ranks=tuple(range(len(used))), microbatches=tuple(microbatches), zero=zero, recompute=recompute
-    )
-    modules = tuple(module for ministage in plan.ministages for module in ministage.modules)
-    devices = tuple(
-        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
-        for rank, place in enumerate(used)
+        ranks=tuple(range(len(places))), microbatches=tuple(microbatches), zero=zero, recompute=recompute
     )
     return Plan(
-        global_batch=plan.global_batch,
+        global_batch=starts[-1],
         groups=(group,),
-        ministages=(Ministage(0, modules),),
-        devices=devices,
-        sequence_length=plan.sequence_length,
-        model=plan.model,
+        ministages=(Ministage(0, tuple(module for module, _ in workload.layers)),),
+        devices=name_devices(cluster, places),
+        sequence_length=workload.sequence_length,
+        model=workload.model,
     )
 
 
-def _find_misfit(plan: Plan, costs: StepCosts, setting: Setting) -> str:
-    """Of the ranks whose device is too small, the one that lacks most, in words; nothing if all fit."""
-    actions = setting.list_actions(plan, _ORDER)
-    peaks: dict[tuple[str, tuple[int, ...]], int] = {}
-    """By type of device and rows of the microbatches: in an even plan ranks differ in nothing else."""
-    lacks: dict[int, tuple[int, int]] = {}
+def name_devices(cluster: Cluster, places: Sequence[Place]) -> tuple[Device, ...]:
+    """Ranks 0, 1, ... at these places."""
+    return tuple(
+        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
+        for rank, place in enumerate(places)
+    )
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A rank that needs more memory than its device has."""
+
+    rank: int
+    peak_bytes: int
+    limit_bytes: int
+
+    def explain(self, plan: Plan) -> str:
+        device = plan.devices[self.rank]
+        return (
+            f"OUT OF MEMORY: {device.type} of node {device.node} would need {show_bytes(self.peak_bytes)} of "
+            f"{show_bytes(self.limit_bytes)}"
+        )
+
+
+def find_misfit(plan: Plan, costs: StepCosts, actions: Mapping[int, Sequence[Action]]) -> Misfit | None:
+    """Of the ranks whose device is too small, the one that lacks most; None if all fit.
+
+    Ranks of one group with the same type of device and the same rows hold the same: one of them is walked.
+    """
+    peaks: dict[tuple[int, str, tuple[int, ...]], int] = {}
+    worst: Misfit | None = None
     for rank, limit_bytes in enumerate(costs.memory_bytes):
         rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
-        key = plan.devices[rank].type, rows
+        key = plan.group_of_rank[rank], plan.devices[rank].type, rows
+        context_bytes = costs.context_bytes[rank] if costs.context_bytes else 0
         if key not in peaks:
-            walk = walk_memory(plan, rank, actions[rank], costs.sizes[rank])
+            by_gloo = costs.is_cpu and costs.is_cpu[rank]
+            walk = walk_memory(
+                plan,
+                rank,
+                actions[rank],
+                costs.sizes[rank],
+                num_sends_kept=None if by_gloo else SENDS_KEPT_BY_NCCL,
+            )
             peaks[key] = round(walk.device_peak_bytes * (1 + costs.allocator_share))
-        peak_bytes = peaks[key] + (costs.context_bytes[rank] if costs.context_bytes else 0)
-        if peak_bytes > limit_bytes:
-            lacks[rank] = peak_bytes, limit_bytes
-    if not lacks:
-        return ""
-    worst = max(lacks, key=lambda rank: lacks[rank][0] - lacks[rank][1])
-    device, (peak, limit) = plan.devices[worst], lacks[worst]
-    return (
-        f"OUT OF MEMORY: {device.type} of node {device.node} would need {show_bytes(peak)} of "
-        f"{show_bytes(limit)}"
-    )
+        lack = peaks[key] + context_bytes - limit_bytes
+        if lack > (0 if worst is None else worst.peak_bytes - worst.limit_bytes):
+            worst = Misfit(rank, peaks[key] + context_bytes, limit_bytes)
+    return worst
 
 
 def _describe(plan: Plan) -> str:

@@ -48,8 +48,7 @@ class Program:
         self._offloads = bool(plan.groups[self._group].offload)
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         self._shares = {i: _shares(costs, i) for i in plan.ministages_of_rank(rank)}
-        self._host_s = {kind: float(costs.host_s.get(kind.value, 0.0)) for kind in Kind}
-        self._thinks = any(self._host_s.values())
+        self._host_s = _find_host_s(costs, plan.ministages_of_rank(rank))
         self._ports: dict[tuple[Kind, int], _Port] = {}
         self._incoming: defaultdict[tuple[Kind, int, int], list[tuple[_Port, int]]] = defaultdict(list)
         """Transfers that a computation waits for."""
@@ -64,11 +63,14 @@ class Program:
     def read(self, actions: Sequence[Action]) -> None:
         """Enters a whole list, and the end of the step."""
         readers, copy, notes = self._readers(), self.copies.read, self._notes
+        host_s = self._host_s
+        if self._costs.step_host_s:
+            self.lanes.host.work(Work.HOST, self._costs.step_host_s)
         for position, action in enumerate(actions):
             if notes is not None:
                 notes.begin(position, self.lanes.compute.tail)
-            if self._thinks and self._host_s[action.kind]:
-                self._note("host", self.lanes.host.work(Work.HOST, self._host_s[action.kind]))
+            if host_s and (seconds := host_s[action.kind, action.ministage]):
+                self._note("host", self.lanes.host.work(Work.HOST, seconds))
             reader = readers.get(action.kind, copy)
             reader(action, NOTHING if action.ministage is None else action.ministage)
             if notes is not None:
@@ -375,6 +377,19 @@ class _Port:
     """Whether what travels is copied through the host's memory."""
     num_transfers: int = 0
     """That this end has come to."""
+
+
+def _find_host_s(costs: StepCosts, own: Sequence[int]) -> dict[tuple[Kind, int | None], float]:
+    """Host seconds of each kind of action of each of a rank's ministages; nothing if none takes any."""
+    if not costs.host_s and not costs.unit_host_s:
+        return {}
+    found: dict[tuple[Kind, int | None], float] = {}
+    for kind in Kind:
+        base_s = float(costs.host_s.get(kind.value, 0.0))
+        units_s = {i: costs.unit_host_s.get((kind.value, i), 0.0) for i in own}
+        found |= {(kind, i): base_s + units_s[i] for i in own}
+        found[kind, None] = base_s + sum(units_s.values())
+    return found
 
 
 def _shares(costs: StepCosts, ministage: int) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zorselike.plan.wording import count, list_few, show_bytes, show_numbers
 from zorselike.simulator.case import Case
-from zorselike.simulator.compare import Alternative
+from zorselike.simulator.compare import Baseline
 from zorselike.simulator.limits import describe_limit
 
 _BAR = 20
@@ -18,7 +18,7 @@ _MOST_LINES = 24
 
 def format_report(
     case: Case,
-    alternatives: Sequence[Alternative],
+    baselines: Sequence[Baseline],
     *,
     ideal_s: float,
     notes: Sequence[str] = (),
@@ -28,14 +28,14 @@ def format_report(
 
     Args:
         case: the plan in question.
-        alternatives: what it is compared with.
+        baselines: what it is compared with.
         ideal_s: the step of devices that compute all the time (`ideal.py`).
         notes: what a reader must know before any number.
         width: of lines of prose.
     """
     sections = [
         [_describe_job(case), *notes],
-        _compare(case, alternatives, width),
+        _compare(case, baselines, width),
         _describe_step(case, ideal_s),
         describe_limit(case),
         _list_ranks(case),
@@ -66,10 +66,10 @@ def _describe_job(case: Case) -> str:
 # -- against what ------------------------------------------------------------------------------
 
 
-def _compare(case: Case, alternatives: Sequence[Alternative], width: int) -> list[str]:
+def _compare(case: Case, baselines: Sequence[Baseline], width: int) -> list[str]:
     """This plan, then what one would run without it, a line each, or two where a line is too long."""
     rows = [("this plan", *_show_speed(case), _show_overfull(case))]
-    for other in alternatives:
+    for other in baselines:
         if other.case is None:
             rows.append((other.name, "", "", other.reason))
             continue

@@ -77,7 +77,7 @@ class Setting:
 
     def _trainable(self, plan: Plan) -> tuple[bool, ...]:
         kind_of = self.workload.kind_of
-        return tuple(any(kind_of[m].trainable for m in ministage.modules) for ministage in plan.ministages)
+        return tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
 
     def _ties(self, plan: Plan) -> list[tuple[int, int]]:
         """Ministages of weights that are in more than one."""
