@@ -197,6 +197,7 @@ class _Walk:
         """Ministages whose shards are newer than their host copies."""
         self._on_host: dict[tuple[int, int], int] = {}
         self._host_activations = 0
+        self._peaks = dict(self._totals)
         self._begin()
         self.start_recording()
 
@@ -239,9 +240,8 @@ class _Walk:
     def _record(self, position: int, working: int) -> int:
         """The device's bytes now; `working` come and go with the action."""
         held = sum(self._totals.values()) + working
-        for purpose, num_bytes in self._totals.items():
-            self._peaks[purpose] = max(self._peaks[purpose], num_bytes)
-        self._peaks["working set"] = max(self._peaks["working set"], working)
+        if working > self._peaks["working set"]:
+            self._peaks["working set"] = working
         if held > self._peak:
             self._peak, self._peak_position = held, position
             self._at_peak = self._totals | {"working set": working}
@@ -283,7 +283,13 @@ class _Walk:
         held = self._held[purpose]
         if num_bytes and ministage not in held:
             held[ministage] = num_bytes
-            self._totals[purpose] += num_bytes
+            self._hold(purpose, num_bytes)
+
+    def _hold(self, purpose: Purpose, num_bytes: int) -> None:
+        total = self._totals[purpose] + num_bytes
+        self._totals[purpose] = total
+        if total > self._peaks[purpose]:
+            self._peaks[purpose] = total
 
     def _drop(self, purpose: Purpose, ministage: int) -> None:
         self._totals[purpose] -= self._held[purpose].pop(ministage, 0)
@@ -301,7 +307,7 @@ class _Walk:
     def _put_activations(self, entry: _Entry, num_bytes: int) -> None:
         if num_bytes:
             self._activations[entry] = self._activations.get(entry, 0) + num_bytes
-            self._totals["activations"] += num_bytes
+            self._hold("activations", num_bytes)
 
     def _drop_activations(self, entry: _Entry) -> int:
         num_bytes = self._activations.pop(entry, 0)

@@ -11,24 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 
 from zorselike.cost.layer_times import LayerClock
-from zorselike.cost.network import Network
 from zorselike.cost.sizes import find_gradient_itemsize, is_layer
-from zorselike.cost.wires import make_network
 from zorselike.plan.cluster import Place
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.wording import count
 from zorselike.plan.workload import LayerKind
-from zorselike.planner.baseline_replicas import Replicas, count_backward_passes, find_memory
+from zorselike.planner.baseline_stages import Shape, Stages
 from zorselike.planner.layers import GroupCosts, LayerSplit, bound_slowest_s, split_layers
-from zorselike.planner.shares_plan import apportion
 from zorselike.simulator.case import Case
 from zorselike.simulator.compare import ORDER, Baseline, Misfit, find_misfit, name_devices
 
-FINALISTS = 4
+FINALISTS = 6
 """Of all that fit by estimate, so many are simulated."""
 ENTERED = 16
 """So many may turn out not to fit, or not to be as fast as estimated, before a good one is overlooked."""
@@ -36,15 +32,6 @@ MOST_FITTINGS = 6
 """How often layers are cut anew where the walk over memory finds more than the estimate."""
 _GRAD_REDUCE: tuple[GradReduce, ...] = ("once", "microbatch")
 _FP32 = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Stages of replicas."""
-
-    replicas: Replicas
-    evenly: bool
-    """Whether all replicas of a stage get as many rows; else they are done together."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ def find_pipeline(
     """
     ranking = _Ranking()
     for shape in shapes:
-        stages = _Stages(shape, clock)
+        stages = Stages(shape, clock)
         for again in recompute:
             ranking.enter(stages, global_batch, again)
     cases: list[tuple[Case, str]] = []
@@ -97,30 +84,31 @@ class _Ranking:
 
     def __init__(self) -> None:
         self.found: list[tuple[float, int, _Estimate, LayerSplit]] = []
-        self._lean: list[_Estimate] = []
-        """With the smallest rounds: what needs least memory."""
+        self._tried: list[_Estimate] = []
         self._best: list[float] = []
 
-    def enter(self, stages: _Stages, global_batch: int, recompute: Recompute) -> None:
+    def enter(self, stages: Stages, global_batch: int, recompute: Recompute) -> None:
         """Ever larger rounds, until they get slower or do not fit."""
         rows = max(len(group) for group in stages.groups)
         before = math.inf
-        while rows <= global_batch and stages.takes(rows, recompute):
+        while rows <= global_batch:
             step_s = self._estimate(stages, rows, global_batch, recompute)
-            if step_s > before or math.isinf(step_s):
-                return
-            before = step_s
+            if step_s is not None:
+                if step_s > before or math.isinf(step_s):
+                    return
+                before = step_s
             rows *= 2
 
-    def _estimate(self, stages: _Stages, rows: int, global_batch: int, recompute: Recompute) -> float:
+    def _estimate(self, stages: Stages, rows: int, global_batch: int, recompute: Recompute) -> float | None:
         """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
-        where neither fits, a lower bound where it is too slow anyway."""
+        where neither fits, None where it cannot be among the best."""
         for grad_reduce in _GRAD_REDUCE:
             estimate = _Estimate(stages, _Choice(rows, recompute, grad_reduce), global_batch)
-            self._lean.append(estimate)
-            bound_s = estimate.bound_s()
-            if len(self._best) == ENTERED and bound_s > self._best[-1]:
-                return bound_s
+            if not stages.takes(estimate.rows, recompute):
+                return math.inf
+            self._tried.append(estimate)
+            if len(self._best) == ENTERED and estimate.bound_s() > self._best[-1]:
+                return None
             split = estimate.cut()
             if split is not None:
                 step_s = estimate.step_s(split)
@@ -131,125 +119,24 @@ class _Ranking:
 
     def explain(self) -> str:
         """What the least that was tried lacks."""
-        if not self._lean:
+        if not self._tried:
             return "these devices, or so few rows, have no such shape"
-        return min(estimate.lack() for estimate in self._lean)[1]
-
-
-class _Stages:
-    """What a shape's stages take and hold for a round of so many rows."""
-
-    def __init__(self, shape: Shape, clock: LayerClock) -> None:
-        self.replicas = shape.replicas
-        self.groups = shape.replicas.groups
-        self.setting = shape.replicas.setting
-        self.workload = self.setting.workload
-        self.places = [place for group in self.groups for place in group]
-        self.network: Network = make_network(self.setting.cluster, self.places, self.setting.profile)
-        self._evenly = shape.evenly
-        self._clock = clock
-        starts = [0, *accumulate(map(len, self.groups))]
-        self.ranks = [tuple(range(*ends)) for ends in pairwise(starts)]
-        self.modules = [name for name, _ in self.workload.layers]
-        self.kinds = [kind for _, kind in self.workload.layers]
-        self._layer_kinds = {kind for name, kind in self.workload.layers if is_layer(name)}
-        self._commonest = max(dict.fromkeys(self.kinds), key=self.kinds.count)
-        self.share = cache(self._share)
-        self.seconds = cache(self._seconds)
-
-    def device(self, place: Place) -> str:
-        return self.setting.cluster.device_type(place)
-
-    def takes(self, rows: int, recompute: Recompute) -> bool:
-        """Whether the profile does not say that microbatches of such rounds do not fit."""
-        return all(
-            most is None or own <= most
-            for g, group in enumerate(self.groups)
-            for place, own in zip(group, self.share(g, rows, recompute), strict=True)
-            if self.replicas.degree(place) == 1
-            for most in (
-                self._clock.max_rows(kind, self.device(place), self._again(kind, recompute))
-                for kind in self.workload.kinds
-            )
-        )
-
-    def _again(self, kind: str, recompute: Recompute) -> Recompute:
-        return recompute if kind in self._layer_kinds else "none"
-
-    def _seconds(self, place: Place, kind: str, rows: int, recompute: Recompute) -> float:
-        """A layer's forward and backward in a microbatch on a replica."""
-        again = self._again(kind, recompute)
-        device = self.device(place)
-        compute_s = self._clock.forward_s(kind, device, rows, again)
-        compute_s += self._clock.backward_s(kind, device, rows, again)
-        if kind not in self._layer_kinds:
-            return compute_s / self.replicas.degree(place)
-        num_passes = 1 + count_backward_passes(again)
-        return compute_s / self.replicas.degree(place) + num_passes * self.replicas.pass_s(place, kind, rows)
-
-    def _share(self, g: int, rows: int, recompute: Recompute) -> tuple[int, ...]:
-        """Rows of each replica in a round; at least one."""
-        group = self.groups[g]
-        each, more = divmod(rows, len(group))
-        if self._evenly or len({(place.node, self.device(place)) for place in group}) == 1:
-            return tuple(each + (i < more) for i in range(len(group)))
-        given = apportion(
-            rows, [1 / self.seconds(place, self._commonest, max(each, 1), recompute) for place in group]
-        )
-        while 0 in given:
-            given[given.index(max(given))] -= 1
-            given[given.index(0)] += 1
-        return tuple(given)
-
-    def gather_s(self, g: int, kind: LayerKind) -> float:
-        num_bytes = kind.num_parameters * self.workload.itemsize
-        return self.network.time_alone(self.network.collective("all_gather", self.ranks[g], num_bytes))
-
-    def reduce_s(self, g: int, kind: LayerKind) -> float:
-        num_bytes = kind.trainable * find_gradient_itemsize(self.workload.itemsize)
-        return self.network.time_alone(self.network.collective("reduce_scatter", self.ranks[g], num_bytes))
-
-    def memory_bytes(self, place: Place) -> float:
-        """Of a replica; infinite where it is not known."""
-        found = find_memory(self.setting.cluster, place)
-        return math.inf if found is None else found
-
-    def room_bytes(self, place: Place) -> float:
-        """For tensors."""
-        overheads = self.setting.profile.overheads
-        context_bytes = overheads.context_bytes * self.replicas.degree(place)
-        return (self.memory_bytes(place) - context_bytes) / (1 + overheads.allocator_share)
-
-    def pass_on_s(self, g: int, rows: int, recompute: Recompute) -> float:
-        """A round's rows from one stage to the next."""
-        kind = self.workload.kinds[self._commonest]
-        row_bytes = kind.input_elements_per_row * self.workload.itemsize
-        flows = []
-        ends = [list(accumulate(self.share(i, rows, recompute))) for i in (g, g + 1)]
-        cuts = sorted({0, *ends[0], *ends[1]})
-        i = j = 0
-        for start, stop in pairwise(cuts):
-            while ends[0][i] <= start:
-                i += 1
-            while ends[1][j] <= start:
-                j += 1
-            source, target = self.ranks[g][i], self.ranks[g + 1][j]
-            flows.append(self.network.transfer(source, target, (stop - start) * row_bytes))
-        return self.network.time_alone(flows)
+        return min(estimate.lack() for estimate in self._tried)[1]
 
 
 class _Estimate:
     """One shape with one choice."""
 
-    def __init__(self, stages: _Stages, choice: _Choice, global_batch: int) -> None:
+    def __init__(self, stages: Stages, choice: _Choice, global_batch: int) -> None:
         self._stages, self._choice = stages, choice
         self._global_batch = global_batch
         self._num_rounds = -(-global_batch // choice.rows)
         widest = max(len(group) for group in stages.groups)
         if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
             self._num_rounds = global_batch // widest
-        self._rows = -(-global_batch // self._num_rounds)
-        self._shares = [stages.share(g, self._rows, choice.recompute) for g in range(len(stages.groups))]
+        self.rows = -(-global_batch // self._num_rounds)
+        """Of the largest round."""
+        self._shares = [stages.share(g, self.rows, choice.recompute) for g in range(len(stages.groups))]
 
     # -- cutting layers --------------------------------------------------------------------
 
@@ -295,10 +182,7 @@ class _Estimate:
     def _time_kinds(self, g: int) -> dict[str, float]:
         """Seconds of a round of one layer of each kind, its share of what comes once a step included."""
         stages, choice = self._stages, self._choice
-        pairs = {
-            (place.node, stages.device(place), rows): (place, rows)
-            for place, rows in zip(stages.groups[g], self._shares[g], strict=True)
-        }.values()
+        pairs = self._list_unlike(g)
         found = {}
         for name, kind in stages.workload.kinds.items():
             compute_s = max(stages.seconds(place, name, rows, choice.recompute) for place, rows in pairs)
@@ -307,13 +191,18 @@ class _Estimate:
             found[name] = compute_s + collectives_s / self._num_rounds
         return found
 
+    def _list_unlike(self, g: int) -> list[tuple[Place, int]]:
+        """Replicas of a stage and their rows, of those that are alike one."""
+        stages = self._stages
+        pairs = zip(stages.groups[g], self._shares[g], strict=True)
+        return list(
+            {(place.node, stages.device(place), rows): (place, rows) for place, rows in pairs}.values()
+        )
+
     def _fill_kinds(self, g: int) -> dict[str, float]:
         """What one layer of each kind takes of the room on the replica that has least for it."""
         stages = self._stages
-        pairs = {
-            (place.node, stages.device(place), rows): (place, rows)
-            for place, rows in zip(stages.groups[g], self._shares[g], strict=True)
-        }.values()
+        pairs = self._list_unlike(g)
         num_kept = min(len(stages.groups) - g, self._num_rounds)
         found = {}
         for name, kind in stages.workload.kinds.items():
@@ -336,7 +225,7 @@ class _Estimate:
         gradients: float = kind.trainable * gradient_itemsize
         if self._choice.grad_reduce == "microbatch":
             gradients /= num_replicas
-        is_layer_kind = name in self._stages.setting.workload.kinds and self._is_layer(name)
+        is_layer_kind = name in self._stages.layer_kinds
         if is_layer_kind and self._choice.recompute == "layer":
             kept = kind.input_elements_per_row * itemsize
             working = 0
@@ -345,13 +234,10 @@ class _Estimate:
             working = 0 if is_layer_kind else kind.working_bytes_per_row
         return whole + shards + gradients + rows * (num_kept * kept + working)
 
-    def _is_layer(self, kind: str) -> bool:
-        return kind in self._stages._layer_kinds
-
     def _working_bytes(self, rows: int) -> float:
         """What a layer needs while it computes, whichever needs most; and units on their way."""
         stages = self._stages
-        layers = [kind for name, kind in stages.workload.kinds.items() if self._is_layer(name)]
+        layers = [kind for name, kind in stages.workload.kinds.items() if name in stages.layer_kinds]
         again = self._choice.recompute == "layer"
         working = max(
             (kind.working_bytes_per_row + again * kind.activation_bytes_per_row for kind in layers), default=0
@@ -364,7 +250,7 @@ class _Estimate:
     def step_s(self, split: LayerSplit) -> float:
         """All rounds through the slowest stage, or over the slowest boundary, and one through all others."""
         passes = [
-            self._stages.pass_on_s(g, self._rows, self._choice.recompute)
+            self._stages.pass_on_s(g, self.rows, self._choice.recompute)
             for g in range(len(split.group_s) - 1)
         ]
         slowest = max([*split.group_s, *passes])
@@ -452,7 +338,7 @@ class _Estimate:
         return each.explain(plan)
 
     def describe(self, case: Case) -> str:
-        """`4 stages of 2 x 2 devices, 10 12 12 6 layers, 4 rows a round, layers recomputed`."""
+        """`4 stages of 2 x 2 devices, layers 10 12 12 6, recomputed, 4 rows a round, ZeRO 2`."""
         stages = self._stages
         sizes = []
         for group in stages.groups:
@@ -464,5 +350,5 @@ class _Estimate:
         often = ", reduced each round" if self._choice.grad_reduce == "microbatch" else ""
         return (
             f"{count(len(sizes), 'stage')} of {together} devices, layers {' '.join(map(str, layers))}"
-            f"{again}, {count(self._rows, 'row')} a round, ZeRO 2{often}"
+            f"{again}, {count(self.rows, 'row')} a round, ZeRO 2{often}"
         )

@@ -17,8 +17,9 @@ from zorselike.plan.errors import ClusterError, PlanError, ProfileError
 from zorselike.plan.plan import Recompute
 from zorselike.planner.bandwidths import read_bandwidths
 from zorselike.planner.baseline_cephalo import find_cephalo
-from zorselike.planner.baseline_pipeline import Shape, find_pipeline
+from zorselike.planner.baseline_pipeline import find_pipeline
 from zorselike.planner.baseline_replicas import AllReduces, make_replicas
+from zorselike.planner.baseline_stages import Shape
 from zorselike.planner.group_orders import order_by_bandwidth
 from zorselike.planner.groups import find_groupings
 from zorselike.planner.problem import PlanProblem

@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -40,18 +41,26 @@ class Card:
 
     def __post_init__(self) -> None:
         """Raises `ProfileError` for seconds that are negative, not finite, or fall."""
-        if not all(math.isfinite(value) and value >= 0 for value in self.seconds):
-            raise ProfileError(f"rank {self.rank}: a microbatch's time is negative or not finite")
-        if any(more < fewer for fewer, more in pairwise(self.seconds)):
-            raise ProfileError(
-                f"rank {self.rank}: a larger microbatch takes less time than a smaller one; take the "
-                "least of each size and all larger ones"
-            )
+        if fault := _find_fault(self.seconds):
+            raise ProfileError(f"rank {self.rank}: {fault}")
 
     @property
     def max_rows(self) -> int:
         """Rows that fit at once."""
         return len(self.seconds)
+
+
+@lru_cache(maxsize=4096)
+def _find_fault(seconds: tuple[float, ...]) -> str:
+    """What is wrong with a card's seconds; the same ones come again for each card of a type."""
+    if not all(math.isfinite(value) and value >= 0 for value in seconds):
+        return "a microbatch's time is negative or not finite"
+    if any(more < fewer for fewer, more in pairwise(seconds)):
+        return (
+            "a larger microbatch takes less time than a smaller one; take the least of each size and all "
+            "larger ones"
+        )
+    return ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zorselike.cost.network import CollectiveOp
@@ -21,6 +21,8 @@ from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 _FP32 = 4
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
+_SHARE_FOR_WHOLE = 0.7
+"""Of a device's memory, what ministages that are gathered may take at most."""
 _FAR_OVER, _FAR_UNDER = 2.5, 0.5
 """Of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
 finds."""
@@ -95,7 +97,8 @@ class Composer:
 
     def share_rows(self, group: GroupChoice, most: Mapping[str, int]) -> tuple[Sizes, ...] | None:
         """Microbatches of each device; None where the rows find no room."""
-        key = (group, tuple(sorted(most.items())))
+        waits = (group.mode.zero == 3) + group.mode.reduces_per_microbatch
+        key = (group.devices, group.mode.recompute, waits, group.num_rounds, tuple(sorted(most.items())))
         if key not in self._shares:
             try:
                 self._shares[key] = self._share_rows(group, most)
@@ -217,6 +220,20 @@ class Composer:
             inputs = kind.input_elements_per_row * workload.itemsize
             held += rows * (inputs if recomputed else kind.activation_bytes_per_row)
         return held
+
+    def count_turns(self, groups: Sequence[tuple[int, ...]]) -> int:
+        """How often each group must be visited at least, so that two ministages, whole, and the gradients of
+        one find room on its smallest devices (ZeRO 2)."""
+        kind = max((self._table.kind(key) for key in self._table.counts), key=lambda own: own.num_parameters)
+        typical = self._problem.workload.num_parameters / len(self._table.keys)
+        itemsize = self._problem.workload.itemsize
+        each = min(kind.num_parameters, 2 * typical) * (2 * itemsize + find_gradient_itemsize(itemsize))
+        layers = 0.0
+        for devices in groups:
+            limits = [self._memory.limit_bytes(device) for device in devices]
+            known = [limit for limit in limits if limit is not None]
+            layers += max(1.0, _SHARE_FOR_WHOLE * min(known) // each) if known and each else math.inf
+        return math.ceil(len(self._table.keys) / layers)
 
     # -- memory ----------------------------------------------------------------------------
 

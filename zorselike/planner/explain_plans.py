@@ -30,8 +30,10 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
     table = [tuple(columns), *zip(*columns.values(), strict=True)]
     first_text = len(columns) - len(different)
     lines = [f"  {line}" for line in align_columns(table, left=range(first_text, len(columns)))]
-    whose = "In all of them: " if len(plans) > 1 else "It has: "
-    return [*lines, whose + "; ".join(f"{name} {value}" for name, value in alike.items())]
+    if alike:
+        whose = "In all of them: " if len(plans) > 1 else "It has: "
+        lines.append(whose + "; ".join(f"{name} {value}" for name, value in alike.items()))
+    return lines
 
 
 def describe_groups(planned: Planned) -> str:
@@ -51,7 +53,7 @@ def describe_zero(planned: Planned) -> str:
 
 
 def describe_recomputation(planned: Planned) -> str:
-    return _join(planned, lambda group: "layers" if group.recompute == "layer" else "none")
+    return _join(planned, lambda group: group.recompute)
 
 
 def describe_offload(planned: Planned) -> str:
@@ -64,7 +66,7 @@ def describe_rows(planned: Planned) -> str:
 
 
 def describe_reductions(planned: Planned) -> str:
-    return _join(planned, lambda group: "each microbatch" if group.reduces_per_microbatch else "once a step")
+    return _join(planned, lambda group: "microbatch" if group.reduces_per_microbatch else "once")
 
 
 _SETTINGS: Mapping[str, Callable[[Planned], str]] = {
@@ -73,9 +75,9 @@ _SETTINGS: Mapping[str, Callable[[Planned], str]] = {
     "ministages": lambda planned: str(planned.case.plan.num_ministages),
     "ZeRO": describe_zero,
     "rows at once": describe_rows,
-    "recomputed": describe_recomputation,
-    "offloaded": describe_offload,
-    "gradients reduced": describe_reductions,
+    "recompute": describe_recomputation,
+    "offload": describe_offload,
+    "grad_reduce": describe_reductions,
 }
 
 

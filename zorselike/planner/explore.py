@@ -9,7 +9,7 @@ from zorselike.plan.errors import ClusterError
 from zorselike.planner.compose import Choice, Composer, GroupChoice, list_rounds
 from zorselike.planner.goal import Rank, rank
 from zorselike.planner.layer_table import LayerTable
-from zorselike.planner.modes import Mode, list_families
+from zorselike.planner.modes import Family, Mode, list_families
 from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import Sketch
@@ -87,20 +87,35 @@ class Explorer:
 
     def glance(self, groups: Groups, grouping: str) -> Candidate | None:
         """The best of a few modes, the same for all groups, at usual numbers of ministages and rounds."""
-        for num_ministages, num_rounds in self._first_tries(groups):
-            best: Candidate | None = None
-            num_families = 0
-            for number, family in enumerate(self.families):
-                found = self._try_family(groups, family, num_ministages, num_rounds, grouping)
-                if found is None:
-                    continue
-                best = found if best is None or found.rank < best.rank else best
-                num_families += 1
-                if number == 0 or num_families == _FITTING_FAMILIES or self._is_over():
+        once = [family for family in self.families if not family[0].reduces_per_microbatch]
+        often = [family for family in self.families if family[0].reduces_per_microbatch]
+        for families in (once, often):
+            for num_ministages, num_rounds in self._first_tries(groups):
+                best = self._try_families(groups, families, num_ministages, num_rounds, grouping)
+                if best is not None:
                     return best
-            if best is not None:
-                return best
         return None
+
+    def _try_families(
+        self,
+        groups: Groups,
+        families: Sequence[Family],
+        num_ministages: int,
+        num_rounds: int,
+        grouping: str,
+    ) -> Candidate | None:
+        """The best of the first that fit; only the first family where that does, which does nothing twice."""
+        best: Candidate | None = None
+        num_fitting = 0
+        for number, family in enumerate(families):
+            found = self._try_family(groups, family, num_ministages, num_rounds, grouping)
+            if found is None:
+                continue
+            best = found if best is None or found.rank < best.rank else best
+            num_fitting += 1
+            if number == 0 or num_fitting == _FITTING_FAMILIES or self._is_over():
+                break
+        return best
 
     def _try_family(
         self, groups: Groups, family: Sequence[Mode], num_ministages: int, num_rounds: int, grouping: str
@@ -123,13 +138,13 @@ class Explorer:
 
     def _first_tries(self, groups: Groups) -> Iterator[tuple[int, int]]:
         """Ministages in all and rounds: the usual, then what needs least memory."""
-        turns = self._list_turns(len(groups))
-        usual = min(turns, key=lambda number: abs(number - _FIRST_TURNS * len(groups)))
-        rounds = self._list_rounds(groups)
-        tried = [min(rounds, key=lambda number: abs(number - wanted)) for wanted in _FIRST_ROUNDS]
-        for number in dict.fromkeys([*tried, rounds[-1]]):
-            yield usual, number
-        yield turns[-1], rounds[-1]
+        turns, rounds = self._list_turns(len(groups)), self._list_rounds(groups)
+        few, more = (min(rounds, key=lambda number: abs(number - wanted)) for wanted in _FIRST_ROUNDS)
+        needed = max(_FIRST_TURNS, self._composer.count_turns(groups)) * len(groups)
+        usual = next((number for number in turns if number >= needed), turns[-1])
+        twice = next((number for number in turns if number >= 2 * usual), turns[-1])
+        tries = [(usual, few), (usual, more), (twice, more), (twice, rounds[-1]), (turns[-1], rounds[-1])]
+        yield from dict.fromkeys(tries)
 
     def _list_turns(self, num_groups: int) -> list[int]:
         """Numbers of ministages in all worth trying, rising."""

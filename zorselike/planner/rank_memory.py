@@ -35,7 +35,7 @@ from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 
 _CPU = "CPU"
 _FP32 = 4
-FEW_MICROBATCHES = 5
+FEW_MICROBATCHES = 4
 """Of a device, that are walked: more than are on their way to the host at once."""
 _OWN, _REST = 0, 1
 

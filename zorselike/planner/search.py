@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,10 +97,7 @@ def search_plans(
         ClusterError: Nothing says how devices are connected.
     """
     problem.check()
-    search = _Search(problem, budget_s, seed, on_progress)
-    with warnings.catch_warnings():
-        warnings.simplefilter("once")
-        return search.run(top)
+    return _Search(problem, budget_s, seed, on_progress).run(top)
 
 
 class _Simulated(NamedTuple):
