@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zorselike.cost.network import CollectiveOp
@@ -62,8 +62,13 @@ class Composer:
         self._problem, self._table, self._pace, self._memory = problem, table, pace, memory
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
 
-    def compose(self, choice: Choice) -> Sketch | None:
-        """A sketch of which the memory walk says that it fits; None where none was found."""
+    def compose(self, choice: Choice, is_worth: Callable[[Sketch], bool] | None = None) -> Sketch | None:
+        """A sketch of which the memory walk says that it fits; None where none was found.
+
+        Args:
+            is_worth: is asked before memory is looked at; raises nothing, and where it says no that is the
+                end: what memory asks for only makes a sketch slower.
+        """
         owners = visit_in_turn(len(choice.groups), choice.num_ministages)
         room = [1.0] * len(choice.groups)
         """Of each group's memory, the share that its layers may be planned for."""
@@ -80,6 +85,8 @@ class Composer:
             if split is None:
                 return None
             sketch = Sketch(tuple(groups), owners, split.ends)
+            if is_worth is not None and not is_worth(sketch):
+                return None
             over = self.find_overfull(sketch)
             if not over:
                 return None if self._memory.overfull_hosts(sketch) else sketch

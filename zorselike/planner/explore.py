@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zorselike.plan.errors import ClusterError
 from zorselike.planner.compose import Choice, Composer, GroupChoice, list_rounds
-from zorselike.planner.goal import Rank, rank
+from zorselike.planner.goal import WORST, Rank, rank
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.modes import Family, Mode, list_families
 from zorselike.planner.pace import Pace
@@ -57,31 +57,57 @@ class Explorer:
         self.families = list_families(problem.fixed)
         self.modes = tuple(mode for family in self.families for mode in family)
         self._found: dict[Choice, Candidate | None] = {}
+        self._too_slow: dict[Choice, Rank] = {}
+        """What was not looked at closely, with its estimate."""
+        self._ranks: dict[Sketch, Rank] = {}
         self.num_estimated = 0
 
     def forget(self) -> None:
         """What was found with other memory."""
         self._found.clear()
+        self._too_slow.clear()
 
     # -- one choice ------------------------------------------------------------------------
 
-    def try_choice(self, choice: Choice, grouping: str) -> Candidate | None:
-        """Its sketch and estimate; None where it does not fit."""
-        if choice not in self._found:
-            sketch = self._composer.compose(choice)
-            self._found[choice] = None if sketch is None else self.estimate(sketch, choice, grouping)
+    def try_choice(self, choice: Choice, grouping: str, limit: Rank | None = None) -> Candidate | None:
+        """Its sketch and estimate; None where it does not fit, or ranks no better than `limit`."""
+        if choice in self._found:
+            return self._found[choice]
+        if limit is not None and choice in self._too_slow and not self._too_slow[choice] < limit:
+            return None
+        asked: list[Rank] = []
+
+        def is_worth(sketch: Sketch) -> bool:
+            guess = self._rank(sketch)
+            if guess is None or (limit is not None and not guess < limit):
+                asked.append(WORST if guess is None else guess)
+                return False
+            return True
+
+        sketch = self._composer.compose(choice, is_worth)
+        if asked:
+            self._too_slow[choice] = asked[0]
+            return None
+        self._found[choice] = None if sketch is None else self.estimate(sketch, choice, grouping)
         return self._found[choice]
 
     def estimate(self, sketch: Sketch, choice: Choice, grouping: str) -> Candidate | None:
         """A sketch that fits, with its estimate; None where nothing joins its groups."""
-        self.num_estimated += 1
-        try:
-            iteration_s = self._pace.estimate_s(sketch)
-        except ClusterError:  # Groups that follow each other are not joined.
-            return None
-        devices = [device for group in sketch.groups for device in group.devices]
-        cost = self._price(devices) * iteration_s / 3600
-        return Candidate(choice, sketch, rank(self._problem, iteration_s, cost, sketch.num_devices), grouping)
+        own = self._rank(sketch)
+        return None if own is None else Candidate(choice, sketch, own, grouping)
+
+    def _rank(self, sketch: Sketch) -> Rank | None:
+        """By its estimate; None where nothing joins its groups."""
+        if sketch not in self._ranks:
+            self.num_estimated += 1
+            try:
+                iteration_s = self._pace.estimate_s(sketch)
+            except ClusterError:
+                return None
+            devices = [device for group in sketch.groups for device in group.devices]
+            cost = self._price(devices) * iteration_s / 3600
+            self._ranks[sketch] = rank(self._problem, iteration_s, cost, sketch.num_devices)
+        return self._ranks[sketch]
 
     # -- one grouping ----------------------------------------------------------------------
 
@@ -177,7 +203,7 @@ class Explorer:
 
     def _improve(self, best: Candidate, choices: Iterable[Choice]) -> Candidate:
         for choice in choices:
-            found = self.try_choice(choice, best.grouping)
+            found = self.try_choice(choice, best.grouping, best.rank)
             if found is not None and found.rank < best.rank:
                 best = found
             if self._is_over():

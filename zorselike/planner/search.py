@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from math import log2
 from typing import NamedTuple
 
 from zorselike.cost.layer_times import LayerClock
@@ -61,8 +62,12 @@ WORTH_SIMULATING = 1.3
 """Estimates up to this many times the best one's are simulated."""
 FEW_ACTIONS = 200_000
 """Up to so many simulated actions, a few seconds, more finalists are looked at than those."""
-EXPLORING_SHARE = 0.5
-"""Of the budget, what estimates may take before something is simulated."""
+GLANCING_SHARE, EXPLORING_SHARE = 0.25, 0.6
+"""Of the budget, after which no more groupings are glanced at, and none looked at closely: then the best are
+simulated."""
+MANY_ACTIONS, WORTH_OF_HALF = 20_000, 0.02
+"""Beyond so many actions a candidate with half of them is simulated first if it takes no longer than by this
+share."""
 MOST_ACTIONS = 12_000_000
 """Simulated in all, about two minutes; and so deterministic."""
 CHUNK = 16
@@ -112,8 +117,18 @@ class _Simulated(NamedTuple):
 
 @dataclass
 class _Counts:
+    """Of simulations."""
+
     simulated: int = 0
     actions: int = 0
+    estimated_actions: int = 0
+    seconds: float = 0.0
+
+
+def _weigh(candidate: Candidate) -> float:
+    """What is wanted little of, and more of it for many actions."""
+    doublings = max(0.0, log2(max(1, candidate.sketch.num_actions) / MANY_ACTIONS))
+    return candidate.rank.wanted * (1 + WORTH_OF_HALF * doublings)
 
 
 class _Search:
@@ -176,8 +191,12 @@ class _Search:
         return time.monotonic() - self._started_s
 
     def _is_exploring_over(self) -> bool:
+        return self._is_past(EXPLORING_SHARE)
+
+    def _is_past(self, share: float) -> bool:
+        """Whether a share of the budget is over."""
         self._tell()
-        return self._may_stop and self._elapsed_s > EXPLORING_SHARE * self._budget_s
+        return self._may_stop and self._elapsed_s > share * self._budget_s
 
     def _is_over(self) -> bool:
         self._tell()
@@ -256,7 +275,7 @@ class _Search:
         """Every grouping of a set of devices, the most promising first."""
         found: list[Candidate] = []
         for groups, name in self._list_groups(devices):
-            if found and self._is_exploring_over():
+            if found and self._is_past(GLANCING_SHARE):
                 break
             candidate = self._explorer.glance(groups, name)
             if candidate is not None:
@@ -326,36 +345,41 @@ class _Search:
     # -- simulation ------------------------------------------------------------------------
 
     def _simulate_best(self) -> None:
-        """The best by estimate, one that fits in any case."""
-        candidates = sorted(self._found.values(), key=lambda candidate: candidate.rank)
+        """The best by estimate, one that fits in any case. Of those that are about as good, one with few
+        actions comes first, which is as good to run and quicker to simulate."""
+        candidates = sorted(self._found.values(), key=lambda own: (own.rank.excess, _weigh(own)))
         if not candidates:
             raise NothingFitsError(self._explain_nothing())
         least = candidates[0].rank.wanted
         for number, candidate in enumerate(candidates):
-            if self._best is not None and (
-                self._is_over() or candidate.rank.wanted > WORTH_SIMULATING * least
-            ):
-                break
-            if number >= MOST_FINALISTS and self._counts.actions > FEW_ACTIONS:
-                break
+            if self._best is not None:
+                if self._is_over() or candidate.rank.wanted > WORTH_SIMULATING * least:
+                    break
+                if number >= MOST_FINALISTS and self._counts.actions > FEW_ACTIONS:
+                    break
             self._simulate(candidate)
         if self._best is None:
-            for candidate in candidates[MOST_FINALISTS:]:
-                if self._simulate(candidate) is not None:
-                    return
             raise NothingFitsError(self._explain_nothing())
 
     def _simulate(self, candidate: Candidate) -> _Simulated | None:
         """None for what does not fit after all, or whose ranks are not joined."""
         sketch = candidate.sketch
         if sketch not in self._simulated:
+            if self._best is not None and self._would_overrun(sketch):
+                return None
             self._simulated[sketch] = self._run(candidate)
         found = self._simulated[sketch]
         if found is not None and (self._best is None or found.rank < self._best.rank):
             self._best = found
         return found
 
+    def _would_overrun(self, sketch: Sketch) -> bool:
+        """Whether a simulation would end after the budget, by how long those before took."""
+        each_s = self._counts.seconds / max(1, self._counts.estimated_actions)
+        return self._elapsed_s + each_s * sketch.num_actions > self._budget_s
+
     def _run(self, candidate: Candidate) -> _Simulated | None:
+        began_s = self._elapsed_s
         try:
             plan = make_plan(candidate.sketch, self._problem, self._table).validate()
             case = self._problem.setting.simulate(plan)
@@ -363,6 +387,8 @@ class _Search:
             return None
         self._counts.simulated += 1
         self._counts.actions += sum(map(len, case.actions.values()))
+        self._counts.estimated_actions += candidate.sketch.num_actions
+        self._counts.seconds += self._elapsed_s - began_s
         simulation = case.simulation
         order = rank(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
         return _Simulated(order, self._counts.simulated, candidate, case)

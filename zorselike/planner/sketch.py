@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import deal_rows
@@ -50,6 +50,15 @@ class Sketch:
     @property
     def num_ministages(self) -> int:
         return len(self.owners)
+
+    @cached_property
+    def num_actions(self) -> int:
+        """About how many actions its schedule has: computations, and the transfers between groups that follow
+        each other, whose microbatches overlap in about as many pieces as both have together."""
+        own = [sum(map(len, group.sizes)) for group in self.groups]
+        computed = sum(2 * own[owner] for owner in self.owners)
+        moved = sum(4 * (own[a] + own[b]) for a, b in pairwise(self.owners) if a != b)
+        return computed + moved
 
     def layers_of(self, ministage: int) -> range:
         """Indices of a ministage's layers."""
