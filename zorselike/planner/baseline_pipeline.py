@@ -59,7 +59,8 @@ def find_pipeline(
         recompute: what may be chosen.
     """
     ranking = _Ranking()
-    for shape in shapes:
+    unlike = {(own.evenly, own.replicas.groups, tuple(own.replicas.members.values())): own for own in shapes}
+    for shape in unlike.values():
         stages = Stages(shape, clock)
         for again in recompute:
             ranking.enter(stages, global_batch, again)

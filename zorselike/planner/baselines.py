@@ -176,16 +176,11 @@ def _list_asymmetric(
     bandwidths = read_bandwidths(cluster, _find_devices(cluster, places), span_regions=problem.spans_regions)
     num_nodes = len({place.node for place in places})
     max_groups = min(len(problem.workload.layers), len(places), 2 * num_nodes)
-    seen = set()
     for grouping in find_groupings(bandwidths, max_groups=max_groups):
         order = order_by_bandwidth(bandwidths, grouping.groups)
         groups = [tuple(cluster.places[device] for device in grouping.groups[g]) for g in order]
         for degree in _DEGREES:
-            replicas = make_replicas(problem.setting, all_reduces, groups, degree)
-            key = (grouping.groups, tuple(replicas.degree(place) for place in replicas.members))
-            if key not in seen:
-                seen.add(key)
-                yield Shape(replicas, evenly=False)
+            yield Shape(make_replicas(problem.setting, all_reduces, groups, degree), evenly=False)
 
 
 def _find_devices(cluster: Cluster, places: Sequence[Place]) -> list[int]:

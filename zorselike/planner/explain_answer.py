@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zorselike.plan.plan import Plan
 from zorselike.plan.wording import count
 from zorselike.planner.answer import PlanAnswer
-from zorselike.planner.explain_plans import tabulate_plans
+from zorselike.planner.explain_plans import drop_alike, tabulate_plans
 from zorselike.planner.problem import PlanProblem
 
 _CLOSE = 0.01
@@ -29,13 +29,14 @@ def format_answer(
     """What a reader must know, the best plan's table, the plans beside each other, and the gap to the bound:
     sections of lines. `tells_limits`: also what limits a plan far from its ideal, if it is."""
     best = answer.best
-    number = len(answer.plans)
+    plans = drop_alike(answer.plans)
+    number = len(plans)
     heading = "The plan:" if number == 1 else f"The best {number} plans, of different structure each:"
-    plans = "\n".join([heading, *tabulate_plans(answer.plans)])
+    table = "\n".join([heading, *tabulate_plans(plans)])
     limits = list_limits(answer) if tells_limits else []
     searched = "\n".join([*describe_search(answer, problem, budget_s), *limits])
     told = ["\n".join((*notes, *answer.notes))] if notes or answer.notes else []
-    return [*told, _show_plan(best.case.plan), plans, searched]
+    return [*told, _show_plan(best.case.plan), table, searched]
 
 
 def _show_plan(plan: Plan) -> str:

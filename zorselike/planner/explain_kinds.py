@@ -31,6 +31,22 @@ class Addition:
     """Why nothing fits without them."""
 
 
+def find_additions(
+    problem: PlanProblem, answer: PlanAnswer, search: Search
+) -> tuple[PlanAnswer, tuple[Addition, ...]]:
+    """What each device type adds to the best plan; and the answer, which begins with another plan where one
+    without some type turned out to be better, unless the user has fixed the groups."""
+    additions = measure_additions(problem, answer, search)
+    others = [addition.without for addition in additions if addition.without is not None]
+    best = min([answer.best, *others], key=lambda planned: _measure(problem, planned))
+    if best is answer.best or problem.fixed.groups is not None:
+        return answer, additions
+    used = ", ".join(dict.fromkeys(best.case.device_types))
+    note = f"A plan with {used} alone was found to be better, and is the first below."
+    better = replace(answer, plans=(best, *answer.plans), notes=(*answer.notes, note))
+    return find_additions(problem, better, search)
+
+
 def measure_additions(problem: PlanProblem, answer: PlanAnswer, search: Search) -> tuple[Addition, ...]:
     """For each device type that may be used, with `search` for plans without it; nothing for one type alone.
 
@@ -48,6 +64,8 @@ def measure_additions(problem: PlanProblem, answer: PlanAnswer, search: Search) 
                 found = search(leave_out(problem, device), f"without {device}")
             except NothingFitsError as error:
                 reason = str(error)
+            except KeyboardInterrupt:
+                break
             else:
                 without, is_over = found.best, found.ending == "interrupted"
         additions.append(

@@ -14,6 +14,15 @@ _MAX_GROUPS = 4
 """As many are listed one by one."""
 
 
+def drop_alike(plans: Sequence[Planned]) -> list[Planned]:
+    """Without those of which nothing is told that an earlier one does not have as well."""
+    told: dict[tuple[str, ...], Planned] = {}
+    for planned in plans:
+        settings = (describe(planned) for describe in _SETTINGS.values())
+        told.setdefault((*settings, f"{planned.case.simulation.iteration_s:.4g}"), planned)
+    return list(told.values())
+
+
 def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
     """A line for each plan: how fast, for how much, and in what it differs from the others; then what all
     have in common."""
@@ -25,6 +34,9 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
     }
     settings = {name: [describe(planned) for planned in plans] for name, describe in _SETTINGS.items()}
     different = {name: cells for name, cells in settings.items() if len({*cells}) > 1}
+    if "groups" in different:  # These say more than how they were found, and lines are long.
+        settings.pop("made")
+        different.pop("made", None)
     alike = {name: cells[0] for name, cells in settings.items() if name not in different}
     columns = {"": [str(number + 1) for number in range(len(plans))], **speed, **different}
     table = [tuple(columns), *zip(*columns.values(), strict=True)]

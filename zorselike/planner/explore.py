@@ -15,6 +15,8 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import Sketch
 
 _FIRST_ROUNDS = (8, 24)
+_FEW_ROUNDS = (1, 2, 4)
+_FEW_GROUPS = 3
 _FIRST_TURNS = 2
 """What a grouping is first looked at with: microbatches of a device, more of them where these do not fit, and
 ministages of a group."""
@@ -115,11 +117,26 @@ class Explorer:
         """The best of a few modes, the same for all groups, at usual numbers of ministages and rounds."""
         once = [family for family in self.families if not family[0].reduces_per_microbatch]
         often = [family for family in self.families if family[0].reduces_per_microbatch]
-        for families in (once, often):
-            for num_ministages, num_rounds in self._first_tries(groups):
-                best = self._try_families(groups, families, num_ministages, num_rounds, grouping)
-                if best is not None:
-                    return best
+        best = self._try_in_turn(groups, once, self._first_tries(groups), grouping)
+        if len(groups) <= _FEW_GROUPS or best is None:
+            # Collectives of every microbatch: the fewer, the better, and there is no fill to shorten.
+            turns = self._list_turns(len(groups))[0]
+            tries = [(turns, number) for number in _FEW_ROUNDS]
+            found = self._try_in_turn(groups, often, tries, grouping)
+            if found is None and best is None:
+                found = self._try_in_turn(groups, often, self._first_tries(groups), grouping)
+            if found is not None and (best is None or found.rank < best.rank):
+                best = found
+        return best
+
+    def _try_in_turn(
+        self, groups: Groups, families: Sequence[Family], tries: Iterable[tuple[int, int]], grouping: str
+    ) -> Candidate | None:
+        """The best at the first numbers of ministages and rounds at which something fits."""
+        for num_ministages, num_rounds in tries:
+            best = self._try_families(groups, families, num_ministages, num_rounds, grouping)
+            if best is not None:
+                return best
         return None
 
     def _try_families(
