@@ -59,14 +59,13 @@ def find_pipeline(
         recompute: what may be chosen.
     """
     ranking = _Ranking()
-    unlike = {(own.evenly, own.replicas.groups, tuple(own.replicas.members.values())): own for own in shapes}
-    for shape in unlike.values():
+    for shape in shapes:
         stages = Stages(shape, clock)
         for again in recompute:
             ranking.enter(stages, global_batch, again)
     cases: list[tuple[Case, str]] = []
     reason = ""
-    for _, _, estimate, split in sorted(ranking.found, key=lambda own: own[:2]):
+    for estimate, split in ranking.list_unlike():
         case = estimate.fit(split)
         if isinstance(case, Case):
             cases.append((case, estimate.describe(case)))
@@ -117,6 +116,14 @@ class _Ranking:
                 self._best = sorted([*self._best, step_s])[:ENTERED]
                 return step_s
         return math.inf
+
+    def list_unlike(self) -> list[tuple[_Estimate, LayerSplit]]:
+        """The fastest first; of shapes that only interchange equal nodes one."""
+        unlike = {
+            (step_s, estimate.rows, split.ends): (estimate, split)
+            for step_s, _, estimate, split in sorted(self.found, key=lambda own: own[:2], reverse=True)
+        }
+        return list(unlike.values())[::-1]
 
     def explain(self) -> str:
         """What the least that was tried lacks."""

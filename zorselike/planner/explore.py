@@ -123,8 +123,9 @@ class Explorer:
             turns = self._list_turns(len(groups))[0]
             tries = [(turns, number) for number in _FEW_ROUNDS]
             found = self._try_in_turn(groups, often, tries, grouping)
-            if found is None and best is None:
-                found = self._try_in_turn(groups, often, self._first_tries(groups), grouping)
+            if best is None:
+                other = self._try_in_turn(groups, often, self._first_tries(groups), grouping)
+                found = min((own for own in (found, other) if own), key=lambda own: own.rank, default=None)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
         return best
@@ -133,10 +134,34 @@ class Explorer:
         self, groups: Groups, families: Sequence[Family], tries: Iterable[tuple[int, int]], grouping: str
     ) -> Candidate | None:
         """The best at the first numbers of ministages and rounds at which something fits."""
-        for num_ministages, num_rounds in tries:
+        for number, (num_ministages, num_rounds) in enumerate(tries):
             best = self._try_families(groups, families, num_ministages, num_rounds, grouping)
             if best is not None:
                 return best
+            if number == 0 and not self._may_fit(groups, families, grouping):
+                return None
+        return None
+
+    def _may_fit(self, groups: Groups, families: Sequence[Family], grouping: str) -> bool:
+        """Whether the mode that needs least memory fits at the most ministages or rounds."""
+        if not families:
+            return False
+        turns, rounds = self._list_turns(len(groups)), self._list_rounds(groups)
+        usual = next((number for number in turns if number >= _FIRST_TURNS * len(groups)), turns[-1])
+        return any(
+            self.try_choice(
+                Choice(tuple(GroupChoice(own, families[-1][-1], rounds[-1]) for own in groups), number),
+                grouping,
+            )
+            is not None
+            for number in dict.fromkeys((turns[-1], usual))
+        )
+
+    def find_any(self, groups: Groups, grouping: str) -> Candidate | None:
+        """Whatever fits first with what needs least memory; None where that does not either."""
+        for family in self.families[::-1]:
+            if self._may_fit(groups, [family], grouping):
+                return next(found for found in self._found.values() if found is not None)
         return None
 
     def _try_families(

@@ -130,6 +130,11 @@ def change_choice(
     for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
         if len(groups) <= choice.num_ministages + number <= num_layers:
             yield replace(choice, num_ministages=choice.num_ministages + number)
+    for together in list_rounds(-(-global_batch // min(len(own.devices) for own in groups))):
+        cut = tuple(replace(own, num_rounds=together) for own in groups)
+        for number in (choice.num_ministages - len(groups), choice.num_ministages + len(groups)):
+            if len(groups) <= number <= num_layers:
+                yield Choice(cut, number)
     for g, own in enumerate(groups):
         rounds = list_rounds(-(-global_batch // len(own.devices)))
         for number in (own.num_rounds - 1, own.num_rounds + 1, *rounds):

@@ -11,7 +11,7 @@ from zorselike.planner.rank_memory import RankMemory
 
 _MOST = 64.0
 """Times the memory there is, beyond which more is not looked for."""
-_NEAR = 0.02
+_NEAR = 0.05
 """How near the factor is found."""
 
 

@@ -74,6 +74,8 @@ CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated."""
 SIMPLER = 1.002
 """A plan that takes up to this much longer is preferred where it is simpler."""
+FEW_SETS, FEW_GROUPINGS = 2, 4
+"""Of devices, and of each: in which something that fits is looked for, were there more memory."""
 LIMITING_SHARE = 0.7
 """Below this share of the ideal a plan says what limits it."""
 
@@ -559,15 +561,12 @@ class _Search:
         return Planned(replace(case, plan=plan), found.candidate.grouping, ideal_s)
 
     def _explain_nothing(self) -> str:
-        devices = propose_devices(self._problem, bounds=self._bounds)
+        sets = propose_devices(self._problem, bounds=self._bounds)[:FEW_SETS]
+        likely = [own for devices in sets for own in islice(self._list_groups(devices), FEW_GROUPINGS)]
 
         def find() -> Candidate | None:
             self._explorer.forget()
-            for own in devices[:4]:
-                for groups, name in self._list_groups(own):
-                    candidate = self._explorer.glance(groups, name)
-                    if candidate is not None:
-                        return candidate
-            return None
+            found = (self._explorer.find_any(groups, name) for groups, name in likely)
+            return next((own for own in found if own is not None), None)
 
         return describe_nothing(self._problem, self._memory, find)
