@@ -159,8 +159,10 @@ class Explorer:
 
     def find_any(self, groups: Groups, grouping: str) -> Candidate | None:
         """Whatever fits first with what needs least memory; None where that does not either."""
-        for family in self.families[::-1]:
-            if self._may_fit(groups, [family], grouping):
+        once = [family for family in self.families if not family[0].reduces_per_microbatch]
+        often = [family for family in self.families if family[0].reduces_per_microbatch]
+        for families in (often, once):
+            if self._may_fit(groups, families, grouping):
                 return next(found for found in self._found.values() if found is not None)
         return None
 

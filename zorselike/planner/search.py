@@ -74,7 +74,9 @@ CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated."""
 SIMPLER = 1.002
 """A plan that takes up to this much longer is preferred where it is simpler."""
-FEW_SETS, FEW_GROUPINGS = 2, 4
+FUTILE_S = 10.0
+"""After so many seconds beyond the budget without anything that fits the search gives up."""
+FEW_SETS, FEW_GROUPINGS = 2, 2
 """Of devices, and of each: in which something that fits is looked for, were there more memory."""
 LIMITING_SHARE = 0.7
 """Below this share of the ideal a plan says what limits it."""
@@ -198,7 +200,9 @@ class _Search:
     def _is_past(self, share: float) -> bool:
         """Whether a share of the budget is over."""
         self._tell()
-        return self._may_stop and self._elapsed_s > share * self._budget_s
+        if not self._may_stop:
+            return self._elapsed_s > self._budget_s + FUTILE_S
+        return self._elapsed_s > share * self._budget_s
 
     def _is_over(self) -> bool:
         self._tell()
@@ -255,7 +259,7 @@ class _Search:
         for number, devices in enumerate(sets):
             if best.is_allowed and not self._bound(devices) < best:
                 continue
-            if number and self._is_exploring_over():
+            if self._is_exploring_over():
                 break
             self._sets_seen.append(devices)
             glances = self._glance(devices)
@@ -277,7 +281,7 @@ class _Search:
         """Every grouping of a set of devices, the most promising first."""
         found: list[Candidate] = []
         for groups, name in self._list_groups(devices):
-            if found and self._is_past(GLANCING_SHARE):
+            if self._is_past(GLANCING_SHARE):
                 break
             candidate = self._explorer.glance(groups, name)
             if candidate is not None:
