@@ -321,3 +321,26 @@ def test_every_action_of_a_schedule_has_its_cost(seed: int) -> None:
     assert [set(own) for own in costs.sizes] == [
         set(plan.ministages_of_rank(rank)) for rank in range(plan.num_ranks)
     ]
+
+
+def test_what_units_cost_the_host() -> None:
+    overheads = Overheads(
+        action_s=(("F", 0.25),),
+        unit_s=(("UNSHARD", 1.0), ("STEP", 2.0)),
+        shared_unit_s=(("UNSHARD", 10.0), ("F", 100.0)),
+        step_s=0.5,
+    )
+    profile = replace(PROFILE, overheads=overheads)
+    costs = make_costs(PLAN, WORKLOAD, CLUSTER, profile)
+    assert (costs.host_s, costs.step_host_s) == ({"F": 0.25}, 0.5)
+    units = {i: len(costs.units[i]) for i in range(4)}
+    assert units == {0: 3, 1: 1, 2: 1, 3: 2}
+    # Group 0 has two ranks, group 1 one; computations gather by themselves with ZeRO 3 only.
+    assert costs.unit_host_s == {
+        **{("UNSHARD", i): (11.0 if i % 2 == 0 else 1.0) * number for i, number in units.items()},
+        **{("STEP", i): 2.0 * number for i, number in units.items()},
+    }
+    zero3 = tuple(replace(group, zero=3, grad_reduce="microbatch") for group in PLAN.groups)
+    costs = make_costs(replace(PLAN, groups=zero3).validate(), WORKLOAD, CLUSTER, profile)
+    computing = {key: seconds for key, seconds in costs.unit_host_s.items() if key[0] == "F"}
+    assert computing == {("F", 0): 300.0, ("F", 2): 100.0}

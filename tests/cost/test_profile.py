@@ -71,7 +71,15 @@ PROFILE = Profile(
             source=MEASURED,
         ),
     ),
-    overheads=Overheads(action_s=(("F", 6e-4),), overlap_slowdown=1.1, context_bytes=5, source=MEASURED),
+    overheads=Overheads(
+        action_s=(("F", 6e-4),),
+        unit_s=(("STEP", 1e-4),),
+        shared_unit_s=(("UNSHARD", 2e-4),),
+        step_s=1e-3,
+        overlap_slowdown=1.1,
+        context_bytes=5,
+        source=MEASURED,
+    ),
 )
 
 
@@ -126,6 +134,8 @@ def lists_of(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ..
     return st.lists(entries, max_size=3, unique_by=find_key).map(tuple)
 
 
+ACTION_TIMES = st.dictionaries(st.sampled_from(["F", "B", "SEND_F"]), TIMES).map(lambda d: tuple(d.items()))
+
 PROFILES = st.builds(
     Profile,
     model=NAMES,
@@ -144,9 +154,10 @@ PROFILES = st.builds(
     ),
     overheads=st.builds(
         Overheads,
-        action_s=st.dictionaries(st.sampled_from(["F", "B", "SEND_F"]), TIMES).map(
-            lambda d: tuple(d.items())
-        ),
+        action_s=ACTION_TIMES,
+        unit_s=ACTION_TIMES,
+        shared_unit_s=ACTION_TIMES,
+        step_s=TIMES,
         overlap_slowdown=st.floats(1, 3),
         context_bytes=st.integers(0, 2**40),
         allocator_share=st.floats(0, 1),
@@ -249,6 +260,12 @@ def edit(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda c: c["zero_batches"][0].update(zero=4), "zero is 4"),
         (lambda c: c["overheads"].update(overlap_slowdown=0.5), "overlap_slowdown is 0.5"),
         (lambda c: c["overheads"]["action_s"].update(FORWARD=1), "'FORWARD', which is no kind of action"),
+        (lambda c: c["overheads"].update(unit_s={"F": -1}), r"overheads\.unit_s\.F is -1"),
+        (
+            lambda c: c["overheads"].update(shared_unit_s={"BACK": 1}),
+            "shared_unit_s has 'BACK', which is no kind",
+        ),
+        (lambda c: c["overheads"].update(step_s=-1), r"overheads\.step_s is -1"),
         (lambda c: c["overheads"].update(context_bytes=-1), "context_bytes is -1"),
     ],
 )
@@ -341,3 +358,29 @@ def test_profiles_of_different_things_are_not_merged() -> None:
     with pytest.raises(ProfileError, match="workloads aa and bb"):
         first.merge(second)
     assert first.merge(PROFILE).workload_fingerprint == "aa"
+
+
+def test_a_file_from_before_the_program_was_measured_is_read() -> None:
+    def forget(content: dict[str, Any]) -> None:
+        for key in ("unit_s", "shared_unit_s", "step_s"):
+            del content["overheads"][key]
+
+    overheads = parse_profile(edit(forget)).overheads
+    assert overheads == replace(PROFILE.overheads, unit_s=(), shared_unit_s=(), step_s=0.0)
+
+
+def test_overheads_that_were_measured_apart_are_merged() -> None:
+    program = Overheads(action_s=(("F", 1.0),), step_s=2.0, source=MEASURED)
+    device = Overheads(context_bytes=3, allocator_share=0.5, source=Source("measured", "2026-11-22"))
+    merged = replace(PROFILE, overheads=program).merge(replace(PROFILE, overheads=device)).overheads
+    assert merged == replace(device, action_s=(("F", 1.0),), step_s=2.0)
+    assert PROFILE.merge(replace(PROFILE, overheads=Overheads())).overheads == PROFILE.overheads
+    again = PROFILE.merge(replace(PROFILE, overheads=program)).overheads
+    assert again == replace(
+        PROFILE.overheads,
+        action_s=(("F", 1.0),),
+        unit_s=(),
+        shared_unit_s=(),
+        step_s=2.0,
+        overlap_slowdown=1.0,
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tools import check_emulated, emulate
 from tools.bench.forked import num_cores, run_forked
 from tools.emulation.comparison import Comparison, MemoryPair, pair_memory, score
-from tools.emulation.constants import ActionCosts, GlooTimes, HostConstants, uniform_profile, uniform_workload
+from tools.emulation.constants import GlooTimes, HostConstants, uniform_profile, uniform_workload
 from tools.emulation.device_times import DeviceTimes
 from tools.emulation.emulation import Emulation, run
 from tools.emulation.mutations import MUTATIONS
@@ -33,13 +33,14 @@ from tools.emulation.scenarios import Scenario, set_up
 from tools.emulation.wires import Buckets, BucketWires, lay_buckets, order_ring
 from tools.emulation.wires import Path as Way
 from zorselike.cost.assemble import make_costs
+from zorselike.cost.profile import Overheads
 from zorselike.plan.cluster import Cluster, Link, Node, Place
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
-ACTIONS = ActionCosts(
-    action_s={"F": 4e-4, "B": 4e-4, "STEP": 1e-3},
-    layer_s={"F": 5e-4, "B": 5e-4},
-    zero3_layer_s={"F": 1e-3, "B": 2e-3},
+ACTIONS = Overheads(
+    action_s=(("F", 4e-4), ("B", 4e-4), ("STEP", 1e-3)),
+    unit_s=(("F", 5e-4), ("B", 5e-4)),
+    shared_unit_s=(("F", 1e-3), ("B", 2e-3)),
 )
 CONSTANTS = HostConstants(
     sleep_overshoot_s=1e-4,

@@ -9,20 +9,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from zorselike.cost.profile import Collective, LayerTimes, Profile, Source, UpdateTime
+from zorselike.cost.profile import Collective, LayerTimes, Overheads, Profile, Source, UpdateTime
 from zorselike.plan.cluster import Cluster, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.schedule.actions import COMPUTE, Kind
+from zorselike.profiler.action_costs import FEW_UNITS, MANY_UNITS, ActionSamples, Seconds, draw_lines
+from zorselike.schedule.actions import COMPUTE
 
 from ..bench.forked import run_forked
 from ..bench.link_sleep import collective_names
@@ -49,27 +49,15 @@ class GlooTimes:
 
 
 @dataclass(frozen=True)
-class ActionCosts:
-    """Processor seconds of the thread that runs actions."""
-
-    action_s: Mapping[str, float]
-    """Of each kind of action, beside its layers."""
-    layer_s: Mapping[str, float]
-    """Of one layer more in `F` and in `B`."""
-    zero3_layer_s: Mapping[str, float]
-    """What a layer costs more where it gathers and reduces by itself."""
-
-
-@dataclass(frozen=True)
 class HostConstants:
     """Of one machine."""
 
     sleep_overshoot_s: float
     """How much longer a sleep takes than asked."""
-    after_sleep: ActionCosts
-    """Of ranks that sleep: their caches are cold."""
-    awake: ActionCosts
-    """Of ranks that compute."""
+    after_sleep: Overheads
+    """Processor seconds of the thread that runs actions, on ranks that sleep: their caches are cold."""
+    awake: Overheads
+    """On ranks that compute."""
     gloo: tuple[GlooTimes, ...]
 
     def gloo_s(self, op: str, num_ranks: int, num_bytes: float) -> float:
@@ -172,24 +160,26 @@ def _time(do: Callable[[], Any], repeats: int) -> float:
 # -- actions -------------------------------------------------------------------------------
 
 
-def measure_actions(sleep_s: float, num_steps: int = 4) -> ActionCosts:
-    """Runs of the real runtime on four ranks whose layers sleep so long: with one layer in each ministage
-    and with three, what a computation costs more with three is its layers'; with ZeRO 2 and with ZeRO 3,
-    where computations gather and reduce by themselves."""
-    few, many = (_time_actions(num_layers, sleep_s, num_steps, zero=2) for num_layers in (1, 3))
-    few_3, many_3 = (_time_actions(num_layers, sleep_s, num_steps, zero=3) for num_layers in (1, 3))
-    layer_s = _cost_of_layers(few, many)
-    zero3_s = {kind: max(0.0, cost - layer_s[kind]) for kind, cost in _cost_of_layers(few_3, many_3).items()}
-    action_s = {str(kind): (few[kind] + many[kind]) / 2 for kind in few.keys() & many.keys() - COMPUTE}
-    action_s |= {str(kind): max(0.0, few[kind] - layer_s[str(kind)]) for kind in sorted(COMPUTE)}
-    return ActionCosts(dict(sorted(action_s.items())), layer_s, zero3_s)
+def measure_actions(sleep_s: float, num_steps: int = 4) -> Overheads:
+    """From runs of the real runtime on four ranks whose layers sleep so long: with few layers in each
+    ministage and with many; with ZeRO 2, and with ZeRO 3, where computations gather and reduce."""
+    zero2, zero3 = (
+        draw_lines(
+            *(_time_actions(count, sleep_s, num_steps, zero=zero) for count in (FEW_UNITS, MANY_UNITS))
+        )
+        for zero in (2, 3)
+    )
+    return Overheads(
+        action_s=tuple(zero2.action_s.items()),
+        unit_s=tuple(zero2.unit_s.items()),
+        shared_unit_s=tuple(
+            (kind.value, max(0.0, zero3.unit_s[kind] - zero2.unit_s[kind])) for kind in sorted(COMPUTE)
+        ),
+        source=Source("measured"),
+    )
 
 
-def _cost_of_layers(few: Mapping[Kind, float], many: Mapping[Kind, float]) -> dict[str, float]:
-    return {str(kind): max(0.0, (many[kind] - few[kind]) / 2) for kind in sorted(COMPUTE)}
-
-
-def _time_actions(num_layers: int, sleep_s: float, num_steps: int, *, zero: int) -> dict[Kind, float]:
+def _time_actions(num_layers: int, sleep_s: float, num_steps: int, *, zero: int) -> Seconds:
     workload = uniform_workload(4 * num_layers)
     profile = uniform_profile(workload, sleep_s)
     emulation = Emulation(
@@ -200,14 +190,11 @@ def _time_actions(num_layers: int, sleep_s: float, num_steps: int, *, zero: int)
         limit="none",
         num_steps=num_steps,
     )
-    measured = run(emulation, records=True)
-    actions = sorted(
-        ((time.action.kind, time.cpu_s) for own in measured.ranks for step in own.actions for time in step),
-    )
-    return {
-        kind: statistics.median(cpu_s for _, cpu_s in entries)
-        for kind, entries in groupby(actions, key=lambda entry: entry[0])
-    }
+    samples = ActionSamples(is_cpu=True)
+    for own in run(emulation, records=True).ranks:
+        for step in own.actions:
+            samples.add_step(step)
+    return samples.means()
 
 
 _DEVICE = "CPU"

@@ -18,11 +18,11 @@ from zorselike import HeteroPipeline
 from zorselike.plan.cluster import Cluster, Place
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
+from zorselike.profiler.action_clock import ActionClock, ActionTime
 from zorselike.runtime.memory_report import MemoryLine
 
 from ..bench.forked import num_cores, run_forked
 from ..bench.link_sleep import LinkSleeper
-from .actions_clock import ActionClock, ActionTime
 from .calibrate import idle_device, pin
 from .device_times import DeviceTimes
 from .model import DTYPES, EmulatedDevice, SleepingAdamW, build_model, count_rows, make_rows, squared_error

@@ -18,12 +18,9 @@ from zorselike.schedule.build import build
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.result import Simulation
 
-from .constants import OPS, ActionCosts, HostConstants, measure_gloo
+from .constants import OPS, HostConstants, measure_gloo
 from .emulation import Emulation
 from .namespaces import Namespaces
-
-_Key = tuple[int, int, int]
-"""Rank, ministage, rows."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,15 @@ def _later(flow: Flow, seconds: float) -> Flow:
 
 
 def add_host(profile: Profile, constants: HostConstants, *, sleeps: bool) -> Profile:
-    """The profile of the same devices as they are emulated: a layer takes its sleep, by how much that is
-    too long, and what the runtime does for each layer."""
+    """The profile of the same devices as they are emulated: a layer takes its sleep and by how much that is
+    too long, and the runtime what it takes on this machine."""
     overshoot_s = constants.sleep_overshoot_s if sleeps else 0.0
-    actions = constants.after_sleep if sleeps else constants.awake
 
     def lengthen(times: LayerTimes) -> LayerTimes:
-        forward_s = overshoot_s + actions.layer_s["F"]
-        backward_s = overshoot_s + actions.layer_s["B"]
         return replace(
             times,
-            forward_s=tuple(seconds + forward_s for seconds in times.forward_s),
-            backward_s=tuple(seconds + backward_s for seconds in times.backward_s),
+            forward_s=tuple(seconds + overshoot_s for seconds in times.forward_s),
+            backward_s=tuple(seconds + overshoot_s for seconds in times.backward_s),
         )
 
     return replace(
@@ -86,7 +80,7 @@ def add_host(profile: Profile, constants: HostConstants, *, sleeps: bool) -> Pro
             replace(update, seconds_per_call=update.seconds_per_call + overshoot_s)
             for update in profile.updates
         ),
-        overheads=replace(profile.overheads, action_s=tuple(sorted(actions.action_s.items()))),
+        overheads=constants.after_sleep if sleeps else constants.awake,
     )
 
 
@@ -163,28 +157,7 @@ def predict_emulation(
         sends_buffer=emulation.limit != "kernel",
     )
     costs = replace(costs, network=host_network(costs.network, constants))
-    costs = add_gathering(plan, costs, constants.awake if emulation.computes else constants.after_sleep)
     return simulate_costs(plan, workload, costs, record=record)
-
-
-def add_gathering(plan: Plan, costs: StepCosts, actions: ActionCosts) -> StepCosts:
-    """Computations of ZeRO 3 gather and reduce by themselves, which costs the thread more a layer."""
-
-    groups = [plan.group_of(i) for i in range(plan.num_ministages)]
-    num_gathered = [
-        len(units) if group.zero == 3 and len(group.ranks) > 1 else 0
-        for group, units in zip(groups, costs.units, strict=True)
-    ]
-
-    def lengthen(seconds: Mapping[_Key, float], kind: str) -> dict[_Key, float]:
-        layer_s = actions.zero3_layer_s[kind]
-        return {
-            (rank, i, rows): own_s + num_gathered[i] * layer_s for (rank, i, rows), own_s in seconds.items()
-        }
-
-    return replace(
-        costs, forward_s=lengthen(costs.forward_s, "F"), backward_s=lengthen(costs.backward_s, "B")
-    )
 
 
 def simulate_costs(plan: Plan, workload: Workload, costs: StepCosts, *, record: bool = False) -> Prediction:

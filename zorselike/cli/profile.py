@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tyro
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from zorselike.plan.workload import Workload
     from zorselike.profiler.tasks import Job
 
-_Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows"]
-_PARTS: tuple[_Part, ...] = ("layers", "update", "host_link", "links", "collectives", "max_rows")
+_Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows", "program"]
+_PARTS: tuple[_Part, ...] = get_args(_Part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileCommand:
-    """Measure layers, the largest rows, memory and links, and write a profile and the cluster found.
+    """Measure layers, the largest rows, memory, links and the program; write a profile and a cluster file.
 
     One process measures one device. For several devices and the links between them start one process a
     device, on every node: torchrun --nproc-per-node gpu ... -m zorselike.cli profile ...
@@ -129,6 +129,7 @@ class ProfileCommand:
         from zorselike.profiler.layer_probes import find_probes
         from zorselike.profiler.tasks import Job
         from zorselike.runtime.loss import token_cross_entropy
+        from zorselike.train.loading_work import loading_rows
 
         settings: dict[str, tuple[Recompute, ...]] = {
             "none": ("none",),
@@ -148,6 +149,7 @@ class ProfileCommand:
             parts=frozenset(self.only),
             largest_message_bytes=_read_size("largest-message", self.largest_message),
             again=self.again,
+            between_steps=lambda: loading_rows(self.seq_len),
         )
 
 

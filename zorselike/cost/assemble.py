@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerClock
-from zorselike.cost.profile import Profile
+from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.sizes import (
     count_updated,
     find_boundary_bytes,
@@ -27,6 +27,7 @@ from zorselike.plan.errors import ClusterError, PlanError, ProfileError
 from zorselike.plan.plan import Plan, Recompute
 from zorselike.plan.validate import validate_modules
 from zorselike.plan.workload import Workload
+from zorselike.schedule.actions import COMPUTE
 
 CPU = "CPU"
 """The device type whose thread computes by itself."""
@@ -69,6 +70,7 @@ def make_costs(
     clock = LayerClock(profile, workload, reached_of_peak=reached_of_peak)
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
     overheads = profile.overheads
+    units = _list_unit_bytes(plan, workload)
     return StepCosts(
         places=places,
         network=make_network(cluster, places, profile),
@@ -79,11 +81,13 @@ def make_costs(
             for (rank, i), number in count_updated(plan, workload).items()
         },
         row_bytes=find_boundary_bytes(plan, workload),
-        units=_list_unit_bytes(plan, workload),
+        units=units,
         sizes=measure_ministages(plan, workload, devices=devices, measured=clock.kept_bytes),
         tie_bytes=find_tie_bytes(plan, workload, workload.itemsize),
         tie_gradient_bytes=find_tie_bytes(plan, workload, find_gradient_itemsize(workload.itemsize)),
         host_s=dict(overheads.action_s),
+        unit_host_s=_add_up_units(plan, units, overheads),
+        step_host_s=overheads.step_s,
         is_cpu=tuple(device == CPU for device in devices) if is_cpu is None else tuple(is_cpu),
         overlap_slowdown=overheads.overlap_slowdown,
         sends_buffer=sends_buffer,
@@ -168,6 +172,23 @@ def _time_microbatches(
                     for layer, number in layers.items()
                 )
     return forward_s, backward_s
+
+
+def _add_up_units(
+    plan: Plan, units: Sequence[Sequence[UnitBytes]], overheads: Overheads
+) -> dict[tuple[str, int], float]:
+    """Host seconds of the units of each ministage, by kind of action."""
+    own, shared = dict(overheads.unit_s), dict(overheads.shared_unit_s)
+    found: dict[tuple[str, int], float] = {}
+    for i in range(plan.num_ministages):
+        group = plan.group_of(i)
+        is_shared = len(group.flat_ranks) > 1
+        for kind in own.keys() | shared.keys():
+            gathers = is_shared and (kind not in COMPUTE or group.zero == 3)
+            seconds = own.get(kind, 0.0) + (shared.get(kind, 0.0) if gathers else 0.0)
+            if seconds:
+                found[kind, i] = seconds * sum(unit.gathered_bytes > 0 for unit in units[i])
+    return found
 
 
 class _Layer(NamedTuple):

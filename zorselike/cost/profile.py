@@ -7,7 +7,7 @@ Plain data, immutable and free of torch. `zorselike/cost/profile_json.py` reads 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,6 +16,8 @@ from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
 
 PROFILE_VERSION = 1
+"""Raised when a key changes its meaning or must be there; keys that may be missing come without it, and files
+from before them mean what they meant."""
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 SourceKind = Literal["measured", "interpolated", "catalogue", "given"]
@@ -127,7 +129,14 @@ class Overheads:
     """What the program itself costs."""
 
     action_s: tuple[tuple[str, float], ...] = ()
-    """Host seconds of each kind of action beside what it computes (`("F", 6e-4)`)."""
+    """Host seconds of each kind of action beside what it computes and moves (`("F", 6e-4)`)."""
+    unit_s: tuple[tuple[str, float], ...] = ()
+    """More for each FSDP unit of the action's ministage, by kind of action; of a `NORM`, of the rank's."""
+    shared_unit_s: tuple[tuple[str, float], ...] = ()
+    """More for each unit that several ranks share: copies into and out of collectives. Of `F` and `B` it is
+    what units cost that gather and reduce by themselves (ZeRO 3)."""
+    step_s: float = 0.0
+    """Host seconds of a step beside all its actions."""
     overlap_slowdown: float = 1.0
     """How much longer computation takes while communication runs beside it."""
     context_bytes: int = 0
@@ -203,7 +212,7 @@ class Profile:
             collectives=_merge(self.collectives, other.collectives),
             links=_merge(self.links, other.links),
             zero_batches=_merge(self.zero_batches, other.zero_batches),
-            overheads=self.overheads if other.overheads == Overheads() else other.overheads,
+            overheads=_merge_overheads(self.overheads, other.overheads),
         )
 
     @classmethod
@@ -236,6 +245,23 @@ def find_key(entry: Entry) -> Hashable:
             return entry.between
         case ZeroBatch():
             return entry.device, entry.zero
+
+
+def _merge_overheads(earlier: Overheads, later: Overheads) -> Overheads:
+    """The earlier ones with what the later ones say, source included: not all are measured at once."""
+    nothing = Overheads()
+    said = {
+        field.name: getattr(later, field.name)
+        for field in fields(Overheads)
+        if getattr(later, field.name) != getattr(nothing, field.name)
+    }
+    if later.action_s:  # What the program takes is measured together, what turned out to be nothing too.
+        said |= {key: getattr(later, key) for key in _OF_PROGRAM}
+    return replace(earlier, **said)
+
+
+_OF_PROGRAM = ("action_s", "unit_s", "shared_unit_s", "step_s", "overlap_slowdown")
+"""Fields of `Overheads`."""
 
 
 def _merge(earlier: Iterable[_Entry], later: Iterable[_Entry]) -> tuple[_Entry, ...]:

@@ -24,7 +24,7 @@ from zorselike.cost.profile import (
     UpdateTime,
     ZeroBatch,
 )
-from zorselike.cost.validate_profile import validate_profile
+from zorselike.cost.validate_profile import ACTION_KEYS, validate_profile
 from zorselike.plan.errors import FileError, ProfileError
 from zorselike.plan.files import read_text, write_text
 from zorselike.plan.tables import (
@@ -90,7 +90,8 @@ def format_profile(profile: Profile) -> str:
     """The text of a profile's file; raises `ProfileError` if it is not consistent."""
     validate_profile(profile)
     content = {"version": profile.version} | _to_json(asdict(profile))
-    content["overheads"]["action_s"] = dict(profile.overheads.action_s)
+    for key in ACTION_KEYS:
+        content["overheads"][key] = dict(getattr(profile.overheads, key))
     lines = []
     for key, value in content.items():
         if isinstance(value, list):
@@ -209,7 +210,8 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "source": _SOURCE,
     },
     Overheads: {
-        "action_s": _read_action_s,
+        **dict.fromkeys(ACTION_KEYS, _read_action_s),
+        "step_s": read_number,
         "overlap_slowdown": read_number,
         "context_bytes": read_int,
         "allocator_share": read_number,

@@ -48,6 +48,10 @@ class StepCosts:
     """Of their reduced gradients, fp32 with master weights; what is missing is as large as the weight."""
     host_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host's thread per `Kind` of action, beside what the action computes."""
+    unit_host_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """By `Kind` and ministage: seconds more for its FSDP units; a `NORM` takes those of the rank's own."""
+    step_host_s: float = 0.0
+    """Of a step, beside all actions."""
     is_cpu: tuple[bool, ...] = ()
     """Ranks whose thread computes by itself; else it only starts what the device does. Empty: none."""
     overlap_slowdown: float = 1.0

@@ -33,6 +33,9 @@ from zorselike.schedule.actions import Kind
 MAX_BYTES_PER_S = 1e13
 """No link is faster (10 TB/s): a larger number has the wrong unit."""
 
+ACTION_KEYS = ("action_s", "unit_s", "shared_unit_s")
+"""Of `Overheads`: seconds by kind of action."""
+
 
 def validate_profile(profile: Profile) -> None:
     """Raises `ProfileError` naming the entry, its key and the mend."""
@@ -124,15 +127,9 @@ def _validate_collective(entry: CollectiveTimes, where: str) -> None:
 
 
 def _validate_overheads(overheads: Overheads) -> None:
-    kinds = [kind.value for kind in Kind]
-    for kind, seconds in overheads.action_s:
-        if kind not in kinds:
-            raise ProfileError(
-                f"overheads.action_s has '{kind}', which is no kind of action{suggest(kind, kinds)}"
-            )
-        _require_seconds(f"overheads.action_s.{kind}", seconds)
-    if len({kind for kind, _ in overheads.action_s}) < len(overheads.action_s):
-        raise ProfileError("overheads.action_s has a kind of action twice; keep one of them")
+    for key in ACTION_KEYS:
+        _validate_action_s(f"overheads.{key}", getattr(overheads, key))
+    _require_seconds("overheads.step_s", overheads.step_s)
     if not 1 <= overheads.overlap_slowdown < math.inf:
         raise ProfileError(
             f"overheads.overlap_slowdown is {overheads.overlap_slowdown}; it is a factor, 1 or more"
@@ -141,6 +138,16 @@ def _validate_overheads(overheads: Overheads) -> None:
         if not 0 <= getattr(overheads, key) < math.inf:
             raise ProfileError(f"overheads.{key} is {getattr(overheads, key)}; give 0 or more")
     _validate_source(overheads.source, "overheads.source")
+
+
+def _validate_action_s(where: str, entries: Sequence[tuple[str, float]]) -> None:
+    kinds = [kind.value for kind in Kind]
+    for kind, seconds in entries:
+        if kind not in kinds:
+            raise ProfileError(f"{where} has '{kind}', which is no kind of action{suggest(kind, kinds)}")
+        _require_seconds(f"{where}.{kind}", seconds)
+    if len({kind for kind, _ in entries}) < len(entries):
+        raise ProfileError(f"{where} has a kind of action twice; keep one of them")
 
 
 def _validate_source(source: Source, where: str) -> None:

@@ -55,3 +55,18 @@ class Clock:
 def median(seconds: Sequence[float]) -> float:
     """The middle one: what a moment of other work on the machine does not move."""
     return statistics.median(seconds)
+
+
+def trimmed_mean(seconds: Sequence[float]) -> float:
+    """The mean without the largest, one in forty: of what is fast and slow by turns, what a sum of many comes
+    to, but for a moment of other work on the machine."""
+    kept = sorted(seconds)[: max(1, len(seconds) * 39 // 40)]
+    return statistics.fmean(kept)
+
+
+def make_rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Times of rising sizes without their noise: where more takes less time, both take their mean
+    (isotonic regression)."""
+    from scipy.optimize import isotonic_regression
+
+    return tuple(isotonic_regression(seconds).x.tolist())

@@ -53,7 +53,7 @@ def _has_bf16(info: ProcessInfo) -> bool:
         return True  # CPUs compute in anything, some of them slowly.
     if torch.version.hip:
         return True
-    major, _ = torch.cuda.get_device_capability(info.local_rank)
+    major, _ = torch.cuda.get_device_capability()
     return major >= _OLDEST_WITH_BF16
 
 

@@ -46,6 +46,12 @@ class LayerProbe:
         """Whether it is one of the layers that can be recomputed."""
         return is_layer(self.module)
 
+    @property
+    def follows_itself(self) -> bool:
+        """Whether such layers follow one another with one hidden state between them, and take no other
+        tensor."""
+        return self.is_numbered and self.carries_grad and len(_tensors([self.inputs, self.kwargs])) == 1
+
 
 def find_probes(build: ModelFactory, workload: Workload, tokens_per_row: int) -> tuple[LayerProbe, ...]:
     """A probe for each kind of the workload, in model order, from two runs of the model on meta.

@@ -133,10 +133,12 @@ def measure_layer(
     most_rows: int,
     repeats: int,
     source: Source,
+    time_in_step: Callable[[int, TrialResult], tuple[float, float] | None] = lambda rows, result: None,
     told: Callable[[int, TrialResult], None] = lambda rows, result: None,
 ) -> LayerTimes | None:
     """The layer's times against 1, 2, 4, ... rows up to `most_rows`, or to the most that fit; None if
-    not even one row fits. `told` hears of each trial."""
+    not even one row fits. `time_in_step` may have better ones than a layer alone; `told` hears of each
+    trial."""
 
     def trial(rows: int) -> TrialResult:
         result = bench.try_rows(rows, repeats=repeats)
@@ -146,6 +148,9 @@ def measure_layer(
     found = find_max_rows(trial, most_rows=most_rows)
     if not found.measured:
         return None
+    times = [
+        time_in_step(rows, result) or (result.forward_s, result.backward_s) for rows, result in found.measured
+    ]
     return LayerTimes(
         kind=kind,
         device=device,
@@ -153,8 +158,8 @@ def measure_layer(
         sequence_length=sequence_length,
         recompute=recompute,
         rows=tuple(rows for rows, _ in found.measured),
-        forward_s=tuple(result.forward_s for _, result in found.measured),
-        backward_s=tuple(result.backward_s for _, result in found.measured),
+        forward_s=tuple(forward_s for forward_s, _ in times),
+        backward_s=tuple(backward_s for _, backward_s in times),
         max_rows=found.max_rows if found.is_limit else None,
         memory_bytes_per_row=kept_per_row(found),
         source=source,

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.profile import LinkTimes, Source
-from zorselike.profiler.clock import Clock, median
+from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
+from zorselike.profiler.collective_timing import MORE_OF_SMALL, SMALL
 from zorselike.profiler.link_pairs import Pair, make_rounds
+from zorselike.profiler.spell import Spell
 from zorselike.runtime.ranks import ProcessGroup
 
 SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
@@ -46,7 +48,9 @@ def measure_links(
             if rank == begins:
                 between = (min(first, second), max(first, second))
                 found.append(
-                    LinkTimes(between=between, num_bytes=tuple(sizes), seconds=tuple(seconds), source=source)
+                    LinkTimes(
+                        between=between, num_bytes=tuple(sizes), seconds=make_rising(seconds), source=source
+                    )
                 )
         # Nobody begins a round while others still use its wires.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -56,11 +60,12 @@ def measure_links(
 def time_messages(
     num_bytes: int, other: int, *, begins: bool, group: ProcessGroup, device: torch.device, repeats: int
 ) -> float:
-    """Median seconds of a message one way: half of there and back. Both ranks call it at once."""
-    clock = Clock(device)
+    """Mean seconds of a message one way: half of there and back. Both ranks call it at once."""
+    clock, spell = Clock(device), Spell(device)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     seconds = []
-    for _ in range(1 + repeats):  # In the first one connections are made.
+    for _ in range(1 + repeats * (MORE_OF_SMALL if num_bytes <= SMALL else 1)):
+        spell()
         begin = clock.mark()
         if begins:
             dist.send(message, other, group=group)
@@ -69,4 +74,4 @@ def time_messages(
             dist.recv(message, other, group=group)
             dist.send(message, other, group=group)
         seconds.append(clock.seconds(begin, clock.mark()) / 2)
-    return median(seconds[1:])
+    return trimmed_mean(seconds[1:])  # In the first one connections are made.

@@ -17,12 +17,26 @@ from zorselike.profiler.device_memory import CudaMemory, DeviceMemory, HostMemor
 from zorselike.profiler.found_cluster import FoundNode, make_cluster
 from zorselike.profiler.layer_probes import LayerProbe
 from zorselike.profiler.layer_timing import WARMUPS, LayerBench
+from zorselike.profiler.layers_in_step import estimate_in_step_s
 from zorselike.profiler.link_pairs import choose_pairs
 from zorselike.profiler.processes import Processes
-from zorselike.profiler.tasks import Job, Task, devices_by_node, make_tasks, run_tasks, save_once
+from zorselike.profiler.tasks import (
+    COLLECTIVES,
+    MAX_ROWS,
+    PROGRAM,
+    Job,
+    Task,
+    devices_by_node,
+    make_tasks,
+    run_tasks,
+    save_once,
+)
 
 _SECONDS_OF_OTHERS = 2.0
-"""Roughly what links, collectives, updates and copies take each."""
+"""Roughly what links, updates and copies take each."""
+_SECONDS_OF_COLLECTIVES = 5.0
+_SECONDS_OF_PROGRAM = 10.0
+"""Of which most go to building pipelines."""
 
 
 def measure(
@@ -54,7 +68,13 @@ def measure(
             )
     with tqdm(total=len(missing), disable=processes.rank != 0, file=sys.stderr, dynamic_ncols=True) as bar:
         profile = run_tasks(missing, before, processes, path, bar)
-    unfit = [task.name for task in missing if not task.is_known(profile)]
+    unknown = [task.name for task in missing if not task.is_known(profile)]
+    if PROGRAM in unknown:
+        _tell(
+            processes,
+            "the program itself was not measured: its layers take more than a hidden state, or do not fit",
+        )
+    unfit = [name for name in unknown if name != PROGRAM]
     if unfit:
         _tell(processes, f"not even one row fits, so nothing is known of: {'; '.join(unfit)}")
     save_once(processes, profile, path)
@@ -129,14 +149,17 @@ def estimate_seconds(
     model = sum(flops[kind] for _, kind in job.workload.layers)
     # 1 + 2 + 4 + ... rows, and a bisection of as much again.
     rows = 2 * job.most_rows * (WARMUPS + job.repeats)
-    of_kind = {probe.kind: rows * own * flops[probe.kind] / reference for probe in job.probes}
-    total = 0.0
-    for task in tasks:
-        kind = task.name.split(",")[0]
-        if task.name == "largest rows of the model":
-            total += 2 * rows * own * model / reference
-        else:
-            total += of_kind.get(kind, _SECONDS_OF_OTHERS)
+    rows_s = {probe.kind: own * flops[probe.kind] / reference for probe in job.probes}
+    seconds = {probe.kind: rows * rows_s[probe.kind] for probe in job.probes}
+    if processes.device.type == "cpu":
+        seconds = {
+            kind: alone_s + estimate_in_step_s(rows_s[kind], job.most_rows, job.repeats)
+            for kind, alone_s in seconds.items()
+        }
+    seconds[MAX_ROWS] = 2 * rows * own * model / reference
+    seconds[COLLECTIVES] = _SECONDS_OF_COLLECTIVES
+    seconds[PROGRAM] = _SECONDS_OF_PROGRAM
+    total = sum(seconds.get(task.name.split(",")[0], _SECONDS_OF_OTHERS) for task in tasks)
     return max(processes.gather(total))
 
 
@@ -192,7 +215,7 @@ def _list(nodes: dict[str, tuple[str, ...]]) -> str:
 def _describe_start(tasks: Sequence[Any], missing: Sequence[Any], path: Path) -> str:
     known = len(tasks) - len(missing)
     if not missing:
-        return f"{path} has everything already; --again measures it anew"
+        return f"{path} has everything already"
     if known:
         return f"{path} has {count(known, 'measurement')} already, {len(missing)} more to go"
     return f"{count(len(missing), 'measurement')}, into {path}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zorselike.cost.layer_times import name_times
-from zorselike.cost.profile import Profile
+from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.wires import fit_link
 
 
@@ -36,9 +36,24 @@ def _lines(profile: Profile) -> Iterator[str]:
             f"link {where}: {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s, "
             f"latency {1e6 * link.latency_s:.3g} us"
         )
+    if profile.overheads.action_s:
+        yield _describe_program(profile.overheads)
     for batch in profile.zero_batches:
         seconds = batch.compute_s[-1] + batch.collective_s[-1]
         yield (
             f"whole model on {batch.device}: at most {batch.max_rows} rows with ZeRO {batch.zero}, "
             f"{seconds:.3g} s a step of {batch.rows[-1]}, {batch.collective_s[-1]:.3g} s of it collectives"
         )
+
+
+def _describe_program(overheads: Overheads) -> str:
+    costs = dict(overheads.action_s), dict(overheads.unit_s), dict(overheads.shared_unit_s)
+    gather, reduce, update = (
+        f"{1e3 * sum(of.get(kind, 0.0) for of in costs):.2g} ms"
+        for kind in ("UNSHARD", "REDUCE_GRAD", "STEP")
+    )
+    slower = f"; computing is {overheads.overlap_slowdown:.3g} times slower beside a collective"
+    return (
+        f"the program itself: {1e3 * overheads.step_s:.2g} ms a step; with one layer {gather} to gather, "
+        f"{reduce} to reduce, {update} to update{slower if overheads.overlap_slowdown > 1 else ''}"
+    )

@@ -22,15 +22,23 @@ from zorselike.profiler.device_memory import CudaMemory, DeviceMemory
 from zorselike.profiler.host_link_timing import measure_host_link
 from zorselike.profiler.layer_probes import LayerProbe, ModelFactory
 from zorselike.profiler.layer_timing import LayerBench, measure_layer
+from zorselike.profiler.layers_in_step import LayersInStep
 from zorselike.profiler.link_pairs import Pair, choose_pairs
 from zorselike.profiler.link_timing import SIZES as LINK_SIZES
 from zorselike.profiler.link_timing import measure_links
 from zorselike.profiler.processes import Processes
+from zorselike.profiler.program_timing import BetweenSteps, ProgramBench, no_work
+from zorselike.profiler.row_search import TrialResult
 from zorselike.profiler.update_timing import measure_update
 from zorselike.profiler.zero_batches import Search, StepJob, make_batches, search_stages
 from zorselike.runtime.loss import LossFn
 
-Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows"]
+Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows", "program"]
+
+MAX_ROWS = "largest rows of the model"
+COLLECTIVES = "collectives"
+PROGRAM = "the program itself"
+"""Names of tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +61,8 @@ class Job:
     """Of links and collectives."""
     again: bool
     """Measure also what is known."""
+    between_steps: BetweenSteps = no_work
+    """What a training program does between two steps."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,8 +100,10 @@ def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Tas
         tasks.append(measurer.collectives())
     if "max_rows" in job.parts:
         tasks.append(measurer.max_rows())
-        if isinstance(memory, CudaMemory):
-            tasks.append(measurer.overheads(memory))
+    if "program" in job.parts:
+        tasks.append(measurer.program())
+    if job.parts & {"max_rows", "program"} and isinstance(memory, CudaMemory):
+        tasks.append(measurer.overheads(memory))
     return tasks
 
 
@@ -156,6 +168,7 @@ class _Measurer:
         self._processes = processes
         self._memory = memory
         self._source = describe_source(processes)
+        self._is_cpu = processes.device.type == "cpu"
         self._represents_type = processes.represents(of=lambda rank: processes.types[rank])
 
     def _profile(self, **entries: tuple[object, ...]) -> Profile:
@@ -168,7 +181,10 @@ class _Measurer:
 
     def _measures(self, known: set[str]) -> bool:
         """Whether this rank measures for its type of device, given those that are known."""
-        return self._represents_type and (self._job.again or self._processes.own_type not in known)
+        return self._represents_type and self._is_wanted(known)
+
+    def _is_wanted(self, known: set[str]) -> bool:
+        return self._job.again or self._processes.own_type not in known
 
     def _sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Those that are not too large; two at least, for a latency and a rate."""
@@ -188,7 +204,9 @@ class _Measurer:
             }
 
         def run(profile: Profile, tell: Told) -> Profile | None:
-            if not self._measures(known(profile)):
+            # Ranks that compute on the same processors do so together, as in a step; one of them tells.
+            takes_part = self._is_wanted if self._is_cpu else self._measures
+            if not takes_part(known(profile)):
                 return None
             bench = LayerBench(
                 job.build,
@@ -200,6 +218,16 @@ class _Measurer:
                 loss_fn=job.loss_fn,
                 num_tokens=job.num_tokens,
             )
+            in_step: LayersInStep | None = None
+
+            def time_in_step(rows: int, alone: TrialResult) -> tuple[float, float] | None:
+                nonlocal in_step
+                if not self._is_cpu or not LayersInStep.matters(alone):
+                    return None
+                if in_step is None:
+                    in_step = self._layers_in_step(probe, setting)
+                return in_step.time(rows, repeats=job.repeats)
+
             times: LayerTimes | None = measure_layer(
                 bench,
                 kind=probe.kind,
@@ -210,12 +238,28 @@ class _Measurer:
                 most_rows=job.most_rows,
                 repeats=job.repeats,
                 source=self._source,
+                time_in_step=time_in_step,
                 told=lambda rows, result: tell(f"{rows} rows {'done' if result.fits else 'do not fit'}"),
             )
-            return None if times is None else self._profile(layers=(times,))
+            if times is None or not self._represents_type:
+                return None
+            return self._profile(layers=(times,))
 
         name = f"{probe.kind}, recompute {setting}" if probe.is_numbered else probe.kind
         return Task(name, lambda profile: self._types <= known(profile), run)
+
+    def _layers_in_step(self, probe: LayerProbe, setting: Recompute) -> LayersInStep:
+        job = self._job
+        return LayersInStep(
+            job.build,
+            probe,
+            dtype=job.dtype,
+            device=self._processes.device,
+            alone=self._processes.alone,
+            recompute=setting,
+            loss_fn=job.loss_fn,
+            num_tokens=job.num_tokens,
+        )
 
     def update(self) -> Task:
         """The optimizer on every type of device."""
@@ -318,7 +362,7 @@ class _Measurer:
                     dist.destroy_process_group(group)
             return found
 
-        return Task("collectives", lambda profile: not missing(profile), run)
+        return Task(COLLECTIVES, lambda profile: not missing(profile), run)
 
     def max_rows(self) -> Task:
         """The largest rows of the whole model, under the first ZeRO stage that lets every rank compute."""
@@ -350,7 +394,7 @@ class _Measurer:
             pairs: list[tuple[str, Search]] = self._processes.gather((self._processes.own_type, search))
             return self._profile(zero_batches=make_batches(pairs, self._source))
 
-        return Task("largest rows of the model", is_known, run)
+        return Task(MAX_ROWS, is_known, run)
 
     def overheads(self, memory: CudaMemory) -> Task:
         """What CUDA and the allocator take beside tensors."""
@@ -365,6 +409,30 @@ class _Measurer:
             return replace(self._profile(), overheads=overheads)
 
         return Task("CUDA context", lambda profile: profile.overheads.context_bytes > 0, run)
+
+    def program(self) -> Task:
+        """What the program itself takes for each action."""
+        job, processes = self._job, self._processes
+        probe = max(job.probes, key=lambda probe: probe.num_instances)
+
+        def run(profile: Profile, tell: Told) -> Profile | None:
+            if not probe.follows_itself:
+                return None
+            bench = ProgramBench(
+                job.build,
+                probe,
+                processes,
+                dtype=job.dtype,
+                repeats=job.repeats,
+                between_steps=job.between_steps,
+            )
+            if min(processes.gather(self._memory.limit_bytes)) < bench.least_bytes:
+                return None
+            found = bench.measure(self._source)
+            self._memory.release()
+            return replace(self._profile(), overheads=found)
+
+        return Task(PROGRAM, lambda profile: bool(profile.overheads.action_s), run)
 
 
 def _describe_round(zero: int, tried: Sequence[int | None], fitted: Sequence[bool]) -> str:

@@ -28,10 +28,14 @@ def reset_after_failure(root: FSDPModule) -> bool:
     return True
 
 
-def all_gather_whole(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """All ranks' `own`, one after the other, in `whole`; 2.13 gave it another name."""
+def all_gather_whole(
+    whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """All ranks' `own`, one after the other, in `whole`; 2.13 gave it another name. With `async_op` what to
+    wait for."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, own, group=group)
+    work: dist.Work | None = gather(whole, own, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter_whole(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:

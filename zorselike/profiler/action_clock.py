@@ -20,7 +20,7 @@ class ActionTime:
     begin_s: float
     end_s: float
     cpu_s: float
-    """Of the thread that ran it."""
+    """Of the thread that ran it, since the action before it ended."""
 
 
 @dataclass
@@ -34,11 +34,15 @@ class ActionClock:
         """Inside, every executor of this process is timed."""
         run_action = Executor._do
         times = self.times
+        cpu_begin_s = time.thread_time()
 
         def timed(self: Executor, action: Action, run: Any) -> None:
-            begin_s, cpu_s = time.monotonic(), time.thread_time()
+            nonlocal cpu_begin_s
+            begin_s = time.monotonic()
             run_action(self, action, run)
-            times.append(ActionTime(action, begin_s, time.monotonic(), time.thread_time() - cpu_s))
+            cpu_end_s = time.thread_time()
+            times.append(ActionTime(action, begin_s, time.monotonic(), cpu_end_s - cpu_begin_s))
+            cpu_begin_s = cpu_end_s
 
         Executor._do = timed  # type: ignore[method-assign]
         try:

@@ -1,0 +1,148 @@
+"""What the program itself takes: pipelines of a few layers on one rank and on several; layers in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from profiled import TOKENS, build, free_port, join, workload
+from ranks import RunRanks
+
+from zorselike.cost.profile import Overheads, Source
+from zorselike.plan.plan import Recompute
+from zorselike.profiler.layer_probes import LayerProbe, find_probes
+from zorselike.profiler.layers_in_step import (
+    LONGEST_S,
+    MICROBATCHES,
+    NUM_COPIES,
+    LayersInStep,
+    estimate_in_step_s,
+)
+from zorselike.profiler.program_timing import MICROBATCHES as OF_A_RANK
+from zorselike.profiler.program_timing import ProgramBench, make_plan
+from zorselike.profiler.row_search import TrialResult
+from zorselike.runtime.loss import token_cross_entropy
+
+SOURCE = Source("measured", "2026-11-21", "a test")
+CPU = torch.device("cpu")
+
+
+def probes(dtype: str = "float32") -> dict[str, LayerProbe]:
+    return {probe.kind: probe for probe in find_probes(build, workload(dtype=dtype), TOKENS)}
+
+
+# -- the program -----------------------------------------------------------------------------
+
+
+def measure(rank: int, size: int, port: int, dtype: str) -> tuple[Overheads, int]:
+    num_calls = 0
+
+    @contextmanager
+    def counting() -> Iterator[Callable[[], object]]:
+        def count() -> None:
+            nonlocal num_calls
+            num_calls += 1
+
+        yield count
+
+    with join(port) as processes:
+        bench = ProgramBench(
+            build,
+            probes(dtype)["layer"],
+            processes,
+            dtype=getattr(torch, dtype),
+            repeats=1,
+            between_steps=counting,
+        )
+        return bench.measure(SOURCE), num_calls
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_rank_finds_the_same_of_all_kinds_of_actions(run_ranks: RunRanks, dtype: str) -> None:
+    (found, num_calls), (other, _) = run_ranks(measure, 2, free_port(), dtype, init=False)
+    assert found == other and num_calls > 0
+    usual = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "NORM", "STEP", "F", "B"}
+    transfers = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
+    assert dict(found.action_s).keys() == usual | transfers
+    # Layers are timed with what their units cost.
+    assert dict(found.unit_s).keys() == (usual | transfers) - {"F", "B"}
+    assert dict(found.shared_unit_s).keys() <= {"UNSHARD", "RESHARD", "REDUCE_GRAD", "F", "B"}
+    assert dict(found.unit_s)["REDUCE_GRAD"] > 0 and dict(found.unit_s)["STEP"] > 0
+    assert found.step_s > 0 and found.overlap_slowdown >= 1 and found.source == SOURCE
+
+
+def test_one_rank_shares_with_nobody(run_ranks: RunRanks) -> None:
+    ((found, _),) = run_ranks(measure, 1, free_port(), "float32", init=False)
+    assert not found.shared_unit_s and found.overlap_slowdown == 1
+    assert not any("SEND" in kind for kind, _ in found.action_s)
+
+
+@pytest.mark.parametrize("groups", [[(0,), (1,), (2,)], [(0, 1, 2)]])
+def test_every_rank_of_a_pipeline_computes_alike(groups: list[tuple[int, ...]]) -> None:
+    plan = make_plan(groups, zero=2, num_units=3)
+    assert [len(plan.microbatches_of_rank(rank)) for rank in range(3)] == [OF_A_RANK] * 3
+    assert {len(ministage.modules) for ministage in plan.ministages} == {3}
+    assert plan.num_ministages == len(groups)
+
+
+def test_layers_that_take_more_than_a_hidden_state_are_not_put_in_a_row() -> None:
+    assert {kind for kind, probe in probes().items() if probe.follows_itself} == {"layer"}
+
+
+# -- layers in a step ------------------------------------------------------------------------
+
+
+def count_calls(bench: LayersInStep) -> list[str]:
+    """Grows by one with each call of the first part of each copy."""
+    calls: list[str] = []
+    for name, layer in bench.copies.layers.items():
+        innermost = next(part for part in layer.modules() if not list(part.children()))
+        innermost.register_forward_hook(lambda *_, name=name: calls.append(name))
+    return calls
+
+
+def time_kinds(rank: int, size: int, port: int, recompute: Recompute) -> dict[str, Any]:
+    found = {}
+    with join(port) as processes:
+        for kind, probe in probes().items():
+            bench = LayersInStep(
+                build,
+                probe,
+                dtype=torch.float32,
+                device=CPU,
+                alone=processes.alone,
+                recompute=recompute if probe.is_numbered else "none",
+                loss_fn=token_cross_entropy,
+                num_tokens=8,
+            )
+            calls = count_calls(bench)
+            forward_s, backward_s = bench.time(2, repeats=2, warmups=1)
+            found[kind] = forward_s, backward_s, len(calls)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_all_copies_run_forward_and_backward(run_ranks: RunRanks, recompute: Recompute) -> None:
+    (found,) = run_ranks(time_kinds, 1, free_port(), recompute, init=False)
+    forwards = 3 * MICROBATCHES * NUM_COPIES
+    for kind, (forward_s, backward_s, num_calls) in found.items():
+        assert forward_s > 0 and backward_s > 0
+        assert num_calls == forwards * (2 if kind == "layer" and recompute == "layer" else 1), kind
+
+
+def test_only_what_is_short_and_fits_is_timed_in_a_step() -> None:
+    short = TrialResult(fits=True, forward_s=LONGEST_S / 4, backward_s=LONGEST_S / 4, limit_bytes=1000)
+    assert LayersInStep.matters(short)
+    assert not LayersInStep.matters(TrialResult(fits=True, forward_s=LONGEST_S, limit_bytes=1000))
+    room = 1000 // (NUM_COPIES * MICROBATCHES)
+    large = TrialResult(fits=True, peak_bytes=room + 1, limit_bytes=1000, forward_s=LONGEST_S / 4)
+    assert not LayersInStep.matters(large)
+
+
+def test_how_long_that_takes() -> None:
+    steps = 6 * MICROBATCHES * NUM_COPIES
+    assert estimate_in_step_s(1e-3, 4, 5) == pytest.approx(steps * 7e-3)
+    assert estimate_in_step_s(LONGEST_S, 64, 5) == 0
