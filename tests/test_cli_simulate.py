@@ -231,6 +231,8 @@ def test_other_orders_are_simulated_too(
             "--write-estimates is for runs, which know no --schedule 1f1b",
         ),
         (["plan.toml", *MEASURED, "--measured", "folder"], "goes into the file of --trace"),
+        (["plan.toml", *MEASURED, "--trace", "no/a.json"], "--trace is no/a.json, in a folder that does not"),
+        (["plan.toml", *MEASURED, "--png", "no/a.png"], "--png is no/a.png, in a folder that does not exist"),
         (["plan.toml", *MEASURED, "--trace", "a.json", "--measured", "nowhere"], "there is no such folder"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -268,6 +269,31 @@ def test_the_local_rank_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch,
     assert describe_process("cpu", rank=5).local_rank == 5
     monkeypatch.setenv(variable, "2")
     assert describe_process("cpu", rank=5).local_rank == 2
+
+
+def test_a_node_may_give_a_job_some_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are then other local ranks to the plan than to their launcher."""
+    monkeypatch.setenv("ZORSELIKE_LOCAL_RANKS", "1, 3")
+    found = []
+    for local_rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        found.append(describe_process("cpu", rank=0).local_rank)
+    assert found == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ("1,b", "is '1,b'; write local ranks of the plan, such as 1,3"),
+        ("1,1", "is '1,1'; write local ranks"),
+        ("0,1", "this is process 2 of its node, counted from 0: start 2 processes there"),
+    ],
+)
+def test_wrong_local_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, listed: str, message: str) -> None:
+    monkeypatch.setenv("ZORSELIKE_LOCAL_RANKS", listed)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        describe_process("cpu", rank=0)
 
 
 @pytest.mark.gpu

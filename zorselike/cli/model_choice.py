@@ -1,4 +1,4 @@
-"""Which of our models a command is about: by family, flavor and single settings, or by its name.
+"""Which model a command is about: by family, flavor and single settings, by its name, or by a workload file.
 
 A model's name, as workloads, plans and profiles carry it, holds all three: `llama 7b num_layers=8`.
 """
@@ -6,14 +6,132 @@ A model's name, as workloads, plans and profiles carry it, holds all three: `lla
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from zorselike.plan.errors import ConfigError
+import tyro
+
+from zorselike.cost.catalogue import find_device
+from zorselike.plan.errors import ClusterError, ConfigError
+from zorselike.plan.workload import Workload
 
 if TYPE_CHECKING:
+    from zorselike.cost.profile import Profile
     from zorselike.models import Decoder, DecoderConfig
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+_NAMED = "(default: what plan or profile name)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is trained; needed where neither plan nor profile say."""
+
+    workload: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: of family and flavor)")
+    ] = None
+    """The model's layers as numbers (JSON), for a model that is none of ours."""
+
+    family: Annotated[
+        str | None, tyro.conf.arg(aliases=["--model"], metavar="NAME", help_behavior_hint=_NAMED)
+    ] = None
+    """Of a model of ours: llama or gpt."""
+
+    flavor: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint=_NAMED)] = None
+    """Its size, such as 7b."""
+
+    override: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    """Single settings of the model, such as num_layers=8."""
+
+    seq_len: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_NAMED)] = None
+    """Tokens per row."""
+
+    dtype: Annotated[
+        Dtype | None,
+        tyro.conf.arg(
+            metavar="{bfloat16,float16,float32}",
+            help_behavior_hint="(default: the profile's, else bfloat16 if all devices have it, or float16)",
+        ),
+    ] = None
+    """What layers compute in; with float16 updates wait for the end of the step."""
+
+    def load_workload(
+        self,
+        command: str,
+        *,
+        source: str,
+        devices: Iterable[str],
+        model: str | None = None,
+        sequence_length: int | None = None,
+        profile: Profile | None = None,
+    ) -> Workload:
+        """From the file; else of the model that the options or else `model` or the profile name.
+
+        Args:
+            command: which asks, for messages.
+            source: the file that would name the model and its length, for messages.
+            devices: types, of which one without bfloat16 makes float16 the default.
+            model: its name, if a plan says it.
+            sequence_length: if a plan says it.
+            profile: whose layers' lengths and dtypes are the ones that can be.
+
+        Raises:
+            ConfigError: Model or length are not said, or not possible; or the profile is of others.
+        """
+        if self.seq_len is not None and self.seq_len < 1:
+            raise ConfigError(f"{command}: --seq-len is {self.seq_len}; it must be at least 1")
+        if self.workload is not None:
+            if self != ModelOptions(workload=self.workload):
+                raise ConfigError(
+                    f"{command}: --workload says it all; leave out what the model is by other options"
+                )
+            return Workload.load(self.workload)
+
+        from zorselike.models.workload import make_workload
+
+        choice = self._choose(command, source, model or (profile.model if profile is not None else None))
+        length, dtype = self._choose_setting(command, profile, self.seq_len or sequence_length)
+        if length is None:
+            raise ConfigError(f"{command}: {source} does not say how long a row is; give --seq-len 2048")
+        return make_workload(
+            choice.config(),
+            sequence_length=length,
+            dtype=dtype or choose_dtype(devices),
+            model=choice.name,
+        )
+
+    def _choose_setting(
+        self, command: str, profile: Profile | None, length: int | None
+    ) -> tuple[int | None, str | None]:
+        """Sequence length and dtype, as far as options and the profile's layers say them."""
+        if profile is None or not profile.layers:
+            return length, self.dtype
+        measured = sorted({(times.sequence_length, times.dtype) for times in profile.layers})
+        fitting = [each for each in measured if length in (None, each[0]) and self.dtype in (None, each[1])]
+        if len(fitting) == 1:
+            return fitting[0]
+        known = ", ".join(f"{dtype} at {length} tokens" for length, dtype in measured)
+        if fitting:
+            raise ConfigError(f"{command}: the profile has layers for {known}; say which: --dtype, --seq-len")
+        raise ConfigError(
+            f"{command}: the profile has no layers for this --dtype and --seq-len, only for {known}; leave "
+            "them out, or measure for them"
+        )
+
+    def _choose(self, command: str, source: str, named: str | None) -> ModelChoice:
+        if self.family is not None and self.flavor is not None:
+            return choose_model(self.family, self.flavor, self.override)
+        if self.family or self.flavor or self.override:
+            raise ConfigError(
+                f"{command}: --family and --flavor go together, as in --family llama --flavor 7b"
+            )
+        if named is None:
+            raise ConfigError(
+                f"{command}: {source} names no model; give --family llama --flavor 7b, or --workload FILE"
+            )
+        return parse_model(named)
 
 
 @dataclass(frozen=True)
@@ -61,6 +179,19 @@ def parse_model(name: str) -> ModelChoice:
     except ConfigError as error:
         raise ConfigError(f"'{name}' is not one of our models ({error}); give --workload FILE") from None
     return choice
+
+
+def choose_dtype(devices: Iterable[str]) -> Dtype:
+    """`float16` as soon as one of these device types has no bfloat16 (V100, T4), as a recipe's `auto`."""
+    return "bfloat16" if all(map(_has_bfloat16, devices)) else "float16"
+
+
+def _has_bfloat16(device: str) -> bool:
+    try:
+        peaks = find_device(device).peak_flops
+    except ClusterError:
+        return True  # Measured, or refused where its speed is asked for.
+    return not peaks or "bfloat16" in peaks
 
 
 def _read_override(text: str) -> tuple[str, Any]:

@@ -1,49 +1,100 @@
-"""`zorselike plan`: a plan from a profile and a cluster."""
+"""`zorselike plan`: the best plan for a cluster, found by search, or a quick one by proportion."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import tyro
 
-from zorselike.plan.cluster import Cluster
+from zorselike.cli.model_choice import ModelOptions
+from zorselike.cli.outputs import check_outputs
 from zorselike.plan.errors import ConfigError
-from zorselike.plan.workload import Workload
 
-if TYPE_CHECKING:
-    from zorselike.cost.profile import Profile
-
-T = TypeVar("T")
-
-_Path = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+_Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+"""Words of an option that may be given several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand:
-    """Make a plan from a profile and a cluster; with --shares layers and rows in proportion to speed."""
+class WantedOptions:
+    """What is wanted, within what, and what is decided already."""
+
+    objective: Literal["throughput", "cost"] = "throughput"
+    """The least time of a step, or the least money."""
+
+    max_cost_per_iteration: Annotated[
+        float | None, tyro.conf.arg(metavar="MONEY", help_behavior_hint="(default: no limit)")
+    ] = None
+    """The most that a step may cost, in the cluster's currency."""
+
+    min_throughput: Annotated[
+        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")
+    ] = None
+    """The least steps per second."""
+
+    min_tokens_per_s: Annotated[
+        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")
+    ] = None
+    """The same in tokens per second."""
+
+    max_devices: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = (
+        None
+    )
+    """The most devices that a plan may use."""
+
+    quota: Annotated[
+        _Words, tyro.conf.arg(metavar="[PLACE/]TYPE=INT ...", help_behavior_hint="(default: all devices)")
+    ] = ()
+    """The most devices of a type that may be used, such as T4=4, in a zone or region: us-east/A100-40=16."""
+
+    span_regions: bool = False
+    """Groups, which exchange most, may have devices of several regions."""
+
+    defer_updates: bool = False
+    """Updates wait for all gradients of a step, as a recipe's max_norm has it with clip = "global"."""
+
+    fix: Annotated[
+        _Words, tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="(default: all is planned)")
+    ] = ()
+    """What is decided already: groups=type, node, zone or nodes with local ranks in the pipeline's order
+    (groups=a:0-3,b/c), zero=2, recompute=layer, offload=params,optimizer (or none), ministages=8,
+    rows_per_microbatch=2, grad_reduce=once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """How long is searched, and what is printed and written."""
+
+    budget: Annotated[str, tyro.conf.arg(metavar="TIME")] = "30s"
+    """Time for the search; Ctrl-C ends it early, with the best so far."""
+
+    seed: int = 0
+    """The same seed gives the same plan where the search ends before its time does."""
+
+    top: int = 5
+    """Plans that are shown, of different structure each."""
+
+    explain: bool = False
+    """Also a page: what limits, memory, bubble, what each kind of device adds, what the next best would
+    trade."""
+
+    compare: bool = False
+    """Also what others would do with the same devices: even shares (FSDP) and its kin."""
+
+    launch: bool = False
+    """Also the torchrun line of each node."""
+
+    output: Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = "plan.toml"
+    """The plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharesOptions:
+    """A quick plan without search."""
 
     shares: bool = False
-    """Layers and rows in proportion to speed: one group for each type of device or each node, no search."""
-
-    profile: _Path = None
-    """What `zorselike profile` measured."""
-
-    cluster: _Path = None
-    """The machines, as `zorselike profile` found them or written by hand."""
-
-    workload: _Path = None
-    """The model's layers, if it is none of ours or is not to be the profile's."""
-
-    global_batch: int = 0
-    """Rows per optimizer step; needed."""
-
-    seq_len: int | None = None
-    """Tokens per row; that of the profile, if it has only one."""
-
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """What layers compute in; that of the profile, if it has only one."""
+    """Layers and rows in proportion to speed: one group for each type of device or each node, no search.
+    The following go with it."""
 
     group_by: Literal["type", "node"] = "type"
     """What makes a group: devices of one type, or of one node."""
@@ -63,81 +114,71 @@ class PlanCommand:
     offload: tuple[Literal["params", "optimizer", "activations"], ...] = ()
     """What goes to host memory between its uses."""
 
-    output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "plan.toml"
-    """The plan."""
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Find the best plan for a model on a cluster, and say why it is.
+
+    Without a profile devices are as fast as their data sheets let expect; `zorselike profile` measures them.
+    """
+
+    cluster: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(needed, or --from-profile)")
+    ] = None
+    """The machines, as `zorselike profile` found them or written by hand."""
+
+    profile: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: catalogue, no measurement)")
+    ] = None
+    """What `zorselike profile` measured."""
+
+    from_profile: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")
+    ] = None
+    """The same, with the cluster.toml that lies beside it."""
+
+    global_batch: Annotated[int, tyro.conf.arg(help_behavior_hint="(needed)")] = 0
+    """Rows per optimizer step."""
+
+    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+
+    wanted: tyro.conf.OmitArgPrefixes[WantedOptions] = field(default_factory=WantedOptions)
+
+    search: tyro.conf.OmitArgPrefixes[SearchOptions] = field(default_factory=SearchOptions)
+
+    quick: tyro.conf.OmitArgPrefixes[SharesOptions] = field(default_factory=SharesOptions)
 
     def run(self) -> None:
-        if not self.shares:
+        self._check()
+        if self.quick.shares:
+            from zorselike.cli.plan_shares import print_shares_plan
+
+            print_shares_plan(self)
+        else:
+            from zorselike.cli.plan_search import print_best_plan
+
+            print_best_plan(self)
+
+    def _check(self) -> None:
+        """Raises `ConfigError` for options that contradict each other, before files are read."""
+        if self.from_profile is not None and self.profile is not None:
+            raise ConfigError("plan: --from-profile and --profile are both given; keep one of them")
+        if self.cluster is None and self.from_profile is None:
             raise ConfigError(
-                "plan: the search for the best plan is not there yet; give --shares for a plan whose layers "
-                "and rows are in proportion to speed"
+                "plan: --cluster is missing; name a cluster file (recipes/clusters has some), or give "
+                "--from-profile with what `zorselike profile` wrote"
             )
-        for flag in ("profile", "cluster"):
-            if getattr(self, flag) is None:
-                raise ConfigError(
-                    f"plan: --{flag} is missing; `zorselike profile` writes profile.json and cluster.toml"
-                )
         if self.global_batch < 1:
             raise ConfigError(f"plan: --global-batch is {self.global_batch}; say how many rows a step has")
-        if self.seq_len is not None and self.seq_len < 1:
-            raise ConfigError(f"plan: --seq-len is {self.seq_len}; it must be at least 1")
-
-        from zorselike.cost.layer_times import LayerClock
-        from zorselike.cost.profile import Profile
-        from zorselike.planner.shares_plan import SharesJob, plan_shares
-
-        assert self.profile is not None and self.cluster is not None
-        profile, cluster = Profile.load(self.profile), Cluster.load(self.cluster)
-        workload = self._find_workload(profile)
-        clock = LayerClock(profile, workload)
-        job = SharesJob(
-            global_batch=self.global_batch,
-            group_by=self.group_by,
-            ministages=self.ministages,
-            rows_per_microbatch=self.rows_per_microbatch,
-            zero=self.zero,
-            recompute=self.recompute,
-            offload=self.offload,
-        )
-        plan = plan_shares(workload, cluster, clock, job)
-        plan.save(self.output)
-        print(plan.explain())
-        for line in clock.assumptions:
-            print(f"assumed: {line}")
-        print(f"wrote {self.output}; memory was not looked at")
-
-    def _find_workload(self, profile: Profile) -> Workload:
-        """The workload that is given, or that of the profile's model."""
-        if self.workload is not None:
-            return Workload.load(Path(self.workload))
-
-        from zorselike.cli.model_choice import parse_model
-        from zorselike.models.workload import make_workload
-
-        measured = {(times.dtype, times.sequence_length) for times in profile.layers}
-        fitting = {
-            (dtype, length)
-            for dtype, length in measured
-            if self.dtype in (None, dtype) and self.seq_len in (None, length)
-        }
-        if measured and not fitting:
-            known = ", ".join(f"{dtype} at {length} tokens" for dtype, length in sorted(measured))
+        check_outputs("plan", {"--output": self.search.output})
+        if self.quick.shares:
+            planned = SearchOptions(output=self.search.output)
+            if self.wanted != WantedOptions() or self.search != planned:
+                raise ConfigError(
+                    "plan: --shares is a plan without search and takes none of its options; leave one out"
+                )
+        elif self.quick != SharesOptions():
             raise ConfigError(
-                f"plan: {self.profile} has no layers for this --dtype and --seq-len, only for {known}; leave "
-                "them out, or measure for them"
+                "plan: --group-by, --ministages, --rows-per-microbatch, --zero, --recompute and --offload go "
+                "with --shares; for the search say what is decided as --fix zero=2 ministages=8"
             )
-        return make_workload(
-            parse_model(profile.model).config(),
-            sequence_length=self.seq_len or _only({length for _, length in fitting}, "--seq-len"),
-            dtype=self.dtype or _only({dtype for dtype, _ in fitting}, "--dtype"),
-            model=profile.model,
-        )
-
-
-def _only(values: set[T], flag: str) -> T:
-    if not values:
-        raise ConfigError(f"plan: the profile has no layers, which would say {flag}; give it")
-    if len(values) > 1:
-        known = ", ".join(sorted(map(str, values)))
-        raise ConfigError(f"plan: the profile has layers for {flag} {known}; give one of them")
-    return next(iter(values))

@@ -32,6 +32,10 @@ from zorselike.runtime.lifeline import Store
 NODE_VARIABLE = "ZORSELIKE_NODE"
 """Environment variable that names this node in place of its hostname."""
 
+LOCAL_RANKS_VARIABLE = "ZORSELIKE_LOCAL_RANKS"
+"""Environment variable for a node of which a job has only some devices (`CUDA_VISIBLE_DEVICES=1,3`): which
+local ranks of the plan its processes are, in their order (`1,3`)."""
+
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _MEMORY_TOLERANCE = 0.15
 _OLDEST_IN_NEW_WHEELS = (7, 5)
@@ -86,7 +90,8 @@ _FIELDS = frozenset(field.name for field in fields(ProcessInfo))
 def describe_process(device: torch.device | str, *, rank: int | None = None) -> ProcessInfo:
     """This process (of the default group), which means to compute on `device`.
 
-    A device that is not there is no error here, but one of all ranks in `check_world`.
+    A device that is not there is no error here, but one of all ranks in `check_world`. Raises
+    `ConfigError` where `ZORSELIKE_LOCAL_RANKS` is wrong.
     """
     device = torch.device(device)
     rank = dist.get_rank() if rank is None else rank
@@ -105,7 +110,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
     return ProcessInfo(
         rank=rank,
         node=os.environ.get(NODE_VARIABLE) or socket.gethostname(),
-        local_rank=local_rank,
+        local_rank=_find_planned_local_rank(local_rank),
         device=device.type,
         device_name=name,
         gpu=gpu,
@@ -120,6 +125,22 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         python=platform.python_version(),
         zorselike=__version__,
     )
+
+
+def _find_planned_local_rank(local_rank: int) -> int:
+    """What the plan calls the launcher's local rank."""
+    text = os.environ.get(LOCAL_RANKS_VARIABLE)
+    if not text:
+        return local_rank
+    listed = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in listed) or len({*listed}) < len(listed):
+        raise ConfigError(f"{LOCAL_RANKS_VARIABLE} is '{text}'; write local ranks of the plan, such as 1,3")
+    if local_rank >= len(listed):
+        raise ConfigError(
+            f"{LOCAL_RANKS_VARIABLE} is '{text}', but this is process {local_rank} of its node, counted from "
+            f"0: start {count(len(listed), 'process')} there, or name more local ranks"
+        )
+    return int(listed[local_rank])
 
 
 def gather_world(own: ProcessInfo) -> list[ProcessInfo]:

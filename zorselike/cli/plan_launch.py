@@ -1,0 +1,92 @@
+"""`--launch`: how a plan is started, one torchrun line a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from shlex import quote
+
+from zorselike.plan.plan import Device, Plan
+
+_PORT = 29500
+_CPU = "CPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is started with a plan."""
+
+    path: str
+    """Of the plan."""
+    dtype: str
+    defer_updates: bool
+    model: tuple[str, str] | None
+    """Family and flavor of a model of ours as it is; None: a recipe or script has to say."""
+
+
+def list_commands(plan: Plan, launch: Launch) -> list[str]:
+    """A line for each node, then what must be seen to; the plan names its devices."""
+    nodes: dict[str, list[Device]] = {}
+    for device in sorted(plan.devices, key=lambda device: device.rank):
+        nodes.setdefault(device.node, []).append(device)
+    first = next(iter(nodes))
+    lines = [
+        f"{_write_environment(node, devices)} {_write_torchrun(len(devices), len(nodes), first)} "
+        f"{_write_program(plan, launch, devices)}"
+        for node, devices in nodes.items()
+    ]
+    return [*lines, *_list_cares(nodes, launch)]
+
+
+def _write_environment(node: str, devices: Sequence[Device]) -> str:
+    """What tells the processes who they are; GPUs that the plan leaves out are hidden."""
+    local = sorted(device.local_rank for device in devices)
+    words = [f"ZORSELIKE_NODE={quote(node)}"]
+    if local != list(range(len(local))):
+        listed = ",".join(map(str, local))
+        words = [f"CUDA_VISIBLE_DEVICES={listed}", f"ZORSELIKE_LOCAL_RANKS={listed}", *words]
+    return " ".join(words)
+
+
+def _write_torchrun(num_processes: int, num_nodes: int, first: str) -> str:
+    where = (
+        "--standalone"
+        if num_nodes == 1
+        else f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint {first}:{_PORT} --rdzv-id train"
+    )
+    return f"torchrun {where} --nproc-per-node {num_processes}"
+
+
+def _write_program(plan: Plan, launch: Launch, devices: Sequence[Device]) -> str:
+    words = ["-m zorselike.train"]
+    if launch.model is None:
+        words.append("--config RECIPE.toml")
+    else:
+        family, flavor = launch.model
+        words.append(f"--model.name {family} --model.flavor {flavor}")
+    words.append(f"--hetero.plan {quote(launch.path)}")
+    if plan.sequence_length is not None:
+        words.append(f"--training.seq_len {plan.sequence_length}")
+    words.append(f"--training.mixed_precision_param {launch.dtype}")
+    if all(device.type == _CPU for device in devices):
+        words.append("--hetero.device cpu")
+    if not launch.defer_updates:
+        words.append("--hetero.clip ministage")
+    return " ".join(words)
+
+
+def _list_cares(nodes: dict[str, list[Device]], launch: Launch) -> list[str]:
+    cares = []
+    if len(nodes) > 1:
+        cares.append(
+            f"one line on each node, in any order; {next(iter(nodes))} must be a name or address that all "
+            f"of them reach, and {launch.path} be on each"
+        )
+    if launch.model is None:
+        cares.append("RECIPE.toml, or a script of yours in its place, says the model (README, As a library)")
+    if not launch.defer_updates:
+        cares.append(
+            "clip = ministage updates at once, as the plan assumes; for the norm of all gradients plan with "
+            "--defer-updates"
+        )
+    return [f"# {care}" for care in cares]
