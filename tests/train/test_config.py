@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
-from zorselike.train.config import Compile, Config, check_against_plan, load_plan
+from zorselike.train.config import AUTO, Compile, Config, check_against_plan, load_plan, plan_budget_s
 from zorselike.train.config_file import dump_config, load_config, parse_command_line
 from zorselike.train.titan_keys import REFUSED_SECTIONS, refusal
 
@@ -137,6 +137,13 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ("[optimizer]\nbeta2 = 1.0\n", "[optimizer] beta2 = 1.0: must be in [0, 1)"),
         ("[lr_scheduler]\ndecay_ratio = 2.0\n", "must be in [0, 1]"),
         ("[training.dataloader]\nnum_workers = 0\nprefetch_factor = 2\n", "needs num_workers"),
+        ('[hetero]\nplan_budget = "soon"\n', '[hetero] plan_budget = "soon": write seconds, such as "30s"'),
+        ('[hetero]\nplan_budget = "0s"\n', '[hetero] plan_budget = "0s": write seconds'),
+        (
+            '[hetero]\nplan = "auto"\n',
+            '[training] global_batch_size = -1: say how many rows a step has, since [hetero] plan = "auto"',
+        ),
+        ('[hetero]\nprofile = "p.json"\n', 'p.json": is for plan = "auto"; remove it, or plan that way'),
         ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "must not be negative"),
         (
@@ -146,10 +153,18 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_values_are_refused(tmp_path: Path, text: str, expected: str) -> None:
-    path = write(tmp_path, '[hetero]\nplan = "p.toml"\n' + text)
+    path = write(tmp_path, with_plan(text))
     with pytest.raises(ConfigError) as caught:
         parse_command_line(["--config", str(path)])
     assert expected in str(caught.value)
+
+
+def with_plan(text: str) -> str:
+    """The text of a recipe with a plan, unless it has one."""
+    if "plan =" in text:
+        return text
+    head = '[hetero]\nplan = "p.toml"\n'
+    return head + text.removeprefix("[hetero]\n")
 
 
 def test_a_recipe_without_a_plan_is_refused() -> None:
@@ -169,6 +184,13 @@ def test_command_line_over_file_over_defaults(tmp_path: Path, flag: str) -> None
     assert not request.config.metrics.enable_tensorboard
     assert request.dry_run
     assert request.config_path == path
+
+
+def test_auto_is_no_path_and_what_it_plans_with_is(tmp_path: Path) -> None:
+    path = write(tmp_path, '[hetero]\nplan = "auto"\nprofile = "p.json"\ncluster = "/c.toml"\n')
+    hetero = load_config(path).hetero
+    assert (hetero.plan, hetero.profile, hetero.cluster) == (AUTO, str(tmp_path / "p.json"), "/c.toml")
+    assert plan_budget_s(hetero) == 30.0
 
 
 def test_compile_as_torchtitan_writes_it(tmp_path: Path) -> None:
@@ -241,7 +263,7 @@ def test_recipes_load_and_fit_their_plans(recipe: Path) -> None:
         Plan.load(recipe)
         return
     config = parse_command_line(["--config", str(recipe)]).config
-    load_plan(config)
+    assert (load_plan(config) is None) == (config.hetero.plan == AUTO)
 
 
 def make_plan(**changes: object) -> Plan:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def test_what_a_recipe_asks_of_the_pipeline(
     asked: dict[str, Any] = {}
     monkeypatch.setattr(trainer, "HeteroPipeline", lambda *_, **options: asked.update(options))
     request = parse_command_line(["--config", str(RECIPES / "debug_cpu.toml"), *arguments.split()])
-    world = World(0, 4, torch.device("cpu"), control=None)  # type: ignore[arg-type]
+    world = World(0, 4, torch.device("cpu"), control=None, timeout=timedelta(0))  # type: ignore[arg-type]
     plan = Plan.load(request.config.hetero.plan)
     trainer._build_pipeline(request.config, plan, build_on_meta(), world)
     assert (asked["param_dtype"], asked["compile"]) == (dtype, compiles)

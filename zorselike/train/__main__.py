@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.runtime.launcher import report_mistake
-from zorselike.train.config import load_plan
+from zorselike.train.config import USER_ERRORS, load_plan
 from zorselike.train.config_file import parse_command_line
-
-_USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 
 
 def main() -> int:
@@ -22,7 +19,7 @@ def main() -> int:
         from zorselike.train.trainer import run
 
         return run(request, plan)
-    except _USER_ERRORS as error:
+    except USER_ERRORS as error:
         report_mistake(error)
         return 2
 

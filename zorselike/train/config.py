@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zorselike.plan.errors import ConfigError
+from zorselike.plan.errors import ClusterError, ConfigError, FileError, PlanError, ProfileError
 from zorselike.plan.plan import Plan
+from zorselike.plan.units import read_time
+
+USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
+"""What a user can mend; each is one line."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Training:
     """Type of the numbers in `.bin` token files (ours, not TorchTitan's)."""
 
     global_batch_size: int = -1
-    """Rows per optimizer step. The plan says it; if given here, it must be the plan's."""
+    """Rows per optimizer step. The plan says it; if given here, it must be the plan's. Needed where the
+    plan is `auto`."""
 
     seq_len: int = 2048
     """Tokens per row."""
@@ -212,10 +217,26 @@ class Debug:
     """With `deterministic`: warn where an operation has no deterministic kernel."""
 
 
+AUTO = "auto"
+"""In place of a plan file: measure what is missing, plan, and train."""
+
+
 @dataclass(frozen=True)
 class Hetero:
     plan: str = ""
-    """The plan file: which rank computes which rows of which layers."""
+    """The plan file: which rank computes which rows of which layers. `auto`: the devices that run are
+    measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it."""
+
+    profile: str = ""
+    """With `plan = "auto"`: the profile to plan with; what it lacks is measured and added.
+    Unless given, it is kept beside the plan."""
+
+    cluster: str = ""
+    """With `plan = "auto"`: the cluster file to plan with, written if it is not there.
+    Unless given, it is kept beside the plan."""
+
+    plan_budget: str = "30s"
+    """With `plan = "auto"`: how long to look for a better plan, at most."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; `auto`: CUDA where torch finds a GPU, else CPU."""
@@ -250,9 +271,11 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"[{section}] {name} = {value}: {expected}")
 
 
-def load_plan(config: Config) -> Plan:
-    """The plan of `[hetero] plan`; raises `PlanError` if it is wrong, and `ConfigError` where recipe
-    and plan contradict each other."""
+def load_plan(config: Config) -> Plan | None:
+    """The plan of `[hetero] plan`, None if it is `auto`; raises `PlanError` if it is wrong, and
+    `ConfigError` where recipe and plan contradict each other."""
+    if config.hetero.plan == AUTO:
+        return None
     plan = Plan.load(config.hetero.plan)
     check_against_plan(config, plan)
     return plan
@@ -282,11 +305,22 @@ def check_against_plan(config: Config, plan: Plan) -> None:
             )
 
 
-def _rules(config: Config) -> Iterator[tuple[str, object, bool, str]]:
-    """`(section.key, value, whether it is good, what is expected)` of every rule."""
+def plan_budget_s(hetero: Hetero) -> float | None:
+    """Seconds of `plan_budget`; None if it is no time."""
+    try:
+        return read_time(hetero.plan_budget, "plan_budget")
+    except FileError:
+        return None
+
+
+_Rule = tuple[str, object, bool, str]
+"""`(section.key, value, whether it is good, what is expected)`."""
+
+
+def _rules(config: Config) -> Iterator[_Rule]:
+    """Every rule."""
     training, loader, scheduler = config.training, config.training.dataloader, config.lr_scheduler
-    if not config.hetero.plan:
-        yield "hetero.plan", '""', False, "name a plan file, for example recipes/debug_cpu.plan.toml"
+    yield from _rules_of_planning(config)
     if config.checkpoint.enable:
         mend = "checkpoints are not there yet; set it to false, and the run trains without them"
         yield "checkpoint.enable", "true", False, mend
@@ -335,3 +369,21 @@ def _rules(config: Config) -> Iterator[tuple[str, object, bool, str]]:
     least = profiling.profiler_active + profiling.profiler_warmup
     mend = f"must be at least profiler_active + profiler_warmup = {least}"
     yield "profiling.profile_freq", profiling.profile_freq, profiling.profile_freq >= least, mend
+
+
+def _rules_of_planning(config: Config) -> Iterator[_Rule]:
+    """What `[hetero]` asks for."""
+    hetero, size = config.hetero, config.training.global_batch_size
+    if not hetero.plan:
+        mend = 'name a plan file, for example recipes/debug_cpu.plan.toml, or write "auto"'
+        yield "hetero.plan", '""', False, mend
+    budget_s = plan_budget_s(hetero)
+    is_good = budget_s is not None and budget_s > 0
+    yield "hetero.plan_budget", f'"{hetero.plan_budget}"', is_good, 'write seconds, such as "30s"'
+    if hetero.plan == AUTO:
+        mend = f'say how many rows a step has, since [hetero] plan = "{AUTO}" has no plan that says it'
+        yield "training.global_batch_size", size, size >= 1, mend
+        return
+    for key in ("profile", "cluster"):
+        value, mend = getattr(hetero, key), f'is for plan = "{AUTO}"; remove it, or plan that way'
+        yield f"hetero.{key}", f'"{value}"', not value, mend

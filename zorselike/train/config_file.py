@@ -18,10 +18,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tomli_w
 
 from zorselike.plan.errors import ConfigError
-from zorselike.train.config import Config, check_config
+from zorselike.train.config import AUTO, Config, check_config
 from zorselike.train.titan_keys import REFUSED_KEYS, REFUSED_SECTIONS, REFUSED_VALUES, refusal
 
-_PATH_KEYS = (("hetero", "plan"), ("training", "dataset_path"), ("model", "hf_assets_path"))
+_PATH_KEYS = (
+    ("hetero", "plan"),
+    ("hetero", "profile"),
+    ("hetero", "cluster"),
+    ("training", "dataset_path"),
+    ("model", "hf_assets_path"),
+)
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ def _convert(hint: Any, value: Any, *, path: Path, section: str, key: str) -> An
 def _resolve_paths(config: Config, folder: Path) -> Config:
     for section, key in _PATH_KEYS:
         value = getattr(getattr(config, section), key)
-        if value:
+        if value and (section, key, value) != ("hetero", "plan", AUTO):
             resolved = str(folder / Path(value).expanduser())
             config = replace(config, **{section: replace(getattr(config, section), **{key: resolved})})
     return config

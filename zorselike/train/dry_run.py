@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from zorselike.models import DecoderConfig, num_parameters
 from zorselike.plan.plan import Plan
+from zorselike.plan.wording import count
 from zorselike.runtime.assembly import Blueprint
 from zorselike.runtime.state import count_parameters
 from zorselike.schedule.actions import Action
+from zorselike.train.auto_files import AutoFiles
+from zorselike.train.auto_plan import MOST_ROWS
 from zorselike.train.config import Config
 from zorselike.train.work import work_of_step
 
@@ -48,6 +51,28 @@ def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: Decode
         *_list_buffered_edges(report.buffered_edges),
     ]
     return "\n".join(lines)
+
+
+def describe_planning(config: Config, shape: DecoderConfig, files: AutoFiles) -> str:
+    """What a run with `[hetero] plan = "auto"` does before its first step, where there is no plan yet."""
+    training, hetero = config.training, config.hetero
+    rows = min(MOST_ROWS, training.global_batch_size)
+    profile = "is there: what it lacks is added" if files.profile.exists() else "not there yet"
+    cluster = "is there: kept" if files.cluster.exists() else "not there yet"
+    return "\n".join(
+        [
+            f"no plan yet for {config.model.name} {config.model.flavor} "
+            f"({num_parameters(shape):,} parameters); a run",
+            f"  measures each kind of layer, up to {count(rows, 'row')} of {training.seq_len} tokens in "
+            f"{training.mixed_precision_param},",
+            "  updates, copies to the host, links and collectives, on all devices that run",
+            f"    into {files.profile} ({profile})",
+            f"    and {files.cluster} ({cluster})",
+            f"  plans for {count(training.global_batch_size, 'row')} per step, {hetero.plan_budget} at most",
+            f"    into {files.plan}, which later runs take again",
+            f"  trains for {count(training.steps, 'step')}",
+        ]
+    )
 
 
 def _describe_auto(config: Config) -> list[str]:

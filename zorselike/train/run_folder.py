@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,19 @@ from zorselike.train.config_file import dump_config
 logger = logging.getLogger("zorselike")
 
 
-def create_run_folder(config: Config, plan: Plan, *, recipe: Path | None) -> Path:
-    """Makes `<dump_folder>/<recipe>-<time>` with `config.toml` and `plan.toml`, for rank 0 to call.
+def create_run_folder(
+    config: Config, plan: Plan, *, recipe: Path | None, beside_plan: Mapping[str, str]
+) -> Path:
+    """Makes `<dump_folder>/<recipe>-<time>` with `config.toml`, `plan.toml` and the texts of `beside_plan`,
+    for rank 0 to call.
 
     `python -m zorselike.train --config <folder>/config.toml` repeats the run.
     """
     folder = _make_new(
         Path(config.job.dump_folder), f"{recipe.stem if recipe else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
+    for name, text in beside_plan.items():
+        (folder / name).write_text(text, encoding="utf-8")
     plan.save(folder / "plan.toml")
     effective = replace(
         config,

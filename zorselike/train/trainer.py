@@ -7,9 +7,10 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -19,13 +20,14 @@ from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import Blueprint, draw
 from zorselike.runtime.pipeline import HeteroPipeline
-from zorselike.runtime.precision import ParamDtype
 from zorselike.runtime.result import StepResult
 from zorselike.runtime.updates import defers_updates
-from zorselike.train.config import Config
+from zorselike.train.auto_files import AutoFiles, name_written_plan
+from zorselike.train.auto_plan import find_auto_plan
+from zorselike.train.config import Config, check_against_plan
 from zorselike.train.config_file import Request, dump_config
 from zorselike.train.corpus import Corpus, open_corpus
-from zorselike.train.dry_run import describe_run
+from zorselike.train.dry_run import describe_planning, describe_run
 from zorselike.train.estimates import compare_with_estimates
 from zorselike.train.garbage import collect_garbage_every
 from zorselike.train.loader import RowLoader, StepDataset
@@ -33,6 +35,8 @@ from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_fa
 from zorselike.train.memory_notes import describe_deferral, describe_fullest
 from zorselike.train.metrics import MetricsLog, sum_peak_flops
 from zorselike.train.optimizer import build_optimizer_factory
+from zorselike.train.param_dtype import find_param_dtype
+from zorselike.train.planned_world import narrow_world
 from zorselike.train.profiling import profiler
 from zorselike.train.run_folder import create_run_folder, log_into
 from zorselike.train.stop import SignalWatch, StopVote
@@ -42,37 +46,55 @@ from zorselike.train.world import World, join_world, set_up_logging
 logger = logging.getLogger("zorselike")
 
 
-def run(request: Request, plan: Plan) -> int:
-    """Trains, or only shows what would be trained; the process's exit code.
+def run(request: Request, plan: Plan | None) -> int:
+    """Trains, or only shows what would be trained; the process's exit code. Without a plan one is found
+    (`zorselike/train/auto_plan.py`).
 
     Raises:
-        ConfigError, PlanError, ClusterError: Before any work starts, on every rank alike.
+        ConfigError, PlanError, ClusterError, ProfileError: Before any work starts, on every rank alike.
     """
-    set_up_logging()
+    set_up_logging(int(os.environ.get("RANK", 0)))
     config = request.config
     shape = get_config(config.model.name, config.model.flavor)
     _check_seq_len(config, shape)
-    model = _build_on_meta(config)
     if request.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
-            with _naming_the_plan(config):
-                blueprint = _draw(config, plan, model)
-            print(describe_run(config, plan, blueprint, shape))
+            print(_describe_dry_run(request, plan, shape))
         return 0
     _set_determinism(config)
     with join_world(config, plan) as world:
-        corpus = world.agree_on_data(
-            lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
-        )
-        with _build_pipeline(config, plan, model, world) as pipe:
-            folder = _open_run_folder(config, plan, world, request.config_path)
-            if config.job.print_config:
-                logger.info("configuration:\n%s", dump_config(config))
-            logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
-            logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
-            _tell_deferral(config, pipe, world)
-            signal_number = _Run(config, pipe, corpus, shape, world).train(folder)
-        return 128 + signal_number if signal_number else 0
+        if plan is not None:
+            return _train(request, config, plan, shape, world)
+        auto = find_auto_plan(config, shape, world, request.config_path)
+        with narrow_world(world, auto.members) as members:
+            if members is None:
+                return 0
+            return _train(request, auto.config, auto.plan, shape, members, beside_plan=auto.texts)
+
+
+def _train(
+    request: Request,
+    config: Config,
+    plan: Plan,
+    shape: DecoderConfig,
+    world: World,
+    *,
+    beside_plan: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Trains in a world of the plan's processes; the process's exit code. `beside_plan`: files that the
+    run's folder gets too."""
+    corpus = world.agree_on_data(
+        lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
+    )
+    with _build_pipeline(config, plan, _build_on_meta(config), world) as pipe:
+        folder = _open_run_folder(config, plan, world, request.config_path, beside_plan)
+        if config.job.print_config:
+            logger.info("configuration:\n%s", dump_config(config))
+        logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
+        logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
+        _tell_deferral(config, pipe, world)
+        signal_number = _Run(config, pipe, corpus, shape, world).train(folder)
+    return 128 + signal_number if signal_number else 0
 
 
 class _Run:
@@ -166,17 +188,27 @@ def _build_on_meta(config: Config) -> Decoder:
         return build_model(config.model.name, config.model.flavor)
 
 
-def _param_dtype(config: Config) -> ParamDtype:
-    name = config.training.mixed_precision_param
-    if name in ("auto", "float32"):
-        return "auto" if name == "auto" else None  # Models are built in fp32.
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _describe_dry_run(request: Request, plan: Plan | None, shape: DecoderConfig) -> str:
+    """What a run would do."""
+    config, lines = request.config, []
+    if plan is None:
+        files = AutoFiles.of(config, request.config_path)
+        if not files.plan.exists():
+            return describe_planning(config, shape, files)
+        lines = [
+            f"{files.plan} is there, made by an earlier run: it is taken again, where the same devices run"
+        ]
+        config = name_written_plan(config, files)
+        plan = Plan.load(files.plan)
+        check_against_plan(config, plan)
+    with _naming_the_plan(config):
+        blueprint = _draw(config, plan, _build_on_meta(config))
+    return "\n".join([*lines, describe_run(config, plan, blueprint, shape)])
 
 
 def _draw(config: Config, plan: Plan, model: Decoder) -> Blueprint:
     """What `HeteroPipeline` would draw; without the cards, "auto" is bf16."""
-    dtype = _param_dtype(config)
+    dtype = find_param_dtype(config)
     if isinstance(dtype, str):
         dtype = torch.bfloat16
     scale = 1.0 if dtype is torch.float16 else None
@@ -191,7 +223,7 @@ def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) ->
             plan,
             optimizer=build_optimizer_factory(config.optimizer),
             device=world.device,
-            param_dtype=_param_dtype(config),
+            param_dtype=find_param_dtype(config),
             compile=config.compile.enable and "model" in config.compile.components,
             max_norm=config.training.max_norm or None,
             clip=config.hetero.clip,
@@ -238,10 +270,13 @@ def _build_metrics(
     )
 
 
-def _open_run_folder(config: Config, plan: Plan, world: World, recipe: Path | None) -> Path:
+def _open_run_folder(
+    config: Config, plan: Plan, world: World, recipe: Path | None, beside_plan: Mapping[str, str]
+) -> Path:
     """The run's folder, named by rank 0; on other machines it comes to be when something is written."""
-    folder = create_run_folder(config, plan, recipe=recipe) if world.rank == 0 else Path()
+    folder = Path()
     if world.rank == 0:
+        folder = create_run_folder(config, plan, recipe=recipe, beside_plan=beside_plan)
         log_into(folder)
     return Path(world.agree(str(folder)))
 

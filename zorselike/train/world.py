@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from zorselike.plan.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.own_device import find_own_device
+from zorselike.runtime.tracing import first_line
 from zorselike.train.colors import PlainFormatter
-from zorselike.train.config import Config
+from zorselike.train.config import USER_ERRORS, Config
 
 logger = logging.getLogger("zorselike")
 
-_PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(days=1)
 """Of the group for agreements: tokenizing may take one node hours longer than another, and a
 rank that dies or falls silent ends the job by other means."""
 
@@ -41,12 +42,36 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     """A Gloo group of all processes, for agreements between and beside steps."""
+    timeout: timedelta
+    """Of groups: how long processes wait for each other at the start."""
 
     def agree(self, value: T) -> T:
         """The value of rank 0, on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
         return box[0]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on every rank; a mistake of the user's there is raised on all.
+
+        Raises:
+            ClusterError: On the others, when rank 0 fails in another way.
+        """
+        value: T | None = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = work()
+            except Exception as error:
+                failure = error
+        is_mistake = isinstance(failure, USER_ERRORS)
+        told = failure if is_mistake or failure is None else ClusterError(f"rank 0: {first_line(failure)}")
+        found, mistake = self.agree((value, told))
+        if failure is not None:
+            raise failure
+        if mistake is not None:
+            raise mistake
+        return cast(T, found)
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, on every rank."""
@@ -85,16 +110,16 @@ class World:
 
 
 @contextmanager
-def join_world(config: Config, plan: Plan) -> Iterator[World]:
-    """Joins the processes that torchrun (or Slurm with its variables) started; a plan of one rank
-    needs no launcher.
+def join_world(config: Config, plan: Plan | None) -> Iterator[World]:
+    """Joins the processes that torchrun (or Slurm with its variables) started; one process alone
+    needs no launcher. Without a plan any number of them will do.
 
     Raises:
         PlanError: The number of processes is not the plan's.
         ConfigError: `[hetero] device` is not here.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
-    if size != plan.num_ranks:
+    if plan is not None and size != plan.num_ranks:
         raise PlanError(
             f"the plan {config.hetero.plan} is for {plan.num_ranks} ranks, but {size} "
             f"{'process runs' if size == 1 else 'processes run'}: start {plan.num_ranks}, on one machine by "
@@ -104,22 +129,28 @@ def join_world(config: Config, plan: Plan) -> Iterator[World]:
         config.hetero.device,
         without_gpu='[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"',
     )
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(choose_backend(device), timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, init_method=_ALONE, rank=0, world_size=1)
-    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        dist.init_process_group(
+            choose_backend(device), timeout=timeout, init_method=_ALONE, rank=0, world_size=1
+        )
+    control = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert isinstance(control, dist.ProcessGroup)
-    yield World(rank=dist.get_rank(), size=size, device=device, control=control)
+    yield World(rank=dist.get_rank(), size=size, device=device, control=control, timeout=timeout)
     # Only after a good end: after a failure, others may be waiting for what never comes.
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def set_up_logging() -> None:
+def choose_backend(device: torch.device) -> str:
+    """Of the default group."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def set_up_logging(rank: int) -> None:
     """Rank 0 tells everything, on standard output; the others only what is wrong."""
-    rank = int(os.environ.get("RANK", 0))
     handler = logging.StreamHandler(sys.stdout)
     style = PlainFormatter if not sys.stdout.isatty() else logging.Formatter
     who = "" if rank == 0 else f"rank {rank} - "

@@ -1,0 +1,330 @@
+"""`[hetero] plan = "auto"`: from devices to a trained step, and what is left for the next run."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import re
+import sys
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from profiled import free_port
+from ranks import RankExit, RunRanks
+
+import zorselike.models.registry as registry
+from zorselike.cost.profile import Profile
+from zorselike.plan.cluster import Cluster
+from zorselike.plan.errors import ClusterError
+from zorselike.plan.plan import Plan
+from zorselike.planner.problem import PlanProblem
+from zorselike.profiler import program_timing
+from zorselike.runtime.world import ProcessInfo, describe_process, gather_world
+from zorselike.train import auto_plan, trainer
+from zorselike.train.__main__ import main
+from zorselike.train.config_file import load_config, parse_command_line
+from zorselike.train.world import World
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHORT = (
+    *("--training.steps", "2", "--metrics.log_freq", "1", "--training.seq_len", "16"),
+    *("--training.global_batch_size", "5", "--hetero.plan_budget", "1s"),
+)
+NODES = ("a", "b")
+
+
+make_problem, PARTS = auto_plan.make_problem, auto_plan.PARTS
+
+
+def make_problem_of(*known: Any, first: int) -> PlanProblem:
+    """One group of all devices from `first` on, since a single one would be faster for this little work."""
+    problem = make_problem(*known)
+    group = tuple(range(first, problem.cluster.num_devices))
+    return replace(problem, fixed=replace(problem.fixed, groups=(group,)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Any:
+    """A small model, measured a little: what is inherited by the ranks that are forked."""
+    import torch.utils.tensorboard
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.LLAMA_FLAVORS, "debug", replace(registry.LLAMA_FLAVORS["debug"], num_layers=3))
+        patch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=0))
+        patch.setattr(auto_plan, "PARTS", PARTS - {"program"})
+        patch.setattr(auto_plan, "_REPEATS", 1)
+        patch.setattr(auto_plan, "MOST_ROWS", 2)
+        patch.setattr(auto_plan, "_LARGEST_MESSAGE_BYTES", 2**12)
+        with torch.device("meta"):
+            trainer.build_model("llama", "debug")
+        yield
+
+
+def start(rank: int, size: int, port: int, arguments: list[str], nodes: tuple[str, ...]) -> None:
+    """What torchrun does for one process; at the end of a run the weights' hash is printed."""
+    gc.freeze()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(ZORSELIKE_NODE=nodes[rank], LOCAL_RANK=str(nodes[:rank].count(nodes[rank])))
+    train = trainer._Run.train
+
+    def train_and_hash(run: Any, folder: Path) -> int:
+        code = train(run, folder)
+        state = run._pipe.full_state_dict()
+        if run._pipe.rank == 0:
+            digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
+            print("weights", digest.hexdigest())
+        return code
+
+    trainer._Run.train = train_and_hash  # type: ignore[method-assign]
+    sys.argv = ["train", *arguments]
+    sys.exit(main())
+
+
+def run(
+    folder: Path, *more: str, nodes: tuple[str, ...] = NODES, recipe: Path | None = None
+) -> list[RankExit]:
+    command = ["--config", str(recipe or RECIPES / "auto.toml"), "--job.dump_folder", str(folder), *SHORT]
+    command += more
+    return ranks.run_ranks(
+        start, len(nodes), free_port(), command, nodes, init=False, allow_exit=True, timeout=90
+    )
+
+
+def fine(ends: list[RankExit]) -> str:
+    assert [end.code for end in ends] == [0] * len(ends), ends[0].stderr
+    return "".join(end.stdout for end in ends)
+
+
+def hash_of(said: str) -> str:
+    (found,) = re.findall(r"weights (\w+)", said)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def first(quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the first run on two nodes says, and the folder where it ran."""
+    folder = tmp_path_factory.mktemp("auto")
+    return fine(run(folder)), folder
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    """The files that a run leaves for the next one, for a test that changes them."""
+    (target / "auto-plan").mkdir()
+    for path in (folder / "auto-plan").iterdir():
+        (target / "auto-plan" / path.name).write_bytes(path.read_bytes())
+    return target / "auto-plan"
+
+
+def test_measures_plans_trains_and_says_so(first: tuple[str, Path]) -> None:
+    said, folder = first
+    assert "this takes about" in said
+    assert re.search(r"planned in .* s: a step should take \S+ s, \S+ tokens/s", said)
+    assert "group 0: ranks 0, 1" in said and "step:  2" in said
+    assert re.search(r"rank 1: estimated \S+ s per step, found", said)
+    (made,) = folder.glob("auto-2*")
+    kept = folder / "auto-plan"
+    for name in ("plan.toml", "profile.json", "cluster.toml"):
+        assert (made / name).read_text() == (kept / name).read_text()
+    plan, cluster = Plan.load(kept / "plan.toml"), Cluster.load(kept / "cluster.toml")
+    profile = Profile.load(kept / "profile.json")
+    assert plan.global_batch == 5 and plan.estimates.iteration_s
+    assert [(d.node, d.local_rank, d.type) for d in plan.devices] == [("a", 0, "CPU"), ("b", 0, "CPU")]
+    assert {node.name for node in cluster.nodes} == {"a", "b"}
+    assert plan.cluster_fingerprint == cluster.fingerprint
+    assert plan.workload_fingerprint == profile.workload_fingerprint
+    assert {(t.kind, t.rows[-1]) for t in profile.layers} == {
+        (kind, 2) for kind in ("embedding", "layer", "norm", "head")
+    }
+
+
+def test_trains_bit_for_bit_as_with_the_plan_that_it_wrote(first: tuple[str, Path], tmp_path: Path) -> None:
+    said, folder = first
+    (made,) = folder.glob("auto-2*")
+    assert load_config(made / "config.toml").hetero.plan == str(made / "plan.toml")
+    again = fine(run(tmp_path, recipe=made / "config.toml"))
+    assert "this takes about" not in again and "planned in" not in again
+    assert hash_of(again) == hash_of(said)
+
+
+def test_a_later_run_takes_the_plan_again(first: tuple[str, Path], tmp_path: Path) -> None:
+    said, folder = first
+    kept = copy_of(folder, tmp_path)
+    again = fine(run(tmp_path, nodes=("b", "a")))
+    assert "made by an earlier run; remove it to plan anew" in again
+    assert "this takes about" not in again and "planned in" not in again
+    assert hash_of(again) == hash_of(said)
+    before = (kept / "profile.json").read_text()
+    (kept / "plan.toml").unlink()
+    anew = fine(run(tmp_path))
+    assert "profile.json has everything already" in anew and "planned in" in anew
+    assert (kept / "profile.json").read_text() == before
+    assert Plan.load(kept / "plan.toml").num_ranks == 2
+
+
+def one_error(ends: list[RankExit]) -> str:
+    """The one line that every rank ends with."""
+    assert all(end.code == 2 for end in ends), ends[0].stderr
+    (said,) = {end.last_line for end in ends}
+    assert said.startswith("error: ")
+    assert sum(line.startswith("error: ") for line in ends[0].stderr.splitlines()) == 1
+    return said
+
+
+def test_what_has_changed_since_is_one_error_with_the_mend(first: tuple[str, Path], tmp_path: Path) -> None:
+    kept = copy_of(first[1], tmp_path)
+    mend = f"or remove {kept / 'plan.toml'}, and a plan is made for what runs"
+    said = one_error(run(tmp_path, nodes=("a", "a", "b")))
+    assert "was made for other machines (a: CPU, b: CPU) than run here (a: CPU CPU, b: CPU)" in said
+    assert said.endswith(mend)
+    said = one_error(run(tmp_path, "--training.global_batch_size", "7"))
+    assert "global_batch_size = 7, but the plan" in said and said.endswith(mend)
+    said = one_error(run(tmp_path, "--training.mixed_precision_param", "bfloat16"))
+    assert "was made for another workload (llama debug, " in said and said.endswith(mend)
+
+
+def test_files_of_something_else_are_put_aside(first: tuple[str, Path], tmp_path: Path) -> None:
+    kept = copy_of(first[1], tmp_path)
+    (kept / "plan.toml").unlink()
+    old = (kept / "profile.json").read_text()
+    said = fine(run(tmp_path, "--training.seq_len", "8", nodes=("c",)))
+    assert "kept as profile.old.json and made anew" in said
+    assert "is of other machines (a: CPU, b: CPU) than run here (c: CPU); kept as cluster.old.toml" in said
+    assert (kept / "profile.old.json").read_text() == old
+    assert Plan.load(kept / "plan.toml").sequence_length == 8
+
+
+def test_files_that_the_recipe_names_are_not(first: tuple[str, Path], tmp_path: Path) -> None:
+    kept = first[1] / "auto-plan"
+    profile = tmp_path / "mine.json"
+    profile.write_bytes((kept / "profile.json").read_bytes())
+    given = ("--hetero.profile", str(profile), "--hetero.cluster", str(kept / "cluster.toml"))
+    said = one_error(run(tmp_path, *given, "--training.seq_len", "8"))
+    assert f"[hetero] profile = {profile}: " in said and "name another file" in said
+    said = one_error(run(tmp_path, *given, nodes=("c", "d")))
+    assert "[hetero] cluster = " in said and "is of other machines" in said
+    said = fine(run(tmp_path, *given))
+    assert "mine.json has everything already" in said
+    assert [path.name for path in (tmp_path / "auto-plan").iterdir()] == ["plan.toml"]
+
+
+def test_a_failing_measurement_ends_all_ranks_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the machine is on fire")
+
+    monkeypatch.setattr("zorselike.profiler.tasks.measure_update", fail)
+    assert "the machine is on fire" in one_error(run(tmp_path))
+    assert not (tmp_path / "auto-plan" / "plan.toml").exists()
+    assert not list(tmp_path.glob("auto-2*"))
+
+
+def test_where_nothing_fits_all_ranks_say_so(first: tuple[str, Path], tmp_path: Path) -> None:
+    kept = copy_of(first[1], tmp_path)
+    (kept / "plan.toml").unlink()
+    cluster = Cluster.load(kept / "cluster.toml")
+    nodes = tuple(replace(node, memory_bytes=(2**17,)) for node in cluster.nodes)
+    replace(cluster, nodes=nodes).save(kept / "cluster.toml")
+    said = one_error(run(tmp_path))
+    assert "fit" in said and not (kept / "plan.toml").exists()
+
+
+def test_devices_that_a_plan_leaves_out_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of three is left out: the run is that of the other two alone."""
+    monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=1))
+    said = fine(run(tmp_path, nodes=("c", "a", "b")))
+    assert "faster without CPU 0 of node c" in said and "ranks 0, 1" in said
+    assert said.count("ended after 2 of 2 steps") == 1
+    again = fine(run(tmp_path, nodes=("c", "a", "b")))
+    assert "made by an earlier run" in again and hash_of(again) == hash_of(said)
+    alone = fine(run(tmp_path, "--hetero.plan", str(tmp_path / "auto-plan" / "plan.toml")))
+    assert "earlier" not in alone and hash_of(alone) == hash_of(said)
+
+
+def test_a_dry_run_says_what_would_be_done(first: tuple[str, Path], tmp_path: Path) -> None:
+    said = fine(run(tmp_path, "--dry-run", nodes=("a",)))
+    assert "no plan yet for llama debug" in said and "plans for 5 rows per step, 1s at most" in said
+    assert not list(tmp_path.iterdir())
+    kept = copy_of(first[1], tmp_path)
+    said = fine(run(tmp_path, "--dry-run", nodes=("a",)))
+    assert f"{kept / 'plan.toml'} is there" in said and "checked: " in said
+
+
+def describe_state() -> tuple[object, ...]:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    kib = sum(tensor.untyped_storage().nbytes() for tensor in tensors) // 2**10  # Torch keeps small ones.
+    tasks = len([*Path("/proc/self/task").iterdir()]) if sys.platform == "linux" else threading.active_count()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return kib, tasks, groups, torch.get_rng_state().tolist()
+
+
+def measure_twice(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
+    """What a process is before and after it measured; once before, since some is made once and for good."""
+    control = dist.new_group(backend="gloo")
+    world = World(rank, size, torch.device("cpu"), control=control, timeout=timedelta(seconds=60))
+    config = replace(load_config(RECIPES / "auto.toml"))
+    config = replace(config, training=replace(config.training, seq_len=16, global_batch_size=2))
+    infos = gather_world(describe_process(world.device))
+    shape = registry.get_config("llama", "debug")
+    workload = auto_plan.make_auto_workload(config, shape, infos)
+    program_timing.STEPS_PER_REPEAT = 1
+    states = []
+    for number in range(2):
+        auto_plan.PARTS = PARTS - {"program"} if number == 0 else PARTS
+        config = replace(config, job=replace(config.job, dump_folder=str(folder / str(number))))
+        files = auto_plan.AutoFiles.of(config, None)
+        files.make_folders()
+        states.append(describe_state())
+        auto_plan._measure(config, shape, workload, files, infos, world)
+        dist.barrier(control)
+    states.append(describe_state())
+    assert {groups for *_, groups, _ in states} == {2}
+    return states[1], states[2]
+
+
+def test_measuring_leaves_nothing_behind(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for before, after in run_ranks(measure_twice, 2, tmp_path):
+        assert after == before
+
+
+AUTO = ("--config", str(RECIPES / "auto.toml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "defers", "recompute"),
+    [
+        ("", "float32", True, None),
+        ("--training.max_norm 0", "float32", False, None),
+        ("--hetero.clip ministage --activation_checkpoint.mode full", "float32", False, "layer"),
+        ("--training.max_norm 0 --training.mixed_precision_param auto", "float16", True, None),
+        ("--hetero.clip ministage --training.mixed_precision_param bfloat16", "bfloat16", False, None),
+        ("--activation_checkpoint.mode none", "float32", True, "none"),
+    ],
+)
+def test_what_a_recipe_asks_of_the_planner(
+    arguments: str, dtype: str, defers: bool, recompute: str | None
+) -> None:
+    config = parse_command_line([*AUTO, *arguments.split()]).config
+    old_card = ProcessInfo(0, "a", 0, device="cuda", architecture="sm_70")
+    workload = auto_plan.make_auto_workload(config, registry.get_config("llama", "debug"), [old_card])
+    assert (workload.dtype, workload.sequence_length, workload.num_moments) == (dtype, 128, 2)
+    problem = make_problem(config, workload, Cluster(nodes=()), Profile(model=workload.model))
+    assert (problem.global_batch, problem.defer_updates, problem.fixed.recompute) == (16, defers, recompute)
+
+
+def test_local_ranks_of_a_plan_that_is_there_are_refused() -> None:
+    infos = [ProcessInfo(rank, "a", local_rank) for rank, local_rank in enumerate((0, 3))]
+    with pytest.raises(
+        ClusterError, match=r"runs local rank 3 and no local rank 1; .* unset ZORSELIKE_LOCAL"
+    ):
+        auto_plan._list_devices(infos)
