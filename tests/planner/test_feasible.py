@@ -1,0 +1,31 @@
+"""Whatever is asked, the planner's answer is right: random questions, each answer examined anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.planning.clusters import Limits
+from tools.planning.trials import Trial, try_seed
+
+NUM_QUESTIONS = 300
+AT_ONCE = 30
+BUDGET_S = 0.02
+LIMITS = Limits(max_devices=24, max_types=6, max_regions=3)
+MOST_TRIES = 400
+
+
+@pytest.mark.parametrize("first", range(0, NUM_QUESTIONS, AT_ONCE))
+def test_answers_to_random_questions_are_right(first: int) -> None:
+    """`tools/check_planner.py` asks 10,000 larger ones."""
+    trials = [
+        try_seed(seed, budget_s=BUDGET_S, limits=LIMITS, most_tries=MOST_TRIES)
+        for seed in range(first, first + AT_ONCE)
+    ]
+    assert not [trial for trial in trials if trial.faults], _show(trials)
+    assert sum(trial.outcome == "planned" for trial in trials) > AT_ONCE / 2
+
+
+def _show(trials: list[Trial]) -> str:
+    return "\n".join(
+        f"seed {trial.seed}: {trial.what}\n  " + "\n  ".join(trial.faults) for trial in trials if trial.faults
+    )

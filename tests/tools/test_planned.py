@@ -1,0 +1,79 @@
+"""What picks plans for emulated clusters, and scores their runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools.check_planned import PlanRun, find_score, list_misses
+from tools.emulation.scenarios import make_cluster, make_profile, make_workload
+from tools.planning.emulated import CLUSTERS, choose, list_wishes, settle
+from tools.planning.every_plan import Options, Shape, make_plan
+from zorselike.planner.problem import PlanProblem
+
+OPTIONS = Options(zero=2, grad_reduce="once", recompute="none", offload=(), rows_per_microbatch=2)
+
+
+def make_problem() -> PlanProblem:
+    scenario = CLUSTERS[1]
+    workload = make_workload(scenario)
+    return PlanProblem(
+        workload=workload,
+        cluster=make_cluster(scenario),
+        profile=make_profile(scenario, workload, 0.1),
+        global_batch=scenario.num_rows,
+    )
+
+
+def test_a_settled_plan_takes_as_long_as_before() -> None:
+    """Of six devices four, in an order that is not the cluster's."""
+    problem = make_problem()
+    plan = make_plan(problem, Shape(((5, 1), (2, 3)), ((7, 11), (9, 9)), (2, 3, 3, 2)), OPTIONS)
+    settled, cluster = settle(plan, problem.cluster)
+    assert settled.devices == ()
+    assert [node.name for node in cluster.nodes] == ["n0", "n1", "n2"]
+    assert cluster.num_devices == settled.num_ranks == 4
+    before = problem.setting.simulate(plan).simulation.iteration_s
+    after = replace(problem, cluster=cluster).setting.simulate(settled).simulation.iteration_s
+    assert after == pytest.approx(before, rel=1e-12)
+
+
+def test_wishes_are_questions_that_may_be_asked() -> None:
+    wishes = dict(list_wishes(make_problem()))
+    assert len(wishes) > 10
+    for problem in wishes.values():
+        problem.check()
+
+
+def candidates(*seconds: float) -> list[Any]:
+    return [SimpleNamespace(predicted_s=each) for each in seconds]
+
+
+def test_plans_are_chosen_evenly_and_not_too_slow() -> None:
+    chosen = choose(candidates(1.0, 1.01, 1.02, 1.4, 2.0, 2.02, 2.8, 9.0), 4)
+    assert [own.predicted_s for own in chosen] == [1.0, 1.4, 2.0, 2.8]
+
+
+def runs(*pairs: tuple[float, float]) -> list[PlanRun]:
+    return [PlanRun(candidates(predicted)[0], (measured,), measured, None) for predicted, measured in pairs]
+
+
+def test_scores_of_runs() -> None:
+    good = find_score(runs((1.0, 1.02), (1.5, 1.5), (2.5, 2.4)))
+    assert good.spearman == pytest.approx(1.0)
+    assert good.mean_error == pytest.approx((1 - 1 / 1.02 + 0.1 / 2.4) / 3)
+    assert good.regret == 0.0
+    assert good.spread == 2.5
+    assert list_misses(good) == []
+
+
+def test_each_target_can_be_missed() -> None:
+    assert list_misses(find_score(runs((1.0, 1.2), (2.5, 3.0)))) == ["mean error 16.7%, not at most 5%"]
+    (miss,) = list_misses(find_score(runs((1.0, 1.0), (1.5, 1.5))))
+    assert "spread over a factor of 1.50" in miss
+    wrong = list_misses(find_score(runs((1.0, 1.04), (1.01, 1.0), (2.1, 2.1))))
+    assert any("4.0% slower than the best run" in miss for miss in wrong)
+    assert any("Spearman 0.500" in miss for miss in wrong)

@@ -1,0 +1,97 @@
+"""Large questions to the planner: the clusters of Zorse's paper, and of Sailor's size and beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from zorselike.cost.profile import Profile
+from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.planner.problem import PlanProblem
+
+from ..published.zorse_paper import make_clusters
+from ..published.zorse_runs import make_setup
+from ..published.zorse_times import TIMES_FILE
+from .workloads import REAL_DECODERS, make_workload
+
+ZORSE_PLANNING_S = 180.0
+"""What the paper's planner takes at most, profiling included (section 6.4, Fig. 12)."""
+LLAMAS = ("7b", "13b", "33b", "65b")
+GIGABIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One question, how long it may take, and how long others took for one of that size."""
+
+    name: str
+    target_s: float
+    published_s: float | None
+    """Of another planner; None where none was published."""
+    make: Callable[[], PlanProblem]
+
+
+def list_scales(data: Path | None) -> list[Scale]:
+    """All; those from Zorse's layer times only with the folder that holds them."""
+    scales = []
+    if data is not None:
+        scales += [
+            Scale(f"{name}, Llama {model}", 10.0, ZORSE_PLANNING_S, partial(make_zorse, data, name, model))
+            for name in ("A", "B", "C")
+            for model in LLAMAS
+        ]
+    two, three = (("A100-40", 128), ("V100-16", 384)), (("A100-40", 256), ("V100-16", 256), ("T4", 256))
+    four = (("H100-SXM", 256), ("A100-80", 256), ("A100-40", 256), ("V100-32", 256))
+    return [
+        *scales,
+        Scale("128 + 384, OPT-350M", 7.0, 7.1, partial(make_rented, two, "opt 350m", 2048, 1024, "float32")),
+        Scale(
+            "3 x 256, OPT-350M", 60.0, 4900.0, partial(make_rented, three, "opt 350m", 2048, 1024, "float32")
+        ),
+        Scale(
+            "4 x 256, Llama 13B", 60.0, None, partial(make_rented, four, "llama 13b", 1024, 4096, "float16")
+        ),
+    ]
+
+
+def find_times(data: Path) -> Path | None:
+    """The folder with Zorse's layer times, in this one or its `zorse/`."""
+    return next((folder for folder in (data / "zorse", data) if (folder / TIMES_FILE).is_file()), None)
+
+
+def make_zorse(folder: Path, cluster: str, model: str) -> PlanProblem:
+    """A cell of the paper's Table 5, with the layer times that its authors published."""
+    setup = make_setup(folder, model, make_clusters()[cluster])
+    return PlanProblem(
+        workload=setup.workload,
+        cluster=setup.cluster,
+        profile=setup.profile,
+        global_batch=setup.global_batch,
+    )
+
+
+def make_rented(
+    kinds: Sequence[tuple[str, int]], model: str, sequence_length: int, global_batch: int, dtype: str
+) -> PlanProblem:
+    """Machines of 4 GPUs in one zone, `(type, GPUs)` of each kind, with the catalogue's times."""
+    shape = next(shape for shape in REAL_DECODERS if shape.name == model)
+    nodes = tuple(
+        Node(
+            name=f"{device.lower()}-{i}",
+            devices=(device,) * 4,
+            zone="zone-a",
+            region="region",
+            fabric=Link(10e9 if device == "T4" else 150e9),
+            nic=Link((100 if device.startswith(("A", "H")) else 32) * GIGABIT),
+        )
+        for device, number in kinds
+        for i in range(number // 4)
+    )
+    return PlanProblem(
+        workload=make_workload(shape, sequence_length=sequence_length, dtype=dtype),
+        cluster=Cluster(nodes=nodes, default_link=Link(100 * GIGABIT, 2e-5), name="rented"),
+        profile=Profile(model=shape.name),
+        global_batch=global_batch,
+    )
