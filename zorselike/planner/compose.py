@@ -30,6 +30,10 @@ _LEAST_LEFT = 0.02
 """Of a device's memory, that each repair takes at least."""
 
 
+Class = tuple[str, int]
+"""Devices that are alike: their type, and bytes of memory."""
+
+
 @dataclass(frozen=True)
 class GroupChoice:
     """What is decided of a group before rows and layers are shared out."""
@@ -72,7 +76,7 @@ class Composer:
         owners = visit_in_turn(len(choice.groups), choice.num_ministages)
         room = [1.0] * len(choice.groups)
         """Of each group's memory, the share that its layers may be planned for."""
-        most_rows: list[dict[str, int]] = [{} for _ in choice.groups]
+        most_rows: list[dict[Class, int]] = [{} for _ in choice.groups]
         for _ in range(_MAX_REPAIRS):
             groups = []
             for own, most in zip(choice.groups, most_rows, strict=True):
@@ -91,9 +95,9 @@ class Composer:
             if not over:
                 return None if self._memory.overfull_hosts(sketch) else sketch
             full = 0
-            for g, types in over.items():
-                if not self._take_rows(sketch, g, types, most_rows[g]):
-                    excess = max(need / limit for need, limit in types.values())
+            for g, classes in over.items():
+                if not self._take_rows(sketch, g, classes, most_rows[g]):
+                    excess = max(need / limit for need, limit in classes.values())
                     room[g] *= min(1 / excess, 1 - _LEAST_LEFT)
                     full += 1
             if full == len(choice.groups):
@@ -102,7 +106,7 @@ class Composer:
 
     # -- rows ------------------------------------------------------------------------------
 
-    def share_rows(self, group: GroupChoice, most: Mapping[str, int]) -> tuple[Sizes, ...] | None:
+    def share_rows(self, group: GroupChoice, most: Mapping[Class, int]) -> tuple[Sizes, ...] | None:
         """Microbatches of each device; None where the rows find no room."""
         waits = (group.mode.zero == 3) + group.mode.reduces_per_microbatch
         key = (group.devices, group.mode.recompute, waits, group.num_rounds, tuple(sorted(most.items())))
@@ -113,7 +117,7 @@ class Composer:
                 self._shares[key] = None
         return self._shares[key]
 
-    def _share_rows(self, group: GroupChoice, most: Mapping[str, int]) -> tuple[Sizes, ...]:
+    def _share_rows(self, group: GroupChoice, most: Mapping[Class, int]) -> tuple[Sizes, ...]:
         num_rows = self._problem.global_batch
         whole = self._share(group, most, dict.fromkeys(group.devices, self._most_at_once()))
         if group.num_rounds == 1 and not group.mode.reduces_per_microbatch:
@@ -131,7 +135,7 @@ class Composer:
         return min(self._problem.global_batch, fixed or self._problem.global_batch)
 
     def _share(
-        self, group: GroupChoice, most: Mapping[str, int], at_once: Mapping[int, int]
+        self, group: GroupChoice, most: Mapping[Class, int], at_once: Mapping[int, int]
     ) -> tuple[Sizes, ...]:
         cards = []
         for device in group.devices:
@@ -140,7 +144,7 @@ class Composer:
             cap = min(at_once[device], self._most_at_once())
             cap = cap if found is None else min(cap, found)
             seconds = self._table.model_s(name, group.mode.recompute, cap)
-            cards.append(Card(device, seconds, most.get(name)))
+            cards.append(Card(device, seconds, most.get(self._class_of(device))))
         split: BatchSplit
         if group.mode.reduces_per_microbatch:
             exposed_s, hidden_s = self._round_s(group)
@@ -244,21 +248,22 @@ class Composer:
 
     # -- memory ----------------------------------------------------------------------------
 
-    def find_overfull(self, sketch: Sketch) -> dict[int, dict[str, tuple[int, int]]]:
-        """By group and type of device that is too small: what is needed of its memory, and what there is."""
-        over: dict[int, dict[str, tuple[int, int]]] = {}
+    def find_overfull(self, sketch: Sketch) -> dict[int, dict[Class, tuple[int, int]]]:
+        """By group and class of devices that are too small: what is needed, and what there is."""
+        over: dict[int, dict[Class, tuple[int, int]]] = {}
         for g, group in enumerate(sketch.groups):
-            seen: set[tuple[str, int | None, Sizes]] = set()
+            seen: set[tuple[Class, Sizes]] = set()
             for position, device in enumerate(group.devices):
                 limit = self._memory.limit_bytes(device)
-                alike = (self._pace.device_type(device), limit, group.sizes[position])
+                own = self._class_of(device)
+                alike = (own, group.sizes[position])
                 if limit is None or alike in seen:
                     continue
                 seen.add(alike)
                 need = self._need_bytes(sketch, g, position, limit)
-                worst = over.get(g, {}).get(alike[0], (0, 1))
+                worst = over.get(g, {}).get(own, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
-                    over.setdefault(g, {})[alike[0]] = need, limit
+                    over.setdefault(g, {})[own] = need, limit
         return over
 
     def _need_bytes(self, sketch: Sketch, g: int, position: int, limit: int) -> int:
@@ -272,21 +277,24 @@ class Composer:
         self,
         sketch: Sketch,
         g: int,
-        types: Mapping[str, tuple[int, int]],
-        most_rows: dict[str, int],
+        classes: Mapping[Class, tuple[int, int]],
+        most_rows: dict[Class, int],
     ) -> bool:
-        """Gives the rows of types that are too full to others of their group, where these have room."""
+        """Gives the rows of classes that are too full to others of their group, where these have room."""
         group = sketch.groups[g]
-        names = [self._pace.device_type(device) for device in group.devices]
-        if group.mode.reduces_per_microbatch or {*names} <= {*types}:
+        owners = [self._class_of(device) for device in group.devices]
+        if group.mode.reduces_per_microbatch or {*owners} <= {*classes}:
             return False
-        for name, (need, limit) in types.items():
-            rows = max(sum(own) for own, other in zip(group.sizes, names, strict=True) if other == name)
+        for own, (need, limit) in classes.items():
+            rows = max(sum(sizes) for sizes, other in zip(group.sizes, owners, strict=True) if other == own)
             fewer = min(rows - 1, int(rows * limit / need))
             if fewer < 0:
                 return False
-            most_rows[name] = fewer
+            most_rows[own] = fewer
         return True
+
+    def _class_of(self, device: int) -> Class:
+        return self._pace.device_type(device), self._memory.limit_bytes(device) or 0
 
 
 def list_rounds(most_rows: int) -> tuple[int, ...]:

@@ -213,8 +213,9 @@ class RankMemory:
         peak = walk.device_peak_bytes + self._joined_bytes(own, sizes)
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
-        if is_stashed:
-            host_bytes += round((share - 1) * walk.host["activations"])
+        if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
+            kept = sum(size.activation_bytes_per_row for size in own.values())
+            host_bytes += sum(sizes) * kept - walk.host["activations"]
         return Need(peak + added, host_bytes)
 
     def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes) -> Plan:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import log2
+from math import isfinite, log2
 from typing import NamedTuple
 
 from zorselike.cost.layer_times import LayerClock
@@ -74,6 +74,8 @@ CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated."""
 SIMPLER = 1.002
 """A plan that takes up to this much longer is preferred where it is simpler."""
+TIGHTER = 0.9
+"""Of the memory there is, with what is planned where whole plans turn out not to fit."""
 FUTILE_S = 10.0
 """After so many seconds beyond the budget without anything that fits the search gives up."""
 FEW_SETS, FEW_GROUPINGS = 2, 2
@@ -167,7 +169,7 @@ class _Search:
         self._counts = _Counts()
         self._told_s = 0.0
         self._may_stop = False
-        """Once something fits."""
+        """Once something fits and keeps the constraints."""
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
         """Without devices of which nothing says how fast they are, such as those without this dtype."""
@@ -228,20 +230,16 @@ class _Search:
     # -- the whole -------------------------------------------------------------------------
 
     def run(self, top: int) -> PlanAnswer:
-        ending: Ending = "finished"
-        try:
-            self._explore()
-            self._simulate_best()
-            self._improve()
-            if self._elapsed_s > self._budget_s:
-                ending = "budget"
-        except KeyboardInterrupt:
-            if not self._found:
-                raise
-            ending = "interrupted"
-            self._budget_s = 0.0
-            self._simulate_best()
+        ending = self._look()
         plans = self._choose(top)
+        if not plans:  # What was walked in parts fits, and the whole plans do not, by a little.
+            self._memory.scale = TIGHTER
+            self._forget()
+            ending = self._look()
+            plans = self._choose(top)
+        if not plans:
+            self._memory.scale = 1.0
+            raise NothingFitsError(self._explain_nothing())
         assert self._best is not None
         used = {device for group in self._best.candidate.sketch.groups for device in group.devices}
         self._notes += [own.note for own in self._sets_seen if own.note and used <= {*own.devices}][:1]
@@ -249,6 +247,28 @@ class _Search:
         return PlanAnswer(
             plans=plans, progress=self._progress(), ending=ending, notes=tuple(dict.fromkeys(self._notes))
         )
+
+    def _look(self) -> Ending:
+        """Finds candidates, simulates the best and improves them."""
+        try:
+            self._explore()
+            self._simulate_best()
+            self._improve()
+        except KeyboardInterrupt:
+            if not self._found:
+                raise
+            self._budget_s = 0.0
+            self._simulate_best()
+            return "interrupted"
+        return "budget" if self._elapsed_s > self._budget_s else "finished"
+
+    def _forget(self) -> None:
+        """All that was found with more memory."""
+        self._explorer.forget()
+        self._found.clear()
+        self._simulated.clear()
+        self._best = None
+        self._may_stop = False
 
     def _explore(self) -> None:
         """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
@@ -268,7 +288,7 @@ class _Search:
                 if self._is_exploring_over():
                     break
                 for candidate in self._deepen(glance, devices):
-                    self._found.setdefault(candidate.sketch, candidate)
+                    self._keep(candidate)
                     best = min(best, candidate.rank)
 
     def _bound(self, devices: DeviceSet) -> Rank:
@@ -286,9 +306,12 @@ class _Search:
             candidate = self._explorer.glance(groups, name)
             if candidate is not None:
                 found.append(candidate)
-                self._found.setdefault(candidate.sketch, candidate)
-                self._may_stop = True
+                self._keep(candidate)
         return sorted(found, key=lambda candidate: candidate.rank)
+
+    def _keep(self, candidate: Candidate) -> None:
+        self._found.setdefault(candidate.sketch, candidate)
+        self._may_stop = self._may_stop or candidate.rank.is_allowed
 
     def _list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
         """Groupings, their groups in the paper's order."""
@@ -358,7 +381,7 @@ class _Search:
             raise NothingFitsError(self._explain_nothing())
         least = candidates[0].rank.wanted
         for number, candidate in enumerate(candidates):
-            if self._best is not None:
+            if self._best is not None and self._best.rank.is_allowed:
                 if self._is_over() or candidate.rank.wanted > WORTH_SIMULATING * least:
                     break
                 if number >= MOST_FINALISTS and self._counts.actions > FEW_ACTIONS:
@@ -371,7 +394,7 @@ class _Search:
         """None for what does not fit after all, or whose ranks are not joined."""
         sketch = candidate.sketch
         if sketch not in self._simulated:
-            if self._best is not None and self._would_overrun(sketch):
+            if self._best is not None and self._best.rank.is_allowed and self._would_overrun(sketch):
                 return None
             self._simulated[sketch] = self._run(candidate)
         found = self._simulated[sketch]
@@ -529,20 +552,39 @@ class _Search:
         chosen: list[Planned] = []
         seen: set[object] = set()
         assert self._best is not None
+        refused: _Simulated | None = None
         simulated = sorted(own for own in self._simulated.values() if own is not None)
         for found in [self._best, *simulated]:
             structure = tuple((own.devices, own.mode) for own in found.candidate.sketch.groups)
             if structure in seen or not self._fits(found.case):
                 continue
-            if chosen and not found.rank.is_allowed:
-                break
+            if not found.rank.is_allowed:
+                refused = refused or found
+                continue
             seen.add(structure)
             chosen.append(self._finish(found))
             if len(chosen) == max(1, top):
                 break
-        if not chosen:
-            raise NothingFitsError(self._explain_nothing())
+        if not chosen and refused is not None:
+            raise NothingFitsError(self._explain_refused(refused))
         return tuple(chosen)
+
+    def _explain_refused(self, found: _Simulated) -> str:
+        """Where plans fit, and none keeps what is asked for."""
+        simulation, problem = found.case.simulation, self._problem
+        asked = []
+        if isfinite(problem.max_cost_per_iteration):
+            asked.append(
+                f"at most {problem.max_cost_per_iteration:g} {problem.cluster.currency} an iteration"
+            )
+        if problem.min_throughput:
+            asked.append(f"at least {problem.min_throughput:g} iterations/s")
+        return (
+            f"plan: none of the {self._counts.simulated} plans that were simulated keeps "
+            f"{' and '.join(asked)}; the nearest costs {simulation.cost:.4g} {problem.cluster.currency} an "
+            f"iteration and makes "
+            f"{1 / simulation.iteration_s:.4g} iterations/s; ease what is asked for, or search longer"
+        )
 
     def _fits(self, case: Case) -> bool:
         """By the walk over every rank's own list."""

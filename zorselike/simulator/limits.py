@@ -81,7 +81,7 @@ def _advise(case: Case, wait: _Wait, rank: int) -> list[str]:
         case "waiting_for_data_s":
             return [_compare_groups(case)]
         case "exposed_communication_s":
-            return [_compare_traffic(case, rank)]
+            return [_compare_traffic(case, rank)] if case.simulation.spans else []
         case _:
             return ["Offloading less, or larger microbatches, would hide them."]
 

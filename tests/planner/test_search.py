@@ -1,0 +1,138 @@
+"""The whole search: what it returns, and how it ends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from searched_problems import draw_problem, make_decoder
+
+from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.errors import ConfigError, ProfileError
+from zorselike.planner.answer import NothingFitsError
+from zorselike.planner.problem import Fixed, PlanProblem
+from zorselike.planner.search import search_plans
+
+
+def make_problem(*nodes: Node, **changes: object) -> PlanProblem:
+    cluster = Cluster(nodes=nodes, default_link=Link(3e9, 2e-5))
+    settings = {"cluster": cluster, "global_batch": 32, "workload": make_decoder(), **changes}
+    return draw_problem(random.Random(0), **settings)
+
+
+def make_node(name: str, device: str, number: int, **changes: object) -> Node:
+    return Node(name=name, devices=(device,) * number, fabric=Link(50e9, 5e-6), **changes)  # type: ignore[arg-type]
+
+
+def test_plans_carry_estimates_and_come_best_first():
+    answer = search_plans(make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2)), budget_s=60)
+    assert answer.ending == "finished"
+    times = [planned.case.simulation.iteration_s for planned in answer.plans]
+    assert times == sorted(times) or times[0] < 1.01 * min(times)  # The first may be the simpler one.
+    best = answer.best
+    estimates = best.case.plan.estimates
+    assert estimates.iteration_s == best.case.simulation.iteration_s
+    assert estimates.peak_memory_bytes == best.case.peak_bytes
+    assert answer.gap >= 0 and 0 < best.share_of_ideal <= 1
+    assert estimates.share_of_ideal == best.share_of_ideal
+    structures = {(plan.groups, plan.ministages) for plan in (own.case.plan for own in answer.plans)}
+    assert len(structures) == len(answer.plans)
+
+
+def test_the_same_question_has_the_same_answer():
+    problem = make_problem(make_node("a", "A10G", 2), make_node("b", "T4", 1))
+    first, second = (search_plans(problem, budget_s=60) for _ in range(2))
+    assert [own.case.plan for own in first.plans] == [own.case.plan for own in second.plans]
+
+
+def test_what_is_fixed_is_kept():
+    fixed = Fixed(groups=((2, 3), (0,)), ministages=4, zero=2, recompute="layer", rows_per_microbatch=3)
+    problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
+    for planned in search_plans(problem, budget_s=2).plans:
+        plan = planned.case.plan
+        assert [[(d.node, d.local_rank) for d in plan.devices if d.rank in g.ranks] for g in plan.groups] == [
+            [("b", 0), ("b", 1)],
+            [("a", 0)],
+        ]
+        assert plan.num_ministages == 4
+        assert {(group.zero, group.recompute) for group in plan.groups} == {(2, "layer")}
+        assert max(m.num_rows for group in plan.groups for m in group.microbatches) <= 3
+
+
+def test_ctrl_c_gives_the_best_so_far():
+    def interrupt(progress):
+        if progress.num_estimated > 5:
+            raise KeyboardInterrupt
+
+    problem = make_problem(make_node("a", "A100-40", 4), make_node("b", "V100-16", 4))
+    answer = search_plans(problem, budget_s=60, on_progress=Every(interrupt))
+    assert answer.ending == "interrupted" and answer.plans
+
+
+class Every:
+    """Calls through once; the search tells of its progress ten times a second."""
+
+    def __init__(self, then):
+        self._then = then
+        self._is_over = False
+
+    def __call__(self, progress):
+        if not self._is_over:
+            try:
+                self._then(progress)
+            except KeyboardInterrupt:
+                self._is_over = True
+                raise
+
+
+def test_nothing_fits_says_how_much_memory_would():
+    node = make_node("a", "T4", 2, memory_bytes=(2**29, 2**29), host_memory_bytes=2**30)
+    with pytest.raises(
+        NothingFitsError, match=r"The smallest change that would: .* more than the 512.0 MiB of each T4"
+    ):
+        search_plans(make_problem(node), budget_s=5)
+
+
+def test_a_part_that_is_not_joined_is_left_out_and_that_is_said():
+    nodes = (make_node("a", "T4", 1), make_node("b", "A100-40", 2), make_node("c", "A100-40", 2))
+    cluster = Cluster(nodes=nodes, node_links={("b", "c"): Link(10e9)})
+    answer = search_plans(replace(make_problem(*nodes), cluster=cluster), budget_s=5)
+    assert {device.node for device in answer.best.case.plan.devices} <= {"b", "c"}
+    assert [note for note in answer.notes if "node a" in note]
+
+
+def test_devices_without_the_dtype_are_left_out_and_that_is_said():
+    workload = replace(make_decoder(), dtype="bfloat16")
+    answer = search_plans(
+        make_problem(make_node("a", "A100-40", 1), make_node("b", "T4", 1), workload=workload), budget_s=5
+    )
+    assert {device.type for device in answer.best.case.plan.devices} == {"A100-40"}
+    assert [note for note in answer.notes if note.startswith("T4 left out")]
+    with pytest.raises(ProfileError, match="T4"):
+        search_plans(make_problem(make_node("b", "T4", 1), workload=workload), budget_s=5)
+
+
+def test_no_plan_that_breaks_a_constraint_is_returned():
+    nodes = (make_node("a", "A100-40", 1, price_per_hour=4.0), make_node("b", "T4", 4, price_per_hour=1.0))
+    free = search_plans(make_problem(*nodes, objective="cost"), budget_s=5).best.case.simulation
+    tight = make_problem(*nodes, max_cost_per_iteration=free.cost * 1.05)
+    for planned in search_plans(tight, budget_s=0.01).plans:
+        assert planned.case.simulation.cost <= free.cost * 1.05
+    with pytest.raises(NothingFitsError):
+        search_plans(make_problem(*nodes, max_cost_per_iteration=free.cost * 0.2), budget_s=1)
+
+
+def test_contradictions_are_refused_before_work():
+    node = make_node("a", "A100-40", 2)
+    for changes, message in (
+        ({"global_batch": 0}, "batch of 0 rows"),
+        ({"devices": ()}, "no devices may be used"),
+        ({"max_devices": 0}, "at most 0 devices"),
+        ({"objective": "cost"}, "no node of the cluster has a price"),
+        ({"fixed": Fixed(ministages=99)}, "99 ministages are fixed"),
+        ({"fixed": Fixed(groups=((0,), (0,)))}, "a device twice"),
+        ({"fixed": Fixed(zero=3, grad_reduce="once")}, "ZeRO 3 reduces after every microbatch"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            search_plans(make_problem(node, **changes))
