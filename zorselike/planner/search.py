@@ -60,8 +60,8 @@ MOST_STARTS = 3
 """Of these, how many are changed step by step."""
 WORTH_SIMULATING = 1.3
 """Estimates up to this many times the best one's are simulated."""
-FEW_ACTIONS = 200_000
-"""Up to so many simulated actions, a few seconds, more finalists are looked at than those."""
+FEW_ACTIONS = 1_500_000
+"""Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
 GLANCING_SHARE, EXPLORING_SHARE = 0.25, 0.6
 """Of the budget, after which no more groupings are glanced at, and none looked at closely: then the best are
 simulated."""
@@ -425,12 +425,16 @@ class _Search:
     # -- small changes ---------------------------------------------------------------------
 
     def _improve(self) -> None:
-        """The best of what was simulated, each with other groups, changed until no small change is better."""
+        """The best of what was simulated, first one of all with the same groups, then one with each number of
+        ministages, changed until no small change is better."""
         starts: dict[object, _Simulated] = {}
+        more: dict[object, _Simulated] = {}
         for found in sorted(own for own in self._simulated.values() if own is not None):
-            devices = tuple(own.devices for own in found.candidate.sketch.groups)
+            sketch = found.candidate.sketch
+            devices = tuple(own.devices for own in sketch.groups)
             starts.setdefault(devices, found)
-        for number, start in enumerate(list(starts.values())):
+            more.setdefault((devices, sketch.num_ministages), found)
+        for number, start in enumerate([*starts.values(), *more.values()]):
             if self._is_over() or (number >= MOST_STARTS and self._counts.actions > FEW_ACTIONS):
                 break
             self._climb(start)
