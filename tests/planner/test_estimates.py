@@ -93,6 +93,7 @@ def test_modes_keep_what_is_fixed():
     fixed = Fixed(zero=2, recompute="layer", offload=("params",), grad_reduce="once")
     assert list_families(fixed) == ((Mode(2, "once", "layer", ("params",)),),)
     assert all(mode.zero == 3 for family in list_families(Fixed(zero=3)) for mode in family)
+    assert all(mode.zero < 3 for family in list_families(Fixed(grad_reduce="once")) for mode in family)
     everything = [mode for family in list_families(Fixed()) for mode in family]
     assert len({*everything}) == len(everything)
 

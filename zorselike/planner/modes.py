@@ -89,5 +89,5 @@ def _keeps(mode: Mode, fixed: Fixed) -> bool:
     return (
         fixed.zero in (None, mode.zero)
         and fixed.recompute in (None, mode.recompute)
-        and (mode.zero == 3 or fixed.grad_reduce in (None, mode.grad_reduce))
+        and fixed.grad_reduce in (None, mode.grad_reduce)
     )
