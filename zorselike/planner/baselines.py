@@ -40,6 +40,7 @@ def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
 
     Raises:
         ConfigError: As `PlanProblem.check`.
+        ProfileError: Nothing is known of the speed of some device.
     """
     problem.check()
     ways: list[tuple[str, Callable[[PlanProblem, Sequence[Place]], Baseline]]] = [

@@ -248,6 +248,10 @@ class Composer:
 
     # -- memory ----------------------------------------------------------------------------
 
+    def has_room(self, sketch: Sketch) -> bool:
+        """Whether it fits every device and host."""
+        return not self.find_overfull(sketch) and not self._memory.overfull_hosts(sketch)
+
     def find_overfull(self, sketch: Sketch) -> dict[int, dict[Class, tuple[int, int]]]:
         """By group and class of devices that are too small: what is needed, and what there is."""
         over: dict[int, dict[Class, tuple[int, int]]] = {}

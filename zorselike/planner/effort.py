@@ -1,0 +1,74 @@
+"""How much of its budget a search has used, and when its parts must end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+GLANCING_SHARE, EXPLORING_SHARE = 0.25, 0.6
+"""Of the budget, after which no more groupings are glanced at, and none looked at closely: then the best are
+simulated."""
+MOST_ACTIONS = 12_000_000
+"""Simulated in all, about two minutes; and so deterministic."""
+FEW_ACTIONS = 1_500_000
+"""Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
+FUTILE_S = 10.0
+"""After so many seconds beyond the budget without anything that fits the search gives up."""
+_TOLD_EVERY_S = 0.1
+
+
+class Effort:
+    """Time and simulated actions of one search."""
+
+    def __init__(self, budget_s: float, tell: Callable[[], None]) -> None:
+        """`tell` is called every now and then, and may interrupt."""
+        self._started_s = time.monotonic()
+        self._told_s = 0.0
+        self._tell = tell
+        self.budget_s = budget_s
+        self.may_stop = False
+        """Once something fits and keeps the constraints."""
+        self.num_simulated = 0
+        self.actions = 0
+        """Of all simulations."""
+        self._estimated_actions = 0
+        self._simulating_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def is_past(self, share: float) -> bool:
+        """Whether a share of the budget is over."""
+        self._report()
+        if not self.may_stop:
+            return self.elapsed_s > self.budget_s + FUTILE_S
+        return self.elapsed_s > share * self.budget_s
+
+    def is_exploring_over(self) -> bool:
+        return self.is_past(EXPLORING_SHARE)
+
+    def is_over(self) -> bool:
+        """Whether the budget is, or all that may be simulated was."""
+        self._report()
+        return self.may_stop and (self.elapsed_s > self.budget_s or self.actions > MOST_ACTIONS)
+
+    def is_little(self) -> bool:
+        """Whether simulations were so short that many more are worth while."""
+        return self.actions <= FEW_ACTIONS
+
+    def would_overrun(self, num_actions: int) -> bool:
+        """Whether a simulation of about so many actions would end after the budget, by those before."""
+        each_s = self._simulating_s / max(1, self._estimated_actions)
+        return self.elapsed_s + each_s * num_actions > self.budget_s
+
+    def count_simulation(self, *, actions: int, estimated_actions: int, seconds: float) -> None:
+        self.num_simulated += 1
+        self.actions += actions
+        self._estimated_actions += estimated_actions
+        self._simulating_s += seconds
+
+    def _report(self) -> None:
+        if self.elapsed_s - self._told_s > _TOLD_EVERY_S:
+            self._told_s = self.elapsed_s
+            self._tell()

@@ -1,0 +1,140 @@
+"""Which sets of devices, groupings and orders of groups are looked at, and how closely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zorselike.cost.sizes import find_gradient_itemsize
+from zorselike.planner.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.device_bounds import DeviceBounds
+from zorselike.planner.device_choice import DeviceSet, propose_devices
+from zorselike.planner.effort import GLANCING_SHARE, Effort
+from zorselike.planner.explore import Candidate, Explorer, Groups
+from zorselike.planner.goal import WORST, Rank, rank
+from zorselike.planner.group_orders import order_by_bandwidth, order_groups
+from zorselike.planner.groups import Grouping, find_groupings
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.sketch import Sketch
+
+ASSUMED_ROUNDS = 32
+"""Of a step, in the first guess at groupings."""
+MOST_ORDERS = 24
+"""Of groups, beyond which only the paper's order is looked at."""
+MOST_DEEPENED = 6
+"""Groupings of a set of devices that are looked at closely."""
+FEW_DEVICES = 8
+"""Up to so many groups are looked at where there are fewer nodes, but as many devices."""
+
+
+class Survey:
+    """Finds candidates for one problem."""
+
+    def __init__(
+        self, problem: PlanProblem, explorer: Explorer, bounds: DeviceBounds, effort: Effort
+    ) -> None:
+        self._problem, self._explorer, self._bounds, self._effort = problem, explorer, bounds, effort
+        self._num_layers = len(problem.workload.layers)
+        self.found: dict[Sketch, Candidate] = {}
+        self.sets_seen: list[DeviceSet] = []
+
+    def explore(self) -> None:
+        """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
+        best: Rank = WORST
+        sets = propose_devices(
+            self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._effort.budget_s)
+        )
+        for number, devices in enumerate(sets):
+            if best.is_allowed and not self._bound(devices) < best:
+                continue
+            if self._effort.is_exploring_over():
+                break
+            self.sets_seen.append(devices)
+            glances = self._glance(devices)
+            best = min([best, *(glance.rank for glance in glances)])
+            for glance in glances[: MOST_DEEPENED if number == 0 else MOST_DEEPENED // 4]:
+                if self._effort.is_exploring_over():
+                    break
+                for candidate in self._deepen(glance, devices):
+                    self._keep(candidate)
+                    best = min(best, candidate.rank)
+
+    def _bound(self, devices: DeviceSet) -> Rank:
+        """No plan of these devices ranks before."""
+        cost = self._bounds.least_cost(devices.devices)
+        bound = rank(self._problem, devices.bound_s, cost, 0)
+        return replace(bound, excess=0.0)
+
+    def _glance(self, devices: DeviceSet) -> list[Candidate]:
+        """Every grouping of a set of devices, the most promising first."""
+        found: list[Candidate] = []
+        for groups, name in self.list_groups(devices):
+            if self._effort.is_past(GLANCING_SHARE):
+                break
+            candidate = self._explorer.glance(groups, name)
+            if candidate is not None:
+                found.append(candidate)
+                self._keep(candidate)
+        return sorted(found, key=lambda candidate: candidate.rank)
+
+    def _keep(self, candidate: Candidate) -> None:
+        self.found.setdefault(candidate.sketch, candidate)
+        self._effort.may_stop = self._effort.may_stop or candidate.rank.is_allowed
+
+    def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
+        """Groupings, their groups in the paper's order."""
+        fixed = self._problem.fixed
+        if fixed.groups is not None:
+            yield fixed.groups, "fixed"
+            return
+        bandwidths = self._read_bandwidths(devices)
+        most = fixed.ministages or self._num_layers
+        groupings = find_groupings(bandwidths, max_groups=min(most, self._most_groups(bandwidths)))
+        for grouping in sorted(groupings, key=lambda own: self._guess_s(bandwidths, own)):
+            order = order_by_bandwidth(bandwidths, grouping.groups)
+            yield tuple(grouping.groups[i] for i in order), grouping.name
+
+    def _guess_s(self, bandwidths: Bandwidths, grouping: Grouping) -> float:
+        """What speaks against a grouping before it is looked at, in seconds: all gradients of the slowest
+        group over its slowest link, and a microbatch's way through each group."""
+        speeds = [
+            sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in own) for own in grouping.groups
+        ]
+        model_bytes = self._problem.workload.num_parameters * find_gradient_itemsize(
+            self._problem.workload.itemsize
+        )
+        reduced_s = max(
+            model_bytes * speed / sum(speeds) / bandwidths.slowest_link(own)
+            for speed, own in zip(speeds, grouping.groups, strict=True)
+        )
+        fill_s = self._problem.global_batch / sum(speeds) * len(grouping.groups) / ASSUMED_ROUNDS
+        return reduced_s + fill_s
+
+    def _deepen(self, glance: Candidate, devices: DeviceSet) -> Iterator[Candidate]:
+        """One decision after the other, then the groups in other orders, and the best of these again."""
+        best = self._explorer.deepen(glance)
+        yield best
+        groups = tuple(own.devices for own in best.choice.groups)
+        if self._problem.fixed.groups is not None or len(groups) == 1:
+            return
+        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=MOST_ORDERS)
+        turned = best
+        for order in orders:
+            if self._effort.is_exploring_over():
+                return
+            choice = replace(best.choice, groups=tuple(best.choice.groups[i] for i in order))
+            found = self._explorer.try_choice(choice, f"{glance.grouping}, in another order")
+            if found is not None:
+                yield found
+                turned = min(turned, found, key=lambda candidate: candidate.rank)
+        if turned is not best:
+            yield self._explorer.deepen(turned)
+
+    def _most_groups(self, bandwidths: Bandwidths) -> int:
+        num_nodes = len({block.node for block in bandwidths.blocks})
+        return max(num_nodes, min(len(bandwidths.devices), FEW_DEVICES))
+
+    def _read_bandwidths(self, devices: DeviceSet) -> Bandwidths:
+        return read_bandwidths(
+            self._problem.cluster, devices.devices, span_regions=self._problem.spans_regions
+        )
