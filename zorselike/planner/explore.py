@@ -26,6 +26,8 @@ _FITTING_FAMILIES = 2
 """Families that are compared where the first, which does nothing twice, does not fit."""
 _MISSES = 2
 """Numbers in a row that are no better, after which none further on is tried."""
+_FEW_LAYERS = 12
+"""Up to so many layers every number of ministages is tried."""
 _TURNS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 Groups = tuple[tuple[int, ...], ...]
@@ -148,13 +150,14 @@ class Explorer:
             return False
         turns, rounds = self._list_turns(len(groups)), self._list_rounds(groups)
         usual = next((number for number in turns if number >= _FIRST_TURNS * len(groups)), turns[-1])
+        wanted = turns[::-1] if len(self._table.keys) <= _FEW_LAYERS else (turns[-1], usual)
         return any(
             self.try_choice(
                 Choice(tuple(GroupChoice(own, families[-1][-1], rounds[-1]) for own in groups), number),
                 grouping,
             )
             is not None
-            for number in dict.fromkeys((turns[-1], usual))
+            for number in dict.fromkeys(wanted)
         )
 
     def find_any(self, groups: Groups, grouping: str) -> Candidate | None:
@@ -214,6 +217,8 @@ class Explorer:
         usual = next((number for number in turns if number >= needed), turns[-1])
         twice = next((number for number in turns if number >= 2 * usual), turns[-1])
         tries = [(usual, few), (usual, more), (twice, more), (twice, rounds[-1]), (turns[-1], rounds[-1])]
+        if len(self._table.keys) <= _FEW_LAYERS:
+            tries += [(number, rounds[-1]) for number in turns]
         yield from dict.fromkeys(tries)
 
     def _list_turns(self, num_groups: int) -> list[int]:
@@ -221,6 +226,8 @@ class Explorer:
         fixed, num_layers = self._problem.fixed.ministages, len(self._table.keys)
         if fixed is not None:
             return [fixed]
+        if num_layers <= _FEW_LAYERS:
+            return [*range(num_groups, num_layers + 1)]
         return [number * num_groups for number in _TURNS if number * num_groups <= num_layers] or [num_layers]
 
     def _list_rounds(self, groups: Groups) -> Sequence[int]:

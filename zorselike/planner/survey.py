@@ -19,6 +19,8 @@ from zorselike.planner.sketch import Sketch
 
 ASSUMED_ROUNDS = 32
 """Of a step, in the first guess at groupings."""
+FEW_ORDERS = 6
+"""Up to so many orders are looked at where a grouping does not fit in the paper's."""
 MOST_ORDERS = 24
 """Of groups, beyond which only the paper's order is looked at."""
 MOST_DEEPENED = 6
@@ -72,10 +74,22 @@ class Survey:
             if self._effort.is_past(GLANCING_SHARE):
                 break
             candidate = self._explorer.glance(groups, name)
+            if candidate is None and self._problem.fixed.groups is None:
+                candidate = self._glance_in_other_orders(groups, name, devices)
             if candidate is not None:
                 found.append(candidate)
                 self._keep(candidate)
         return sorted(found, key=lambda candidate: candidate.rank)
+
+    def _glance_in_other_orders(self, groups: Groups, name: str, devices: DeviceSet) -> Candidate | None:
+        """Where a grouping does not fit in the paper's order: which groups come first and last, and have more
+        ministages, can make the difference."""
+        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=FEW_ORDERS)
+        for order in orders:
+            found = self._explorer.glance(tuple(groups[i] for i in order), f"{name}, in another order")
+            if found is not None:
+                return found
+        return None
 
     def _keep(self, candidate: Candidate) -> None:
         self.found.setdefault(candidate.sketch, candidate)
