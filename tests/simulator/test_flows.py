@@ -65,23 +65,55 @@ def test_shares_are_those_of_the_reference(
     capacities, changes = case
     shares = FlowShares(capacities)
     ways: dict[int, tuple[tuple[int, ...], float]] = {}
+    kinds: dict[int, int] = {}
     before: dict[int, float] = {}
     for change in changes:
         if isinstance(change, int):
-            del ways[change], before[change]
-            shares.remove(change)
+            del ways[change]
+            kind = kinds.pop(change)
+            shares.remove(kind)
         else:
             flow, way, most = change
             ways[flow] = (way, most)
-            shares.add(flow, way, most)
-            before[flow] = shares.rates[flow]
+            kind = kinds[flow] = shares.find_kind(way, most)
+            shares.add(kind)
+        before.pop(kind, None)
         if draw_more.random() < 0.5 and change is not changes[-1]:
             continue  # Several changes at one time.
         changed = shares.settle()
-        assert shares.rates == pytest.approx(fill_slowly(capacities, ways), rel=1e-6)
-        assert_fair(capacities, ways, shares.rates)
-        assert {f for f in before if shares.rates[f] != before[f]} == set(changed)
-        before = dict(shares.rates)
+        rates = {flow: shares.rates[kind] for flow, kind in kinds.items()}
+        assert rates == pytest.approx(fill_slowly(capacities, ways), rel=1e-9)
+        assert_fair(capacities, ways, rates)
+        # Who asks knows which kinds it has changed; what it is told are the others.
+        assert {k for k in before if shares.rates[k] != before[k]} == set(changed) & set(before)
+        before = {kind: shares.rates[kind] for kind in kinds.values()}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9))
+def test_flows_of_one_kind_share_alike(counts: list[int], num_gone: int) -> None:
+    """Kinds over one capacity, each also with one of its own; then some flows of the first kind go."""
+    capacities = [100.0] + [60.0] * len(counts)
+    shares = FlowShares(capacities)
+    kinds = [shares.find_kind((0, 1 + i), math.inf) for i in range(len(counts))]
+    for kind, count in zip(kinds, counts, strict=True):
+        for _ in range(count):
+            shares.add(kind)
+    shares.settle()
+    for _ in range(min(num_gone, counts[0] - 1)):
+        shares.remove(kinds[0])
+    left = [counts[0] - min(num_gone, counts[0] - 1), *counts[1:]]
+    shares.settle()
+    flows = [(i, copy) for i, count in enumerate(left) for copy in range(count)]
+    expected = fill_slowly(capacities, {n: ((0, 1 + i), math.inf) for n, (i, _) in enumerate(flows)})
+    found = {n: shares.rates[kinds[i]] for n, (i, _) in enumerate(flows)}
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_most_that_no_flow_can_reach_makes_no_other_kind() -> None:
+    shares = FlowShares([2.0, 3.0, math.inf])
+    assert shares.find_kind((0, 1), math.inf) == shares.find_kind((0, 1, 2), 2.0)
+    assert shares.find_kind((0, 1), 2.0) != shares.find_kind((0, 1), 1.0)
+    assert shares.find_kind((1,), 2.0) != shares.find_kind((0, 1), 2.0)
 
 
 def assert_fair(capacities: Sequence[float], ways: Ways, rates: Mapping[int, float]) -> None:
@@ -181,6 +213,17 @@ def test_two_flows_share_and_the_second_speeds_up_when_the_first_is_over() -> No
     arrivals = [(0.0, Flow(4.0, (0,), math.inf)), (0.0, Flow(6.0, (0, 1), math.inf))]
     # At 1 each until 4 s, then 2 for the remaining 2 bytes.
     assert end_of(arrivals, [2.0, 10.0]) == [4.0, 5.0]
+
+
+def test_a_flow_that_joins_others_of_its_kind_ends_by_its_own_bytes() -> None:
+    late = (2.0, Flow(1.0, (0,), math.inf))
+    # 1 a second until 2 s; then a half each until the late one is over at 4 s, and 1 for the last 3 bytes.
+    assert end_of([(0.0, Flow(6.0, (0,), math.inf)), late], [1.0]) == [7.0, 4.0]
+
+
+def test_kinds_without_limits_and_without_bytes_that_move() -> None:
+    flows = [(1.0, Flow(5.0, (0,), math.inf)), (1.0, Flow(5.0, (0,), math.inf, latency_s=2.0))]
+    assert end_of(flows, [math.inf]) == [1.0, 3.0]
 
 
 def test_latency_comes_before_the_first_byte() -> None:
