@@ -119,7 +119,8 @@ def test_what_was_measured_before_a_failure_is_kept(run: Any, tmp_path: Path) ->
 
 def test_several_nodes_are_measured_together(run: Any, tmp_path: Path) -> None:
     nodes = ("a", "a", "b")
-    fine(run("profile", *QUICK, "--largest-message", "100KiB", nodes=nodes))
+    parts = ("--only", "layers", "update", "links", "collectives", "max_rows")
+    fine(run("profile", *QUICK, *parts, "--largest-message", "100KiB", nodes=nodes))
     profile = Profile.load(tmp_path / "profile.json")
     assert sorted(entry.between for entry in profile.links) == [("a", "a"), ("a", "b")]
     assert {entry.num_bytes[-1] for entry in (*profile.links, *profile.collectives)} == {2**16}

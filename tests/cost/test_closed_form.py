@@ -111,11 +111,16 @@ def test_a_later_groups_gather_is_hidden_by_the_first_microbatch_or_not() -> Non
     ],
 )
 def test_collectives_of_each_stage(how: dict[str, Any], forward: int, backward: int) -> None:
-    """Gathers of 50 s and reductions of 100 s hide all computation."""
-    plan = make_plan([make_group((0, 1), (1,) * 5, **how)], (0,))
+    """Gathers of 50 s and reductions of 100 s hide all computation, in each of two ministages."""
+    plan = make_plan([make_group((0, 1), (1,) * 5, **how)], (0, 0))
     startup = 50 if how["zero"] else 0
     found = estimate_step_s(plan, make_costs(plan, gathered=1000))
-    assert found == pytest.approx(50 * ((forward or 3 / 50) + backward) + startup)
+    assert found == pytest.approx(2 * 50 * ((forward or 3 / 50) + backward) + startup)
+
+
+def test_a_single_ministage_stays_gathered_for_its_backward() -> None:
+    plan = make_plan([make_group((0, 1), (1,) * 5, zero=2)], (0,))
+    assert estimate_step_s(plan, make_costs(plan, gathered=1000)) == pytest.approx(50 * (1 + 2) + 50)
 
 
 def test_sending_overlaps_computation_until_it_is_longer() -> None:
@@ -137,7 +142,7 @@ def test_ranks_that_share_a_card_send_one_after_the_other() -> None:
 def test_slow_down_counts_while_something_runs_beside() -> None:
     plan = make_plan([make_group((0, 1), (4, 4))], (0,))
     costs = make_costs(plan, gathered=20, overlap_slowdown=1.5)
-    forward, backward = 4 + 0.5 * 1, 8 + 0.5 * (1 + 2)
+    forward, backward = 4 + 0.5 * 1, 8 + 0.5 * 2
     assert estimate_step_s(plan, costs) == pytest.approx(forward + backward + 1)
 
 

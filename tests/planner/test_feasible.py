@@ -10,7 +10,7 @@ from tools.planning.trials import Trial, try_seed
 NUM_QUESTIONS = 300
 AT_ONCE = 30
 BUDGET_S = 0.02
-LIMITS = Limits(max_devices=16, max_types=6, max_regions=3, max_layers=12)
+LIMITS = Limits(max_devices=10, max_types=6, max_regions=3, max_layers=6)
 MOST_TRIES = 400
 
 

@@ -109,6 +109,27 @@ def test_collectives_of_a_step(
 
 
 @pytest.mark.parametrize(
+    ("zero", "grad_reduce", "step", "evaluation"),
+    [
+        (0, "once", (0, 0, L), (0, 0, 0)),
+        (1, "once", (L, L, 0), (L, 0, 0)),
+        (2, "once", (L, L, 0), (L, 0, 0)),
+        (2, "microbatch", (L, L * MAX_M, 0), (L, 0, 0)),
+        (3, "once", (2 * L * MAX_M, L * MAX_M, 0), (L * MAX_M, 0, 0)),
+    ],
+)
+def test_a_single_ministage_is_gathered_once(
+    zero: int, grad_reduce: str, step: Counts, evaluation: Counts, run_ranks: RunRanks
+) -> None:
+    """With ZeRO 1 and 2, since nothing is freed between a forward and its backward."""
+    plans = [one_group(zero, grad_reduce), one_group(zero, grad_reduce, "layer", OFFLOAD_KINDS)]
+    plans = [replace(plan, ministages=(Ministage(0, tuple(NAMES)),)) for plan in plans]
+    for found in run_ranks(count_steps, 3, plans, ()):
+        for plan, counts in zip(plans, found, strict=True):
+            assert counts == [step, step, evaluation, step], plan.groups[0]
+
+
+@pytest.mark.parametrize(
     ("zero", "step"),
     [
         (1, (L, L_SECOND, 0)),

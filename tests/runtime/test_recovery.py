@@ -36,13 +36,14 @@ class Setting:
     recompute: str = "none"
     dtype: torch.dtype | None = None
     grad_reduce: str = "once"
+    cuts: Sequence[Sequence[str]] = CUTS
 
     @property
     def case(self) -> Case:
         own = tuple(Microbatch(0, *rows) for rows in ((0, 1), (1, 3), (3, 4)))
         group = Group((0,), own, zero=self.zero, offload=self.offload)
         group = replace(group, recompute=self.recompute, grad_reduce=self.grad_reduce)  # type: ignore[arg-type]
-        plan = Plan(4, (group,), tuple(Ministage(0, tuple(cut)) for cut in CUTS))
+        plan = Plan(4, (group,), tuple(Ministage(0, tuple(cut)) for cut in self.cuts))
         return Case(plan, NUM_LAYERS, tied=True, max_norm=0.5)
 
     def build(self) -> HeteroPipeline:
@@ -114,6 +115,8 @@ def break_everywhere(rank: int, world_size: int, setting: Setting) -> list[list[
         Setting(zero=3, recompute="layer"),
         Setting(dtype=torch.bfloat16, recompute="layer"),
         Setting(dtype=torch.float16, grad_reduce="microbatch"),
+        *(Setting(zero=zero, cuts=(NAMES,)) for zero in (0, 2, 3)),
+        Setting(dtype=torch.bfloat16, grad_reduce="microbatch", recompute="layer", cuts=(NAMES,)),
     ],
 )
 def test_a_step_may_break_off_before_any_action(setting: Setting, run_ranks: RunRanks) -> None:

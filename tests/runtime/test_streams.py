@@ -228,6 +228,18 @@ def test_two_groups(run_ranks: RunRanks) -> None:
     assert_no_mistake(run_ranks, 2, runs)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_single_ministage(num_ranks: int, run_ranks: RunRanks) -> None:
+    """Whose microbatches go forward and at once backward."""
+    plans = [one_group(zero, num_ranks) for zero in range(4)] + [one_group(2, num_ranks, "microbatch")]
+    whole = (Ministage(0, tuple(name for cut in CUTS for name in cut)),)
+    runs = [
+        Run(replace(plan, ministages=whole), EVERYTHING, *SETTINGS[number % len(SETTINGS)])
+        for number, plan in enumerate([*plans, *plans[::-1]])
+    ]
+    assert_no_mistake(run_ranks, num_ranks, runs)
+
+
 def test_odd_optimizers(run_ranks: RunRanks) -> None:
     """Whose state comes, goes and is replaced; updates run beside backwards, or after them all."""
     runs = [

@@ -22,8 +22,10 @@ from zorselike.simulator import simulate
 from zorselike.simulator.copies import HostCopies
 
 NUM_STEPS = 4
-SEEDS = (*range(30), 105, 189)
-"""In the last two nobody must wait for copies to the host that begin at the end of a step."""
+SINGLE = range(200, 212)
+"""Seeds of plans with a single ministage."""
+SEEDS = (*range(30), 105, 189, *SINGLE)
+"""With 105 and 189 nobody must wait for copies to the host that begin at the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def make_run(seed: int) -> Run:
     rng = random.Random(seed)
     num_layers = rng.randint(2, 4)
     names = module_names(num_layers)
-    num_ministages = rng.randint(2, min(5, len(names)))
+    num_ministages = 1 if seed in SINGLE else rng.randint(2, min(5, len(names)))
     cuts = [0, *sorted(rng.sample(range(1, len(names)), num_ministages - 1)), len(names)]
     rows = [0, *accumulate(rng.randint(1, 2) for _ in range(rng.randint(1, 4)))]
     group = Group(

@@ -189,4 +189,4 @@ def test_the_tool_says_what_it_lacks(tmp_path: Path) -> None:
         [sys.executable, str(script), "--cells", "D:7b"], capture_output=True, text=True, check=False
     )
     assert "give cluster and model" in wrong.stderr
-    assert len(CELLS) == 12
+    assert len(CELLS) == 10

@@ -49,12 +49,15 @@ class _ClosedForm:
         return self._overlap(compute, num_gathers * self._gather_s(i), self._send_s(i, i + 1, i + 1))
 
     def backward_s(self, i: int) -> float:
-        """The same backward; nothing below the lowest ministage that trains."""
+        """The same backward; nothing below the lowest ministage that trains. A single ministage stays
+        gathered after its forward."""
         if i < self._lowest_backward:
             return 0.0
         group = self._plan.group_of(i)
         compute = self._busiest(i, self._costs.backward_s)
-        num_gathers = {0: 0, 1: 0, 2: 1, 3: group.max_microbatches}[group.zero]
+        num_gathers = {0: 0, 1: 0, 2: int(self._plan.num_ministages > 1), 3: group.max_microbatches}[
+            group.zero
+        ]
         num_reductions = group.max_microbatches if group.reduces_per_microbatch else 1
         collectives = num_gathers * self._gather_s(i) + num_reductions * self._reduce_s(i)
         sending = self._send_s(i, i - 1, i) if i > self._lowest_backward else 0.0

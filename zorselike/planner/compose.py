@@ -65,6 +65,10 @@ class Composer:
     def __init__(self, problem: PlanProblem, table: LayerTable, pace: Pace, memory: RankMemory) -> None:
         self._problem, self._table, self._pace, self._memory = problem, table, pace, memory
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
+        self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
+        self.host_was_full = False
+        """Whether the last choice fitted all devices, and some node's host was too small for what it
+        offloads."""
 
     def compose(self, choice: Choice, is_worth: Callable[[Sketch], bool] | None = None) -> Sketch | None:
         """A sketch of which the memory walk says that it fits; None where none was found.
@@ -77,6 +81,9 @@ class Composer:
         room = [1.0] * len(choice.groups)
         """Of each group's memory, the share that its layers may be planned for."""
         most_rows: list[dict[Class, int]] = [{} for _ in choice.groups]
+        by_bytes = False
+        """Whether layers are shared out by their size, so that no ministage is larger than it must be."""
+        self.host_was_full = False
         for _ in range(_MAX_REPAIRS):
             groups = []
             for own, most in zip(choice.groups, most_rows, strict=True):
@@ -84,7 +91,12 @@ class Composer:
                 if sizes is None:
                     return None
                 groups.append(GroupSketch(own.devices, own.mode, sizes))
-            costs = [self._find_costs(group, share) for group, share in zip(groups, room, strict=True)]
+            costs = [
+                self._find_costs(group, share, accumulates=len(owners) == 1)
+                for group, share in zip(groups, room, strict=True)
+            ]
+            if by_bytes:
+                costs = [replace(own, seconds=self._parameters) for own in costs]
             split = split_layers(self._table.keys, owners, costs)
             if split is None:
                 return None
@@ -93,15 +105,18 @@ class Composer:
                 return None
             over = self.find_overfull(sketch)
             if not over:
-                return None if self._memory.overfull_hosts(sketch) else sketch
+                self.host_was_full = bool(self._memory.overfull_hosts(sketch))
+                return None if self.host_was_full else sketch
             full = 0
             for g, classes in over.items():
                 if not self._take_rows(sketch, g, classes, most_rows[g]):
                     excess = max(need / limit for need, limit in classes.values())
                     room[g] *= min(1 / excess, 1 - _LEAST_LEFT)
                     full += 1
-            if full == len(choice.groups):
-                return None  # Nobody has room for what others have too much of.
+            if full == len(choice.groups):  # Nobody has room for what others have too much of.
+                if by_bytes or len(owners) == 1:
+                    return None
+                by_bytes, room = True, [1.0] * len(choice.groups)
         return None
 
     # -- rows ------------------------------------------------------------------------------
@@ -177,8 +192,9 @@ class Composer:
 
     # -- layers ----------------------------------------------------------------------------
 
-    def _find_costs(self, group: GroupSketch, room: float) -> GroupCosts:
-        """What layers cost a group: its computation, and the reductions that nothing hides."""
+    def _find_costs(self, group: GroupSketch, room: float, *, accumulates: bool) -> GroupCosts:
+        """What layers cost a group: its computation, and the reductions that nothing hides; and what they
+        hold, of one microbatch where each goes at once back."""
         times = self._pace.group_seconds(group)
         seconds = {key: forward + backward for key, (forward, backward) in times.items()}
         if len(group.devices) > 1:
@@ -198,7 +214,7 @@ class Composer:
         tightest = self._tightest(group)
         limit = self._memory.limit_bytes(group.devices[tightest])
         assert limit is not None
-        rows = sum(group.sizes[tightest])
+        rows = (max if accumulates else sum)(group.sizes[tightest] or (0,))
         return GroupCosts(
             seconds,
             {key: self._held_bytes(key, group, rows) for key in seconds},

@@ -63,6 +63,8 @@ class Explorer:
         self._found: dict[Choice, Candidate | None] = {}
         self._too_slow: dict[Choice, Rank] = {}
         """What was not looked at closely, with its estimate."""
+        self._host_full: set[Choice] = set()
+        """What fits no host, though it does all devices."""
         self._ranks: dict[Sketch, Rank] = {}
         self.num_estimated = 0
 
@@ -70,6 +72,7 @@ class Explorer:
         """What was found with other memory."""
         self._found.clear()
         self._too_slow.clear()
+        self._host_full.clear()
 
     # -- one choice ------------------------------------------------------------------------
 
@@ -77,6 +80,8 @@ class Explorer:
         """Its sketch and estimate; None where it does not fit, or ranks no better than `limit`."""
         if choice in self._found:
             return self._found[choice]
+        if self._is_idle(choice):
+            return None
         if limit is not None and choice in self._too_slow and not self._too_slow[choice] < limit:
             return None
         asked: list[Rank] = []
@@ -92,8 +97,18 @@ class Explorer:
         if asked:
             self._too_slow[choice] = asked[0]
             return None
+        if sketch is None and self._composer.host_was_full:
+            self._host_full.add(choice)
         self._found[choice] = None if sketch is None else self.estimate(sketch, choice, grouping)
         return self._found[choice]
+
+    def _is_idle(self, choice: Choice) -> bool:
+        """Whether it offloads what never leaves: activations where each microbatch goes at once back."""
+        return (
+            choice.num_ministages == 1
+            and self._problem.fixed.offload is None
+            and any("activations" in own.mode.offload for own in choice.groups)
+        )
 
     def estimate(self, sketch: Sketch, choice: Choice, grouping: str) -> Candidate | None:
         """A sketch that fits, with its estimate; None where nothing joins its groups."""
@@ -120,6 +135,11 @@ class Explorer:
         once = [family for family in self.families if not family[0].reduces_per_microbatch]
         often = [family for family in self.families if family[0].reduces_per_microbatch]
         best = self._try_in_turn(groups, once, self._first_tries(groups), grouping)
+        if len(groups) == 1 and self._list_turns(1)[0] == 1:
+            # With one ministage of all layers each microbatch goes at once back, and little is kept.
+            tries = [(1, number) for _, number in self._first_tries(groups)]
+            alone = self._try_in_turn(groups, once, dict.fromkeys(tries), grouping)
+            best = min((own for own in (best, alone) if own), key=lambda own: own.rank, default=None)
         if len(groups) <= _FEW_GROUPS or best is None:
             # Collectives of every microbatch: the fewer, the better, and there is no fill to shorten.
             turns = self._list_turns(len(groups))[0]
@@ -152,13 +172,24 @@ class Explorer:
         usual = next((number for number in turns if number >= _FIRST_TURNS * len(groups)), turns[-1])
         wanted = turns[::-1] if len(self._table.keys) <= _FEW_LAYERS else (turns[-1], usual)
         return any(
-            self.try_choice(
-                Choice(tuple(GroupChoice(own, families[-1][-1], rounds[-1]) for own in groups), number),
-                grouping,
-            )
-            is not None
+            self._fits_frugally(groups, family, number, rounds[-1], grouping)
             for number in dict.fromkeys(wanted)
+            for family in (families if self._host_full else families[-1:])
         )
+
+    def _fits_frugally(
+        self, groups: Groups, family: Sequence[Mode], num_ministages: int, num_rounds: int, grouping: str
+    ) -> bool:
+        """Whether a family's mode that needs least memory fits, or where it asks too much of hosts, that
+        which needs least of those that offload less."""
+        frugal = {mode.offload: mode for mode in family}
+        for mode in reversed(frugal.values()):
+            choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
+            if self.try_choice(choice, grouping) is not None:
+                return True
+            if choice not in self._host_full:
+                return False
+        return False
 
     def find_any(self, groups: Groups, grouping: str) -> Candidate | None:
         """Whatever fits first with what needs least memory; None where that does not either."""
@@ -196,8 +227,7 @@ class Explorer:
         """The best of the first few that fit; none if that which needs least memory does not."""
         best: Candidate | None = None
         num_fitting = 0
-        frugal = Choice(tuple(GroupChoice(own, family[-1], num_rounds) for own in groups), num_ministages)
-        if len(family) > 1 and self.try_choice(frugal, grouping) is None:
+        if len(family) > 1 and not self._fits_frugally(groups, family, num_ministages, num_rounds, grouping):
             return None
         for mode in family:
             choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)

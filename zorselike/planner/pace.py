@@ -41,6 +41,8 @@ class _Worker:
     num_reductions: int
     """Of a ministage in a step."""
     overlap_slowdown: float
+    accumulates: bool
+    """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class Pace:
 
     def estimate_s(self, sketch: Sketch) -> float:
         """Seconds of a step in a steady run."""
-        workers = [self._make_worker(group) for group in sketch.groups]
+        accumulates = sketch.num_ministages == 1
+        workers = [self._make_worker(group, accumulates) for group in sketch.groups]
         works = [self._measure(sketch, i) for i in range(sketch.num_ministages)]
         sends = self._measure_sends(sketch)
         lowest = self._lowest_backward(sketch)
@@ -136,13 +139,14 @@ class Pace:
                 return i
         return sketch.num_ministages
 
-    def _make_worker(self, group: GroupSketch) -> _Worker:
+    def _make_worker(self, group: GroupSketch, accumulates: bool) -> _Worker:
         return _Worker(
             is_cpu=all(self.device_type(device) == _CPU for device in group.devices[:1]),
             zero=group.mode.zero,
             num_rounds=group.num_rounds,
             num_reductions=group.num_rounds if group.mode.reduces_per_microbatch else 1,
             overlap_slowdown=self._overheads.overlap_slowdown,
+            accumulates=accumulates,
         )
 
     # -- a ministage -----------------------------------------------------------------------
@@ -414,7 +418,7 @@ def _run_phase(
     num_rounds = worker.num_rounds
     compute_s = work.forward_s if forward else work.backward_s
     beside_s = work.gather_s
-    gathers = worker.zero == 2 or (worker.zero == 1 and forward)
+    gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
     if worker.zero == 3:
         beside_s = num_rounds * (work.gather_s + (0.0 if forward else work.reduce_s))
         compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
@@ -431,7 +435,8 @@ def _run_phase(
         first = max(clock.before, clock.shards[ministage]) + work.load_s
     clock.before = clock.compute
     at = max(clock.compute, first)
-    each_s, stash_s = compute_s / num_rounds, work.stash_s / num_rounds
+    each_s = compute_s / num_rounds
+    stash_s = 0.0 if worker.accumulates else work.stash_s / num_rounds
     done: list[float] = []
     copied: list[float] = []
     for r in range(num_rounds):

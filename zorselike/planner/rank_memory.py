@@ -130,7 +130,8 @@ class RankMemory:
             (layers.start, layers.stop) for layers in map(sketch.layers_of, sketch.ministages_of(group))
         )
         sizes = own.sizes[position] or max(own.sizes, key=len)
-        summary = (sum(sizes), max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]))
+        rows = max(sizes) if _accumulates(sketch) else sum(sizes)
+        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]))
         key = (cuts, own.mode, summary, len(own.devices), device)
         if key not in self._needs:
             self._needs[key] = self._walk(cuts, own, own.sizes[position], device)
@@ -147,9 +148,9 @@ class RankMemory:
         sizes = own.sizes[position]
         parts = [self._part(sketch.layers_of(i), own.mode, device) for i in sketch.ministages_of(group)]
         num_shards = 1 if own.mode.zero == 0 else len(own.devices)
-        held = _hold(
-            parts, own.mode, num_shards, sum(sizes), max(sizes, default=0), self._problem.defer_updates
-        )
+        rows_at_once = max(sizes, default=0)
+        rows = rows_at_once if _accumulates(sketch) else sum(sizes)
+        held = _hold(parts, own.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
         return self._overheads.context_bytes + round(held * (1 + self._overheads.allocator_share))
 
     def _part(self, layers: range, mode: Mode, device: str) -> _Part:
@@ -195,6 +196,8 @@ class RankMemory:
 
     def _walk(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes, device: str) -> Need:
         few, share = _take_few(sizes)
+        if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
+            share = 1.0  # Each microbatch goes back before the next one comes.
         plan = self._make_plan(cuts, group, few)
         actions = self._problem.setting.list_actions(plan)[0]
         own = self._measure(plan, len(group.devices), device)
@@ -260,6 +263,11 @@ class RankMemory:
 
     def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
         return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
+
+
+def _accumulates(sketch: Sketch) -> bool:
+    """Whether each microbatch goes forward and at once back, as with a single ministage."""
+    return sketch.num_ministages == 1
 
 
 def _hold(

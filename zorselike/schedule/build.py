@@ -4,6 +4,10 @@ Forward: all microbatches of a ministage, then the group's next ministage. Backw
 same in reverse, newest microbatch first. With ZeRO 2 the next ministage is gathered while
 the current one computes, so two are resident at most; each reduces once and steps as soon
 as its own backward is done.
+
+A plan with a single ministage is gradient accumulation: there is no other ministage to free room
+for and no other group to feed, so each microbatch goes forward and at once backward, and the
+activations of one are held. Parameters of ZeRO 1 and 2 are gathered once for the step.
 """
 
 from __future__ import annotations
@@ -27,10 +31,22 @@ Tie = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Phase:
-    """All microbatches of one ministage, forward or backward."""
+    """All microbatches of one ministage: forward, backward, or each forward and at once backward."""
 
     ministage: int
-    kind: Kind
+    kinds: tuple[Kind, ...]
+
+    @property
+    def is_forward(self) -> bool:
+        return Kind.F in self.kinds
+
+    @property
+    def is_backward(self) -> bool:
+        return Kind.B in self.kinds
+
+    def order(self, num_microbatches: int) -> range:
+        """The microbatches in turn; backwards alone take the newest first."""
+        return range(num_microbatches) if self.is_forward else range(num_microbatches - 1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -111,16 +127,24 @@ class _Builder:
 
     def _phases(self, group: int) -> list[_Phase]:
         own = self._plan.ministages_of_group(group)
-        forward = [_Phase(i, Kind.F) for i in own]
-        backward = [_Phase(i, Kind.B) for i in reversed(own) if i >= self._lowest_backward]
+        if self._plan.num_ministages == 1 and self._has_backward:
+            return [_Phase(0, (Kind.F, Kind.B))]
+        forward = [_Phase(i, (Kind.F,)) for i in own]
+        backward = [_Phase(i, (Kind.B,)) for i in reversed(own) if i >= self._lowest_backward]
         return forward + backward
 
     def _computations(self, rank: int, phase: _Phase) -> list[_Computation]:
-        """The rank's microbatches of a phase; with ZeRO 3 padded by dummies to the group's most."""
+        """The rank's part of a phase, in order."""
         group = self._plan.groups[self._plan.group_of_rank[rank]]
-        count = group.max_microbatches if group.zero == 3 else len(group.microbatches_by_rank[rank])
-        numbers = range(count) if phase.kind is Kind.F else range(count - 1, -1, -1)
-        return [_Computation(phase.ministage, phase.kind, number) for number in numbers]
+        numbers = phase.order(group.max_microbatches)
+        return [c for number in numbers for c in self._computations_of(rank, phase, number)]
+
+    def _computations_of(self, rank: int, phase: _Phase, number: int) -> list[_Computation]:
+        """Those of one microbatch: none past the rank's last one, but with ZeRO 3 dummies."""
+        group = self._plan.groups[self._plan.group_of_rank[rank]]
+        if group.zero != 3 and number >= len(group.microbatches_by_rank[rank]):
+            return []
+        return [_Computation(phase.ministage, kind, number) for kind in phase.kinds]
 
     # -- transfers -------------------------------------------------------------------------
 
@@ -133,7 +157,7 @@ class _Builder:
         for g in range(len(self._plan.groups)):
             phases = self._phases(g)
             for phase in phases:
-                neighbour = phase.ministage + (1 if phase.kind is Kind.F else -1)
+                neighbour = phase.ministage + (1 if phase.is_forward else -1)
                 if not self._crosses(phase, neighbour):
                     continue
                 target_group = self._plan.ministages[neighbour].group
@@ -155,7 +179,7 @@ class _Builder:
         """Whether a phase's results go to another group."""
         if not 0 <= neighbour < self._plan.num_ministages:
             return False
-        if phase.kind is Kind.B and neighbour < self._lowest_backward:
+        if phase.is_backward and neighbour < self._lowest_backward:
             return False
         return self._plan.ministages[neighbour].group != self._plan.ministages[phase.ministage].group
 
@@ -169,12 +193,13 @@ class _Builder:
         for position, phase in enumerate(phases):
             following = phases[position + 1] if position + 1 < len(phases) else None
             actions += self._gathers_before(g, position, phase, following)
-            actions += self._reduce_dummies(rank, phase)
-            for computation in self._computations(rank, phase):
-                actions += posts.due()
-                actions.append(Action(phase.kind, phase.ministage, computation.microbatch))
-                actions += wiring.sends.get((rank, computation), [])
-                actions += self._reduce_microbatch(g, computation)
+            for number in phase.order(self._plan.groups[g].max_microbatches):
+                for computation in self._computations_of(rank, phase, number):
+                    actions += posts.due()
+                    actions.append(Action(computation.kind, phase.ministage, number))
+                    actions += wiring.sends.get((rank, computation), [])
+                if self._reduces_each(g, phase):
+                    actions.append(Action(Kind.REDUCE_GRAD, phase.ministage, number))
             actions += self._after_phase(rank, phase, following)
         return actions + self._end_of_step(g)
 
@@ -185,41 +210,26 @@ class _Builder:
             return []
         gathers = [Action(Kind.UNSHARD, phase.ministage)] if position == 0 else []
         moves_on = following is not None and following.ministage != phase.ministage
-        if following is not None and moves_on and (zero == 2 or following.kind is Kind.F):
+        if following is not None and moves_on and (zero == 2 or following.is_forward):
             gathers.append(Action(Kind.UNSHARD, following.ministage))
         return gathers
 
-    def _reduces_after(self, g: int, kind: Kind, ministage: int) -> bool:
-        """Whether a computation is followed by a reduction of its own (with ZeRO 3 it has it inside)."""
+    def _reduces_each(self, g: int, phase: _Phase) -> bool:
+        """Whether a reduction of its own follows each microbatch, which ranks with fewer join; with ZeRO 3
+        a backward has it inside."""
         group = self._plan.groups[g]
-        trains = kind is Kind.B and self._trainable[ministage]
+        trains = phase.is_backward and self._trainable[phase.ministage]
         return trains and group.zero != 3 and group.reduces_per_microbatch
-
-    def _reduce_microbatch(self, g: int, computation: _Computation) -> list[Action]:
-        if not self._reduces_after(g, computation.kind, computation.ministage):
-            return []
-        return [Action(Kind.REDUCE_GRAD, computation.ministage, computation.microbatch)]
-
-    def _reduce_dummies(self, rank: int, phase: _Phase) -> list[Action]:
-        """Reductions that a rank with fewer microbatches joins before its own backwards begin."""
-        g = self._plan.group_of_rank[rank]
-        if not self._reduces_after(g, phase.kind, phase.ministage):
-            return []
-        group = self._plan.groups[g]
-        own = len(group.microbatches_by_rank[rank])
-        numbers = range(group.max_microbatches - 1, own - 1, -1)
-        return [Action(Kind.REDUCE_GRAD, phase.ministage, number) for number in numbers]
 
     def _after_phase(self, rank: int, phase: _Phase, following: _Phase | None) -> list[Action]:
         g = self._plan.group_of_rank[rank]
         group = self._plan.groups[g]
         ministage = phase.ministage
-        is_backward = phase.kind is Kind.B
-        trains = is_backward and self._trainable[ministage]
+        trains = phase.is_backward and self._trainable[ministage]
         actions: list[Action] = []
         if trains and not group.reduces_per_microbatch:
             actions.append(Action(Kind.REDUCE_GRAD, ministage))
-        is_last_use = is_backward or ministage < self._lowest_backward
+        is_last_use = phase.is_backward or ministage < self._lowest_backward
         if group.zero == 2 or (group.zero == 1 and is_last_use):
             actions.append(Action(Kind.RESHARD, ministage))
         if trains:

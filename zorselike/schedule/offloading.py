@@ -9,13 +9,15 @@ current ministage computes; what is not needed any more leaves at once:
 - optimizer state: comes before the ministage's backward, leaves after its update. Deferred updates
   load one ministage ahead, and their gradients wait on the host;
 - activations: leave after each forward, come back one microbatch ahead of their backward. The last
-  two stay: they would have to come back at once.
+  two stay: they would have to come back at once. So do all whose backward is the next computation,
+  as in a plan with a single ministage.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from zorselike.plan.plan import Plan
@@ -147,7 +149,7 @@ class _Weave:
             for position, action in enumerate(self._actions)
             if action.kind is Kind.B and action.microbatch is not None and self._has_rows(action)
         ]
-        kept = {
+        kept = self._find_turns() | {
             (action.ministage, action.microbatch)
             for _, action in backwards[:KEPT_MICROBATCHES]
             if action.ministage == backwards[0][1].ministage
@@ -161,6 +163,15 @@ class _Weave:
             if (action.ministage, action.microbatch) not in kept:
                 ahead = backwards[number - 1][0] if number else position
                 self._before[ahead].append(Action(Kind.LOAD, action.ministage, action.microbatch))
+
+    def _find_turns(self) -> set[tuple[int | None, int | None]]:
+        """Ministage and microbatch of each forward that its own backward follows."""
+        computed = [action for action in self._actions if action.kind in COMPUTE]
+        return {
+            (a.ministage, a.microbatch)
+            for a, b in pairwise(computed)
+            if a.kind is Kind.F and b == replace(a, kind=Kind.B)
+        }
 
     def _has_rows(self, action: Action) -> bool:
         return action.microbatch is not None and action.microbatch < self._num_microbatches
