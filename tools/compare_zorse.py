@@ -1,4 +1,4 @@
-"""Our plans against those of Zorse's paper: its clusters A, B and C, Llama 7B to 65B, both simulated.
+"""Our plans against those of Zorse's paper: the ten cells of its Table 5, both simulated.
 
     python tools/compare_zorse.py --budget 10 --json figures.json
     python tools/compare_zorse.py --cells A:7b B:33b
@@ -68,7 +68,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each search (default: 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--cells", type=_read_cell, nargs="+", default=CELLS, help="such as A:7b C:33b (default: all 12)"
+        "--cells", type=_read_cell, nargs="+", default=CELLS, help="such as A:7b C:33b (default: all 10)"
     )
     parser.add_argument("--json", type=Path, help="where figures are written")
     return parser.parse_args()

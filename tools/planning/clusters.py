@@ -45,6 +45,8 @@ class Limits:
     max_devices: int = 64
     max_types: int = 6
     max_regions: int = 3
+    max_layers: int = 80
+    """Of the model, beside embedding and head."""
 
 
 WIDE = Limits()

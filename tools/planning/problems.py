@@ -39,14 +39,14 @@ def draw_problem(seed: int, limits: Limits = WIDE) -> Drawn:
     dtype = rng.choice(["float16", "float16", "bfloat16", "float32"])
     types = [device for device in DOLLARS_PER_HOUR if dtype in find_device(device).peak_flops]
     cluster = draw_cluster(rng, types, limits)
-    workload = _draw_workload(rng, cluster, dtype)
+    workload = _draw_workload(rng, cluster, dtype, limits.max_layers)
     return Drawn(_ask(rng, workload, cluster, _draw_profile(rng, workload, cluster)), is_tiny=False)
 
 
 # -- model and times -----------------------------------------------------------------------
 
 
-def _draw_workload(rng: random.Random, cluster: Cluster, dtype: str) -> Workload:
+def _draw_workload(rng: random.Random, cluster: Cluster, dtype: str, max_layers: int) -> Workload:
     """A real model that may fit the cluster, or one of a width by which it takes from a thousandth of all
     memory to more than there is."""
     memory_bytes = count_memory(cluster)
@@ -55,12 +55,14 @@ def _draw_workload(rng: random.Random, cluster: Cluster, dtype: str) -> Workload
     real = [
         shape
         for shape in REAL_DECODERS
-        if BYTES_PER_PARAMETER * shape.num_layers * shape.layer_parameters < 1.5 * memory_bytes
+        if shape.num_layers <= max_layers
+        and BYTES_PER_PARAMETER * shape.num_layers * shape.layer_parameters < 1.5 * memory_bytes
     ]
     if real and rng.random() < 0.3:
         shape = rng.choice(real)
     else:
-        shape = _draw_decoder(rng, memory_bytes, share=math.exp(rng.uniform(math.log(1e-3), math.log(0.9))))
+        share = math.exp(rng.uniform(math.log(1e-3), math.log(0.9)))
+        shape = _draw_decoder(rng, memory_bytes, share=share, max_layers=min(48, max_layers))
     return make_workload(
         shape,
         sequence_length=sequence_length,
@@ -70,7 +72,7 @@ def _draw_workload(rng: random.Random, cluster: Cluster, dtype: str) -> Workload
     )
 
 
-def _draw_decoder(rng: random.Random, memory_bytes: int, *, share: float, max_layers: int = 48) -> Decoder:
+def _draw_decoder(rng: random.Random, memory_bytes: int, *, share: float, max_layers: int) -> Decoder:
     """Layers that take a share of the memory for training."""
     num_layers = draw_number(rng, max_layers)
     width = math.isqrt(int(share * memory_bytes / (BYTES_PER_PARAMETER * num_layers * 12)))
