@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from ranks import RunRanks
-from tiny import Case, adamw, module_names
+from tiny import Case, Decoder, adamw, module_names
 
 from zorselike import HeteroPipeline
-from zorselike.plan import ConfigError
+from zorselike.plan import ConfigError, PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.shares import expand_shares
 from zorselike.runtime import world
+from zorselike.runtime.assembly import draw
 from zorselike.runtime.host_room import HostRoom
 
 NAMES = module_names(2)
@@ -63,3 +68,16 @@ def test_nothing_runs_while_everything_is_loaded(run_ranks: RunRanks) -> None:
     for messages in run_ranks(step_while_loaded, 2):
         assert len(messages) == 2
         assert all("leave the block first" in message for message in messages)
+
+
+def test_a_shared_weight_in_one_ministage_wants_even_microbatches_with_zero_3() -> None:
+    """On uneven ranks FSDP2 would reduce in different orders, and the process would be aborted."""
+    group = Group(ranks=(0, 1), microbatches=expand_shares([(0, 3, 1), (1, 1, 1)], 4), zero=3)
+    uneven = Plan(4, (group,), (Ministage(0, tuple(NAMES)),))
+    with torch.device("meta"):
+        model = Decoder(2, tied=True)
+    with pytest.raises(PlanError, match=r"groups\[0\].zero is 3, .* which are one weight; use zero = 2"):
+        draw(model, uneven)
+    even = replace(group, microbatches=expand_shares([(0, 2, 1), (1, 2, 1)], 4))
+    for allowed in (replace(group, zero=2), even):
+        draw(model, replace(uneven, groups=(allowed,)))

@@ -96,7 +96,7 @@ class Climber:
             for candidate in sorted(chunk, key=lambda candidate: candidate.rank):
                 if self._effort.is_over():
                     return None
-                if candidate.rank.wanted > limit:
+                if candidate.rank.wanted > limit and not self._effort.is_tiny():
                     break
                 found = self._finalists.simulate(candidate)
                 if found is not None and found.rank < best.rank:

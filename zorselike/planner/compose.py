@@ -101,7 +101,7 @@ class Composer:
             if split is None:
                 return None
             sketch = Sketch(tuple(groups), owners, split.ends)
-            if is_worth is not None and not is_worth(sketch):
+            if self.shares_unevenly(sketch) or (is_worth is not None and not is_worth(sketch)):
                 return None
             over = self.find_overfull(sketch)
             if not over:
@@ -264,9 +264,24 @@ class Composer:
 
     # -- memory ----------------------------------------------------------------------------
 
+    def shares_unevenly(self, sketch: Sketch) -> bool:
+        """Whether a ministage with ZeRO 3 holds both ends of a tie while its devices have different numbers
+        of microbatches, which the runtime refuses."""
+        home = {self._table.modules[n]: i for i in range(sketch.num_ministages) for n in sketch.layers_of(i)}
+        for owner, borrower in self._problem.workload.ties:
+            group = sketch.groups[sketch.owners[home[owner]]]
+            is_uneven = len({*map(len, group.sizes)}) > 1
+            if home[owner] == home[borrower] and group.mode.zero == 3 and is_uneven:
+                return True
+        return False
+
     def has_room(self, sketch: Sketch) -> bool:
-        """Whether it fits every device and host."""
-        return not self.find_overfull(sketch) and not self._memory.overfull_hosts(sketch)
+        """Whether it fits every device and host, and may be run."""
+        return (
+            not self.shares_unevenly(sketch)
+            and not self.find_overfull(sketch)
+            and not self._memory.overfull_hosts(sketch)
+        )
 
     def find_overfull(self, sketch: Sketch) -> dict[int, dict[Class, tuple[int, int]]]:
         """By group and class of devices that are too small: what is needed, and what there is."""

@@ -12,8 +12,10 @@ MOST_ACTIONS = 12_000_000
 """Simulated in all, about two minutes; and so deterministic."""
 FEW_ACTIONS = 1_500_000
 """Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
-FUTILE_S = 10.0
-"""After so many seconds beyond the budget without anything that fits the search gives up."""
+FUTILE_S = 5.0
+"""So long at least, and twice the budget, something that fits and is allowed is looked for."""
+TINY_ACTIONS = 50_000
+"""Up to so many simulated actions, half a second, estimates decide nothing."""
 _TOLD_EVERY_S = 0.1
 
 
@@ -42,8 +44,11 @@ class Effort:
         """Whether a share of the budget is over."""
         self._report()
         if not self.may_stop:
-            return self.elapsed_s > self.budget_s + FUTILE_S
+            return self._is_futile()
         return self.elapsed_s > share * self.budget_s
+
+    def _is_futile(self) -> bool:
+        return self.elapsed_s > max(FUTILE_S, 2 * self.budget_s)
 
     def is_exploring_over(self) -> bool:
         return self.is_past(EXPLORING_SHARE)
@@ -51,7 +56,13 @@ class Effort:
     def is_over(self) -> bool:
         """Whether the budget is, or all that may be simulated was."""
         self._report()
-        return self.may_stop and (self.elapsed_s > self.budget_s or self.actions > MOST_ACTIONS)
+        if not self.may_stop:
+            return self._is_futile()
+        return self.elapsed_s > self.budget_s or self.actions > MOST_ACTIONS
+
+    def is_tiny(self) -> bool:
+        """Whether simulations were so short that all candidates can be."""
+        return self.actions <= TINY_ACTIONS
 
     def is_little(self) -> bool:
         """Whether simulations were so short that many more are worth while."""

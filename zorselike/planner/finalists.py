@@ -56,12 +56,12 @@ class Finalists:
         """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
         first, which is as good to run and quicker to simulate."""
         ordered = sorted(candidates, key=lambda own: (own.rank.excess, _weigh(own)))
+        limit = WORTH_SIMULATING * ordered[0].rank.wanted if ordered else 0.0
         for number, candidate in enumerate(ordered):
-            if self.best is not None and self.best.rank.is_allowed:
-                if (
-                    self._effort.is_over()
-                    or candidate.rank.wanted > WORTH_SIMULATING * ordered[0].rank.wanted
-                ):
+            if self.best is not None and self._effort.is_over():
+                return
+            if self.best is not None and self.best.rank.is_allowed and not self._effort.is_tiny():
+                if candidate.rank.wanted > limit:
                     return
                 if number >= MOST_FINALISTS and not self._effort.is_little():
                     return

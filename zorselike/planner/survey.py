@@ -26,7 +26,7 @@ MOST_ORDERS = 24
 MOST_DEEPENED = 6
 """Groupings of a set of devices that are looked at closely."""
 FEW_DEVICES = 8
-"""Up to so many groups are looked at where there are fewer nodes, but as many devices."""
+"""Up to so many every set of them is looked at closely; and as many groups, where there are fewer nodes."""
 
 
 class Survey:
@@ -54,7 +54,8 @@ class Survey:
             self.sets_seen.append(devices)
             glances = self._glance(devices)
             best = min([best, *(glance.rank for glance in glances)])
-            for glance in glances[: MOST_DEEPENED if number == 0 else MOST_DEEPENED // 4]:
+            is_first = number == 0 or len(self._problem.usable) <= FEW_DEVICES
+            for glance in glances[: MOST_DEEPENED if is_first else MOST_DEEPENED // 4]:
                 if self._effort.is_exploring_over():
                     break
                 for candidate in self._deepen(glance, devices):

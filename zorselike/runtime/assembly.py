@@ -83,6 +83,7 @@ def draw(
     parts = tuple(partition(model, plan, split=split, unpack=unpack))
     ties = tuple(find_ties(model, plan))
     _refuse_mixed_dtypes(parts)
+    _refuse_uneven_sharing(plan, parts)
     trainable = trainable_ministages(parts)
     if not any(trainable):
         raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
@@ -146,6 +147,24 @@ def _refuse_unsupported(plan: Plan) -> None:
                 f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
                 "list single ranks"
             )
+
+
+def _refuse_uneven_sharing(plan: Plan, parts: Sequence[ModelPart]) -> None:
+    """With ZeRO 3 a rank with fewer microbatches runs backwards of none of its rows, in which FSDP2 reduces
+    modules that share a weight in another order than where there are rows: collectives would not match."""
+    for i, part in enumerate(parts):
+        group = plan.group_of(i)
+        if group.zero != 3 or len({*map(len, group.microbatches_by_rank.values())}) == 1:
+            continue
+        names: dict[int, str] = {}
+        for fqn, parameter in part.module.named_parameters(remove_duplicate=False):
+            first = names.setdefault(id(parameter), fqn)
+            if first != fqn and parameter.requires_grad:
+                raise PlanError(
+                    f"groups[{plan.ministages[i].group}].zero is 3, its ranks have different numbers of "
+                    f"microbatches, and ministage {i} holds '{first}' and '{fqn}', which are one weight; use "
+                    "zero = 2, as many microbatches on every rank, or cut the two into different ministages"
+                )
 
 
 def _refuse_mixed_dtypes(parts: Sequence[ModelPart]) -> None:
