@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, permutations
 from typing import NamedTuple
 
-from zorselike.cost.catalogue import find_device
+from zorselike.cost.device_memory import CPU, find_memory_bytes
 from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerClock
 from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.sizes import (
@@ -23,14 +23,11 @@ from zorselike.cost.sizes import (
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import REACHED_OF_BUS, make_network
 from zorselike.plan.cluster import Cluster, Place
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.plan.errors import PlanError, ProfileError
 from zorselike.plan.plan import Plan, Recompute
 from zorselike.plan.validate import validate_modules
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import COMPUTE
-
-CPU = "CPU"
-"""The device type whose thread computes by itself."""
 
 
 def make_costs(
@@ -228,25 +225,10 @@ def _list_unit_bytes(plan: Plan, workload: Workload) -> tuple[tuple[UnitBytes, .
 
 
 def _find_memory(cluster: Cluster, places: Sequence[Place]) -> tuple[int, ...]:
-    """Of each rank's device; nothing if one is not known. CPU ranks divide their host's memory."""
-    found = []
-    for place in places:
-        node, device = cluster.nodes[place.node], cluster.device_type(place)
-        if node.memory_bytes:
-            found.append(node.memory_bytes[place.local_rank])
-        elif device == CPU:
-            if node.host_memory_bytes is None:
-                return ()
-            found.append(node.host_memory_bytes // node.devices.count(CPU))
-        else:
-            try:
-                memory_bytes = find_device(device).memory_bytes
-            except ClusterError:
-                return ()  # Measured on, but in no catalogue.
-            if memory_bytes is None:
-                return ()
-            found.append(memory_bytes)
-    return tuple(found)
+    """Of each rank's device; nothing if one is not known."""
+    found = [find_memory_bytes(cluster, place) for place in places]
+    known = [memory_bytes for memory_bytes in found if memory_bytes is not None]
+    return tuple(known) if len(known) == len(found) else ()
 
 
 def _list_unmeasured_copies(

@@ -16,15 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zorselike.cost.assemble import CPU
-from zorselike.cost.catalogue import find_device
+from zorselike.cost.device_memory import find_memory_bytes
 from zorselike.cost.network import Network
 from zorselike.cost.profile import Profile
 from zorselike.cost.sizes import is_layer
 from zorselike.cost.step_costs import StepCosts
 from zorselike.cost.wires import make_network
 from zorselike.plan.cluster import Cluster, Link, Node, Place
-from zorselike.plan.errors import ClusterError
 from zorselike.plan.plan import Plan, Recompute
 from zorselike.simulator.setting import Setting
 
@@ -191,7 +189,7 @@ def _fold_setting(setting: Setting, members: Mapping[Place, Members], degrees: M
 
 def _fold_node(cluster: Cluster, n: int, replicas: Sequence[Members]) -> Node:
     node = cluster.nodes[n]
-    memory = [sum(find_memory(cluster, place) or 0 for place in own) for own in replicas]
+    memory = [sum(find_memory_bytes(cluster, place) or 0 for place in own) for own in replicas]
     degree = max(map(len, replicas), default=1)
     return replace(
         node,
@@ -199,17 +197,6 @@ def _fold_node(cluster: Cluster, n: int, replicas: Sequence[Members]) -> Node:
         memory_bytes=tuple(memory) if all(memory) else (),
         fabric=None if node.fabric is None else _widen(node.fabric, degree, node.fabric_total_bytes_per_s),
     )
-
-
-def find_memory(cluster: Cluster, place: Place) -> int | None:
-    """Bytes of a device; None where they are not known, or are the host's."""
-    node, device = cluster.nodes[place.node], cluster.device_type(place)
-    if node.memory_bytes:
-        return node.memory_bytes[place.local_rank]
-    try:
-        return None if device == CPU else find_device(device).memory_bytes
-    except ClusterError:
-        return None
 
 
 def _widen(link: Link, degree: int, total: float | None) -> Link:

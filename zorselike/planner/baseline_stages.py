@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
+from zorselike.cost.device_memory import find_memory_bytes
 from zorselike.cost.layer_times import LayerClock
 from zorselike.cost.network import Network
 from zorselike.cost.sizes import find_gradient_itemsize, is_layer
@@ -14,7 +15,7 @@ from zorselike.cost.wires import make_network
 from zorselike.plan.cluster import Place
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind
-from zorselike.planner.baseline_replicas import Replicas, count_backward_passes, find_memory
+from zorselike.planner.baseline_replicas import Replicas, count_backward_passes
 from zorselike.planner.shares_plan import apportion
 
 
@@ -104,7 +105,7 @@ class Stages:
 
     def memory_bytes(self, place: Place) -> float:
         """Of a replica; infinite where it is not known."""
-        found = find_memory(self.setting.cluster, place)
+        found = find_memory_bytes(self.setting.cluster, place)
         return math.inf if found is None else found
 
     def room_bytes(self, place: Place) -> float:

@@ -13,11 +13,10 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import ceil, inf
 
-from zorselike.cost.catalogue import find_device
+from zorselike.cost.device_memory import find_memory_bytes
 from zorselike.cost.layer_times import LayerClock
 from zorselike.cost.sizes import find_gradient_itemsize, is_layer
 from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ClusterError
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
 from zorselike.planner.allocation import Problem
@@ -48,14 +47,7 @@ def count_state_bytes(workload: Workload) -> tuple[int, ...]:
 
 def find_memory(cluster: Cluster, device: int) -> float:
     """Bytes of a device (an index into `Cluster.places`); infinite where nobody knows."""
-    place = cluster.places[device]
-    node = cluster.nodes[place.node]
-    if node.memory_bytes:
-        return node.memory_bytes[place.local_rank]
-    try:
-        return find_device(node.devices[place.local_rank]).memory_bytes or inf
-    except ClusterError:
-        return inf  # Measured on, but in no catalogue.
+    return find_memory_bytes(cluster, cluster.places[device]) or inf
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from zorselike.cost.device_memory import CPU
 from zorselike.cost.network import CollectiveOp, Network
 from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.cost.wires import make_network
@@ -24,7 +25,6 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 
 _FP32 = 4
-_CPU = "CPU"
 COPIES_IN_FLIGHT = 2
 """Microbatches on their way between a device and its host, as in the simulator."""
 NUM_STEPS = 2
@@ -141,7 +141,7 @@ class Pace:
 
     def _make_worker(self, group: GroupSketch, accumulates: bool) -> _Worker:
         return _Worker(
-            is_cpu=all(self.device_type(device) == _CPU for device in group.devices[:1]),
+            is_cpu=all(self.device_type(device) == CPU for device in group.devices[:1]),
             zero=group.mode.zero,
             num_rounds=group.num_rounds,
             num_reductions=group.num_rounds if group.mode.reduces_per_microbatch else 1,
@@ -196,7 +196,7 @@ class Pace:
             op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
             reduce_s = self._collect_s(op, group, keys, of_gradients=True)
         host_s = dict(self._overheads.action_s)
-        if host_s and self.device_type(group.devices[0]) == _CPU:
+        if host_s and self.device_type(group.devices[0]) == CPU:
             forward_s += group.num_rounds * host_s.get("F", 0.0)
             backward_s += group.num_rounds * host_s.get("B", 0.0)
             reduce_s += host_s.get("REDUCE_GRAD", 0.0)

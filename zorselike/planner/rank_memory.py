@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zorselike.cost.catalogue import find_device
+from zorselike.cost.device_memory import CPU, find_memory_bytes
 from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MinistageBytes, walk_memory
 from zorselike.cost.sizes import (
     Holding,
@@ -26,14 +26,12 @@ from zorselike.cost.sizes import (
     find_row_bytes,
     list_units,
 )
-from zorselike.plan.errors import ClusterError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 
-_CPU = "CPU"
 _FP32 = 4
 FEW_MICROBATCHES = 4
 """Of a device, that are walked: more than are on their way to the host at once."""
@@ -81,7 +79,8 @@ class RankMemory:
     def limit_bytes(self, device: int) -> int | None:
         """Memory of a device; None where it is not known."""
         if device not in self._limits:
-            self._limits[device] = self._find_limit(device)
+            cluster = self._problem.cluster
+            self._limits[device] = find_memory_bytes(cluster, cluster.places[device])
         limit = self._limits[device]
         return limit if limit is None or self.scale == 1 else round(limit * self.scale)
 
@@ -104,21 +103,6 @@ class RankMemory:
             for node, num_bytes in wanted.items()
             if (limit := limits[node]) is not None and num_bytes > limit
         }
-
-    def _find_limit(self, device: int) -> int | None:
-        cluster = self._problem.cluster
-        place = cluster.places[device]
-        node, name = cluster.nodes[place.node], cluster.device_type(place)
-        if node.memory_bytes:
-            return node.memory_bytes[place.local_rank]
-        if name == _CPU:
-            return (
-                None if node.host_memory_bytes is None else node.host_memory_bytes // node.devices.count(_CPU)
-            )
-        try:
-            return find_device(name).memory_bytes
-        except ClusterError:
-            return None
 
     # -- what is needed --------------------------------------------------------------------
 
@@ -211,7 +195,7 @@ class RankMemory:
             actions,
             own,
             context_bytes=context_bytes,
-            num_sends_kept=None if device == _CPU else SENDS_KEPT_BY_NCCL,
+            num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
         )
         peak = walk.device_peak_bytes + self._joined_bytes(own, sizes)
         added = round(self._overheads.allocator_share * (peak - context_bytes))
