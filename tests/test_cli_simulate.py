@@ -9,31 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from searched import LAYERS, WORKLOAD
 
 from zorselike.cli import main
 from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
-from zorselike.plan.workload import LayerKind, Workload
 from zorselike.simulator.setting import Setting
 
-LAYERS = tuple(f"layers.{i}" for i in range(4))
-WORKLOAD = Workload(
-    model="chain",
-    sequence_length=100,
-    dtype="float32",
-    layers=tuple((name, "layer") for name in LAYERS),
-    kinds={
-        "layer": LayerKind(
-            name="layer",
-            num_parameters=1000,
-            forward_flops_per_row=1e9,
-            input_elements_per_row=1000,
-            output_elements_per_row=1000,
-            activation_bytes_per_row=10**6,
-        )
-    },
-)
 CLUSTER = Cluster(
     nodes=(
         Node(name="a", devices=("A100-40",), price_per_hour=3.0, host_memory_bytes=2**36),

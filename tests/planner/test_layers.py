@@ -17,7 +17,6 @@ from zorselike.planner.layers import (
     GroupCosts,
     LayerSplit,
     bound_slowest_s,
-    split_in_every_number,
     split_layers,
     visit_in_turn,
 )
@@ -158,13 +157,6 @@ def test_what_one_group_has_no_room_for_goes_to_the_other() -> None:
     assert llama(2, costs(1, max_bytes=20), costs(3)).sizes == (20, 15)
     assert max(llama(6, costs(1, max_ministage_bytes=7), costs(3)).sizes[::2]) == 7
     assert split_layers(LLAMA, (0, 1), [costs(1, max_bytes=20), costs(3, max_bytes=14)]) is None
-
-
-def test_every_number_of_ministages_is_offered_if_it_fits() -> None:
-    groups = [costs(1, max_ministage_bytes=9), costs(2, max_ministage_bytes=9)]
-    splits = list(split_in_every_number(LLAMA, groups, max_ministages=8))
-    assert [len(split.owners) for split in splits] == [4, 5, 6, 7, 8]
-    assert [len(split.owners) for split in split_in_every_number(LLAMA[:4], groups)] == [2, 3, 4]
 
 
 def test_many_groups_and_ministages_of_a_large_model() -> None:

@@ -80,11 +80,6 @@ class BatchSplit:
         """Rows of each rank."""
         return {rank: sum(own) for rank, own in self.sizes.items()}
 
-    @property
-    def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks without rows: they hold shards, or can be left out."""
-        return tuple(rank for rank, own in self.sizes.items() if not own)
-
 
 def tabulate_seconds(curve: Callable[[float], float], max_rows: int) -> tuple[float, ...]:
     """A curve's seconds for microbatches of 1 to `max_rows` rows, as `Card` takes them."""

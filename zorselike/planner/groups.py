@@ -49,8 +49,7 @@ def find_groupings(bandwidths: Bandwidths, *, max_groups: int | None = None) -> 
         ConfigError: No partition into so few groups exists.
     """
     if max_groups is None:
-        num_nodes = len({block.node for block in bandwidths.blocks})
-        max_groups = max(num_nodes, min(len(bandwidths.devices), LEAST_MAX_GROUPS))
+        max_groups = count_useful_groups(bandwidths)
     names: dict[object, dict[str, None]] = {}
     partitions: dict[object, Partition] = {}
     for name, partition in _propose(bandwidths, max_groups):
@@ -63,6 +62,12 @@ def find_groupings(bandwidths: Bandwidths, *, max_groups: int | None = None) -> 
         raise ConfigError(_explain_none(bandwidths, max_groups))
     found = [Grouping(partition, tuple(names[key])) for key, partition in partitions.items()]
     return tuple(sorted(found, key=lambda grouping: len(grouping.groups)))
+
+
+def count_useful_groups(bandwidths: Bandwidths) -> int:
+    """How many groups are looked at: as many as there are nodes, or a few where there are as many devices."""
+    num_nodes = len({block.node for block in bandwidths.blocks})
+    return max(num_nodes, min(len(bandwidths.devices), LEAST_MAX_GROUPS))
 
 
 def _propose(bandwidths: Bandwidths, max_groups: int) -> Iterator[tuple[str, Partition]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
@@ -105,18 +105,6 @@ def split_layers(
             return best
         # Where none of the cuts that were kept fits, one that was not may: that nothing fits needs a proof.
         width = max(most_kept, 4 * width) if best is None else most_kept
-
-
-def split_in_every_number(
-    kinds: Sequence[str], groups: Sequence[GroupCosts], *, max_ministages: int | None = None
-) -> Iterator[LayerSplit]:
-    """The best cut for every number of ministages, the groups visited in turn, fewest first; not only
-    multiples of the number of groups. Numbers for which nothing fits are left out."""
-    most = min(len(kinds), max_ministages or len(kinds))
-    for num_ministages in range(len(groups), most + 1):
-        split = split_layers(kinds, visit_in_turn(len(groups), num_ministages), groups)
-        if split is not None:
-            yield split
 
 
 def bound_slowest_s(kinds: Sequence[str], groups: Sequence[GroupCosts]) -> float:

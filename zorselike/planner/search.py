@@ -98,7 +98,7 @@ class _Search:
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
         """Without devices of which nothing says how fast they are, such as those without this dtype."""
-        cluster, kind = problem.cluster, problem.workload.layers[0][1]
+        cluster = problem.cluster
         unknown: dict[str, ProfileError] = {}
         for device in dict.fromkeys(cluster.device_type(cluster.places[d]) for d in problem.usable):
             try:

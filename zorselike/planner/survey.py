@@ -13,7 +13,7 @@ from zorselike.planner.effort import GLANCING_SHARE, Effort
 from zorselike.planner.explore import Candidate, Explorer, Groups
 from zorselike.planner.goal import WORST, Rank, rank
 from zorselike.planner.group_orders import order_by_bandwidth, order_groups
-from zorselike.planner.groups import Grouping, find_groupings
+from zorselike.planner.groups import Grouping, count_useful_groups, find_groupings
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import Sketch
 
@@ -26,7 +26,7 @@ MOST_ORDERS = 24
 MOST_DEEPENED = 6
 """Groupings of a set of devices that are looked at closely."""
 FEW_DEVICES = 8
-"""Up to so many every set of them is looked at closely; and as many groups, where there are fewer nodes."""
+"""Up to so many every set of them is looked at closely."""
 
 
 class Survey:
@@ -104,7 +104,7 @@ class Survey:
             return
         bandwidths = self._read_bandwidths(devices)
         most = fixed.ministages or self._num_layers
-        groupings = find_groupings(bandwidths, max_groups=min(most, self._most_groups(bandwidths)))
+        groupings = find_groupings(bandwidths, max_groups=min(most, count_useful_groups(bandwidths)))
         for grouping in sorted(groupings, key=lambda own: self._guess_s(bandwidths, own)):
             order = order_by_bandwidth(bandwidths, grouping.groups)
             yield tuple(grouping.groups[i] for i in order), grouping.name
@@ -144,10 +144,6 @@ class Survey:
                 turned = min(turned, found, key=lambda candidate: candidate.rank)
         if turned is not best:
             yield self._explorer.deepen(turned)
-
-    def _most_groups(self, bandwidths: Bandwidths) -> int:
-        num_nodes = len({block.node for block in bandwidths.blocks})
-        return max(num_nodes, min(len(bandwidths.devices), FEW_DEVICES))
 
     def _read_bandwidths(self, devices: DeviceSet) -> Bandwidths:
         return read_bandwidths(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from zorselike.plan.text_layout import align_columns
 from zorselike.plan.wording import count, list_few, show_bytes, show_numbers
 from zorselike.simulator.case import Case
 from zorselike.simulator.compare import Baseline
@@ -75,7 +76,7 @@ def _compare(case: Case, baselines: Sequence[Baseline], width: int) -> list[str]
             continue
         ratio = other.case.simulation.iteration_s / case.simulation.iteration_s
         rows.append((other.name, *_show_speed(other.case), f"plan is {ratio:.2f} x as fast ({other.how})"))
-    numbers = [f"  {line}" for line in _align([row[:-1] for row in rows], left=(0,))]
+    numbers = [f"  {line}" for line in align_columns([row[:-1] for row in rows], left=(0,))]
     column = max(map(len, numbers)) + 2
     lines = []
     for number, (*_, note) in zip(numbers, rows, strict=True):
@@ -142,7 +143,7 @@ def _list_ranks(case: Case) -> list[str]:
     shown.sort(key=lambda item: item[1][0])
     heading = ("rank", "device", "group", "computes", "data", "wires", "copies", "memory", "", "")
     table = [heading, *((show_numbers(ranks), *cells) for cells, ranks in shown)]
-    lines = [f"  {line}" for line in _align(table, left=(0, 1, 7, 9))]
+    lines = [f"  {line}" for line in align_columns(table, left=(0, 1, 7, 9))]
     left_out = sum(len(ranks) for ranks in alike.values()) - sum(len(ranks) for _, ranks in shown)
     if left_out:
         lines.append(f"  {count(left_out, 'more rank')}, each with more room than these")
@@ -204,16 +205,3 @@ def _describe_peak(case: Case) -> str:
     listed = ", ".join(f"{purpose} {show_bytes(num_bytes)}" for purpose, num_bytes in held if num_bytes)
     at = f" at {walk.peak_action.text}" if walk.peak_action is not None else ""
     return f"Fullest is {case.describe_rank(fullest)}{at}: {listed or 'nothing'}."
-
-
-def _align(table: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines with columns aligned to the right, those of `left` to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            if width
-        ).rstrip()
-        for row in table
-    ]
