@@ -5,34 +5,40 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from plans import random_plan
+from plans import random_plan, with_bounds
 from tiny import Case, over_model, with_groups
 
 from zorselike.plan.plan import Group, Microbatch
 
 NUM_CASES = 60
 MAX_RANKS = 7
+BOUNDED_EVERY = 4
+"""One in so many has one ministage a group and bounds microbatches in flight."""
 
 
 def make_case(seed: int) -> Case:
     """A random plan of at most seven ranks, and random things to do with it."""
     rng = random.Random(seed)
+    is_bounded = seed % BOUNDED_EVERY == 0
     while True:
         plan = random_plan(
             rng,
             max_groups=4,
             max_ranks_per_group=4,
-            max_ministages_per_group=4,
+            max_ministages_per_group=1 if is_bounded else 4,
             max_rows=10,
             round_robin=rng.random() < 0.7,
         )
-        if plan.num_ranks <= MAX_RANKS and plan.num_ministages <= 9:
+        is_worth_it = not is_bounded or (len(plan.groups) > 1 and plan.global_batch > 3)
+        if plan.num_ranks <= MAX_RANKS and plan.num_ministages <= 9 and is_worth_it:
             break
     if rng.random() < 0.3:
         plan = replace(
             plan, groups=tuple(with_unequal_counts(group, plan.global_batch) for group in plan.groups)
         )
     plan, num_layers = over_model(plan, rng)
+    if is_bounded:
+        plan = with_bounds(plan, rng)
     return Case(
         with_groups(plan, lambda group: replace(group, offload=())),
         num_layers,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.schedule.in_flight import least_in_flight
 
 
 def random_plan(
@@ -52,6 +53,19 @@ def random_plan(
 def plans(**limits: int | bool) -> st.SearchStrategy[Plan]:
     """Hypothesis strategy over `random_plan`; `limits` are its keywords. Shrinks the seed only."""
     return st.integers(0, 2**32 - 1).map(lambda seed: random_plan(random.Random(seed), **limits))
+
+
+def with_bounds(plan: Plan, rng: random.Random) -> Plan:
+    """A plan of one ministage a group with random bounds on microbatches in flight, none too low, in one
+    group at least."""
+    must = rng.randrange(len(plan.groups))
+    groups = []
+    for g, (group, least) in enumerate(zip(plan.groups, least_in_flight(plan), strict=True)):
+        bounds = (least, least + 1, least + rng.randint(0, 4))
+        bound = rng.choice(bounds if g == must else (*bounds, None))
+        kept = tuple(kind for kind in group.offload if kind == "optimizer")
+        groups.append(replace(group, max_in_flight=bound, offload=kept))
+    return replace(plan, groups=tuple(groups))
 
 
 def _random_ranks(rng: random.Random, num_groups: int, max_ranks: int) -> list[tuple[int, ...]]:

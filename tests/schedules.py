@@ -37,6 +37,11 @@ def random_case(rng: random.Random, *, small: bool) -> tuple[Plan, Options]:
         max_rows=max_rows,
         round_robin=rng.random() < 0.5,
     )
+    return plan, random_options(rng, plan)
+
+
+def random_options(rng: random.Random, plan: Plan) -> Options:
+    """Options for a plan's `build` and `check`."""
     masked = rng.random() < 0.4
     trainable = tuple(rng.random() < 0.6 for _ in plan.ministages) if masked else None
     trained = [i for i in range(plan.num_ministages) if trainable is None or trainable[i]]
@@ -45,7 +50,7 @@ def random_case(rng: random.Random, *, small: bool) -> tuple[Plan, Options]:
         for _ in range(rng.randint(1, 3)):
             owner, borrower = sorted(rng.sample(trained, 2))
             ties.add((owner, borrower))
-    return plan, Options(
+    return Options(
         trainable=trainable,
         ties=tuple(sorted(ties)),
         forward_only=rng.random() < 0.15,

@@ -73,6 +73,16 @@ def test_explain_shows_replicas():
     assert "group 0: ranks (0, 1), (2, 3);" in plan.explain()
 
 
+def test_explain_tells_how_many_microbatches_may_be_in_flight():
+    bounds = (3, 1)
+    groups = tuple(replace(g, offload=(), max_in_flight=m) for g, m in zip(PLAN.groups, bounds, strict=True))
+    lines = replace(PLAN, groups=groups).explain().splitlines()
+    assert [line.split("; ")[-1] for line in lines if line.startswith("group")] == [
+        "at most 3 microbatches in flight",
+        "at most 1 microbatch in flight",
+    ]
+
+
 def test_a_plan_that_contradicts_itself_is_not_explained():
     with pytest.raises(PlanError, match="global_batch is 0"):
         replace(PLAN, global_batch=0).explain()

@@ -86,6 +86,17 @@ def test_what_a_planner_writes_reads_back_equal(plan):
     assert parse_plan(text).fingerprint == plan.fingerprint
 
 
+def test_bounds_on_microbatches_in_flight_are_kept():
+    text = BY_HAND.replace("shares =", "max_in_flight = 2\nshares =")
+    plan = parse_plan(text)
+    assert [group.max_in_flight for group in plan.groups] == [None, 2]
+    assert parse_plan(format_plan(plan)) == plan
+    assert format_plan(plan).count("max_in_flight") == 1
+    assert "max_in_flight" not in format_plan(parse_plan(BY_HAND))
+    other = parse_plan(text.replace("max_in_flight = 2", "max_in_flight = 3"))
+    assert len({plan.fingerprint, other.fingerprint, parse_plan(BY_HAND).fingerprint}) == 3
+
+
 def test_a_plan_by_hand_is_read_with_its_shares(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(BY_HAND)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plans
+from plans import plans, random_plan, with_bounds
 
 from zorselike.plan import (
     Device,
@@ -451,6 +451,55 @@ def test_any_single_mistake_is_refused(name, plan, rng):
     with pytest.raises(PlanError, match=message) as error:
         wrong.validate()
     assert "\n" not in str(error.value)
+
+
+@given(plans(max_ministages_per_group=1), st.randoms(use_true_random=False))
+def test_bounds_on_microbatches_in_flight_pass(plan, rng):
+    with_bounds(plan, rng).validate()
+
+
+def bounded_plan() -> Plan:
+    plan = random_plan(random.Random(0), max_ministages_per_group=1)
+    assert len(plan.groups) > 1
+    for g in range(len(plan.groups)):
+        plan = with_group(plan, g, max_in_flight=None, offload=("optimizer",))
+    return with_group(plan, 0, max_in_flight=3).validate()
+
+
+@pytest.mark.parametrize(
+    "bound, message",
+    [
+        (0, r"groups\[0\].max_in_flight is 0; give 1 or more"),
+        (True, r"groups\[0\].max_in_flight is True \(bool\); give an integer"),
+        (2.0, r"groups\[0\].max_in_flight is 2.0 \(float\); give an integer"),
+    ],
+)
+def test_wrong_bounds_on_microbatches_in_flight_are_refused(bound, message):
+    with pytest.raises(PlanError, match=f"^{message}$"):
+        with_group(bounded_plan(), 0, max_in_flight=bound).validate()
+
+
+def test_microbatches_in_flight_are_bounded_with_one_ministage_a_group_only():
+    plan = bounded_plan()
+    more = replace(plan, ministages=(*plan.ministages, Ministage(1, ("one.more",))))
+    second = next(s for s, ministage in enumerate(plan.ministages) if ministage.group == 1)
+    message = (
+        rf"^groups\[0\].max_in_flight is 3, but group 1 owns ministages {second} and {len(plan.ministages)}; "
+        "microbatches in flight are bounded where every group has one ministage: join them, or remove"
+    )
+    with pytest.raises(PlanError, match=message):
+        more.validate()
+
+
+@pytest.mark.parametrize("g", [0, 1])
+@pytest.mark.parametrize("kind", ["params", "activations"])
+def test_where_microbatches_in_flight_are_bounded_the_optimizer_alone_is_offloaded(g, kind):
+    wrong = with_group(bounded_plan(), g, offload=("optimizer", kind))
+    message = (
+        rf"^groups\[0\].max_in_flight is 3, but groups\[{g}\].offload names '{kind}'; .*: remove the others"
+    )
+    with pytest.raises(PlanError, match=message):
+        wrong.validate()
 
 
 def test_replicas_pass():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import CASES, MAX_RANKS
 from ranks import RunRanks
-from tiny import Case, assert_same, train_all_planned, train_all_single
+from tiny import Case, assert_same, train_all_planned, train_all_single, with_groups
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.schedule import build
 
 
 def has_unequal_zero3(plan: Plan) -> bool:
@@ -20,6 +23,15 @@ def has_unequal_zero3(plan: Plan) -> bool:
 
 def has_idle_rank(plan: Plan) -> bool:
     return any(not own for group in plan.groups for own in group.microbatches_by_rank.values())
+
+
+def has_unequal_counts(plan: Plan) -> bool:
+    """Between groups, or between ranks of one."""
+    return len({len(plan.microbatches_of_rank(rank)) for rank in plan.group_of_rank}) > 1
+
+
+def has_group(plan: Plan, zero: int, grad_reduce: str) -> bool:
+    return any((group.zero, group.grad_reduce) == (zero, grad_reduce) for group in plan.groups)
 
 
 def ties_across_zero(case: Case) -> bool:
@@ -42,6 +54,22 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {case.plan.num_ranks for case in CASES} == set(range(1, MAX_RANKS + 1))
     zeros = {(group.zero, group.grad_reduce) for case in CASES for group in case.plan.groups}
     assert zeros >= {(0, "once"), (1, "once"), (2, "once"), (2, "microbatch"), (3, "once")}
+
+
+def test_the_cases_cover_bounds_on_microbatches_in_flight() -> None:
+    bounded = [case.plan for case in CASES if case.plan.bounds_in_flight]
+    assert len(bounded) >= 10
+    several = [plan for plan in bounded if len(plan.groups) > 1]
+    assert len(several) >= 10
+    assert sum(build(plan) != build(unbounded(plan)) for plan in several) >= 8
+    assert sum(map(has_unequal_counts, several)) >= 5
+    assert sum(has_group(plan, 3, "once") or has_group(plan, 3, "microbatch") for plan in several) >= 3
+    assert sum(has_unequal_zero3(plan) for plan in several) >= 2
+    assert sum(has_group(plan, 2, "microbatch") for plan in several) >= 2
+
+
+def unbounded(plan: Plan) -> Plan:
+    return with_groups(plan, lambda group: replace(group, max_in_flight=None))
 
 
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES
 from ranks import RunRanks
-from tiny import Case, adamw
+from tiny import Case, adamw, with_groups
 from torch import Tensor
 
 from zorselike import HeteroPipeline
@@ -50,10 +50,14 @@ class Numbers:
 
 
 def make_setting(number: int) -> Setting:
-    """Every group of a case with a random subset, at least one of them not empty."""
+    """Every group of a case with a random subset, at least one of them not empty. Where microbatches in
+    flight are bounded that is the optimizer; half of these cases are taken without bounds."""
     rng = random.Random(number)
     case = CASES[number]
-    offload = [rng.choice(SUBSETS) for _ in case.plan.groups]
+    if case.plan.bounds_in_flight and rng.random() < 0.5:
+        case = replace(case, plan=with_groups(case.plan, lambda g: replace(g, max_in_flight=None)))
+    subsets = [("optimizer",)] if case.plan.bounds_in_flight else SUBSETS
+    offload = [rng.choice(subsets) for _ in case.plan.groups]
     return Setting(case, tuple(offload), rng.choice(DTYPES))
 
 
@@ -162,6 +166,7 @@ def test_the_settings_cover_what_they_should() -> None:
         s for s in SETTINGS if s.case.max_norm is not None and any("optimizer" in k for k in s.offload)
     ]
     assert len(deferred) >= 10
+    assert sum(setting.case.plan.bounds_in_flight for setting in SETTINGS) >= 3
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 8))

@@ -70,6 +70,8 @@ def _explain_settings(group: Group) -> str:
         f"offload {', '.join(group.offload) or 'none'}",
         f"recompute {group.recompute}",
     ]
+    if group.max_in_flight is not None:
+        settings.append(f"at most {count(group.max_in_flight, 'microbatch')} in flight")
     return "; ".join(settings)
 
 

@@ -48,6 +48,10 @@ class Group:
     grad_reduce: GradReduce = "once"
     offload: tuple[str, ...] = ()
     recompute: Recompute = "none"
+    max_in_flight: int | None = None
+    """The most microbatches of a rank whose activations are held at once, between forward and backward.
+    Where any group of a plan says so, all its groups go backward before forward as soon as they can
+    (`zorselike/schedule/in_flight.py`); None beside such a group is that order without a bound."""
 
     @property
     def flat_ranks(self) -> tuple[int, ...]:
@@ -131,6 +135,11 @@ class Plan:
     def group_of_rank(self) -> dict[int, int]:
         """Index of the group that each rank belongs to."""
         return {rank: g for g, group in enumerate(self.groups) for rank in group.flat_ranks}
+
+    @property
+    def bounds_in_flight(self) -> bool:
+        """Whether any group says how many microbatches may be in flight."""
+        return any(group.max_in_flight is not None for group in self.groups)
 
     def group_of(self, ministage: int) -> Group:
         """The group that owns a ministage."""

@@ -57,7 +57,16 @@ PLAN_KEYS = (
     "ministages",
     "devices",
 )
-GROUP_KEYS = ("ranks", "zero", "grad_reduce", "offload", "recompute", "microbatches", "shares")
+GROUP_KEYS = (
+    "ranks",
+    "zero",
+    "grad_reduce",
+    "offload",
+    "recompute",
+    "max_in_flight",
+    "microbatches",
+    "shares",
+)
 MINISTAGE_KEYS = ("group", "modules")
 DEVICE_KEYS = ("rank", "node", "local_rank", "type")
 ESTIMATES_KEYS = ("iteration_s", "cost_per_iteration", "share_of_ideal", "limited_by", "peak_memory_bytes")
@@ -127,6 +136,7 @@ def format_plan(plan: Plan) -> str:
             "grad_reduce": group.grad_reduce,
             "offload": group.offload,
             "recompute": group.recompute,
+            "max_in_flight": group.max_in_flight,
         }
         microbatches = [(m.rank, m.start, m.stop) for m in group.microbatches]
         lines += ["", "[[groups]]", *format_table(settings)]
@@ -172,6 +182,8 @@ def fingerprint(plan: Plan) -> str:
                 "reduces_per_microbatch": group.reduces_per_microbatch,
                 "offload": sorted(group.offload),
                 "recompute": group.recompute,
+                # Absent where there is none, so that plans of before it keep their fingerprints.
+                **({} if group.max_in_flight is None else {"max_in_flight": group.max_in_flight}),
             }
             for group in plan.groups
         ],
@@ -220,6 +232,7 @@ def _read_group(table: Mapping[str, Any], where: str, global_batch: int) -> Grou
         grad_reduce=cast(GradReduce, read_optional(table, "grad_reduce", read_str, "once", where)),
         offload=read_optional(table, "offload", read_strings, (), where),
         recompute=cast(Recompute, read_optional(table, "recompute", read_str, "none", where)),
+        max_in_flight=read_optional(table, "max_in_flight", read_int, None, where),
     )
 
 

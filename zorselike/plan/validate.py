@@ -54,6 +54,7 @@ def validate_plan(plan: Plan) -> None:
         _validate_microbatches(f"groups[{g}]", group)
         _validate_rows(f"group {g}", group, plan.global_batch)
     _validate_ministages(plan.ministages, num_groups=len(plan.groups))
+    _validate_in_flight(plan)
     _validate_devices(plan.devices, plan.num_ranks)
     _validate_estimates(plan.estimates, plan.num_ranks)
 
@@ -141,6 +142,8 @@ def _validate_settings(where: str, group: Group) -> None:
         _require_choice(f"{where}.offload[{i}]", kind, OFFLOAD_KINDS)
         if kind in group.offload[:i]:
             raise PlanError(f"{where}.offload names {kind!r} twice; name it once")
+    if group.max_in_flight is not None:
+        _require_int(f"{where}.max_in_flight", group.max_in_flight, at_least=1)
 
 
 def _validate_ranks(groups: Sequence[Group]) -> None:
@@ -254,6 +257,28 @@ def _validate_ministages(ministages: Sequence[Ministage], *, num_groups: int) ->
     for g in range(num_groups):
         if g not in owners:
             raise PlanError(f"group {g} owns no ministage; give it one or remove the group")
+
+
+def _validate_in_flight(plan: Plan) -> None:
+    """What all groups must be like for the order that bounds microbatches in flight."""
+    if not plan.bounds_in_flight:
+        return
+    bounds = [group.max_in_flight for group in plan.groups]
+    first = next(g for g, bound in enumerate(bounds) if bound is not None)
+    why = f"groups[{first}].max_in_flight is {bounds[first]}"
+    for g, group in enumerate(plan.groups):
+        own = plan.ministages_of_group(g)
+        if len(own) != 1:
+            raise PlanError(
+                f"{why}, but group {g} owns {list_few(own, 'ministage')}; microbatches in flight are bounded "
+                "where every group has one ministage: join them, or remove max_in_flight"
+            )
+        unfit = [kind for kind in group.offload if kind != "optimizer"]
+        if unfit:
+            raise PlanError(
+                f"{why}, but groups[{g}].offload names {list_few(map(repr, unfit))}; where microbatches in "
+                'flight are bounded only "optimizer" can be offloaded: remove the others, or max_in_flight'
+            )
 
 
 def _validate_devices(devices: Sequence[Device], num_ranks: int) -> None:

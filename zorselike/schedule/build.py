@@ -8,16 +8,20 @@ as its own backward is done.
 A plan with a single ministage is gradient accumulation: there is no other ministage to free room
 for and no other group to feed, so each microbatch goes forward and at once backward, and the
 activations of one are held. Parameters of ZeRO 1 and 2 are gathered once for the step.
+
+So they are where the plan bounds microbatches in flight: there each group has one ministage, and
+`zorselike/schedule/in_flight.py` says in which order it goes forward and backward.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.in_flight import order_in_flight
 from zorselike.schedule.offloading import add_host_copies
 from zorselike.schedule.transfers import Transfer, match_rows, number_microbatches
 
@@ -31,22 +35,19 @@ Tie = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Phase:
-    """All microbatches of one ministage: forward, backward, or each forward and at once backward."""
+    """Computations of one ministage for which its parameters are gathered once."""
 
     ministage: int
-    kinds: tuple[Kind, ...]
+    order: tuple[tuple[Kind, int], ...]
+    """What is computed in turn, with the number of the microbatch: all forward, all backward, or both."""
 
     @property
     def is_forward(self) -> bool:
-        return Kind.F in self.kinds
+        return self.order[0][0] is Kind.F
 
     @property
     def is_backward(self) -> bool:
-        return Kind.B in self.kinds
-
-    def order(self, num_microbatches: int) -> range:
-        """The microbatches in turn; backwards alone take the newest first."""
-        return range(num_microbatches) if self.is_forward else range(num_microbatches - 1, -1, -1)
+        return self.order[-1][0] is Kind.B
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class _Builder:
         trained = [i for i, trains in enumerate(self._trainable) if trains]
         self._lowest_backward = plan.num_ministages if forward_only or not trained else trained[0]
         self._has_backward = self._lowest_backward < plan.num_ministages
+        self._phases = self._list_phases()
 
     def build(self) -> dict[int, list[Action]]:
         wiring = self._wire()
@@ -125,80 +127,89 @@ class _Builder:
 
     # -- what is computed, in which order -------------------------------------------------
 
-    def _phases(self, group: int) -> list[_Phase]:
-        own = self._plan.ministages_of_group(group)
+    def _list_phases(self) -> list[list[_Phase]]:
+        """Of every group, in order."""
+        if self._plan.bounds_in_flight and self._has_backward:
+            orders = order_in_flight(self._plan, lowest_backward=self._lowest_backward)
+            return [[_Phase(self._plan.ministages_of_group(g)[0], order)] for g, order in enumerate(orders)]
+        return [self._list_phases_of(g) for g in range(len(self._plan.groups))]
+
+    def _list_phases_of(self, g: int) -> list[_Phase]:
+        own = self._plan.ministages_of_group(g)
+        numbers = range(self._plan.groups[g].max_microbatches)
         if self._plan.num_ministages == 1 and self._has_backward:
-            return [_Phase(0, (Kind.F, Kind.B))]
-        forward = [_Phase(i, (Kind.F,)) for i in own]
-        backward = [_Phase(i, (Kind.B,)) for i in reversed(own) if i >= self._lowest_backward]
-        return forward + backward
+            return [_Phase(0, tuple((kind, number) for number in numbers for kind in (Kind.F, Kind.B)))]
+        forward = tuple((Kind.F, number) for number in numbers)
+        newest_first = tuple((Kind.B, number) for number in reversed(numbers))
+        backward = [_Phase(i, newest_first) for i in reversed(own) if i >= self._lowest_backward]
+        return [_Phase(i, forward) for i in own] + backward
 
     def _computations(self, rank: int, phase: _Phase) -> list[_Computation]:
         """The rank's part of a phase, in order."""
-        group = self._plan.groups[self._plan.group_of_rank[rank]]
-        numbers = phase.order(group.max_microbatches)
-        return [c for number in numbers for c in self._computations_of(rank, phase, number)]
+        num_computed = self._num_computed(rank)
+        return [
+            _Computation(phase.ministage, kind, number)
+            for kind, number in phase.order
+            if number < num_computed
+        ]
 
-    def _computations_of(self, rank: int, phase: _Phase, number: int) -> list[_Computation]:
-        """Those of one microbatch: none past the rank's last one, but with ZeRO 3 dummies."""
+    def _num_computed(self, rank: int) -> int:
+        """How many microbatches of a ministage a rank computes: its own, and with ZeRO 3 dummies up to the
+        most of its group."""
         group = self._plan.groups[self._plan.group_of_rank[rank]]
-        if group.zero != 3 and number >= len(group.microbatches_by_rank[rank]):
-            return []
-        return [_Computation(phase.ministage, kind, number) for kind in phase.kinds]
+        return group.max_microbatches if group.zero == 3 else len(group.microbatches_by_rank[rank])
 
     # -- transfers -------------------------------------------------------------------------
 
     def _wire(self) -> _Wiring:
         """Lays every transfer in the order in which its sender computes."""
         wiring = _Wiring()
-        by_row = [number_microbatches(group) for group in self._plan.groups]
-        starts = [[item.microbatch.start for item in items] for items in by_row]
-        outgoing: dict[tuple[int, int], dict[tuple[int, int], list[Transfer]]] = {}
-        for g in range(len(self._plan.groups)):
-            phases = self._phases(g)
+        matches = _Matches(self._plan)
+        for g, phases in enumerate(self._phases):
             for phase in phases:
-                neighbour = phase.ministage + (1 if phase.is_forward else -1)
-                if not self._crosses(phase, neighbour):
-                    continue
-                target_group = self._plan.ministages[neighbour].group
-                if (g, target_group) not in outgoing:
-                    outgoing[g, target_group] = {
-                        (item.microbatch.rank, item.number): match_rows(
-                            item, by_row[target_group], starts[target_group]
-                        )
-                        for item in by_row[g]
-                    }
-                for rank in self._plan.groups[g].flat_ranks:
+                neighbours = self._remote_neighbours(phase.ministage)
+                for rank in self._plan.groups[g].flat_ranks if neighbours else ():
                     for computation in self._computations(rank, phase):
-                        transfers = outgoing[g, target_group].get((rank, computation.microbatch), [])
-                        for transfer in transfers:
-                            _lay(wiring, computation, neighbour, transfer)
+                        neighbour = neighbours.get(computation.kind)
+                        if neighbour is not None:
+                            target = self._plan.ministages[neighbour].group
+                            found = matches.find(g, target).get((rank, computation.microbatch), ())
+                            for transfer in found:
+                                _lay(wiring, computation, neighbour, transfer)
         return wiring
 
-    def _crosses(self, phase: _Phase, neighbour: int) -> bool:
-        """Whether a phase's results go to another group."""
-        if not 0 <= neighbour < self._plan.num_ministages:
-            return False
-        if phase.is_backward and neighbour < self._lowest_backward:
-            return False
-        return self._plan.ministages[neighbour].group != self._plan.ministages[phase.ministage].group
+    def _remote_neighbours(self, ministage: int) -> dict[Kind, int]:
+        """The ministages of other groups that its results go to, forward and backward."""
+        neighbours = {Kind.F: ministage + 1}
+        if ministage > self._lowest_backward:
+            neighbours[Kind.B] = ministage - 1
+        own = self._plan.ministages[ministage].group
+        return {
+            kind: neighbour
+            for kind, neighbour in neighbours.items()
+            if neighbour < self._plan.num_ministages and self._plan.ministages[neighbour].group != own
+        }
 
     # -- one rank's list -------------------------------------------------------------------
 
     def _list_actions(self, rank: int, wiring: _Wiring) -> list[Action]:
         g = self._plan.group_of_rank[rank]
-        phases = self._phases(g)
-        posts = _Posts(rank, [c for phase in phases for c in self._computations(rank, phase)], wiring)
+        phases = self._phases[g]
+        num_computed = self._num_computed(rank)
+        make_posts = _PostsInFlight if self._plan.bounds_in_flight else _Posts
+        posts = make_posts(rank, [c for phase in phases for c in self._computations(rank, phase)], wiring)
         actions: list[Action] = []
         for position, phase in enumerate(phases):
             following = phases[position + 1] if position + 1 < len(phases) else None
             actions += self._gathers_before(g, position, phase, following)
-            for number in phase.order(self._plan.groups[g].max_microbatches):
-                for computation in self._computations_of(rank, phase, number):
+            reduces_each = self._reduces_each(g, phase)
+            for kind, number in phase.order:
+                if number < num_computed:
                     actions += posts.due()
-                    actions.append(Action(computation.kind, phase.ministage, number))
+                    actions.append(Action(kind, phase.ministage, number))
+                    computation = _Computation(phase.ministage, kind, number)
                     actions += wiring.sends.get((rank, computation), [])
-                if self._reduces_each(g, phase):
+                if reduces_each and kind is Kind.B:
                     actions.append(Action(Kind.REDUCE_GRAD, phase.ministage, number))
             actions += self._after_phase(rank, phase, following)
         return actions + self._end_of_step(g)
@@ -215,7 +226,7 @@ class _Builder:
         return gathers
 
     def _reduces_each(self, g: int, phase: _Phase) -> bool:
-        """Whether a reduction of its own follows each microbatch, which ranks with fewer join; with ZeRO 3
+        """Whether a reduction of its own follows each backward, which ranks with fewer join; with ZeRO 3
         a backward has it inside."""
         group = self._plan.groups[g]
         trains = phase.is_backward and self._trainable[phase.ministage]
@@ -261,6 +272,26 @@ class _Builder:
         return actions
 
 
+class _Matches:
+    """Where the rows of each microbatch go, from each group to each that takes its results."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._by_row = [number_microbatches(group) for group in plan.groups]
+        self._starts = [[item.microbatch.start for item in items] for items in self._by_row]
+        self._found: dict[tuple[int, int], dict[tuple[int, int], list[Transfer]]] = {}
+
+    def find(self, source: int, target: int) -> Mapping[tuple[int, int], list[Transfer]]:
+        """Transfers from group to group by rank and microbatch, dummies not among them."""
+        if (source, target) not in self._found:
+            self._found[source, target] = {
+                (item.microbatch.rank, item.number): match_rows(
+                    item, self._by_row[target], self._starts[target]
+                )
+                for item in self._by_row[source]
+            }
+        return self._found[source, target]
+
+
 def _lay(wiring: _Wiring, computation: _Computation, neighbour: int, transfer: Transfer) -> None:
     """Enters one transfer at its sender's computation and in its receiver's channel."""
     is_forward = computation.kind is Kind.F
@@ -285,19 +316,45 @@ class _Posts:
         self._computations = computations
         self._wiring = wiring
         self._next_computation = 0
-        self._next_posted = 0
         self._posted: dict[str, int] = defaultdict(int)
 
     def due(self) -> list[Action]:
         """What is to be posted before the next computation."""
-        horizon = min(self._next_computation + RECEIVE_AHEAD, len(self._computations) - 1)
+        here = self._next_computation
         self._next_computation += 1
         posts: list[Action] = []
-        for position in range(self._next_posted, horizon + 1):
-            needed = self._wiring.receives.get((self._rank, self._computations[position]), [])
-            for channel_name, index in needed:
+        for computation in self._look_ahead(here):
+            for channel_name, index in self._wiring.receives.get((self._rank, computation), ()):
                 channel = self._wiring.channels[self._rank, channel_name]
                 posts += channel[self._posted[channel_name] : index + 1]
                 self._posted[channel_name] = max(self._posted[channel_name], index + 1)
-        self._next_posted = max(self._next_posted, horizon + 1)
         return posts
+
+    def _look_ahead(self, here: int) -> Sequence[_Computation]:
+        """Computations whose receives are to be posted by now and may not be yet."""
+        return self._computations[0 if here == 0 else here + RECEIVE_AHEAD : here + RECEIVE_AHEAD + 1]
+
+
+class _PostsInFlight(_Posts):
+    """The same where forwards and backwards alternate: so many computations of each kind early, and what a
+    microbatch's backward needs right after its forward. Else a group waits to send a forward that the next
+    one takes only once it has sent a backward that the first one does not take yet."""
+
+    def __init__(self, rank: int, computations: Sequence[_Computation], wiring: _Wiring) -> None:
+        super().__init__(rank, computations, wiring)
+        self._to_come = {kind: deque(c for c in computations if c.kind is kind) for kind in (Kind.F, Kind.B)}
+        """By kind, the computations whose receives were not looked at yet."""
+        self._num_left = {kind: len(own) for kind, own in self._to_come.items()}
+        """By kind, the computations that are not done."""
+
+    def _look_ahead(self, here: int) -> Sequence[_Computation]:
+        found: list[_Computation] = []
+        if here and self._computations[here - 1].kind is Kind.F:
+            found.append(replace(self._computations[here - 1], kind=Kind.B))
+        now = self._computations[here].kind
+        for kind, own in self._to_come.items():
+            ahead = RECEIVE_AHEAD + (kind is now)
+            while own and self._num_left[kind] - len(own) < ahead:
+                found.append(own.popleft())
+        self._num_left[now] -= 1
+        return found

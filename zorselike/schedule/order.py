@@ -60,6 +60,9 @@ class _RankOrder:
         self._done: set[tuple[Kind, int, int]] = set()
         """All so far of the kinds that come once for a (ministage, microbatch)."""
         self._num_done: defaultdict[tuple[Kind, int], int] = defaultdict(int)
+        self._max_in_flight = group.max_in_flight
+        self._num_in_flight = 0
+        """Microbatches with rows that are forward and not yet backward, of all ministages."""
         self._received: defaultdict[tuple[Kind, int, int], list[tuple[int, int]]] = defaultdict(list)
         self._readers: dict[Kind, Callable[[Step], None]] = {
             Kind.F: self._forward,
@@ -120,6 +123,13 @@ class _RankOrder:
 
     def _forward(self, step: Step) -> None:
         self._compute(step, step.ministage - 1, Kind.RECV_F)
+        if step.ministage >= self._demands.lowest_backward and step.microbatch < len(self._rows):
+            self._num_in_flight += 1
+            if self._max_in_flight is not None and self._num_in_flight > self._max_in_flight:
+                raise Fault(
+                    f"{self._num_in_flight} microbatches would be in flight, and the plan's max_in_flight is "
+                    f"{self._max_in_flight}: a backward must come first"
+                )
 
     def _backward(self, step: Step) -> None:
         ministage, microbatch = step.ministage, step.microbatch
@@ -130,6 +140,7 @@ class _RankOrder:
         if self._num_done[Kind.B, ministage] == 0:
             self._residency.start_backward(ministage, self._following_backward.get(ministage))
         self._compute(step, ministage + 1, Kind.RECV_B)
+        self._num_in_flight -= step.microbatch < len(self._rows)
         if self._demands.trains[ministage]:
             if (Kind.REDUCE_GRAD, ministage, NONE if self._reduces_once else microbatch) in self._done:
                 raise Fault("its gradients were already reduced")
