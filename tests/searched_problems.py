@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zorselike.cost.layer_times import LayerClock
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.bandwidths import read_bandwidths
 from zorselike.planner.compose import Choice, Composer, GroupChoice
@@ -110,3 +111,20 @@ class Bench:
         )
         turns = rng.choice([1, 2, 3]) * len(groups)
         return self.composer.compose(Choice(groups, min(len(self.table.keys), turns)))
+
+    def draw_sketch_in_flight(self, rng: random.Random) -> Sketch | None:
+        """With bounds on microbatches in flight; None where it does not fit."""
+        bandwidths = read_bandwidths(self.problem.cluster)
+        grouping = rng.choice(find_groupings(bandwidths))
+        if not 1 < len(grouping.groups) <= len(self.table.keys):
+            return None
+        modes = [
+            mode
+            for family in list_families(Fixed())
+            for mode in family
+            if not {*mode.offload} - {*OFFLOAD_IN_FLIGHT}
+        ]
+        groups = tuple(
+            GroupChoice(own, rng.choice(modes), rng.choice([2, 4, 8, 16])) for own in grouping.groups
+        )
+        return self.composer.compose(Choice(groups, len(groups), slack=rng.choice([1.0, 1.5, 2.0, 3.0])))

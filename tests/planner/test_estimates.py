@@ -15,6 +15,7 @@ from zorselike.planner.modes import Mode, list_families
 from zorselike.planner.neighbours import change_choice, move_layers, move_rows
 from zorselike.planner.problem import Fixed
 from zorselike.planner.sketch import make_plan
+from zorselike.schedule.in_flight import least_in_flight
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,21 @@ def simulated():
     return found
 
 
+@pytest.fixture(scope="module")
+def simulated_in_flight():
+    """The same with bounds on microbatches in flight."""
+    rng = random.Random(6)
+    found = []
+    while len(found) < 40:
+        bench = Bench(draw_problem(rng))
+        for _ in range(3):
+            sketch = bench.draw_sketch_in_flight(rng)
+            if sketch is not None:
+                plan = make_plan(sketch, bench.problem, bench.table).validate()
+                found.append((bench, sketch, bench.problem.setting.simulate(plan)))
+    return found
+
+
 def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
     pairs = [
         (bench.pace.estimate_s(sketch), case.simulation.iteration_s) for bench, sketch, case in simulated
@@ -40,6 +56,41 @@ def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
     assert 0.8 < median(ratios) < 1.4
     assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.9
     assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+
+
+def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):
+    pairs = [
+        (bench.pace.estimate_s(sketch), case.simulation.iteration_s)
+        for bench, sketch, case in simulated_in_flight
+    ]
+    ratios = sorted(estimate / real for estimate, real in pairs)
+    assert 0.85 < median(ratios) < 1.2
+    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.6
+    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+
+
+def test_memory_with_bounds_in_flight_is_what_the_whole_plan_needs(simulated_in_flight):
+    for bench, sketch, case in simulated_in_flight:
+        assert not any(map(case.is_overfull, range(case.plan.num_ranks)))
+        rank = 0
+        for g, group in enumerate(sketch.groups):
+            for position in range(len(group.devices)):
+                need = bench.memory.need(sketch, g, position)
+                assert 0.95 < need.device_bytes / case.peak_bytes[rank] < 1.4
+                rank += 1
+
+
+def test_bounds_in_flight_let_a_step_end_and_are_few(simulated_in_flight):
+    for _, sketch, case in simulated_in_flight:
+        bounds = [group.max_in_flight for group in case.plan.groups]
+        assert all(
+            own is not None and least <= own <= group.max_microbatches
+            for own, least, group in zip(bounds, least_in_flight(case.plan), case.plan.groups, strict=True)
+        )
+        # The ranks of a group have microbatches in about as many rounds, or wait for each other in vain.
+        for group in sketch.groups:
+            counts = {len(own) for own in group.sizes if own}
+            assert max(counts) - min(counts) <= 1 + max(counts) // 2
 
 
 def test_memory_is_what_the_whole_plan_needs(simulated):

@@ -60,6 +60,37 @@ def test_what_is_fixed_is_kept():
         assert max(m.num_rows for group in plan.groups for m in group.microbatches) <= 3
 
 
+def test_microbatches_in_flight_are_bounded_where_memory_is_short():
+    """All forward first, these two cards must recompute, or offload what they keep."""
+    small = [make_node(name, "A10G", 1, memory_bytes=(8 * 2**30,)) for name in ("a", "b")]
+    fixed = Fixed(groups=((0,), (1,)))
+    problem = make_problem(*small, global_batch=64, workload=make_decoder(8, tokens=1024), fixed=fixed)
+    found = {
+        bounds: search_plans(
+            replace(problem, fixed=replace(problem.fixed, bounds_in_flight=bounds)), budget_s=5, top=3
+        )
+        for bounds in (None, False, True)
+    }
+    for bounds in (False, True):
+        assert {own.case.plan.bounds_in_flight for own in found[bounds].plans} == {bounds}
+    step_s = {bounds: own.best.case.simulation.iteration_s for bounds, own in found.items()}
+    assert step_s[True] < 0.97 * step_s[False]
+    assert step_s[None] <= step_s[True] * 1.01
+    costly = {
+        bounds: any(group.recompute == "layer" or group.offload for group in own.best.case.plan.groups)
+        for bounds, own in found.items()
+    }
+    assert costly[False] and not costly[True]
+
+
+def test_what_needs_least_memory_is_found_however_short_the_time_is():
+    """Slow searches must not say that nothing fits before they have looked at what needs least."""
+    problem = make_problem(
+        make_node("a", "A10G", 2, memory_bytes=(3 * 2**30,) * 2), make_node("b", "T4", 2), global_batch=16
+    )
+    assert search_plans(problem, budget_s=0.0, top=1).best.case.plan.num_ranks
+
+
 def test_ctrl_c_gives_the_best_so_far():
     def interrupt(progress):
         if progress.num_estimated > 5:

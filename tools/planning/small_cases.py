@@ -70,6 +70,7 @@ def _draw(rng: random.Random) -> SmallCase:
             recompute=options.recompute,
             offload=options.offload,
             rows_per_microbatch=options.rows_per_microbatch,
+            bounds_in_flight=False,
         ),
     )
     return SmallCase(problem, options)

@@ -141,6 +141,8 @@ def _examine_fixed(problem: PlanProblem, plan: Plan) -> Iterator[str]:
             yield f"groups {found} in the order {first_visits}, fixed are {wanted}"
     if fixed.ministages is not None and plan.num_ministages != fixed.ministages:
         yield f"{plan.num_ministages} ministages, fixed are {fixed.ministages}"
+    if fixed.bounds_in_flight not in (None, plan.bounds_in_flight):
+        yield f"bounds in flight: {plan.bounds_in_flight}, fixed is {fixed.bounds_in_flight}"
     for g, group in enumerate(plan.groups):
         rows = max(microbatch.num_rows for microbatch in group.microbatches)
         if fixed.rows_per_microbatch is not None and rows > fixed.rows_per_microbatch:

@@ -58,7 +58,7 @@ class WantedOptions:
     ] = ()
     """What is decided already: groups=type, node, zone or nodes with local ranks in the pipeline's order
     (groups=a:0-3,b/c), zero=2, recompute=layer, offload=params,optimizer (or none), ministages=8,
-    rows_per_microbatch=2, grad_reduce=once."""
+    rows_per_microbatch=2, grad_reduce=once, in_flight=bounded (or unbounded: forward first)."""
 
 
 @dataclass(frozen=True, kw_only=True)

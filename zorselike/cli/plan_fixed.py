@@ -14,7 +14,16 @@ from zorselike.planner.problem import Fixed
 
 T = TypeVar("T")
 
-KEYS = ("groups", "zero", "recompute", "offload", "ministages", "rows_per_microbatch", "grad_reduce")
+KEYS = (
+    "groups",
+    "zero",
+    "recompute",
+    "offload",
+    "ministages",
+    "rows_per_microbatch",
+    "grad_reduce",
+    "in_flight",
+)
 
 _COMMON: Mapping[str, Callable[[Cluster, Place], Hashable]] = {
     "type": lambda cluster, place: cluster.device_type(place),
@@ -51,6 +60,7 @@ def read_fixed(
         given[key] = value
     groups = given.get("groups")
     offload = given.get("offload")
+    in_flight = _read_word("in_flight", given, ("bounded", "unbounded"))
     return Fixed(
         groups=None if groups is None else _read_groups(groups, cluster, devices, spans_regions),
         ministages=_read_number("ministages", given),
@@ -59,6 +69,7 @@ def read_fixed(
         grad_reduce=_read_word("grad_reduce", given, get_args(GradReduce)),
         recompute=_read_word("recompute", given, get_args(Recompute)),
         offload=None if offload is None else _read_offload(offload),
+        bounds_in_flight=None if in_flight is None else in_flight == "bounded",
     )
 
 

@@ -38,6 +38,8 @@ def explain_plan(plan: Plan) -> str:
     lines += _explain_estimates(plan.estimates)
     for g, group in enumerate(plan.groups):
         lines += ["", f"group {g}: {_explain_settings(group)}"]
+        if group.max_in_flight is not None:
+            lines.append(f"  at most {count(group.max_in_flight, 'microbatch')} of a rank in flight")
         lines += _indent(_format_columns(_list_ranks(plan, group)))
         ministages = [("ministage", "modules")]
         ministages += [
@@ -70,8 +72,6 @@ def _explain_settings(group: Group) -> str:
         f"offload {', '.join(group.offload) or 'none'}",
         f"recompute {group.recompute}",
     ]
-    if group.max_in_flight is not None:
-        settings.append(f"at most {count(group.max_in_flight, 'microbatch')} in flight")
     return "; ".join(settings)
 
 

@@ -19,6 +19,8 @@ Recompute = Literal["none", "layer"]
 
 PLAN_VERSION = 1
 OFFLOAD_KINDS = ("params", "optimizer", "activations")
+OFFLOAD_IN_FLIGHT = ("optimizer",)
+"""Of these, what a plan that bounds microbatches in flight may offload."""
 
 
 @dataclass(frozen=True, order=True)

@@ -13,6 +13,7 @@ from typing import get_args
 
 from zorselike.plan.errors import PlanError
 from zorselike.plan.plan import (
+    OFFLOAD_IN_FLIGHT,
     OFFLOAD_KINDS,
     PLAN_VERSION,
     Device,
@@ -273,7 +274,7 @@ def _validate_in_flight(plan: Plan) -> None:
                 f"{why}, but group {g} owns {list_few(own, 'ministage')}; microbatches in flight are bounded "
                 "where every group has one ministage: join them, or remove max_in_flight"
             )
-        unfit = [kind for kind in group.offload if kind != "optimizer"]
+        unfit = [kind for kind in group.offload if kind not in OFFLOAD_IN_FLIGHT]
         if unfit:
             raise PlanError(
                 f"{why}, but groups[{g}].offload names {list_few(map(repr, unfit))}; where microbatches in "

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, combinations
 
 from zorselike.cost.network import CollectiveOp
 from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.plan.errors import PlanError
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.planner.batches import BatchSplit, Card, share_once, share_per_microbatch
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.layers import GroupCosts, split_layers, visit_in_turn
@@ -16,7 +18,8 @@ from zorselike.planner.modes import Mode
 from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rank_memory import RankMemory
-from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch, make_plan
+from zorselike.schedule.in_flight import count_in_flight, least_in_flight
 
 _FP32 = 4
 _MAX_REPAIRS = 6
@@ -26,9 +29,13 @@ _SHARE_FOR_WHOLE = 0.7
 _FAR_OVER, _FAR_UNDER = 2.5, 0.5
 """Of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
 finds."""
+_ROUND_OFF = 1e-9
 _LEAST_LEFT = 0.02
 """Of a device's memory, that each repair takes at least."""
 
+
+MOST_CUTS = 20
+"""Of layers, that are all tried where nothing fits."""
 
 Class = tuple[str, int]
 """Devices that are alike: their type, and bytes of memory."""
@@ -51,6 +58,9 @@ class Choice:
     groups: tuple[GroupChoice, ...]
     num_ministages: int
     """In all; groups are visited in turn."""
+    slack: float | None = None
+    """Microbatches in flight, in those that 1F1B needs, where each group has one ministage; None: all go
+    forward first."""
 
     def change(self, group: int, **changes: object) -> Choice:
         """The same but for one group."""
@@ -65,6 +75,7 @@ class Composer:
     def __init__(self, problem: PlanProblem, table: LayerTable, pace: Pace, memory: RankMemory) -> None:
         self._problem, self._table, self._pace, self._memory = problem, table, pace, memory
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
+        self._bounds: dict[object, list[int]] = {}
         self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
         self.host_was_full = False
         """Whether the last choice fitted all devices, and some node's host was too small for what it
@@ -87,10 +98,12 @@ class Composer:
         for _ in range(_MAX_REPAIRS):
             groups = []
             for own, most in zip(choice.groups, most_rows, strict=True):
-                sizes = self.share_rows(own, most)
+                sizes = self.share_rows(own, most, in_rounds=choice.slack is not None)
                 if sizes is None:
                     return None
                 groups.append(GroupSketch(own.devices, own.mode, sizes))
+            if choice.slack is not None:
+                groups = self._bound(groups, choice.slack)
             costs = [
                 self._find_costs(group, share, accumulates=len(owners) == 1)
                 for group, share in zip(groups, room, strict=True)
@@ -99,9 +112,9 @@ class Composer:
                 costs = [replace(own, seconds=self._parameters) for own in costs]
             split = split_layers(self._table.keys, owners, costs)
             if split is None:
-                return None
+                break
             sketch = Sketch(tuple(groups), owners, split.ends)
-            if self.shares_unevenly(sketch) or (is_worth is not None and not is_worth(sketch)):
+            if not self.may_run(sketch) or (is_worth is not None and not is_worth(sketch)):
                 return None
             over = self.find_overfull(sketch)
             if not over:
@@ -115,26 +128,54 @@ class Composer:
                     full += 1
             if full == len(choice.groups):  # Nobody has room for what others have too much of.
                 if by_bytes or len(owners) == 1:
-                    return None
+                    break
                 by_bytes, room = True, [1.0] * len(choice.groups)
+        return self._try_all_cuts(tuple(groups), owners)
+
+    def _try_all_cuts(self, groups: tuple[GroupSketch, ...], owners: tuple[int, ...]) -> Sketch | None:
+        """The first that fits of all cuts of few layers: which ministages follow each other on a device
+        counts too, and no sum over layers knows that."""
+        num_layers, num_cuts = len(self._table.keys), len(owners) - 1
+        if math.comb(num_layers - 1, num_cuts) > MOST_CUTS:
+            return None
+        for inner in combinations(range(1, num_layers), num_cuts):
+            sketch = Sketch(groups, owners, (*inner, num_layers))
+            if not self.may_run(sketch) or self.find_overfull(sketch):
+                continue
+            if not self._memory.overfull_hosts(sketch):
+                self.host_was_full = False
+                return sketch
+            self.host_was_full = True
         return None
 
     # -- rows ------------------------------------------------------------------------------
 
-    def share_rows(self, group: GroupChoice, most: Mapping[Class, int]) -> tuple[Sizes, ...] | None:
-        """Microbatches of each device; None where the rows find no room."""
+    def share_rows(
+        self, group: GroupChoice, most: Mapping[Class, int], *, in_rounds: bool = False
+    ) -> tuple[Sizes, ...] | None:
+        """Microbatches of each device; None where the rows find no room.
+
+        Args:
+            in_rounds: of a pipeline that goes backward before all is forward: there devices that have no part
+                in most of the rounds would hold up the others.
+        """
         waits = (group.mode.zero == 3) + group.mode.reduces_per_microbatch
-        key = (group.devices, group.mode.recompute, waits, group.num_rounds, tuple(sorted(most.items())))
+        in_rounds = in_rounds or group.mode.reduces_per_microbatch
+        limits = tuple(sorted(most.items()))
+        key = (group.devices, group.mode.recompute, waits, in_rounds, group.num_rounds, limits)
         if key not in self._shares:
             try:
-                self._shares[key] = self._share_rows(group, most)
+                self._shares[key] = self._share_rows(group, most, in_rounds)
             except PlanError:
                 self._shares[key] = None
         return self._shares[key]
 
-    def _share_rows(self, group: GroupChoice, most: Mapping[Class, int]) -> tuple[Sizes, ...]:
+    def _share_rows(
+        self, group: GroupChoice, most: Mapping[Class, int], in_rounds: bool
+    ) -> tuple[Sizes, ...]:
         num_rows = self._problem.global_batch
-        whole = self._share(group, most, dict.fromkeys(group.devices, self._most_at_once()))
+        at_once = dict.fromkeys(group.devices, self._most_at_once())
+        whole = self._share(group, most, at_once, group.mode.reduces_per_microbatch)
         if group.num_rounds == 1 and not group.mode.reduces_per_microbatch:
             return whole
         cut = {
@@ -143,14 +184,41 @@ class Composer:
         }
         if max(cut.values()) >= num_rows:
             return whole
-        return self._share(group, most, cut)
+        return self._share(group, most, cut, in_rounds)
 
     def _most_at_once(self) -> int:
         fixed = self._problem.fixed.rows_per_microbatch
         return min(self._problem.global_batch, fixed or self._problem.global_batch)
 
+    def _bound(self, groups: list[GroupSketch], slack: float) -> list[GroupSketch]:
+        """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
+        slack, and at least what their rows need."""
+        key = (tuple((own.devices, own.sizes, own.mode) for own in groups), slack)
+        if key not in self._bounds:
+            num_layers, num_groups = len(self._table.keys), len(groups)
+            ends = (*range(1, num_groups), num_layers)
+            bounded = tuple(replace(own, max_in_flight=1) for own in groups)
+            plan = make_plan(Sketch(bounded, tuple(range(num_groups)), ends), self._problem, self._table)
+            depths = list(accumulate(1 / own.num_rounds for own in reversed(groups)))[::-1]
+            most = [
+                max(least, math.ceil(slack * depth * own.num_rounds - _ROUND_OFF))
+                for own, depth, least in zip(groups, depths, least_in_flight(plan), strict=True)
+            ]
+            # Later groups never come to hold as many: a bound that is never met would only mislead.
+            filled = tuple(
+                replace(own, max_in_flight=bound) for own, bound in zip(plan.groups, most, strict=True)
+            )
+            self._bounds[key] = list(count_in_flight(replace(plan, groups=filled)))
+        return [
+            replace(own, max_in_flight=bound) for own, bound in zip(groups, self._bounds[key], strict=True)
+        ]
+
     def _share(
-        self, group: GroupChoice, most: Mapping[Class, int], at_once: Mapping[int, int]
+        self,
+        group: GroupChoice,
+        most: Mapping[Class, int],
+        at_once: Mapping[int, int],
+        in_rounds: bool,
     ) -> tuple[Sizes, ...]:
         cards = []
         for device in group.devices:
@@ -161,8 +229,8 @@ class Composer:
             seconds = self._table.model_s(name, group.mode.recompute, cap)
             cards.append(Card(device, seconds, most.get(self._class_of(device))))
         split: BatchSplit
-        if group.mode.reduces_per_microbatch:
-            exposed_s, hidden_s = self._round_s(group)
+        if in_rounds:
+            exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
             split = share_per_microbatch(
                 cards, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
             )
@@ -193,8 +261,9 @@ class Composer:
     # -- layers ----------------------------------------------------------------------------
 
     def _find_costs(self, group: GroupSketch, room: float, *, accumulates: bool) -> GroupCosts:
-        """What layers cost a group: its computation, and the reductions that nothing hides; and what they
-        hold, of one microbatch where each goes at once back."""
+        """What layers cost a group: its computation and the reductions that nothing hides, or its copies
+        from the host where these take longer; and what they hold, of one microbatch where each goes at once
+        back."""
         times = self._pace.group_seconds(group)
         seconds = {key: forward + backward for key, (forward, backward) in times.items()}
         if len(group.devices) > 1:
@@ -207,6 +276,8 @@ class Composer:
                 if num_bytes:
                     each = self._pace.collective_s(op, group.devices, num_bytes)
                     seconds[key] += times_reduced * each
+        if group.mode.offload:
+            seconds = {key: max(own, self._pace.copied_s(group, key)) for key, own in seconds.items()}
         limits = [self._memory.limit_bytes(device) for device in group.devices]
         known = [limit for limit in limits if limit is not None]
         if not known:
@@ -214,7 +285,7 @@ class Composer:
         tightest = self._tightest(group)
         limit = self._memory.limit_bytes(group.devices[tightest])
         assert limit is not None
-        rows = (max if accumulates else sum)(group.sizes[tightest] or (0,))
+        rows = (max if accumulates else sum)(group.held_sizes(tightest) or (0,))
         return GroupCosts(
             seconds,
             {key: self._held_bytes(key, group, rows) for key in seconds},
@@ -226,7 +297,7 @@ class Composer:
 
         def room(position: int) -> float:
             limit = self._memory.limit_bytes(group.devices[position])
-            return math.inf if limit is None else limit / (1 + sum(group.sizes[position]))
+            return math.inf if limit is None else limit / (1 + sum(group.held_sizes(position)))
 
         return min(range(len(group.devices)), key=room)
 
@@ -264,7 +335,15 @@ class Composer:
 
     # -- memory ----------------------------------------------------------------------------
 
-    def shares_unevenly(self, sketch: Sketch) -> bool:
+    def may_run(self, sketch: Sketch) -> bool:
+        """Whether the runtime takes it, memory apart."""
+        if sketch.bounds_in_flight and any(
+            {*group.mode.offload} - {*OFFLOAD_IN_FLIGHT} for group in sketch.groups
+        ):
+            return False
+        return not self._shares_unevenly(sketch)
+
+    def _shares_unevenly(self, sketch: Sketch) -> bool:
         """Whether a ministage with ZeRO 3 holds both ends of a tie while its devices have different numbers
         of microbatches, which the runtime refuses."""
         home = {self._table.modules[n]: i for i in range(sketch.num_ministages) for n in sketch.layers_of(i)}
@@ -278,7 +357,7 @@ class Composer:
     def has_room(self, sketch: Sketch) -> bool:
         """Whether it fits every device and host, and may be run."""
         return (
-            not self.shares_unevenly(sketch)
+            self.may_run(sketch)
             and not self.find_overfull(sketch)
             and not self._memory.overfull_hosts(sketch)
         )

@@ -14,6 +14,10 @@ FEW_ACTIONS = 1_500_000
 """Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
 FUTILE_S = 5.0
 """So long at least, and twice the budget, something that fits and is allowed is looked for."""
+MANY_ACTIONS = 100_000
+"""From so many actions on a simulation takes seconds, and one step may have to do in place of several."""
+ASSUMED_S = 2e-5
+"""For each action, before anything was simulated."""
 TINY_ACTIONS = 50_000
 """Up to so many simulated actions, half a second, estimates decide nothing."""
 _TOLD_EVERY_S = 0.1
@@ -70,8 +74,12 @@ class Effort:
 
     def would_overrun(self, num_actions: int) -> bool:
         """Whether a simulation of about so many actions would end after the budget, by those before."""
-        each_s = self._simulating_s / max(1, self._estimated_actions)
+        each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
         return self.elapsed_s + each_s * num_actions > self.budget_s
+
+    def must_hurry(self, num_actions: int) -> bool:
+        """Whether a long simulation had better be of one step only."""
+        return num_actions >= MANY_ACTIONS and self.would_overrun(num_actions)
 
     def count_simulation(self, *, actions: int, estimated_actions: int, seconds: float) -> None:
         self.num_simulated += 1

@@ -81,6 +81,11 @@ def describe_reductions(planned: Planned) -> str:
     return _join(planned, lambda group: "microbatch" if group.reduces_per_microbatch else "once")
 
 
+def describe_in_flight(planned: Planned) -> str:
+    """Microbatches of a rank that are held at once, at most."""
+    return _join(planned, lambda group: "all" if group.max_in_flight is None else str(group.max_in_flight))
+
+
 _SETTINGS: Mapping[str, Callable[[Planned], str]] = {
     "groups": describe_groups,
     "made": lambda planned: planned.grouping,
@@ -90,6 +95,7 @@ _SETTINGS: Mapping[str, Callable[[Planned], str]] = {
     "recompute": describe_recomputation,
     "offload": describe_offload,
     "grad_reduce": describe_reductions,
+    "in flight": describe_in_flight,
 }
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from zorselike.plan.errors import ClusterError
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.planner.compose import Choice, Composer, GroupChoice, list_rounds
 from zorselike.planner.goal import WORST, Rank, rank
 from zorselike.planner.layer_table import LayerTable
@@ -13,6 +15,7 @@ from zorselike.planner.modes import Family, Mode, list_families
 from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import Sketch
+from zorselike.schedule.in_flight import LowBoundError
 
 _FIRST_ROUNDS = (8, 24)
 _FEW_ROUNDS = (1, 2, 4)
@@ -28,6 +31,8 @@ _MISSES = 2
 """Numbers in a row that are no better, after which none further on is tried."""
 _FEW_LAYERS = 12
 """Up to so many layers every number of ministages is tried."""
+_SLACKS = (1.0, 1.5, 2.0, 3.0)
+"""Microbatches in flight, in those that 1F1B needs."""
 _TURNS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 Groups = tuple[tuple[int, ...], ...]
@@ -66,6 +71,8 @@ class Explorer:
         self._host_full: set[Choice] = set()
         """What fits no host, though it does all devices."""
         self._ranks: dict[Sketch, Rank] = {}
+        self._is_doubtful = False
+        """Whether nothing fitted the last groups, so that one asks first whether anything may."""
         self.num_estimated = 0
 
     def forget(self) -> None:
@@ -103,11 +110,24 @@ class Explorer:
         return self._found[choice]
 
     def _is_idle(self, choice: Choice) -> bool:
-        """Whether it offloads what never leaves: activations where each microbatch goes at once back."""
+        """Whether it offloads what never leaves (activations where each microbatch goes at once back), or
+        bounds microbatches in flight where that cannot be or what is fixed says otherwise."""
+        if choice.slack is not None and not self._may_bound(choice):
+            return True
+        if self._problem.fixed.bounds_in_flight and choice.slack is None:
+            return True
         return (
             choice.num_ministages == 1
             and self._problem.fixed.offload is None
             and any("activations" in own.mode.offload for own in choice.groups)
+        )
+
+    def _may_bound(self, choice: Choice) -> bool:
+        """Whether microbatches in flight may be bounded."""
+        return (
+            choice.num_ministages == len(choice.groups) > 1
+            and self._problem.fixed.bounds_in_flight is not False
+            and not any({*own.mode.offload} - {*OFFLOAD_IN_FLIGHT} for own in choice.groups)
         )
 
     def estimate(self, sketch: Sketch, choice: Choice, grouping: str) -> Candidate | None:
@@ -121,7 +141,7 @@ class Explorer:
             self.num_estimated += 1
             try:
                 iteration_s = self._pace.estimate_s(sketch)
-            except ClusterError:
+            except (ClusterError, LowBoundError):
                 return None
             devices = [device for group in sketch.groups for device in group.devices]
             cost = self._price(devices) * iteration_s / 3600
@@ -130,9 +150,19 @@ class Explorer:
 
     # -- one grouping ----------------------------------------------------------------------
 
-    def glance(self, groups: Groups, grouping: str) -> Candidate | None:
-        """The best of a few modes, the same for all groups, at usual numbers of ministages and rounds."""
+    def glance(self, groups: Groups, grouping: str) -> list[Candidate]:
+        """The best of a few modes, the same for all groups, at usual numbers of ministages and rounds; and
+        with bounds on microbatches in flight, which is another trade of memory for time."""
         once = [family for family in self.families if not family[0].reduces_per_microbatch]
+        found = (
+            self._glance_forward_first(groups, once, grouping),
+            self._glance_in_flight(groups, once, grouping),
+        )
+        return [own for own in found if own is not None]
+
+    def _glance_forward_first(
+        self, groups: Groups, once: Sequence[Family], grouping: str
+    ) -> Candidate | None:
         often = [family for family in self.families if family[0].reduces_per_microbatch]
         best = self._try_in_turn(groups, once, self._first_tries(groups), grouping)
         if len(groups) == 1 and self._list_turns(1)[0] == 1:
@@ -152,15 +182,59 @@ class Explorer:
                 best = found
         return best
 
+    def _glance_in_flight(
+        self, groups: Groups, families: Sequence[Family], grouping: str
+    ) -> Candidate | None:
+        """With one ministage of each group and few microbatches in flight, the first of these that fits."""
+        if len(groups) == 1 or self._list_turns(len(groups))[0] != len(groups):
+            return None
+        plain = [
+            tuple(mode for mode in own if not {*mode.offload} - {*OFFLOAD_IN_FLIGHT}) for own in families
+        ]
+        plain = [own for own in plain if own]
+        most_rounds = self._list_rounds(groups)[-1]
+        tries = dict.fromkeys(number for _, number in self._first_tries(groups))
+        # What needs least memory first: where that does not fit, nothing does.
+        if not plain or self._try_in_flight(groups, plain[-1][-1], most_rounds, _SLACKS[0], grouping) is None:
+            return None
+        for family in plain:
+            if self._try_in_flight(groups, family[-1], most_rounds, _SLACKS[0], grouping) is None:
+                continue
+            for num_rounds, slack in product(tries, (_SLACKS[-1], _SLACKS[0])):
+                for mode in family:
+                    if self._is_over():
+                        return None
+                    found = self._try_in_flight(groups, mode, num_rounds, slack, grouping)
+                    if found is not None:
+                        return found
+        return None
+
+    def _try_in_flight(
+        self,
+        groups: Groups,
+        mode: Mode,
+        num_rounds: int,
+        slack: float,
+        grouping: str,
+    ) -> Candidate | None:
+        own = tuple(GroupChoice(devices, mode, num_rounds) for devices in groups)
+        return self.try_choice(Choice(own, len(groups), slack), grouping)
+
     def _try_in_turn(
         self, groups: Groups, families: Sequence[Family], tries: Iterable[tuple[int, int]], grouping: str
     ) -> Candidate | None:
         """The best at the first numbers of ministages and rounds at which something fits."""
+        if self._is_doubtful and not self._may_fit(groups, families, grouping):
+            return None
         for number, (num_ministages, num_rounds) in enumerate(tries):
+            if self._is_over():
+                return None
             best = self._try_families(groups, families, num_ministages, num_rounds, grouping)
             if best is not None:
+                self._is_doubtful = False
                 return best
-            if number == 0 and not self._may_fit(groups, families, grouping):
+            if number == 0 and not self._is_doubtful and not self._may_fit(groups, families, grouping):
+                self._is_doubtful = True
                 return None
         return None
 
@@ -170,11 +244,13 @@ class Explorer:
             return False
         turns, rounds = self._list_turns(len(groups)), self._list_rounds(groups)
         usual = next((number for number in turns if number >= _FIRST_TURNS * len(groups)), turns[-1])
-        wanted = turns[::-1] if len(self._table.keys) <= _FEW_LAYERS else (turns[-1], usual)
+        is_small = len(self._table.keys) <= _FEW_LAYERS
+        wanted = turns[::-1] if is_small else (turns[-1], usual)
         return any(
             self._fits_frugally(groups, family, number, rounds[-1], grouping)
             for number in dict.fromkeys(wanted)
-            for family in (families if self._host_full else families[-1:])
+            # Of one microbatch the copy on its way to the host may take more room than staying would.
+            for family in (families if is_small or self._host_full else families[-1:])
         )
 
     def _fits_frugally(
@@ -195,6 +271,8 @@ class Explorer:
         """Whatever fits first with what needs least memory; None where that does not either."""
         once = [family for family in self.families if not family[0].reduces_per_microbatch]
         often = [family for family in self.families if family[0].reduces_per_microbatch]
+        if self._problem.fixed.bounds_in_flight:
+            return self._glance_in_flight(groups, once, grouping)
         for families in (often, once):
             if self._may_fit(groups, families, grouping):
                 return next(found for found in self._found.values() if found is not None)
@@ -212,6 +290,8 @@ class Explorer:
         best: Candidate | None = None
         num_fitting = 0
         for number, family in enumerate(families):
+            if self._is_over():
+                break
             found = self._try_family(groups, family, num_ministages, num_rounds, grouping)
             if found is None:
                 continue
@@ -272,6 +352,7 @@ class Explorer:
             for step in (
                 self._change_rounds,
                 self._change_turns,
+                self._change_slack,
                 self._change_modes,
                 self._change_group_rounds,
             ):
@@ -300,9 +381,9 @@ class Explorer:
         return self._walk(
             best,
             [
-                Choice(
-                    tuple(GroupChoice(own.devices, own.mode, number) for own in best.choice.groups),
-                    best.choice.num_ministages,
+                replace(
+                    best.choice,
+                    groups=tuple(GroupChoice(own.devices, own.mode, number) for own in best.choice.groups),
                 )
                 for number in rounds
             ],
@@ -324,6 +405,16 @@ class Explorer:
         now = best.choice.num_ministages
         position = min(range(len(turns)), key=lambda i: abs(turns[i] - now))
         return self._walk(best, [Choice(best.choice.groups, number) for number in turns], position)
+
+    def _change_slack(self, best: Candidate) -> Candidate:
+        """More or fewer microbatches in flight, with one ministage of each group."""
+        num_groups = len(best.choice.groups)
+        if num_groups == 1 or self._list_turns(num_groups)[0] != num_groups:
+            return best
+        slacks = (None, *_SLACKS)
+        return self._improve(
+            best, (replace(best.choice, num_ministages=num_groups, slack=slack) for slack in slacks)
+        )
 
     def _change_modes(self, best: Candidate) -> Candidate:
         """Of each group by itself, to those that come before the present one or soon after."""

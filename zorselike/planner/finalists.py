@@ -12,15 +12,16 @@ from zorselike.planner.goal import Rank, rank
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import Sketch, make_plan
+from zorselike.schedule.in_flight import LowBoundError
 from zorselike.simulator.case import Case
 
 MOST_FINALISTS = 16
 """Sketches that are simulated before the best are changed."""
 WORTH_SIMULATING = 1.3
 """Estimates up to this many times the best one's are simulated."""
-MANY_ACTIONS, WORTH_OF_HALF = 20_000, 0.02
+MANY_ACTIONS, WORTH_OF_HALF, WORTH_IN_A_HURRY = 20_000, 0.02, 0.1
 """Beyond so many actions a candidate with half of them is simulated first if it takes no longer than by this
-share."""
+share; by the larger share where the simulation would end after the budget."""
 
 
 class Finalist(NamedTuple):
@@ -31,6 +32,16 @@ class Finalist(NamedTuple):
     """Which one, in the order of simulation."""
     candidate: Candidate
     case: Case
+    is_first_step: bool
+    """Whether its time is that of a step that all ranks begin together, for want of time for more: it is a
+    little longer than that of steps that overlap."""
+
+
+def _put_kinds_first(ordered: list[Candidate]) -> list[Candidate]:
+    """The best with and the best without bounds on microbatches in flight before all others: estimates of the
+    two err in different ways."""
+    first = {own.choice.slack is None: own for own in reversed(ordered)}
+    return sorted(ordered, key=lambda own: all(own is not other for other in first.values()))
 
 
 class Finalists:
@@ -55,7 +66,7 @@ class Finalists:
     def simulate_best(self, candidates: list[Candidate]) -> None:
         """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
         first, which is as good to run and quicker to simulate."""
-        ordered = sorted(candidates, key=lambda own: (own.rank.excess, _weigh(own)))
+        ordered = _put_kinds_first(sorted(candidates, key=lambda own: (own.rank.excess, self._weigh(own))))
         limit = WORTH_SIMULATING * ordered[0].rank.wanted if ordered else 0.0
         for number, candidate in enumerate(ordered):
             if self.best is not None and self._effort.is_over():
@@ -85,8 +96,9 @@ class Finalists:
         began_s = effort.elapsed_s
         try:
             plan = make_plan(candidate.sketch, self._problem, self._table).validate()
-            case = self._problem.setting.simulate(plan)
-        except (ClusterError, ProfileError):
+            hurries = effort.must_hurry(candidate.sketch.num_actions)
+            case = self._problem.setting.simulate(plan, num_steps=1 if hurries else None)
+        except (ClusterError, ProfileError, LowBoundError):
             return None
         effort.count_simulation(
             actions=sum(map(len, case.actions.values())),
@@ -95,10 +107,11 @@ class Finalists:
         )
         simulation = case.simulation
         order = rank(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
-        return Finalist(order, effort.num_simulated, candidate, case)
+        return Finalist(order, effort.num_simulated, candidate, case, hurries)
 
-
-def _weigh(candidate: Candidate) -> float:
-    """What is wanted little of, and more of it for many actions."""
-    doublings = max(0.0, log2(max(1, candidate.sketch.num_actions) / MANY_ACTIONS))
-    return candidate.rank.wanted * (1 + WORTH_OF_HALF * doublings)
+    def _weigh(self, candidate: Candidate) -> float:
+        """What is wanted little of, and more of it for many actions."""
+        num_actions = candidate.sketch.num_actions
+        doublings = max(0.0, log2(max(1, num_actions) / MANY_ACTIONS))
+        worth = WORTH_IN_A_HURRY if self._effort.must_hurry(num_actions) else WORTH_OF_HALF
+        return candidate.rank.wanted * (1 + worth * doublings)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 from zorselike.plan.errors import PlanError
@@ -26,7 +26,10 @@ from zorselike.planner.microbatch_sums import ROUND_OFF
 FEW_KEPT = 8
 MOST_KEPT = 64
 """Partial cuts kept for each layer and ministage. The larger number is tried, with what the smaller one found
-as a bound, only where the smaller one was not enough for all that matter."""
+as a bound, only where the smaller one was not enough for all that matter; ever larger ones where nothing that
+was kept fits, to prove that nothing does."""
+MOST_WORK = 30_000
+"""Layers times ministages times partial cuts, about a tenth of a second, up to which more are kept."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def split_layers(
     most_kept: int = MOST_KEPT,
 ) -> LayerSplit | None:
     """The cut in which the slowest group is fastest and then the squares of the ministages' seconds add up to
-    least; None where nothing fits.
+    least; None where nothing fits, or nothing that was found does (`MOST_KEPT`).
 
     Args:
         kinds: of each layer in model order; embedding and head are layers of their own kinds.
@@ -97,14 +100,37 @@ def split_layers(
     """
     _check(kinds, owners, groups)
     best: LayerSplit | None = None
-    width = min(FEW_KEPT, most_kept)
-    while True:
+    for width in _list_widths(most_kept, MOST_WORK // (len(kinds) * len(owners))):
+        if best is not None and width > most_kept:
+            break  # More are kept only where nothing fits, for one that was not kept may.
         search = _Search(kinds, owners, groups, width, math.inf if best is None else best.slowest_s)
         best = search.run() or best
-        if search.is_exact or (best is not None and width >= most_kept):
+        if search.is_exact:
             return best
-        # Where none of the cuts that were kept fits, one that was not may: that nothing fits needs a proof.
-        width = max(most_kept, 4 * width) if best is None else most_kept
+    return best or _split_by_bytes(kinds, owners, groups)
+
+
+def _list_widths(most_kept: int, most_afforded: int) -> list[int]:
+    """Numbers of partial cuts to keep, one after the other."""
+    widths = [min(FEW_KEPT, most_kept)]
+    wanted = most_kept
+    while widths[-1] < min(wanted, most_afforded):
+        widths.append(min(wanted, most_afforded))
+        wanted *= 4
+    return widths
+
+
+def _split_by_bytes(
+    kinds: Sequence[str], owners: Sequence[int], groups: Sequence[GroupCosts]
+) -> LayerSplit | None:
+    """A cut that fits where none of the fast ones that were kept does: the one that leaves the fullest group
+    most room. To prove that there is none would take for ever where kinds alternate."""
+    shares = [
+        replace(own, seconds={kind: own.num_bytes.get(kind, 0.0) / max(own.max_bytes, 1.0) for kind in kinds})
+        for own in groups
+    ]
+    found = _Search(kinds, owners, shares, FEW_KEPT, 1.0).run()
+    return None if found is None else _describe(kinds, owners, groups, found.sizes, is_exact=False)
 
 
 def bound_slowest_s(kinds: Sequence[str], groups: Sequence[GroupCosts]) -> float:
@@ -197,7 +223,7 @@ class _Search:
         if not cuts:
             return None
         _, sizes = min(cuts)
-        return self._describe(sizes)
+        return _describe(self._kinds, self._owners, self._groups, sizes, is_exact=self.is_exact)
 
     # -- partial cuts ----------------------------------------------------------------------
 
@@ -313,17 +339,25 @@ class _Search:
             squares += (piece.open_s + number * run.seconds[piece.group]) ** 2
         return squares, tuple(sizes)
 
-    def _describe(self, sizes: Sequence[int]) -> LayerSplit:
-        ends = tuple(accumulate(sizes))
-        ministage_s = tuple(
-            math.fsum(self._groups[g].seconds[kind] for kind in self._kinds[end - size : end])
-            for g, size, end in zip(self._owners, sizes, ends, strict=True)
-        )
-        group_s = tuple(
-            math.fsum(own for owner, own in zip(self._owners, ministage_s, strict=True) if owner == g)
-            for g in range(len(self._groups))
-        )
-        return LayerSplit(tuple(self._owners), ends, group_s, ministage_s, self.is_exact)
+
+def _describe(
+    kinds: Sequence[str],
+    owners: Sequence[int],
+    groups: Sequence[GroupCosts],
+    sizes: Sequence[int],
+    *,
+    is_exact: bool,
+) -> LayerSplit:
+    ends = tuple(accumulate(sizes))
+    ministage_s = tuple(
+        math.fsum(groups[g].seconds[kind] for kind in kinds[end - size : end])
+        for g, size, end in zip(owners, sizes, ends, strict=True)
+    )
+    group_s = tuple(
+        math.fsum(own for owner, own in zip(owners, ministage_s, strict=True) if owner == g)
+        for g in range(len(groups))
+    )
+    return LayerSplit(tuple(owners), ends, group_s, ministage_s, is_exact)
 
 
 def _longest_run(kinds: Sequence[str]) -> tuple[int, int]:

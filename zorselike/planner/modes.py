@@ -43,9 +43,10 @@ Family = tuple[Mode, ...]
 """Modes that compute and copy as much for a row, those first that take least time; later ones need less
 memory."""
 
-_OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("params", "optimizer"))
+_OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("params",), ("optimizer",), ("params", "optimizer"))
 _STASHING: tuple[tuple[str, ...], ...] = (
     ("activations",),
+    ("params", "activations"),
     ("optimizer", "activations"),
     ("params", "optimizer", "activations"),
 )
@@ -76,16 +77,20 @@ def _list_kinds(fixed: Fixed) -> list[tuple[Recompute, tuple[tuple[str, ...], ..
 def _list_modes(
     recompute: Recompute, offloads: tuple[tuple[str, ...], ...], *, per_microbatch: bool
 ) -> Iterator[Mode]:
+    grad_reduce: GradReduce = "microbatch" if per_microbatch else "once"
     for offload in offloads:
-        if per_microbatch:
-            yield Mode(2, "microbatch", recompute, offload)
-            yield Mode(3, "microbatch", recompute, offload)
-        else:
-            for zero in (0, 1, 2):
-                yield Mode(zero, "once", recompute, offload)
+        for zero in (2, 3) if per_microbatch else (0, 1, 2):
+            yield Mode(zero, grad_reduce, recompute, offload)
 
 
 def _keeps(mode: Mode, fixed: Fixed) -> bool:
+    if (
+        fixed.offload is None
+        and mode.zero < 2
+        and "params" in mode.offload
+        and "optimizer" not in mode.offload
+    ):
+        return False  # Devices keep them whole, and hosts have room for more.
     return (
         fixed.zero in (None, mode.zero)
         and fixed.recompute in (None, mode.recompute)

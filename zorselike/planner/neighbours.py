@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from zorselike.planner.compose import Choice, GroupChoice, list_rounds
 from zorselike.planner.modes import Mode
@@ -12,17 +13,28 @@ from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
 MOST_KINDS = 6
 """Of devices that are alike with the same rows, how many kinds of a group rows are moved between."""
 
+FEW_MINISTAGES = 8
+"""Up to so many, layers move across several boundaries at once."""
+
+FEW_LAYERS = 12
+"""Up to so many, one ministage more or fewer is tried with every number of microbatches."""
+
 MOST_COMPLEX = 2
 """How much more complex than a group's mode those are that are tried in its place."""
 
 
 def move_layers(sketch: Sketch) -> Iterator[Sketch]:
-    """One layer across each boundary of ministages, either way."""
-    edges = (0, *sketch.ends)
-    for i in range(1, len(edges) - 1):
-        for end in (edges[i] - 1, edges[i] + 1):
-            if edges[i - 1] < end < edges[i + 1]:
-                yield replace(sketch, ends=(*sketch.ends[: i - 1], end, *sketch.ends[i:]))
+    """One layer across each boundary of ministages, either way; and of few ministages across several that
+    follow each other, so that those between keep their number of layers."""
+    num_edges = len(sketch.ends) - 1
+    longest = num_edges if num_edges < FEW_MINISTAGES else 1
+    for length in range(1, longest + 1):
+        for first in range(num_edges - length + 1):
+            for way in (-1, 1):
+                moved = range(first, first + length)
+                ends = tuple(end + way * (i in moved) for i, end in enumerate(sketch.ends))
+                if all(a < b for a, b in pairwise((0, *ends))):
+                    yield replace(sketch, ends=ends)
 
 
 def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: int) -> Iterator[Sketch]:
@@ -127,12 +139,16 @@ def change_choice(
     """Other modes, rounds and numbers of ministages; and with `regroup` groups swapped, merged, split,
     without a device, or with one from another group."""
     groups = choice.groups
+    if choice.num_ministages == len(groups) > 1:
+        for slack in (None, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0):
+            yield replace(choice, slack=slack)
     for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
         if len(groups) <= choice.num_ministages + number <= num_layers:
-            yield replace(choice, num_ministages=choice.num_ministages + number)
+            yield Choice(groups, choice.num_ministages + number)
     for together in list_rounds(-(-global_batch // min(len(own.devices) for own in groups))):
         cut = tuple(replace(own, num_rounds=together) for own in groups)
-        for number in (choice.num_ministages - len(groups), choice.num_ministages + len(groups)):
+        steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
+        for number in (choice.num_ministages + way * step for step in steps for way in (-1, 1)):
             if len(groups) <= number <= num_layers:
                 yield Choice(cut, number)
     for g, own in enumerate(groups):

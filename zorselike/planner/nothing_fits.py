@@ -15,12 +15,18 @@ _NEAR = 0.05
 """How near the factor is found."""
 
 
-def describe_nothing(problem: PlanProblem, memory: RankMemory, find: Callable[[], Candidate | None]) -> str:
+def describe_nothing(
+    problem: PlanProblem,
+    memory: RankMemory,
+    find: Callable[[], Candidate | None],
+    is_late: Callable[[], bool],
+) -> str:
     """One line: what was tried, and how much memory would be enough.
 
     Args:
         memory: whose `scale` is changed, and set back.
         find: looks for anything that fits.
+        is_late: whether what was found has to do.
     """
     whose = f"{problem.workload.model} with {count(problem.global_batch, 'row')} a step"
     what = f"plan: nothing fits: {whose} on {count(len(problem.usable), 'device')}"
@@ -30,11 +36,14 @@ def describe_nothing(problem: PlanProblem, memory: RankMemory, find: Callable[[]
         while found is None and high <= _MOST:
             memory.scale = high
             found = find()
+            if found is None and is_late():
+                tried = "" if low == 1 else f", nor with {low:.3g} times the memory"
+                return f"{what}{tried}; what would was not found in time: {_ease(problem)}"
             if found is None:
                 low, high = high, high * 1.5
         if found is None:
             return f"{what}; not even with {_MOST:.0f} times the memory: {_ease(problem)}"
-        while high / low > 1 + _NEAR:
+        while high / low > 1 + _NEAR and not is_late():
             middle = (low * high) ** 0.5
             memory.scale = middle
             nearer = find()

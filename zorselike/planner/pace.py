@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU
 from zorselike.cost.network import CollectiveOp, Network
@@ -21,8 +23,10 @@ from zorselike.cost.wires import make_network
 from zorselike.plan.cluster import Place
 from zorselike.plan.plan import Recompute
 from zorselike.planner.layer_table import LayerTable
+from zorselike.planner.pace_in_flight import Stage, run_in_flight
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch, make_plan
+from zorselike.schedule.in_flight import Computation, find_needs, order_in_flight
 
 _FP32 = 4
 COPIES_IN_FLIGHT = 2
@@ -66,6 +70,14 @@ class _Work:
     """Activations of all rounds, one way."""
 
 
+class _Order(NamedTuple):
+    """Of a group that goes backward before all is forward."""
+
+    computations: Sequence[Computation]
+    forward_needs: Sequence[int]
+    backward_needs: Sequence[int]
+
+
 @dataclass
 class _Clock:
     """Where a group is in time."""
@@ -100,6 +112,7 @@ class Pace:
         self._collectives: dict[tuple[CollectiveOp, tuple[int, ...], int], float] = {}
         self._sends: dict[object, float] = {}
         self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
+        self._copied: dict[object, float] = {}
 
     @cached_property
     def network(self) -> Network:
@@ -122,16 +135,35 @@ class Pace:
         sends = self._measure_sends(sketch)
         lowest = self._lowest_backward(sketch)
         ties_s = self._measure_ties(sketch)
+        orders = self._order_in_flight(sketch, lowest) if sketch.bounds_in_flight else None
         clocks = [_Clock() for _ in workers]
         ended = began = 0.0
         for _ in range(NUM_STEPS):
             began = ended
-            _run_step(sketch, workers, works, sends, clocks, lowest, defers=self._problem.defer_updates)
+            if orders is not None:
+                _run_in_flight(workers, works, sends, clocks, orders, lowest)
+                _end_in_flight(sketch, workers, works, clocks, lowest, defers=self._problem.defer_updates)
+            else:
+                _run_step(sketch, workers, works, sends, clocks, lowest, defers=self._problem.defer_updates)
             ended = max(clock.end for clock in clocks) + ties_s
             if ties_s:
                 for clock in clocks:
                     clock.compute = ended
         return ended - began
+
+    def _order_in_flight(self, sketch: Sketch, lowest_backward: int) -> list[_Order]:
+        """What each group computes in turn, and what its rounds wait for."""
+        plan = make_plan(sketch, self._problem, self._table)
+        orders = order_in_flight(plan, lowest_backward=lowest_backward)
+        needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
+        return [
+            _Order(
+                order,
+                needs[g - 1].forward if g else (),
+                needs[g].backward if g < len(needs) else (),
+            )
+            for g, order in enumerate(orders)
+        ]
 
     def _lowest_backward(self, sketch: Sketch) -> int:
         for i in range(sketch.num_ministages):
@@ -267,6 +299,17 @@ class Pace:
             copied["stash_s"] = self._copy_s(group, row_bytes * max(map(sum, group.sizes)))
         return copied
 
+    def copied_s(self, group: GroupSketch, key: str) -> float:
+        """What copies from the host take for one layer in a step, which computation hides at best."""
+        wanted = (group.devices, group.sizes, group.mode, key)
+        if wanted not in self._copied:
+            own = self._copies(group, {key: 1})
+            loads = 2 if group.mode.zero in (2, 3) else 1  # For the forward, and again for the backward.
+            self._copied[wanted] = (
+                loads * own.get("load_s", 0.0) + own.get("state_s", 0.0) + own.get("stash_s", 0.0)
+            )
+        return self._copied[wanted]
+
     def _copy_s(self, group: GroupSketch, num_bytes: float) -> float:
         """From the host, or to it, whichever is slower, all devices of a node at once."""
         if not num_bytes:
@@ -397,12 +440,88 @@ def _run_step(
         if not defers:
             _update(worker, work, clock, i)
     if defers:
-        everyone = max(clock.compute for clock in clocks)
-        for clock in clocks:
-            clock.compute = everyone
-        for i in range(last, lowest_backward - 1, -1):
-            g = sketch.owners[i]
-            _update(workers[g], works[i], clocks[g], i)
+        _update_together(sketch, workers, works, clocks, lowest_backward)
+
+
+def _update_together(
+    sketch: Sketch,
+    workers: Sequence[_Worker],
+    works: Sequence[_Work],
+    clocks: Sequence[_Clock],
+    lowest_backward: int,
+) -> None:
+    """Once all gradients are there."""
+    everyone = max(clock.compute for clock in clocks)
+    for clock in clocks:
+        clock.compute = everyone
+    for i in range(sketch.num_ministages - 1, lowest_backward - 1, -1):
+        g = sketch.owners[i]
+        _update(workers[g], works[i], clocks[g], i)
+
+
+def _run_in_flight(
+    workers: Sequence[_Worker],
+    works: Sequence[_Work],
+    sends: Sequence[float],
+    clocks: Sequence[_Clock],
+    orders: Sequence[_Order],
+    lowest_backward: int,
+) -> None:
+    """All computation of one step of groups that have a ministage each."""
+    stages = []
+    for i, (worker, work, clock) in enumerate(zip(workers, works, clocks, strict=True)):
+        begin = clock.compute = clock.update = clock.end
+        clock.before = begin
+        gathers = worker.zero in (1, 2) and work.gather_s > 0
+        stages.append(
+            Stage(
+                order=orders[i].computations,
+                forward_needs=orders[i].forward_needs,
+                backward_needs=orders[i].backward_needs,
+                forward_s=_round_s(worker, work, forward=True),
+                backward_s=_round_s(worker, work, forward=False),
+                ready_s=begin + gathers * work.first_unit * work.gather_s,
+                gathered_s=begin + gathers * work.gather_s,
+                send_forward_s=sends[i + 1] / worker.num_rounds if i + 1 < len(sends) else 0.0,
+                send_backward_s=sends[i] / worker.num_rounds if i > lowest_backward else 0.0,
+            )
+        )
+    run_in_flight(stages)
+    for clock, stage in zip(clocks, stages, strict=True):
+        clock.compute = stage.ready_s
+
+
+def _round_s(worker: _Worker, work: _Work, *, forward: bool) -> float:
+    """A round's computation with the collectives that nothing hides."""
+    seconds = (work.forward_s if forward else work.backward_s) / worker.num_rounds
+    if worker.zero == 3:
+        beside_s = work.gather_s + (0.0 if forward else work.reduce_s)
+        if worker.is_cpu:
+            return seconds + beside_s
+        return max(seconds, beside_s) + work.first_unit * beside_s
+    if not forward and worker.num_reductions > 1:
+        seconds += work.reduce_s
+    return seconds
+
+
+def _end_in_flight(
+    sketch: Sketch,
+    workers: Sequence[_Worker],
+    works: Sequence[_Work],
+    clocks: Sequence[_Clock],
+    lowest_backward: int,
+    *,
+    defers: bool,
+) -> None:
+    """Reductions that come once, and updates."""
+    for i in range(lowest_backward, sketch.num_ministages):
+        worker, work, clock = workers[i], works[i], clocks[i]
+        if worker.zero != 3 and worker.num_reductions == 1:
+            clock.compute += work.reduce_s
+        if not defers:
+            _update(worker, work, clock, i)
+    if defers:
+        _update_together(sketch, workers, works, clocks, lowest_backward)
 
 
 def _run_phase(

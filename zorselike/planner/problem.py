@@ -34,6 +34,8 @@ class Fixed:
     recompute: Recompute | None = None
     offload: tuple[str, ...] | None = None
     """Of every group; `()` for none."""
+    bounds_in_flight: bool | None = None
+    """Whether groups go backward before all microbatches are forward (`Group.max_in_flight`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,13 @@ from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+from zorselike.schedule.build import RECEIVE_AHEAD
 
 _FP32 = 4
 FEW_MICROBATCHES = 4
 """Of a device, that are walked: more than are on their way to the host at once."""
+MORE_MICROBATCHES = 16
+"""Likewise where they are in flight and gradients are reduced after each."""
 _OWN, _REST = 0, 1
 
 
@@ -113,12 +116,13 @@ class RankMemory:
         cuts = tuple(
             (layers.start, layers.stop) for layers in map(sketch.layers_of, sketch.ministages_of(group))
         )
-        sizes = own.sizes[position] or max(own.sizes, key=len)
+        sizes = own.held_sizes(position) or max(own.sizes, key=len)
         rows = max(sizes) if _accumulates(sketch) else sum(sizes)
-        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]))
+        bounded = (sketch.bounds_in_flight, own.max_in_flight)
+        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]), bounded)
         key = (cuts, own.mode, summary, len(own.devices), device)
         if key not in self._needs:
-            self._needs[key] = self._walk(cuts, own, own.sizes[position], device)
+            self._needs[key] = self._walk(cuts, own, own.held_sizes(position), device)
         return self._needs[key]
 
     def _device_type(self, device: int) -> str:
@@ -129,7 +133,7 @@ class RankMemory:
         """About what `need` would find of a device, without a walk."""
         own = sketch.groups[group]
         device = self._device_type(own.devices[position])
-        sizes = own.sizes[position]
+        sizes = own.held_sizes(position)
         parts = [self._part(sketch.layers_of(i), own.mode, device) for i in sketch.ministages_of(group)]
         num_shards = 1 if own.mode.zero == 0 else len(own.devices)
         rows_at_once = max(sizes, default=0)
@@ -180,6 +184,8 @@ class RankMemory:
 
     def _walk(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes, device: str) -> Need:
         few, share = _take_few(sizes)
+        if group.max_in_flight is not None and group.mode.reduces_per_microbatch:
+            few, share = _take_more(sizes, group.num_rounds)
         if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
             share = 1.0  # Each microbatch goes back before the next one comes.
         plan = self._make_plan(cuts, group, few)
@@ -197,7 +203,7 @@ class RankMemory:
             context_bytes=context_bytes,
             num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
         )
-        peak = walk.device_peak_bytes + self._joined_bytes(own, sizes)
+        peak = walk.device_peak_bytes + self._joined_bytes(own, sizes) + self._posted_bytes(group, own, sizes)
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
@@ -248,6 +254,14 @@ class RankMemory:
     def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
         return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
 
+    def _posted_bytes(self, group: GroupSketch, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+        """What is received early: with bounds on microbatches in flight the gradients of all of these, and
+        the inputs of those that follow."""
+        if group.max_in_flight is None:
+            return 0
+        num_rows = sum(sizes) + RECEIVE_AHEAD * max(sizes, default=0)
+        return num_rows * max(size.boundary_bytes_per_row for size in own.values())
+
 
 def _accumulates(sketch: Sketch) -> bool:
     """Whether each microbatch goes forward and at once back, as with a single ministage."""
@@ -289,6 +303,19 @@ def _take_few(sizes: Sizes) -> tuple[Sizes, float]:
         return sizes, 1.0
     few = (max(sizes),) * FEW_MICROBATCHES
     return few, sum(sizes) / sum(few)
+
+
+def _take_more(sizes: Sizes, num_rounds: int) -> tuple[Sizes, float]:
+    """The same where gradients are reduced after each microbatch of few in flight: what counts is the second
+    reduction, with almost all in flight still there and the shards of the first one's gradients."""
+    if not sizes:
+        return sizes, 1.0
+    number = min(max(len(sizes), 2), num_rounds, MORE_MICROBATCHES)
+    more = (max(sizes),) * number
+    left = max(number - 1, 1) / number
+    """Of what is walked, at the second reduction; in a run all in flight but one are left, or the one."""
+    held = sum(sizes) * max(len(sizes) - 1, 1) / len(sizes)
+    return more, held / (left * sum(more))
 
 
 def _scale(size: MinistageBytes, share: float) -> MinistageBytes:

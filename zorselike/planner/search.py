@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from math import isfinite
 
@@ -28,8 +29,8 @@ from zorselike.planner.climb import Climber
 from zorselike.planner.compose import Composer
 from zorselike.planner.device_bounds import DeviceBounds
 from zorselike.planner.device_choice import propose_devices
-from zorselike.planner.effort import Effort
-from zorselike.planner.explore import Candidate, Explorer
+from zorselike.planner.effort import FUTILE_S, Effort
+from zorselike.planner.explore import Candidate, Explorer, Groups
 from zorselike.planner.finalists import Finalist, Finalists
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.nothing_fits import describe_nothing
@@ -46,6 +47,10 @@ FEW_SETS, FEW_GROUPINGS = 2, 2
 """Of devices, and of each: in which something that fits is looked for, were there more memory."""
 LIMITING_SHARE = 0.7
 """Below this share of the ideal a plan says what limits it."""
+ONE_STEP = (
+    "the time is that of one step from a standing start, since simulating several would have taken longer "
+    "than the budget; steps that follow each other may be a little faster"
+)
 
 
 def search_plans(
@@ -148,6 +153,8 @@ class _Search:
         used = {device for group in sketch.groups for device in group.devices}
         seen = (own.note for own in self._survey.sets_seen if own.note and used <= {*own.devices})
         self._notes += islice(seen, 1)
+        if self._finalists.best.is_first_step:
+            self._notes.append(ONE_STEP)
         self._tell()
         return PlanAnswer(
             plans=plans, progress=self._progress(), ending=ending, notes=tuple(dict.fromkeys(self._notes))
@@ -172,6 +179,9 @@ class _Search:
 
     def _simulate_best(self) -> None:
         self._finalists.simulate_best(list(self._survey.found.values()))
+        if self._finalists.best is None:  # There may have been no time to come to what needs least memory.
+            frugal = self._find_any(self._effort.elapsed_s + FUTILE_S)
+            self._finalists.simulate_best([] if frugal is None else [frugal])
         if self._finalists.best is None:
             raise NothingFitsError(self._explain_nothing())
 
@@ -195,6 +205,8 @@ class _Search:
             structure = tuple((own.devices, own.mode) for own in found.candidate.sketch.groups)
             if structure in seen or not self._fits(found.case):
                 continue
+            if found.rank < self._finalists.best.rank:
+                continue  # Hardly better than the best, and less simple.
             if not found.rank.is_allowed:
                 refused = refused or found
                 continue
@@ -243,13 +255,26 @@ class _Search:
         plan = replace(case.plan, estimates=estimates)
         return Planned(replace(case, plan=plan), found.candidate.grouping, ideal_s)
 
-    def _explain_nothing(self) -> str:
+    def _find_any(self, end_s: float) -> Candidate | None:
+        """Whatever fits first in a few likely groupings."""
+        self._explorer.forget()
+        for groups, name in self._likely_groups:
+            if self._effort.elapsed_s > end_s:
+                break
+            if (found := self._explorer.find_any(groups, name)) is not None:
+                return found
+        return None
+
+    @cached_property
+    def _likely_groups(self) -> list[tuple[Groups, str]]:
         sets = propose_devices(self._problem, bounds=self._bounds)[:FEW_SETS]
-        likely = [own for devices in sets for own in islice(self._survey.list_groups(devices), FEW_GROUPINGS)]
+        return [own for devices in sets for own in islice(self._survey.list_groups(devices), FEW_GROUPINGS)]
 
-        def find() -> Candidate | None:
-            self._explorer.forget()
-            found = (self._explorer.find_any(groups, name) for groups, name in likely)
-            return next((own for own in found if own is not None), None)
-
-        return describe_nothing(self._problem, self._memory, find)
+    def _explain_nothing(self) -> str:
+        end_s = self._effort.elapsed_s + max(FUTILE_S, 2 * self._effort.budget_s)
+        return describe_nothing(
+            self._problem,
+            self._memory,
+            lambda: self._find_any(end_s),
+            lambda: self._effort.elapsed_s > end_s,
+        )

@@ -26,6 +26,13 @@ class GroupSketch:
     mode: Mode
     sizes: tuple[Sizes, ...]
     """Of each device; `()` for one that holds shards only."""
+    max_in_flight: int | None = None
+    """As `Group.max_in_flight`."""
+
+    def held_sizes(self, position: int) -> Sizes:
+        """The microbatches of a device whose activations it holds at once."""
+        own = self.sizes[position]
+        return own if self.max_in_flight is None else own[: self.max_in_flight]
 
     @cached_property
     def num_rounds(self) -> int:
@@ -50,6 +57,11 @@ class Sketch:
     @property
     def num_ministages(self) -> int:
         return len(self.owners)
+
+    @property
+    def bounds_in_flight(self) -> bool:
+        """As `Plan.bounds_in_flight`."""
+        return any(group.max_in_flight is not None for group in self.groups)
 
     @cached_property
     def num_actions(self) -> int:
@@ -88,6 +100,7 @@ def make_plan(sketch: Sketch, problem: PlanProblem, table: LayerTable) -> Plan:
                 grad_reduce=own.mode.grad_reduce,
                 offload=own.mode.offload,
                 recompute=own.mode.recompute,
+                max_in_flight=own.max_in_flight,
             )
         )
     ministages = tuple(
@@ -110,10 +123,11 @@ def order_rows(
     group: GroupSketch, ranks: Sequence[int], types: Sequence[str], table: LayerTable
 ) -> tuple[Microbatch, ...]:
     """The first rows of the batch to what is computed first. Where the ranks wait for each other after each
-    microbatch, these are rounds; else each goes through its own at its own speed."""
+    microbatch, or backwards come before all is forward, these are rounds; else each goes through its own at
+    its own speed."""
     pieces: list[tuple[float, int, int]] = []
     for rank, device, own in zip(ranks, types, group.sizes, strict=True):
-        if group.mode.reduces_per_microbatch:
+        if group.mode.reduces_per_microbatch or group.max_in_flight is not None:
             pieces += [(float(number), rank, size) for number, size in enumerate(own)]
             continue
         seconds = table.model_s(device, group.mode.recompute, max(own, default=0))

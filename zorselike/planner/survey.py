@@ -74,23 +74,23 @@ class Survey:
         for groups, name in self.list_groups(devices):
             if self._effort.is_past(GLANCING_SHARE):
                 break
-            candidate = self._explorer.glance(groups, name)
-            if candidate is None and self._problem.fixed.groups is None:
-                candidate = self._glance_in_other_orders(groups, name, devices)
-            if candidate is not None:
+            candidates = self._explorer.glance(groups, name)
+            if not candidates and self._problem.fixed.groups is None:
+                candidates = self._glance_in_other_orders(groups, name, devices)
+            for candidate in candidates:
                 found.append(candidate)
                 self._keep(candidate)
         return sorted(found, key=lambda candidate: candidate.rank)
 
-    def _glance_in_other_orders(self, groups: Groups, name: str, devices: DeviceSet) -> Candidate | None:
+    def _glance_in_other_orders(self, groups: Groups, name: str, devices: DeviceSet) -> list[Candidate]:
         """Where a grouping does not fit in the paper's order: which groups come first and last, and have more
         ministages, can make the difference."""
         orders = order_groups(self._read_bandwidths(devices), groups, max_orders=FEW_ORDERS)
         for order in orders:
             found = self._explorer.glance(tuple(groups[i] for i in order), f"{name}, in another order")
-            if found is not None:
+            if found:
                 return found
-        return None
+        return []
 
     def _keep(self, candidate: Candidate) -> None:
         self.found.setdefault(candidate.sketch, candidate)

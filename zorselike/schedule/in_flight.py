@@ -52,7 +52,7 @@ def order_in_flight(plan: Plan, *, lowest_backward: int = 0) -> tuple[tuple[Comp
         LowBoundError: With a group's bound no step ends; names each such group and the least bound.
     """
     _refuse_low_bounds(plan, lowest_backward)
-    visited = _groups_as_visited(plan)
+    visited = groups_as_visited(plan)
     orders = _Run(_make_stages(plan, visited, lowest_backward)).run()
     of_group = dict(zip(visited, orders, strict=True))
     return tuple(tuple(of_group[g]) for g in range(len(plan.groups)))
@@ -76,12 +76,12 @@ def least_in_flight(plan: Plan) -> tuple[int, ...]:
     No group's depends on the bounds of the others, nor on those of `plan`: a round's gradients come back once
     the rounds of the group that they were made from have gone forward, and wait for no others.
     """
-    visited = _groups_as_visited(plan)
+    visited = groups_as_visited(plan)
     least = [1] * len(plan.groups)
     ahead = list(range(plan.groups[visited[-1]].max_microbatches))
     """Per round of a stage, the last of its rounds that is forward before that one can go backward."""
     for g, following in reversed(list(pairwise(visited))):
-        needs = _find_needs(plan.groups[g], plan.groups[following])
+        needs = find_needs(plan.groups[g], plan.groups[following])
         ahead = [max(m, needs.forward[ahead[last]]) for m, last in enumerate(needs.backward)]
         least[g] = max(last - m + 1 for m, last in enumerate(ahead))
     return tuple(least)
@@ -101,7 +101,7 @@ def _refuse_low_bounds(plan: Plan, lowest_backward: int) -> None:
         )
 
 
-def _groups_as_visited(plan: Plan) -> list[int]:
+def groups_as_visited(plan: Plan) -> list[int]:
     """Groups in the order of their ministages."""
     return [ministage.group for ministage in plan.ministages]
 
@@ -109,7 +109,7 @@ def _groups_as_visited(plan: Plan) -> list[int]:
 # -- who waits for whom ------------------------------------------------------------------------
 
 
-class _Needs(NamedTuple):
+class Needs(NamedTuple):
     """Between two neighbouring groups, per round of one, the last round of the other that it waits for."""
 
     forward: list[int]
@@ -118,9 +118,9 @@ class _Needs(NamedTuple):
     """Per round of the earlier group, one of the later."""
 
 
-def _find_needs(earlier: Group, later: Group) -> _Needs:
+def find_needs(earlier: Group, later: Group) -> Needs:
     """Rounds wait for all that shares a row with them, and for all that rounds before them wait for."""
-    needs = _Needs([0] * later.max_microbatches, [0] * earlier.max_microbatches)
+    needs = Needs([0] * later.max_microbatches, [0] * earlier.max_microbatches)
     sources, targets = number_microbatches(earlier), number_microbatches(later)
     i = j = 0
     # Both cover the batch without gaps, so that walking them side by side meets every shared row.
@@ -130,7 +130,7 @@ def _find_needs(earlier: Group, later: Group) -> _Needs:
         needs.backward[source.number] = max(needs.backward[source.number], target.number)
         i += source.microbatch.stop <= target.microbatch.stop
         j += target.microbatch.stop <= source.microbatch.stop
-    return _Needs(*(list(accumulate(last, max)) for last in needs))
+    return Needs(*(list(accumulate(last, max)) for last in needs))
 
 
 # -- nominal time ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _make_stages(plan: Plan, visited: Sequence[int], lowest_backward: int) -> li
         bound = len(own) if group.max_in_flight is None or not back else group.max_in_flight
         stages.append(_Stage(forward_time, backward_time, bound))
     for (stage, group), (following, later) in pairwise(zip(stages, groups, strict=True)):
-        following.forward_needs, stage.backward_needs = _find_needs(group, later)
+        following.forward_needs, stage.backward_needs = find_needs(group, later)
     return stages
 
 

@@ -8,9 +8,7 @@ unit computes is its share of the ministage's by bytes of parameters.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
@@ -21,6 +19,7 @@ from zorselike.simulator.account import account_for
 from zorselike.simulator.deadlock import describe_deadlock
 from zorselike.simulator.events import PENDING, run
 from zorselike.simulator.meetings import Edge, Meetings
+from zorselike.simulator.no_collection import without_collection
 from zorselike.simulator.notes import Notes
 from zorselike.simulator.program import Program
 from zorselike.simulator.result import Simulation
@@ -35,20 +34,7 @@ NUM_STEPS_OFFLOADING = 3
 """Copies to the host that go on beside the next step may hold up the second one more than those after."""
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Python's garbage collector looks at the tables of tasks again and again while they grow, for a third of
-    the time, and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def simulate(
     plan: Plan,
     actions: Mapping[int, Sequence[Action]],

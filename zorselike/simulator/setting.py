@@ -19,6 +19,7 @@ from zorselike.schedule.interleaved import build_interleaved
 from zorselike.schedule.one_f_one_b import build_one_f_one_b
 from zorselike.simulator.case import Case, Schedule
 from zorselike.simulator.engine import simulate
+from zorselike.simulator.no_collection import without_collection
 
 _BUILDERS: Mapping[Schedule, Callable[..., dict[int, list[Action]]]] = {
     "ours": build,
@@ -37,6 +38,7 @@ class Setting:
     defer_updates: bool = False
     """As a global `max_norm` does, and float16: updates wait for all gradients of the step."""
 
+    @without_collection()
     def list_actions(self, plan: Plan, schedule: Schedule = "ours") -> Mapping[int, Sequence[Action]]:
         """What each rank does in a step; raises `PlanError` where the schedule does not take the plan."""
         try:
@@ -61,8 +63,9 @@ class Setting:
         *,
         schedule: Schedule = "ours",
         record: bool = False,
+        num_steps: int | None = None,
     ) -> Case:
-        """A step of a plan; `record` keeps its spans, which drawings need."""
+        """A step of a plan; `record` keeps its spans, which drawings need; `num_steps` as for `simulate`."""
         costs = self.find_costs(plan) if costs is None else costs
         actions = self.list_actions(plan, schedule)
         return Case(
@@ -71,7 +74,7 @@ class Setting:
             cluster=self.cluster,
             actions=actions,
             costs=costs,
-            simulation=simulate(plan, actions, costs, record=record),
+            simulation=simulate(plan, actions, costs, record=record, num_steps=num_steps),
             schedule=schedule,
         )
 

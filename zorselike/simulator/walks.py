@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import overload
 
 from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MemoryWalk, walk_memory
@@ -12,11 +13,12 @@ from zorselike.schedule.actions import Action
 
 
 class MemoryWalks(Sequence[MemoryWalk]):
-    """By rank; each is walked once."""
+    """By rank; of ranks that do the same with other peers one is walked."""
 
     def __init__(self, plan: Plan, actions: Mapping[int, Sequence[Action]], costs: StepCosts) -> None:
         self._plan, self._actions, self._costs = plan, actions, costs
         self._found: dict[int, MemoryWalk] = {}
+        self._alike: dict[object, MemoryWalk] = {}
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -30,14 +32,41 @@ class MemoryWalks(Sequence[MemoryWalk]):
             return [self[own] for own in range(len(self))[rank]]
         rank = range(len(self))[rank]
         if rank not in self._found:
-            costs = self._costs
-            by_gloo = costs.is_cpu and costs.is_cpu[rank]
-            self._found[rank] = walk_memory(
-                self._plan,
-                rank,
-                self._actions[rank],
-                costs.sizes[rank],
-                context_bytes=costs.context_bytes[rank] if costs.context_bytes else 0,
-                num_sends_kept=None if by_gloo else SENDS_KEPT_BY_NCCL,
-            )
+            key = self._describe(rank)
+            if key not in self._alike:
+                self._alike[key] = self._walk(rank)
+            walk = self._alike[key]
+            if walk.peak_position is not None:  # Of its own, with its own peer.
+                walk = replace(walk, peak_action=self._actions[rank][walk.peak_position])
+            self._found[rank] = walk
         return self._found[rank]
+
+    def _describe(self, rank: int) -> object:
+        """All that a walk reads: ranks of which this is equal hold the same at each action."""
+        costs = self._costs
+        return (
+            self._plan.group_of_rank[rank],
+            tuple(microbatch.num_rows for microbatch in self._plan.microbatches_of_rank(rank)),
+            tuple(sorted(costs.sizes[rank].items())),
+            costs.context_bytes[rank] if costs.context_bytes else 0,
+            self._num_sends_kept(rank),
+            tuple(
+                (a.kind, a.ministage, a.microbatch, (a.stop or 0) - (a.start or 0))
+                for a in self._actions[rank]
+            ),
+        )
+
+    def _num_sends_kept(self, rank: int) -> int | None:
+        costs = self._costs
+        return None if costs.is_cpu and costs.is_cpu[rank] else SENDS_KEPT_BY_NCCL
+
+    def _walk(self, rank: int) -> MemoryWalk:
+        costs = self._costs
+        return walk_memory(
+            self._plan,
+            rank,
+            self._actions[rank],
+            costs.sizes[rank],
+            context_bytes=costs.context_bytes[rank] if costs.context_bytes else 0,
+            num_sends_kept=self._num_sends_kept(rank),
+        )
