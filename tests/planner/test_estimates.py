@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -14,7 +15,7 @@ from zorselike.planner.compose import Choice, GroupChoice, list_rounds
 from zorselike.planner.modes import Mode, list_families
 from zorselike.planner.neighbours import change_choice, move_layers, move_rows
 from zorselike.planner.problem import Fixed
-from zorselike.planner.sketch import make_plan
+from zorselike.planner.sketch import GroupSketch, Sketch, make_plan
 from zorselike.schedule.in_flight import least_in_flight
 
 
@@ -116,6 +117,34 @@ def test_small_changes_keep_all_rows_and_layers(simulated):
         for changed in (*move_layers(sketch), *move_rows(sketch, kinds, problem.global_batch)):
             make_plan(changed, problem, bench.table).validate()
             assert changed != sketch
+
+
+def test_layers_move_over_several_boundaries_at_once():
+    """Two steps of which the first alone is worse are one change."""
+    group = GroupSketch((0,), Mode(), ((1,),))
+    sketch = Sketch((group,), (0, 0, 0, 0), (1, 3, 4, 6))
+    moved = {changed.ends for changed in move_layers(sketch)}
+    assert {(1, 2, 3, 6), (2, 4, 5, 6), (1, 2, 4, 6)} <= moved
+    assert all(a < b for ends in moved for a, b in pairwise((0, *ends)))
+    many = Sketch((group,), (0,) * 12, tuple(range(2, 25, 2)))
+    assert len(list(move_layers(many))) == 2 * 11
+
+
+def test_layers_go_where_copies_are_fast_if_copies_are_what_takes_longest():
+    """Two cards that compute alike, one of them on a bus of a quarter: it gets fewer layers."""
+    nodes = (
+        Node(name="fast", devices=("A10G",), fabric=Link(50e9), host_link=Link(2e10)),
+        Node(name="slow", devices=("A10G",), fabric=Link(50e9), host_link=Link(1e9)),
+    )
+    cluster = Cluster(nodes=nodes, default_link=Link(50e9))
+    bench = Bench(
+        draw_problem(random.Random(0), cluster=cluster, global_batch=2, workload=make_decoder(10, tokens=128))
+    )
+    mode = Mode(2, offload=("params", "optimizer"))
+    sketch = bench.composer.compose(Choice((GroupChoice((0,), mode, 1), GroupChoice((1,), mode, 1)), 4))
+    assert sketch is not None
+    fast, slow = (sum(len(sketch.layers_of(i)) for i in sketch.ministages_of(g)) for g in (0, 1))
+    assert fast > 2 * slow
 
 
 def test_changed_choices_are_possible(simulated):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorselike.plan.errors import PlanError
+from zorselike.planner import layers
 from zorselike.planner.layers import (
     GroupCosts,
     LayerSplit,
@@ -179,6 +180,32 @@ def test_that_nothing_fits_is_proven_and_what_fits_is_found_with_few_partial_cut
         assert (few is None) == (split_layers(kinds, owners, groups) is None)
         found += few is not None and not few.is_exact
     assert found > 0
+
+
+def test_where_a_proof_would_take_for_ever_a_cut_that_fits_is_found_by_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With no more cuts kept than a few, and those the fastest, that are too large for their groups."""
+    monkeypatch.setattr(layers, "MOST_WORK", 0)
+    monkeypatch.setattr(layers, "FEW_KEPT", 1)
+    rng = Random(1)
+    by_bytes = missed = 0
+    for _ in range(300):
+        kinds, owners, groups = make_case(rng)
+        found, best = split_layers(kinds, owners, groups), best_of_all(kinds, owners, groups)
+        missed += found is None and best is not None
+        if found is None:
+            continue
+        assert best is not None and found.slowest_s >= best[0] * (1 - 1e-9)
+        by_bytes += found.slowest_s > best[0] * (1 + 1e-9)
+    assert missed <= 15 and by_bytes > 0
+
+
+def test_numbers_of_partial_cuts_to_keep_stay_within_what_they_may_take() -> None:
+    assert layers._list_widths(64, 10) == [8, 10]
+    assert layers._list_widths(64, 5) == [8]
+    assert layers._list_widths(64, 5000) == [8, 64, 256, 1024, 4096, 5000]
+    assert layers._list_widths(1, 5) == [1, 4, 5]
 
 
 def test_kinds_that_alternate_are_cut_well_and_it_says_whether_exactly() -> None:

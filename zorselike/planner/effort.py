@@ -34,6 +34,8 @@ class Effort:
         self.budget_s = budget_s
         self.may_stop = False
         """Once something fits and keeps the constraints."""
+        self.is_cut = False
+        """Whether time, and so not the question alone, decided what was looked at."""
         self.num_simulated = 0
         self.actions = 0
         """Of all simulations."""
@@ -49,10 +51,14 @@ class Effort:
         self._report()
         if not self.may_stop:
             return self._is_futile()
-        return self.elapsed_s > share * self.budget_s
+        return self._cut(self.elapsed_s > share * self.budget_s)
+
+    def _cut(self, is_late: bool) -> bool:
+        self.is_cut = self.is_cut or is_late
+        return is_late
 
     def _is_futile(self) -> bool:
-        return self.elapsed_s > max(FUTILE_S, 2 * self.budget_s)
+        return self._cut(self.elapsed_s > max(FUTILE_S, 2 * self.budget_s))
 
     def is_exploring_over(self) -> bool:
         return self.is_past(EXPLORING_SHARE)
@@ -62,7 +68,7 @@ class Effort:
         self._report()
         if not self.may_stop:
             return self._is_futile()
-        return self.elapsed_s > self.budget_s or self.actions > MOST_ACTIONS
+        return self._cut(self.elapsed_s > self.budget_s) or self.actions > MOST_ACTIONS
 
     def is_tiny(self) -> bool:
         """Whether simulations were so short that all candidates can be."""
@@ -75,7 +81,7 @@ class Effort:
     def would_overrun(self, num_actions: int) -> bool:
         """Whether a simulation of about so many actions would end after the budget, by those before."""
         each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
-        return self.elapsed_s + each_s * num_actions > self.budget_s
+        return self._cut(self.elapsed_s + each_s * num_actions > self.budget_s)
 
     def must_hurry(self, num_actions: int) -> bool:
         """Whether a long simulation had better be of one step only."""

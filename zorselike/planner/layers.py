@@ -113,7 +113,7 @@ def split_layers(
 def _list_widths(most_kept: int, most_afforded: int) -> list[int]:
     """Numbers of partial cuts to keep, one after the other."""
     widths = [min(FEW_KEPT, most_kept)]
-    wanted = most_kept
+    wanted = most_kept if most_kept > widths[0] else 4 * most_kept
     while widths[-1] < min(wanted, most_afforded):
         widths.append(min(wanted, most_afforded))
         wanted *= 4

@@ -173,7 +173,7 @@ class _Search:
             ending = "interrupted"
             self._effort.budget_s = 0.0
             self._simulate_best()
-        if ending == "finished" and self._effort.elapsed_s > self._effort.budget_s:
+        if ending == "finished" and self._effort.is_cut:
             ending = "budget"
         return ending
 
