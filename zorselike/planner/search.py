@@ -37,6 +37,7 @@ from zorselike.planner.nothing_fits import describe_nothing
 from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rank_memory import RankMemory
+from zorselike.planner.sketch import Sketch
 from zorselike.planner.survey import Survey
 from zorselike.simulator.case import Case
 from zorselike.simulator.limits import describe_limit
@@ -202,7 +203,7 @@ class _Search:
         refused: Finalist | None = None
         simulated = self._finalists.sort()
         for found in [self._finalists.best, *simulated]:
-            structure = tuple((own.devices, own.mode) for own in found.candidate.sketch.groups)
+            structure = _describe_structure(found.candidate.sketch)
             if structure in seen or not self._fits(found.case):
                 continue
             if found.rank < self._finalists.best.rank:
@@ -278,3 +279,13 @@ class _Search:
             lambda: self._find_any(end_s),
             lambda: self._effort.elapsed_s > end_s,
         )
+
+
+def _describe_structure(sketch: Sketch) -> object:
+    """What tells plans apart for a reader: who works with whom, and the larger trades of memory for time. A
+    device by itself does the same in all ZeRO stages."""
+    groups = [
+        (own.devices, own.mode.zero if len(own.devices) > 1 else 0, own.mode.recompute)
+        for own in sketch.groups
+    ]
+    return (*groups, sketch.bounds_in_flight)
