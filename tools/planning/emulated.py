@@ -156,6 +156,11 @@ def list_wishes(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
         for zero in (2, 3):
             fixed = Fixed(groups=groups, zero=zero)
             yield f"{name}, ZeRO {zero}", replace(problem, fixed=fixed)
+    yield "few in flight", replace(problem, fixed=Fixed(bounds_in_flight=True))
+    yield (
+        "each alone, few in flight",
+        replace(problem, fixed=Fixed(groups=groupings["each alone"], bounds_in_flight=True)),
+    )
     for ministages in (2, 4, 6):
         yield f"{ministages} ministages", replace(problem, fixed=Fixed(ministages=ministages))
     for rows in (1, 2):

@@ -10,7 +10,7 @@ from typing import Literal
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster import Cluster
 from zorselike.plan.errors import ConfigError
-from zorselike.plan.plan import GradReduce, Recompute
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
 from zorselike.plan.wording import list_few
 from zorselike.plan.workload import Workload
 from zorselike.simulator.setting import Setting
@@ -118,6 +118,25 @@ class PlanProblem:
         if fixed.zero == 3 and fixed.grad_reduce == "once":
             raise ConfigError(
                 "plan: ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2"
+            )
+        if fixed.bounds_in_flight:
+            self._check_in_flight()
+
+    def _check_in_flight(self) -> None:
+        fixed = self.fixed
+        what = "plan: microbatches in flight are bounded in pipelines"
+        most_groups = len(self.usable) if fixed.groups is None else len(fixed.groups)
+        if most_groups < 2:
+            raise ConfigError(f"{what} of two groups or more, and there is one; leave in_flight out")
+        if fixed.groups is not None and fixed.ministages not in (None, most_groups):
+            raise ConfigError(
+                f"{what} with one ministage a group; fixed are {fixed.ministages} ministages and "
+                f"{most_groups} groups"
+            )
+        if unfit := [kind for kind in fixed.offload or () if kind not in OFFLOAD_IN_FLIGHT]:
+            raise ConfigError(
+                f"{what} that offload nothing but {' or '.join(OFFLOAD_IN_FLIGHT)}; fixed is "
+                f"{' and '.join(unfit)} too"
             )
 
     @cached_property
