@@ -81,6 +81,19 @@ def test_a_schedule_is_what_build_makes(
     assert listed == format_actions(build(plan, masters=masters)[0])
 
 
+def test_bounds_with_which_no_step_would_end_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Four rows of the first group make one microbatch of the second."""
+    path = str(tmp_path / "low.plan.toml")
+    rows = tuple(Microbatch(0, i, i + 1) for i in range(4))
+    groups = (Group((0,), rows, max_in_flight=2), Group((1,), (Microbatch(1, 0, 4),)))
+    Plan(4, groups, (Ministage(0, ("layers.0",)), Ministage(1, ("layers.1",)))).save(path)
+    for more in ((), ("--schedule",)):
+        message = fail(capsys, "show", path, *more)
+        assert f"{path}: groups[0].max_in_flight is 2 and must be 4 or more" in message
+
+
 # -- the largest model -----------------------------------------------------------------------
 
 

@@ -410,6 +410,7 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--fix", "in_flight=4"], "--fix in_flight=4: give bounded or unbounded"),
         ([*EIGHT, "--fix", "in_flight=bounded", "groups=node", "ministages=4"], "with one ministage a group"),
         ([*EIGHT, "--fix", "in_flight=bounded", "offload=params"], "offload nothing but optimizer"),
+        ([*EIGHT, "--fix", "in_flight=bounded", "ministages=4"], "4 ministages, and there are 3 devices"),
         ([*EIGHT, "--quota", "T4=0", "--fix", "in_flight=bounded"], "two groups or more, and there is one"),
         ([*EIGHT, "--fix", "rows_per_microbatch=9"], "a microbatch has no more rows than a step"),
         ([*EIGHT, "--fix", "groups="], "--fix groups= is empty; give type, node, zone, or nodes"),

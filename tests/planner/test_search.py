@@ -83,6 +83,14 @@ def test_microbatches_in_flight_are_bounded_where_memory_is_short():
     assert costly[False] and not costly[True]
 
 
+@pytest.mark.parametrize("reduces", [{"zero": 3}, {"zero": 2, "grad_reduce": "microbatch"}])
+def test_microbatches_in_flight_are_bounded_where_each_is_reduced(reduces):
+    fixed = Fixed(bounds_in_flight=True, **reduces)
+    problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
+    plan = search_plans(problem, budget_s=2, top=1).best.case.plan
+    assert plan.bounds_in_flight and all(group.reduces_per_microbatch for group in plan.groups)
+
+
 def test_what_needs_least_memory_is_found_however_short_the_time_is():
     """Slow searches must not say that nothing fits before they have looked at what needs least."""
     problem = make_problem(

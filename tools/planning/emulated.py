@@ -177,7 +177,7 @@ def _list_parts(problem: PlanProblem, nodes: Sequence[tuple[int, ...]]) -> list[
         (part for part, times in slowdown.items() if 1 < times <= MOST_SPREAD),
         key=lambda part: slowdown[part],
     )
-    return wanted[:: max(1, len(wanted) // NUM_PARTS)]
+    return list(dict.fromkeys([*wanted[:: max(1, len(wanted) // NUM_PARTS)], *wanted[-1:]]))
 
 
 def propose(machines: Machines, *, budget_s: float) -> list[Candidate]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from zorselike.plan.errors import ConfigError
+from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.units import parse_size
 from zorselike.plan.wording import count
@@ -86,8 +86,20 @@ def show_plan(command: Show) -> str:
     if command.plan is None:
         raise ConfigError("show: give a plan file, or --fit for the largest model that this machine trains")
     plan = Plan.load(command.plan)
+    _check_bounds(plan, command.plan)
     shown = plan.explain()
     return f"{shown}\n\n{_show_schedule(plan, command.dtype)}" if command.schedule else shown
+
+
+def _check_bounds(plan: Plan, path: str) -> None:
+    """Refuses bounds on microbatches in flight with which no step would end."""
+    from zorselike.schedule.in_flight import LowBoundError, order_in_flight
+
+    if plan.bounds_in_flight:
+        try:
+            order_in_flight(plan)
+        except LowBoundError as error:
+            raise PlanError(f"{path}: {error}") from None
 
 
 def _show_schedule(plan: Plan, dtype: str) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from zorselike.plan.errors import ConfigError
 from zorselike.plan.wording import count
 from zorselike.planner.answer import NothingFitsError, PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
@@ -28,7 +29,7 @@ class Addition:
     without: Planned | None
     """The best plan without any of them; None where they are not used, or nothing fits without."""
     reason: str = ""
-    """Why nothing fits without them."""
+    """Why there is no plan without them: nothing fits, or what is fixed cannot be."""
 
 
 def find_additions(
@@ -62,7 +63,7 @@ def measure_additions(problem: PlanProblem, answer: PlanAnswer, search: Search) 
         if used[device]:
             try:
                 found = search(leave_out(problem, device), f"without {device}")
-            except NothingFitsError as error:
+            except (ConfigError, NothingFitsError) as error:
                 reason = str(error)
             except KeyboardInterrupt:
                 break

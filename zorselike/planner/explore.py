@@ -154,16 +154,16 @@ class Explorer:
         """The best of a few modes, the same for all groups, at usual numbers of ministages and rounds; and
         with bounds on microbatches in flight, which is another trade of memory for time."""
         once = [family for family in self.families if not family[0].reduces_per_microbatch]
+        often = [family for family in self.families if family[0].reduces_per_microbatch]
         found = (
-            self._glance_forward_first(groups, once, grouping),
-            self._glance_in_flight(groups, once, grouping),
+            self._glance_forward_first(groups, once, often, grouping),
+            self._glance_in_flight(groups, once, grouping) or self._glance_in_flight(groups, often, grouping),
         )
         return [own for own in found if own is not None]
 
     def _glance_forward_first(
-        self, groups: Groups, once: Sequence[Family], grouping: str
+        self, groups: Groups, once: Sequence[Family], often: Sequence[Family], grouping: str
     ) -> Candidate | None:
-        often = [family for family in self.families if family[0].reduces_per_microbatch]
         best = self._try_in_turn(groups, once, self._first_tries(groups), grouping)
         if len(groups) == 1 and self._list_turns(1)[0] == 1:
             # With one ministage of all layers each microbatch goes at once back, and little is kept.
@@ -272,7 +272,9 @@ class Explorer:
         once = [family for family in self.families if not family[0].reduces_per_microbatch]
         often = [family for family in self.families if family[0].reduces_per_microbatch]
         if self._problem.fixed.bounds_in_flight:
-            return self._glance_in_flight(groups, once, grouping)
+            return self._glance_in_flight(groups, often, grouping) or self._glance_in_flight(
+                groups, once, grouping
+            )
         for families in (often, once):
             if self._may_fit(groups, families, grouping):
                 return next(found for found in self._found.values() if found is not None)

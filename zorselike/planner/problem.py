@@ -128,10 +128,11 @@ class PlanProblem:
         most_groups = len(self.usable) if fixed.groups is None else len(fixed.groups)
         if most_groups < 2:
             raise ConfigError(f"{what} of two groups or more, and there is one; leave in_flight out")
-        if fixed.groups is not None and fixed.ministages not in (None, most_groups):
+        least_groups = 2 if fixed.groups is None else most_groups
+        if fixed.ministages is not None and not least_groups <= fixed.ministages <= most_groups:
             raise ConfigError(
-                f"{what} with one ministage a group; fixed are {fixed.ministages} ministages and "
-                f"{most_groups} groups"
+                f"{what} with one ministage a group; fixed are {fixed.ministages} ministages, and there are "
+                f"{most_groups} {'groups' if fixed.groups else 'devices'}"
             )
         if unfit := [kind for kind in fixed.offload or () if kind not in OFFLOAD_IN_FLIGHT]:
             raise ConfigError(

@@ -96,8 +96,8 @@ def _refuse_low_bounds(plan: Plan, lowest_backward: int) -> None:
     ]
     if low:
         raise LowBoundError(
-            f"{'; '.join(low)}: only then can the groups that follow send back the gradients of its first "
-            "microbatches; raise it, or let microbatches of neighbouring groups be of the same rows"
+            f"{'; '.join(low)}: only then can the groups that follow send back the gradients of the first "
+            "microbatches; raise them, or let microbatches of neighbouring groups be of the same rows"
         )
 
 

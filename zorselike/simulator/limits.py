@@ -119,6 +119,11 @@ def _compare_groups(case: Case) -> str:
             f"Group {most} computes {shares[most]:.0%} of the step and group {least} {shares[least]:.0%}: "
             f"layers moved from {most} to {least} would balance them."
         )
+    if case.plan.bounds_in_flight:
+        return (
+            "The groups are in balance: more microbatches shorten the fill and drain, a larger max_in_flight "
+            "the waits between."
+        )
     return "The groups are in balance: more microbatches or more ministages shorten the fill and drain."
 
 
