@@ -259,11 +259,13 @@ class Explorer:
         """Whether a family's mode that needs least memory fits, or where it asks too much of hosts, that
         which needs least of those that offload less."""
         frugal = {mode.offload: mode for mode in family}
+        host_was_full = False
         for mode in reversed(frugal.values()):
             choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
             if self.try_choice(choice, grouping) is not None:
                 return True
-            if choice not in self._host_full:
+            host_was_full = host_was_full or choice in self._host_full
+            if not host_was_full:
                 return False
         return False
 
