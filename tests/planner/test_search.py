@@ -26,7 +26,7 @@ def make_node(name: str, device: str, number: int, **changes: object) -> Node:
 
 
 def test_plans_carry_estimates_and_come_best_first():
-    answer = search_plans(make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2)), budget_s=60)
+    answer = search_plans(make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 1)), budget_s=300)
     assert answer.ending == "finished"
     times = [planned.case.simulation.iteration_s for planned in answer.plans]
     assert times == sorted(times) or times[0] < 1.01 * min(times)  # The first may be the simpler one.

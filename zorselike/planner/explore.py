@@ -256,16 +256,16 @@ class Explorer:
     def _fits_frugally(
         self, groups: Groups, family: Sequence[Mode], num_ministages: int, num_rounds: int, grouping: str
     ) -> bool:
-        """Whether a family's mode that needs least memory fits, or where it asks too much of hosts, that
-        which needs least of those that offload less."""
+        """Whether a family's mode that needs least memory fits, or where it asks too much of hosts, those
+        that offload less. With few layers these are tried in any case: copies may take more room."""
         frugal = {mode.offload: mode for mode in family}
-        host_was_full = False
+        tries_all = len(self._table.keys) <= _FEW_LAYERS
         for mode in reversed(frugal.values()):
             choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
             if self.try_choice(choice, grouping) is not None:
                 return True
-            host_was_full = host_was_full or choice in self._host_full
-            if not host_was_full:
+            tries_all = tries_all or choice in self._host_full
+            if not tries_all:
                 return False
         return False
 

@@ -203,7 +203,9 @@ class RankMemory:
             context_bytes=context_bytes,
             num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
         )
-        peak = walk.device_peak_bytes + self._joined_bytes(own, sizes) + self._posted_bytes(group, own, sizes)
+        peak = walk.device_peak_bytes + self._posted_bytes(group, own, sizes)
+        if len(plan.groups) > 1:  # Else nothing is received.
+            peak += self._joined_bytes(own, sizes)
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
