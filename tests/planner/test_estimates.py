@@ -19,34 +19,29 @@ from zorselike.planner.sketch import GroupSketch, Sketch, make_plan
 from zorselike.schedule.in_flight import least_in_flight
 
 
-@pytest.fixture(scope="module")
-def simulated():
+def simulate_sketches(seed, number, draw):
     """Random sketches with their plans as simulated."""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     found = []
-    while len(found) < 60:
+    while len(found) < number:
         bench = Bench(draw_problem(rng))
         for _ in range(3):
-            sketch = bench.draw_sketch(rng)
+            sketch = draw(bench, rng)
             if sketch is not None:
                 plan = make_plan(sketch, bench.problem, bench.table).validate()
                 found.append((bench, sketch, bench.problem.setting.simulate(plan)))
     return found
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    return simulate_sketches(5, 60, Bench.draw_sketch)
 
 
 @pytest.fixture(scope="module")
 def simulated_in_flight():
-    """The same with bounds on microbatches in flight."""
-    rng = random.Random(6)
-    found = []
-    while len(found) < 40:
-        bench = Bench(draw_problem(rng))
-        for _ in range(3):
-            sketch = bench.draw_sketch_in_flight(rng)
-            if sketch is not None:
-                plan = make_plan(sketch, bench.problem, bench.table).validate()
-                found.append((bench, sketch, bench.problem.setting.simulate(plan)))
-    return found
+    """With bounds on microbatches in flight."""
+    return simulate_sketches(6, 40, Bench.draw_sketch_in_flight)
 
 
 def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
