@@ -9,12 +9,10 @@ traffic takes from another's, and unevenness inside a round, are not. The simula
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU
 from zorselike.cost.network import CollectiveOp, Network
@@ -23,82 +21,15 @@ from zorselike.cost.wires import make_network
 from zorselike.plan.cluster import Place
 from zorselike.plan.plan import Recompute
 from zorselike.planner.layer_table import LayerTable
-from zorselike.planner.pace_in_flight import Stage, run_in_flight
+from zorselike.planner.pace_in_flight import Order, run_step_in_flight
+from zorselike.planner.pace_step import Clock, Work, Worker, run_step
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sizes, Sketch, make_plan
-from zorselike.schedule.in_flight import Computation, find_needs, order_in_flight
+from zorselike.schedule.in_flight import find_needs, order_in_flight
 
 _FP32 = 4
-COPIES_IN_FLIGHT = 2
-"""Microbatches on their way between a device and its host, as in the simulator."""
 NUM_STEPS = 2
 """Of which the last counts, as in the simulator."""
-
-
-@dataclass(frozen=True)
-class _Worker:
-    """A group, as the recurrence sees it."""
-
-    is_cpu: bool
-    zero: int
-    num_rounds: int
-    num_reductions: int
-    """Of a ministage in a step."""
-    overlap_slowdown: float
-    accumulates: bool
-    """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One ministage of a group, in seconds."""
-
-    forward_s: float
-    backward_s: float
-    """All rounds; 0 where nothing trains below."""
-    gather_s: float
-    first_unit: float
-    """Share of the gather after which computing can begin."""
-    reduce_s: float
-    """Once."""
-    update_s: float
-    load_s: float = 0.0
-    """Its shards from the host."""
-    state_s: float = 0.0
-    """Its optimizer state, one way."""
-    stash_s: float = 0.0
-    """Activations of all rounds, one way."""
-
-
-class _Order(NamedTuple):
-    """Of a group that goes backward before all is forward."""
-
-    computations: Sequence[Computation]
-    forward_needs: Sequence[int]
-    backward_needs: Sequence[int]
-
-
-@dataclass
-class _Clock:
-    """Where a group is in time."""
-
-    compute: float = 0.0
-    gather: float = 0.0
-    update: float = 0.0
-    load: float = 0.0
-    """What copies to the device, of optimizer state and activations."""
-    store: float = 0.0
-    """And back."""
-    before: float = 0.0
-    """When compute was done with the phase before the last: from then on the next gather may run."""
-    shards: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """From when on a ministage's updated shards are there."""
-    states: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """From when on its state may be loaded again."""
-
-    @property
-    def end(self) -> float:
-        return max(self.compute, self.update)
 
 
 class Pace:
@@ -136,28 +67,28 @@ class Pace:
         lowest = self._lowest_backward(sketch)
         ties_s = self._measure_ties(sketch)
         orders = self._order_in_flight(sketch, lowest) if sketch.bounds_in_flight else None
-        clocks = [_Clock() for _ in workers]
+        defers = self._problem.defer_updates
+        clocks = [Clock() for _ in workers]
         ended = began = 0.0
         for _ in range(NUM_STEPS):
             began = ended
             if orders is not None:
-                _run_in_flight(workers, works, sends, clocks, orders, lowest)
-                _end_in_flight(sketch, workers, works, clocks, lowest, defers=self._problem.defer_updates)
+                run_step_in_flight(sketch, workers, works, sends, clocks, orders, lowest, defers=defers)
             else:
-                _run_step(sketch, workers, works, sends, clocks, lowest, defers=self._problem.defer_updates)
+                run_step(sketch, workers, works, sends, clocks, lowest, defers=defers)
             ended = max(clock.end for clock in clocks) + ties_s
             if ties_s:
                 for clock in clocks:
                     clock.compute = ended
         return ended - began
 
-    def _order_in_flight(self, sketch: Sketch, lowest_backward: int) -> list[_Order]:
+    def _order_in_flight(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
         """What each group computes in turn, and what its rounds wait for."""
         plan = make_plan(sketch, self._problem, self._table)
         orders = order_in_flight(plan, lowest_backward=lowest_backward)
         needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
         return [
-            _Order(
+            Order(
                 order,
                 needs[g - 1].forward if g else (),
                 needs[g].backward if g < len(needs) else (),
@@ -171,8 +102,8 @@ class Pace:
                 return i
         return sketch.num_ministages
 
-    def _make_worker(self, group: GroupSketch, accumulates: bool) -> _Worker:
-        return _Worker(
+    def _make_worker(self, group: GroupSketch, accumulates: bool) -> Worker:
+        return Worker(
             is_cpu=all(self.device_type(device) == CPU for device in group.devices[:1]),
             zero=group.mode.zero,
             num_rounds=group.num_rounds,
@@ -214,7 +145,7 @@ class Pace:
             )
         return self._sums[wanted]
 
-    def _measure(self, sketch: Sketch, i: int) -> _Work:
+    def _measure(self, sketch: Sketch, i: int) -> Work:
         group = sketch.groups[sketch.owners[i]]
         keys = Counter(self._table.keys[layer] for layer in sketch.layers_of(i))
         seconds = self.group_seconds(group)
@@ -232,7 +163,7 @@ class Pace:
             forward_s += group.num_rounds * host_s.get("F", 0.0)
             backward_s += group.num_rounds * host_s.get("B", 0.0)
             reduce_s += host_s.get("REDUCE_GRAD", 0.0)
-        return _Work(
+        return Work(
             forward_s=forward_s,
             backward_s=backward_s,
             gather_s=gather_s,
@@ -404,202 +335,3 @@ class Pace:
             for device, own in zip(group.devices, group.sizes, strict=True)
             if self.place(device).node == node
         )
-
-
-# -- the recurrence ------------------------------------------------------------------------
-
-
-def _run_step(
-    sketch: Sketch,
-    workers: Sequence[_Worker],
-    works: Sequence[_Work],
-    sends: Sequence[float],
-    clocks: Sequence[_Clock],
-    lowest_backward: int,
-    *,
-    defers: bool,
-) -> None:
-    """One step, from where each group is."""
-    for clock in clocks:
-        clock.compute = clock.update = clock.end
-        clock.before = clock.compute
-    last = sketch.num_ministages - 1
-    arrivals: list[float] | None = None
-    for i in range(last + 1):
-        g = sketch.owners[i]
-        done = _run_phase(workers[g], works[i], clocks[g], i, arrivals, forward=True)
-        arrivals = done if i == last else _send(done, sends[i + 1])
-    arrivals = None
-    for i in range(last, lowest_backward - 1, -1):
-        g = sketch.owners[i]
-        worker, work, clock = workers[g], works[i], clocks[g]
-        done = _run_phase(worker, work, clock, i, arrivals, forward=False)
-        arrivals = _send(done, sends[i]) if i else None
-        if worker.zero != 3:
-            clock.compute += worker.num_reductions * work.reduce_s
-        if not defers:
-            _update(worker, work, clock, i)
-    if defers:
-        _update_together(sketch, workers, works, clocks, lowest_backward)
-
-
-def _update_together(
-    sketch: Sketch,
-    workers: Sequence[_Worker],
-    works: Sequence[_Work],
-    clocks: Sequence[_Clock],
-    lowest_backward: int,
-) -> None:
-    """Once all gradients are there."""
-    everyone = max(clock.compute for clock in clocks)
-    for clock in clocks:
-        clock.compute = everyone
-    for i in range(sketch.num_ministages - 1, lowest_backward - 1, -1):
-        g = sketch.owners[i]
-        _update(workers[g], works[i], clocks[g], i)
-
-
-def _run_in_flight(
-    workers: Sequence[_Worker],
-    works: Sequence[_Work],
-    sends: Sequence[float],
-    clocks: Sequence[_Clock],
-    orders: Sequence[_Order],
-    lowest_backward: int,
-) -> None:
-    """All computation of one step of groups that have a ministage each."""
-    stages = []
-    for i, (worker, work, clock) in enumerate(zip(workers, works, clocks, strict=True)):
-        begin = clock.compute = clock.update = clock.end
-        clock.before = begin
-        gathers = worker.zero in (1, 2) and work.gather_s > 0
-        stages.append(
-            Stage(
-                order=orders[i].computations,
-                forward_needs=orders[i].forward_needs,
-                backward_needs=orders[i].backward_needs,
-                forward_s=_round_s(worker, work, forward=True),
-                backward_s=_round_s(worker, work, forward=False),
-                ready_s=begin + gathers * work.first_unit * work.gather_s,
-                gathered_s=begin + gathers * work.gather_s,
-                send_forward_s=sends[i + 1] / worker.num_rounds if i + 1 < len(sends) else 0.0,
-                send_backward_s=sends[i] / worker.num_rounds if i > lowest_backward else 0.0,
-            )
-        )
-    run_in_flight(stages)
-    for clock, stage in zip(clocks, stages, strict=True):
-        clock.compute = stage.ready_s
-
-
-def _round_s(worker: _Worker, work: _Work, *, forward: bool) -> float:
-    """A round's computation with the collectives that nothing hides."""
-    seconds = (work.forward_s if forward else work.backward_s) / worker.num_rounds
-    if worker.zero == 3:
-        beside_s = work.gather_s + (0.0 if forward else work.reduce_s)
-        if worker.is_cpu:
-            return seconds + beside_s
-        return max(seconds, beside_s) + work.first_unit * beside_s
-    if not forward and worker.num_reductions > 1:
-        seconds += work.reduce_s
-    return seconds
-
-
-def _end_in_flight(
-    sketch: Sketch,
-    workers: Sequence[_Worker],
-    works: Sequence[_Work],
-    clocks: Sequence[_Clock],
-    lowest_backward: int,
-    *,
-    defers: bool,
-) -> None:
-    """Reductions that come once, and updates."""
-    for i in range(lowest_backward, sketch.num_ministages):
-        worker, work, clock = workers[i], works[i], clocks[i]
-        if worker.zero != 3 and worker.num_reductions == 1:
-            clock.compute += work.reduce_s
-        if not defers:
-            _update(worker, work, clock, i)
-    if defers:
-        _update_together(sketch, workers, works, clocks, lowest_backward)
-
-
-def _run_phase(
-    worker: _Worker,
-    work: _Work,
-    clock: _Clock,
-    ministage: int,
-    arrivals: Sequence[float] | None,
-    *,
-    forward: bool,
-) -> list[float]:
-    """All rounds of a ministage one way; when each is done."""
-    num_rounds = worker.num_rounds
-    compute_s = work.forward_s if forward else work.backward_s
-    beside_s = work.gather_s
-    gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
-    if worker.zero == 3:
-        beside_s = num_rounds * (work.gather_s + (0.0 if forward else work.reduce_s))
-        compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
-        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / num_rounds
-    elif worker.overlap_slowdown > 1 and gathers:
-        compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
-    first = all_there = 0.0
-    if gathers and (work.gather_s or work.load_s):
-        start = max(clock.gather, clock.before, clock.shards[ministage])
-        clock.gather = start + max(work.gather_s, work.load_s)
-        all_there = clock.gather
-        first = all_there - (1 - work.first_unit) * work.gather_s
-    elif work.load_s:
-        first = max(clock.before, clock.shards[ministage]) + work.load_s
-    clock.before = clock.compute
-    at = max(clock.compute, first)
-    each_s = compute_s / num_rounds
-    stash_s = 0.0 if worker.accumulates else work.stash_s / num_rounds
-    done: list[float] = []
-    copied: list[float] = []
-    for r in range(num_rounds):
-        if stash_s and not forward:
-            earlier = done[r - COPIES_IN_FLIGHT] if r >= COPIES_IN_FLIGHT else clock.before
-            clock.load = max(clock.load, earlier) + stash_s
-            at = max(at, clock.load)
-        elif stash_s and r >= COPIES_IN_FLIGHT:
-            at = max(at, copied[r - COPIES_IN_FLIGHT])
-        if arrivals is not None:
-            needed = -(-(r + 1) * len(arrivals) // num_rounds) - 1
-            at = max(at, arrivals[needed])
-        at += each_s
-        if r == 0:
-            at = max(at, all_there)
-        done.append(at)
-        if stash_s and forward:
-            clock.store = max(clock.store, at) + stash_s
-            copied.append(clock.store)
-    clock.compute = at
-    return done
-
-
-def _send(done: Sequence[float], seconds: float) -> list[float]:
-    """When each round has reached the next group."""
-    if not seconds:
-        return list(done)
-    each_s = seconds / len(done)
-    arrived = []
-    at = 0.0
-    for end in done:
-        at = max(at, end) + each_s
-        arrived.append(at)
-    return arrived
-
-
-def _update(worker: _Worker, work: _Work, clock: _Clock, ministage: int) -> None:
-    if worker.is_cpu:
-        clock.compute += work.update_s + 2 * work.state_s
-        clock.shards[ministage] = clock.compute
-        return
-    # State is loaded during the backward and stored behind the update.
-    clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.state_s
-    clock.update = max(clock.update, clock.compute, clock.load) + work.update_s
-    clock.store = max(clock.store, clock.update) + work.state_s
-    clock.states[ministage] = clock.store
-    clock.shards[ministage] = clock.update

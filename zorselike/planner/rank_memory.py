@@ -118,7 +118,7 @@ class RankMemory:
         )
         sizes = own.held_sizes(position) or max(own.sizes, key=len)
         rows = max(sizes) if _accumulates(sketch) else sum(sizes)
-        bounded = (sketch.bounds_in_flight, own.max_in_flight)
+        bounded = None if own.max_in_flight is None else (len(sizes), own.num_rounds)
         summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]), bounded)
         key = (cuts, own.mode, summary, len(own.devices), device)
         if key not in self._needs:

@@ -201,17 +201,19 @@ class _Search:
         seen: set[object] = set()
         assert self._finalists.best is not None
         refused: Finalist | None = None
+        first_rank = self._finalists.best.rank
         simulated = self._finalists.sort()
         for found in [self._finalists.best, *simulated]:
             structure = _describe_structure(found.candidate.sketch)
             if structure in seen or not self._fits(found.case):
                 continue
-            if found.rank < self._finalists.best.rank:
-                continue  # Hardly better than the best, and less simple.
+            if chosen and found.rank < first_rank:
+                continue  # Hardly better than the first, and less simple.
             if not found.rank.is_allowed:
                 refused = refused or found
                 continue
             seen.add(structure)
+            first_rank = first_rank if chosen else found.rank
             chosen.append(self._finish(found))
             if len(chosen) == max(1, top):
                 break

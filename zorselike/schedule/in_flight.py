@@ -52,7 +52,7 @@ def order_in_flight(plan: Plan, *, lowest_backward: int = 0) -> tuple[tuple[Comp
         LowBoundError: With a group's bound no step ends; names each such group and the least bound.
     """
     _refuse_low_bounds(plan, lowest_backward)
-    visited = groups_as_visited(plan)
+    visited = _groups_as_visited(plan)
     orders = _Run(_make_stages(plan, visited, lowest_backward)).run()
     of_group = dict(zip(visited, orders, strict=True))
     return tuple(tuple(of_group[g]) for g in range(len(plan.groups)))
@@ -76,7 +76,7 @@ def least_in_flight(plan: Plan) -> tuple[int, ...]:
     No group's depends on the bounds of the others, nor on those of `plan`: a round's gradients come back once
     the rounds of the group that they were made from have gone forward, and wait for no others.
     """
-    visited = groups_as_visited(plan)
+    visited = _groups_as_visited(plan)
     least = [1] * len(plan.groups)
     ahead = list(range(plan.groups[visited[-1]].max_microbatches))
     """Per round of a stage, the last of its rounds that is forward before that one can go backward."""
@@ -101,7 +101,7 @@ def _refuse_low_bounds(plan: Plan, lowest_backward: int) -> None:
         )
 
 
-def groups_as_visited(plan: Plan) -> list[int]:
+def _groups_as_visited(plan: Plan) -> list[int]:
     """Groups in the order of their ministages."""
     return [ministage.group for ministage in plan.ministages]
 
