@@ -15,7 +15,8 @@ from zorselike.planner.compose import Choice, GroupChoice, list_rounds
 from zorselike.planner.modes import Mode, list_families
 from zorselike.planner.neighbours import change_choice, move_layers, move_rows
 from zorselike.planner.problem import Fixed
-from zorselike.planner.sketch import GroupSketch, Sketch, make_plan
+from zorselike.planner.sketch import GroupSketch, Sketch
+from zorselike.planner.sketch_plan import make_plan
 from zorselike.schedule.in_flight import least_in_flight
 
 

@@ -140,9 +140,11 @@ def walk_memory(
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
     """
     walk = _Walk(plan, rank, actions, sizes, num_sends_kept)
-    walk.run()  # Finds what a step leaves for the next one.
-    walk.start_recording()
+    began = walk.holding
     walk.run()
+    if walk.holding != began:  # What a step leaves for the next one.
+        walk.start_recording()
+        walk.run()
     return walk.report(context_bytes)
 
 
@@ -210,6 +212,13 @@ class _Walk:
                 self._totals["parameter shards"] += self._sizes[ministage].kept_shard_bytes
             else:
                 self._put("parameter shards", ministage, self._sizes[ministage].shard_bytes)
+
+    @property
+    def holding(self) -> object:
+        """What a step that begins now finds."""
+        held = {purpose: dict(own) for purpose, own in self._held.items()}
+        newer = self._updated & self._away["parameter shards"]
+        return held, dict(self._activations), dict(self._leaving), newer, dict(self._on_host)
 
     # -- what is recorded ------------------------------------------------------------------
 

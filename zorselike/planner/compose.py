@@ -18,7 +18,8 @@ from zorselike.planner.modes import Mode
 from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rank_memory import RankMemory
-from zorselike.planner.sketch import GroupSketch, Sizes, Sketch, make_plan
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+from zorselike.planner.sketch_plan import make_plan
 from zorselike.schedule.in_flight import count_in_flight, least_in_flight
 
 _FP32 = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-GLANCING_SHARE, EXPLORING_SHARE = 0.25, 0.6
+GLANCING_SHARE, EXPLORING_SHARE = 0.35, 0.6
 """Of the budget, after which no more groupings are glanced at, and none looked at closely: then the best are
 simulated."""
 MOST_ACTIONS = 12_000_000

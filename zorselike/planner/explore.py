@@ -94,8 +94,10 @@ class Explorer:
         asked: list[Rank] = []
 
         def is_worth(sketch: Sketch) -> bool:
+            if limit is None:
+                return True
             guess = self._rank(sketch)
-            if guess is None or (limit is not None and not guess < limit):
+            if guess is None or not guess < limit:
                 asked.append(WORST if guess is None else guess)
                 return False
             return True
@@ -315,12 +317,15 @@ class Explorer:
             return None
         for mode in family:
             choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
-            found = self.try_choice(choice, grouping)
-            if found is not None:
-                best = found if best is None or found.rank < best.rank else best
-                num_fitting += 1
-                if num_fitting == _FITTING_MODES:
-                    break
+            limit = None if best is None else best.rank
+            found = self.try_choice(choice, grouping, limit)
+            if found is None and (limit is None or choice not in self._too_slow):
+                continue
+            if found is not None and (best is None or found.rank < best.rank):
+                best = found
+            num_fitting += 1  # Or it would be slower if it did.
+            if num_fitting == _FITTING_MODES:
+                break
         return best
 
     def _first_tries(self, groups: Groups) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,8 @@ from zorselike.planner.explore import Candidate
 from zorselike.planner.goal import Rank, rank
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.sketch import Sketch, make_plan
+from zorselike.planner.sketch import Sketch
+from zorselike.planner.sketch_plan import make_plan
 from zorselike.schedule.in_flight import LowBoundError
 from zorselike.simulator.case import Case
 

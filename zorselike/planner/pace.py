@@ -24,7 +24,8 @@ from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.pace_in_flight import Order, run_step_in_flight
 from zorselike.planner.pace_step import Clock, Work, Worker, run_step
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.sketch import GroupSketch, Sizes, Sketch, make_plan
+from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+from zorselike.planner.sketch_plan import make_plan
 from zorselike.schedule.in_flight import find_needs, order_in_flight
 
 _FP32 = 4

@@ -31,6 +31,7 @@ from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sizes, Sketch
+from zorselike.schedule.actions import Action
 from zorselike.schedule.build import RECEIVE_AHEAD
 
 _FP32 = 4
@@ -72,6 +73,7 @@ class RankMemory:
         self._problem, self._table, self._kept_bytes = problem, table, kept_bytes
         self._overheads = problem.profile.overheads
         self._needs: dict[object, Need] = {}
+        self._lists: dict[object, Sequence[Action]] = {}
         self._parts: dict[tuple[int, int, str, str], _Part] = {}
         self._limits: dict[int, int | None] = {}
         self.scale = 1.0
@@ -189,7 +191,7 @@ class RankMemory:
         if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
             share = 1.0  # Each microbatch goes back before the next one comes.
         plan = self._make_plan(cuts, group, few)
-        actions = self._problem.setting.list_actions(plan)[0]
+        actions = self._list_actions(plan)
         own = self._measure(plan, len(group.devices), device)
         is_stashed = "activations" in group.mode.offload
         if not is_stashed:
@@ -212,6 +214,19 @@ class RankMemory:
             kept = sum(size.activation_bytes_per_row for size in own.values())
             host_bytes += sum(sizes) * kept - walk.host["activations"]
         return Need(peak + added, host_bytes)
+
+    def _list_actions(self, plan: Plan) -> Sequence[Action]:
+        """Of the device; the same list whatever layers the ministages have."""
+        setting = self._problem.setting
+        key = (
+            tuple(ministage.group for ministage in plan.ministages),
+            plan.groups,
+            setting.find_trainable(plan),
+            setting.find_ties(plan),
+        )
+        if key not in self._lists:
+            self._lists[key] = setting.list_actions(plan)[0]
+        return self._lists[key]
 
     def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes) -> Plan:
         ranks = (0,) if len(group.devices) == 1 else (0, 1)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
-from zorselike.plan.shares import deal_rows
-from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.modes import Mode
-from zorselike.planner.problem import PlanProblem
 
 Sizes = tuple[int, ...]
 """Rows of one device's microbatches, in processing order."""
@@ -78,59 +73,3 @@ class Sketch:
 
     def ministages_of(self, group: int) -> tuple[int, ...]:
         return tuple(i for i, owner in enumerate(self.owners) if owner == group)
-
-
-def make_plan(sketch: Sketch, problem: PlanProblem, table: LayerTable) -> Plan:
-    """The plan of a sketch, ranks numbered group by group."""
-    cluster = problem.cluster
-    devices: list[Device] = []
-    groups: list[Group] = []
-    for own in sketch.groups:
-        ranks = tuple(range(len(devices), len(devices) + len(own.devices)))
-        types = []
-        for rank, device in zip(ranks, own.devices, strict=True):
-            place = cluster.places[device]
-            types.append(cluster.device_type(place))
-            devices.append(Device(rank, cluster.nodes[place.node].name, place.local_rank, types[-1]))
-        groups.append(
-            Group(
-                ranks=ranks,
-                microbatches=order_rows(own, ranks, types, table),
-                zero=own.mode.zero,
-                grad_reduce=own.mode.grad_reduce,
-                offload=own.mode.offload,
-                recompute=own.mode.recompute,
-                max_in_flight=own.max_in_flight,
-            )
-        )
-    ministages = tuple(
-        Ministage(owner, tuple(table.modules[layer] for layer in sketch.layers_of(i)))
-        for i, owner in enumerate(sketch.owners)
-    )
-    return Plan(
-        global_batch=problem.global_batch,
-        groups=tuple(groups),
-        ministages=ministages,
-        devices=tuple(devices),
-        sequence_length=problem.workload.sequence_length,
-        model=problem.workload.model,
-        cluster_fingerprint=cluster.fingerprint,
-        workload_fingerprint=problem.workload.fingerprint,
-    )
-
-
-def order_rows(
-    group: GroupSketch, ranks: Sequence[int], types: Sequence[str], table: LayerTable
-) -> tuple[Microbatch, ...]:
-    """The first rows of the batch to what is computed first. Where the ranks wait for each other after each
-    microbatch, or backwards come before all is forward, these are rounds; else each goes through its own at
-    its own speed."""
-    pieces: list[tuple[float, int, int]] = []
-    for rank, device, own in zip(ranks, types, group.sizes, strict=True):
-        if group.mode.reduces_per_microbatch or group.max_in_flight is not None:
-            pieces += [(float(number), rank, size) for number, size in enumerate(own)]
-            continue
-        seconds = table.model_s(device, group.mode.recompute, max(own, default=0))
-        ends = list(accumulate((seconds[size - 1] for size in own), initial=0.0))
-        pieces += [((ends[n] + ends[n + 1]) / 2, rank, size) for n, size in enumerate(own)]
-    return deal_rows(pieces)

@@ -44,8 +44,8 @@ class Setting:
         try:
             return _BUILDERS[schedule](
                 plan,
-                trainable=self._trainable(plan),
-                ties=self._ties(plan),
+                trainable=self.find_trainable(plan),
+                ties=self.find_ties(plan),
                 defer_steps=self.defer_updates,
                 masters=self.workload.masters,
             )
@@ -78,12 +78,13 @@ class Setting:
             schedule=schedule,
         )
 
-    def _trainable(self, plan: Plan) -> tuple[bool, ...]:
+    def find_trainable(self, plan: Plan) -> tuple[bool, ...]:
+        """Of each ministage, whether any of it trains."""
         kind_of = self.workload.kind_of
         return tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
 
-    def _ties(self, plan: Plan) -> list[tuple[int, int]]:
+    def find_ties(self, plan: Plan) -> tuple[tuple[int, int], ...]:
         """Ministages of weights that are in more than one."""
         home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
         pairs = [(home[owner], home[borrower]) for owner, borrower in self.workload.ties]
-        return [(owner, borrower) for owner, borrower in pairs if owner != borrower]
+        return tuple((owner, borrower) for owner, borrower in pairs if owner != borrower)
