@@ -12,7 +12,7 @@ from searched_problems import Bench, make_decoder
 
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster import Cluster, Link, Node
-from zorselike.planner.dealing import deal_sketch, list_orders, measure_crowding
+from zorselike.planner.dealing import deal_sketch, list_orders
 from zorselike.planner.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.sketch import GroupSketch, Sketch
@@ -87,15 +87,6 @@ def test_two_groups_use_all_pairs_of_nodes():
     devices = (*range(8),), (*range(8, 16),)
     dealt, nodes = deal(make_groups(*devices))
     assert count_pairs(dealt, nodes, 0, 1) == {(a, b): 8 for a in (0, 1) for b in (2, 3)}
-    assert measure_crowding(dealt[0], nodes[0], dealt[1], nodes[1]) == 8
-    plain = replace_order(dealt[0])
-    assert measure_crowding(dealt[0], nodes[0], plain, nodes[1]) == 16
-
-
-def replace_order(microbatches):
-    """What the plain order would have given."""
-    ranks = sorted({own.rank for own in microbatches})
-    return tuple(replace(own, rank=ranks[i % len(ranks)]) for i, own in enumerate(microbatches))
 
 
 def test_groups_that_are_visited_in_turns_use_all_pairs_of_nodes():
@@ -108,7 +99,6 @@ def test_groups_that_are_visited_in_turns_use_all_pairs_of_nodes():
 def test_groups_that_share_nodes_keep_rows_inside():
     dealt, nodes = deal(make_groups((0, 1, 4, 5), (2, 3, 6, 7)))
     assert {*count_pairs(dealt, nodes, 0, 1)} == {(0, 0), (1, 1)}
-    assert measure_crowding(dealt[0], nodes[0], dealt[1], nodes[1]) == 0
 
 
 def test_rounds_stay_rounds():

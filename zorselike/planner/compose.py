@@ -96,6 +96,8 @@ class Composer:
         by_bytes = False
         """Whether layers are shared out by their size, so that no ministage is larger than it must be."""
         self.host_was_full = False
+        if len(owners) == len(choice.groups) and not self._holds_whole(choice):
+            return None
         for _ in range(_MAX_REPAIRS):
             groups = []
             for own, most in zip(choice.groups, most_rows, strict=True):
@@ -132,6 +134,17 @@ class Composer:
                     break
                 by_bytes, room = True, [1.0] * len(choice.groups)
         return self._try_all_cuts(tuple(groups), owners)
+
+    def _holds_whole(self, choice: Choice) -> bool:
+        """Whether groups with one ministage each could hold the whole model's parameters and nothing else."""
+        room = 0.0
+        for own in choice.groups:
+            limits = [self._memory.limit_bytes(device) for device in own.devices]
+            known = [limit for limit in limits if limit is not None]
+            if own.mode.zero == 3 or len(known) < len(limits):
+                return True
+            room += max(known)
+        return self._problem.workload.num_parameters * self._problem.workload.itemsize <= room
 
     def _try_all_cuts(self, groups: tuple[GroupSketch, ...], owners: tuple[int, ...]) -> Sketch | None:
         """The first that fits of all cuts of few layers: which ministages follow each other on a device

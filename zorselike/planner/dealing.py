@@ -9,11 +9,14 @@ carries its part. Where two groups share nodes the plain order may be the better
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from zorselike.plan.plan import Microbatch
-from zorselike.plan.shares import deal_rows
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.sketch import GroupSketch, Sketch
 
@@ -21,6 +24,25 @@ MOST_WINDOWS = 16
 """Pieces of a batch in each of which wires are to be busy evenly."""
 _Order = tuple[int, ...]
 """Positions in a group."""
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A group's microbatches in the order of their rows."""
+
+    positions: _Integers
+    """Whose each is."""
+    ends: _Integers
+    """Its last row and one."""
+    nodes: _Integers
+    """Where that is, as numbers from 0 within the group."""
+    names: tuple[int, ...]
+    """Of these nodes."""
+
+    @property
+    def num_rounds(self) -> int:
+        return int(np.bincount(self.positions).max())
 
 
 def deal_sketch(
@@ -29,24 +51,19 @@ def deal_sketch(
     """Each group's microbatches, ranks being positions in the group. One group after the other takes the
     order with which least has to go over the busiest pair of nodes, from and to those that have theirs."""
     pairs = Counter(tuple(sorted(pair)) for pair in pairwise(sketch.owners) if pair[0] != pair[1])
-    nodes = [tuple(map(node_of, own.devices)) for own in sketch.groups]
-    dealt: list[tuple[Microbatch, ...]] = []
+    dealt: list[_Dealt] = []
     for g, group in enumerate(sketch.groups):
-        types = [type_of(device) for device in group.devices]
-        best: tuple[float, tuple[Microbatch, ...]] | None = None
-        orders = list_orders(nodes[g]) if any(pairs[h, g] for h in range(g)) else [(*range(len(nodes[g])),)]
-        for order in orders:
-            rows = _deal(group, order, types, table)
-            crowding = sum(
-                pairs[h, g] * measure_crowding(dealt[h], nodes[h], rows, nodes[g])
-                for h in range(g)
-                if pairs[h, g] and len(orders) > 1
-            )
-            if best is None or crowding < best[0]:
-                best = crowding, rows
-        assert best is not None
-        dealt.append(best[1])
-    return dealt
+        nodes = [node_of(device) for device in group.devices]
+        pieces = _Pieces(group, [type_of(device) for device in group.devices], nodes, table)
+        others = [(number, dealt[h]) for h in range(g) if (number := pairs[h, g])]
+        orders = list_orders(nodes) if others else [(*range(len(nodes)),)]
+        tried = [pieces.deal(order) for order in orders]
+        crowding = [
+            sum(number * _measure_crowding(other, own) for number, other in others) if len(tried) > 1 else 0.0
+            for own in tried
+        ]
+        dealt.append(tried[crowding.index(min(crowding))])
+    return [_list_microbatches(own) for own in dealt]
 
 
 def list_orders(nodes: Sequence[int]) -> list[_Order]:
@@ -66,49 +83,57 @@ def list_orders(nodes: Sequence[int]) -> list[_Order]:
     return list(dict.fromkeys([(*range(len(nodes)),), (*in_turns,), (*rotated,)]))
 
 
-def measure_crowding(
-    source: Sequence[Microbatch],
-    source_nodes: Sequence[int],
-    target: Sequence[Microbatch],
-    target_nodes: Sequence[int],
-) -> int:
-    """Rows that the busiest pair of nodes exchanges in each piece of the batch, in all pieces together."""
-    num_windows = min(MOST_WINDOWS, _count_rounds(source), _count_rounds(target))
-    num_rows = source[-1].stop
-    crowded: list[Counter[tuple[int, int]]] = [Counter() for _ in range(num_windows)]
-    for start, stop, a, b in _meet(source, target):
-        pair = source_nodes[a], target_nodes[b]
-        if pair[0] != pair[1]:
-            crowded[start * num_windows // num_rows][pair] += stop - start
-    return sum(max(own.values(), default=0) for own in crowded)
-
-
-def _count_rounds(microbatches: Sequence[Microbatch]) -> int:
-    return max(Counter(own.rank for own in microbatches).values())
-
-
-def _meet(source: Sequence[Microbatch], target: Sequence[Microbatch]) -> Iterator[tuple[int, int, int, int]]:
-    """Rows that go from one microbatch to one of the next group: start, stop, ranks."""
-    i = j = 0
-    while i < len(source) and j < len(target):
-        a, b = source[i], target[j]
-        yield max(a.start, b.start), min(a.stop, b.stop), a.rank, b.rank
-        i, j = i + (a.stop <= b.stop), j + (b.stop <= a.stop)
-
-
-def _deal(
-    group: GroupSketch, order: Sequence[int], types: Sequence[str], table: LayerTable
-) -> tuple[Microbatch, ...]:
-    """The first rows of the batch to what is computed first. Where the ranks wait for each other after each
+class _Pieces:
+    """A group's microbatches, and when each is computed. Where the ranks wait for each other after each
     microbatch, or backwards come before all is forward, these are rounds; else each goes through its own at
-    its own speed."""
-    pieces: list[tuple[float, int, int]] = []
-    for position in order:
-        own = group.sizes[position]
-        if group.mode.reduces_per_microbatch or group.max_in_flight is not None:
-            pieces += [(float(number), position, size) for number, size in enumerate(own)]
-            continue
-        seconds = table.model_s(types[position], group.mode.recompute, max(own, default=0))
-        ends = list(accumulate((seconds[size - 1] for size in own), initial=0.0))
-        pieces += [((ends[n] + ends[n + 1]) / 2, position, size) for n, size in enumerate(own)]
-    return deal_rows(pieces)
+    its own speed, and what counts is the middle."""
+
+    def __init__(
+        self, group: GroupSketch, types: Sequence[str], nodes: Sequence[int], table: LayerTable
+    ) -> None:
+        in_rounds = group.mode.reduces_per_microbatch or group.max_in_flight is not None
+        times: list[float] = []
+        for device, own in zip(types, group.sizes, strict=True):
+            if in_rounds:
+                times += map(float, range(len(own)))
+                continue
+            seconds = table.model_s(device, group.mode.recompute, max(own, default=0))
+            ends = accumulate((seconds[size - 1] for size in own), initial=0.0)
+            times += [(start + end) / 2 for start, end in pairwise(ends)]
+        self._times = np.array(times)
+        self._sizes = np.array([size for own in group.sizes for size in own], dtype=np.int64)
+        self._positions = np.repeat(np.arange(len(group.sizes)), [len(own) for own in group.sizes])
+        self._names = tuple(dict.fromkeys(nodes))
+        numbers = {node: number for number, node in enumerate(self._names)}
+        self._nodes = np.array([numbers[node] for node in nodes])
+
+    def deal(self, order: _Order) -> _Dealt:
+        """Of what is computed at the same time, in this order of positions."""
+        turns = np.empty(len(order), dtype=np.int64)
+        turns[list(order)] = np.arange(len(order))
+        first_to_last = np.lexsort((turns[self._positions], self._times))
+        positions = self._positions[first_to_last]
+        return _Dealt(positions, np.cumsum(self._sizes[first_to_last]), self._nodes[positions], self._names)
+
+
+def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
+    """Rows that the busiest pair of nodes exchanges in each piece of the batch, in all pieces together."""
+    num_windows = min(MOST_WINDOWS, source.num_rounds, target.num_rounds)
+    stops = np.union1d(source.ends, target.ends)
+    starts = np.concatenate(([0], stops[:-1]))
+    a = source.nodes[np.searchsorted(source.ends, stops)]
+    b = target.nodes[np.searchsorted(target.ends, stops)]
+    is_inside = np.array([[one == other for other in target.names] for one in source.names])
+    rows = np.where(is_inside[a, b], 0, stops - starts)
+    shape = num_windows, len(source.names), len(target.names)
+    pairs = np.ravel_multi_index((starts * num_windows // stops[-1], a, b), shape)
+    crowded = np.bincount(pairs, rows, minlength=num_windows * is_inside.size)
+    return float(crowded.reshape(num_windows, -1).max(axis=1).sum())
+
+
+def _list_microbatches(dealt: _Dealt) -> tuple[Microbatch, ...]:
+    ends = [0, *dealt.ends.tolist()]
+    return tuple(
+        Microbatch(position, start, stop)
+        for position, (start, stop) in zip(dealt.positions.tolist(), pairwise(ends), strict=True)
+    )

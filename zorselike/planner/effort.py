@@ -14,10 +14,12 @@ FEW_ACTIONS = 1_500_000
 """Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
 FUTILE_S = 5.0
 """So long at least, and twice the budget, something that fits and is allowed is looked for."""
-MANY_ACTIONS = 100_000
+MANY_ACTIONS = 50_000
 """From so many actions on a simulation takes seconds, and one step may have to do in place of several."""
-ASSUMED_S = 2e-5
-"""For each action, before anything was simulated."""
+ASSUMED_S = 1.7e-5
+"""For each action of one simulated step, before anything was simulated."""
+SEVERAL_STEPS = 2.0
+"""Of the time of a simulation of one step, what one of several takes."""
 TINY_ACTIONS = 50_000
 """Up to so many simulated actions, half a second, estimates decide nothing."""
 _TOLD_EVERY_S = 0.1
@@ -80,18 +82,24 @@ class Effort:
 
     def would_overrun(self, num_actions: int) -> bool:
         """Whether a simulation of about so many actions would end after the budget, by those before."""
-        each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
-        return self._cut(self.elapsed_s + each_s * num_actions > self.budget_s)
+        return self._would_end_late(num_actions, 1.0 if num_actions >= MANY_ACTIONS else SEVERAL_STEPS)
 
     def must_hurry(self, num_actions: int) -> bool:
         """Whether a long simulation had better be of one step only."""
-        return num_actions >= MANY_ACTIONS and self.would_overrun(num_actions)
+        return num_actions >= MANY_ACTIONS and self._would_end_late(num_actions, SEVERAL_STEPS)
 
-    def count_simulation(self, *, actions: int, estimated_actions: int, seconds: float) -> None:
+    def _would_end_late(self, num_actions: int, times: float) -> bool:
+        """`times` of a simulation of one step."""
+        each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
+        return self._cut(self.elapsed_s + times * each_s * num_actions > self.budget_s)
+
+    def count_simulation(
+        self, *, actions: int, estimated_actions: int, seconds: float, is_one_step: bool
+    ) -> None:
         self.num_simulated += 1
         self.actions += actions
         self._estimated_actions += estimated_actions
-        self._simulating_s += seconds
+        self._simulating_s += seconds if is_one_step else seconds / SEVERAL_STEPS
 
     def _report(self) -> None:
         if self.elapsed_s - self._told_s > _TOLD_EVERY_S:

@@ -105,6 +105,7 @@ class Finalists:
             actions=sum(map(len, case.actions.values())),
             estimated_actions=candidate.sketch.num_actions,
             seconds=effort.elapsed_s - began_s,
+            is_one_step=hurries,
         )
         simulation = case.simulation
         order = rank(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import total_ordering
-from math import inf
+from math import inf, isclose
 
 from zorselike.planner.problem import PlanProblem
 
@@ -31,7 +31,7 @@ class Rank:
             (self.wanted, other.wanted),
             (self.other, other.other),
         ):
-            if abs(mine - theirs) > _ALIKE * max(abs(mine), abs(theirs)):
+            if not isclose(mine, theirs, rel_tol=_ALIKE):
                 return mine < theirs
         return self.num_devices < other.num_devices
 

@@ -39,28 +39,31 @@ class Survey:
         self._num_layers = len(problem.workload.layers)
         self.found: dict[Sketch, Candidate] = {}
         self.sets_seen: list[DeviceSet] = []
+        self._best: Rank = WORST
+
+    def forget(self) -> None:
+        """What was found with other memory."""
+        self.found.clear()
+        self._best = WORST
 
     def explore(self) -> None:
         """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
-        best: Rank = WORST
         sets = propose_devices(
             self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._effort.budget_s)
         )
         for number, devices in enumerate(sets):
-            if best.is_allowed and not self._bound(devices) < best:
+            if self._best.is_allowed and not self._bound(devices) < self._best:
                 continue
             if self._effort.is_exploring_over():
                 break
             self.sets_seen.append(devices)
             glances = self._glance(devices)
-            best = min([best, *(glance.rank for glance in glances)])
             is_first = number == 0 or len(self._problem.usable) <= FEW_DEVICES
             for glance in glances[: MOST_DEEPENED if is_first else MOST_DEEPENED // 4]:
                 if self._effort.is_exploring_over():
                     break
                 for candidate in self._deepen(glance, devices):
                     self._keep(candidate)
-                    best = min(best, candidate.rank)
 
     def _bound(self, devices: DeviceSet) -> Rank:
         """No plan of these devices ranks before."""
@@ -94,6 +97,7 @@ class Survey:
 
     def _keep(self, candidate: Candidate) -> None:
         self.found.setdefault(candidate.sketch, candidate)
+        self._best = min(self._best, candidate.rank)
         self._effort.may_stop = self._effort.may_stop or candidate.rank.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
