@@ -48,13 +48,21 @@ def test_wishes_are_questions_that_may_be_asked() -> None:
         problem.check()
 
 
-def candidates(*seconds: float) -> list[Any]:
-    return [SimpleNamespace(predicted_s=each) for each in seconds]
+def candidates(*seconds: float, bounded: float | None = None) -> list[Any]:
+    return [
+        SimpleNamespace(predicted_s=each, plan=SimpleNamespace(bounds_in_flight=each == bounded))
+        for each in seconds
+    ]
 
 
 def test_plans_are_chosen_evenly_and_not_too_slow() -> None:
     chosen = choose(candidates(1.0, 1.01, 1.02, 1.4, 2.0, 2.02, 2.8, 9.0), 4)
     assert [own.predicted_s for own in chosen] == [1.0, 1.4, 2.0, 2.8]
+
+
+def test_one_with_bounds_in_flight_is_chosen() -> None:
+    chosen = choose(candidates(1.0, 1.01, 1.02, 1.4, 2.0, 2.02, 2.8, 9.0, bounded=1.01), 4)
+    assert [own.predicted_s for own in chosen] == [1.0, 1.01, 2.0, 2.8]
 
 
 def runs(*pairs: tuple[float, float]) -> list[PlanRun]:

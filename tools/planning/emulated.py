@@ -196,12 +196,14 @@ def propose(machines: Machines, *, budget_s: float) -> list[Candidate]:
 
 
 def choose(candidates: Sequence[Candidate], number: int) -> list[Candidate]:
-    """The fastest, the slowest within bounds, and between them those that lie most evenly: from all, one of
-    the two that are nearest to each other is left out until so many are left."""
+    """The fastest, the slowest within bounds, the fastest with bounds on microbatches in flight, and between
+    them those that lie most evenly: from all, one of the two that are nearest to each other is left out until
+    so many are left."""
     chosen = [own for own in candidates if own.predicted_s <= MOST_SPREAD * candidates[0].predicted_s]
-    while len(chosen) > max(number, 2):
+    kept = next((own for own in chosen if own.plan.bounds_in_flight), None)
+    while len(chosen) > max(number, 3):
         gaps = [log(b.predicted_s / a.predicted_s) for a, b in pairwise(chosen)]
         # An inner one whose neighbours are nearest to each other.
-        least = min(range(1, len(chosen) - 1), key=lambda i: gaps[i - 1] + gaps[i])
-        del chosen[least]
+        inner = [i for i in range(1, len(chosen) - 1) if chosen[i] is not kept]
+        del chosen[min(inner, key=lambda i: gaps[i - 1] + gaps[i])]
     return chosen
