@@ -207,7 +207,7 @@ class Composer:
     def _bound(self, groups: list[GroupSketch], slack: float) -> list[GroupSketch]:
         """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
         slack, and at least what their rows need."""
-        key = (tuple((own.devices, own.sizes, own.mode) for own in groups), slack)
+        key = (tuple((own.devices, own.sizes, own.mode.recompute) for own in groups), slack)
         if key not in self._bounds:
             num_layers, num_groups = len(self._table.keys), len(groups)
             ends = (*range(1, num_groups), num_layers)

@@ -23,6 +23,8 @@ _FEW_GROUPS = 3
 _FIRST_TURNS = 2
 """What a grouping is first looked at with: microbatches of a device, more of them where these do not fit, and
 ministages of a group."""
+_ROUNDS_A_GROUP = 8
+"""Microbatches of a device for each group of a pipeline with few in flight, whose fill is then short."""
 _FITTING_MODES = 2
 """Of a family's modes that fit, how many of the fastest are compared."""
 _FITTING_FAMILIES = 2
@@ -194,8 +196,10 @@ class Explorer:
             tuple(mode for mode in own if not {*mode.offload} - {*OFFLOAD_IN_FLIGHT}) for own in families
         ]
         plain = [own for own in plain if own]
-        most_rounds = self._list_rounds(groups)[-1]
-        tries = dict.fromkeys(number for _, number in self._first_tries(groups))
+        rounds = self._list_rounds(groups)
+        most_rounds = rounds[-1]
+        short_fill = min(rounds, key=lambda number: abs(number - _ROUNDS_A_GROUP * len(groups)))
+        tries = dict.fromkeys([short_fill, most_rounds])
         # What needs least memory first: where that does not fit, nothing does.
         if not plain or self._try_in_flight(groups, plain[-1][-1], most_rounds, _SLACKS[0], grouping) is None:
             return None

@@ -45,6 +45,7 @@ class Pace:
         self._sends: dict[object, float] = {}
         self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
         self._copied: dict[object, float] = {}
+        self._orders: dict[object, list[Order]] = {}
 
     @cached_property
     def network(self) -> Network:
@@ -84,7 +85,17 @@ class Pace:
         return ended - began
 
     def _order_in_flight(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
-        """What each group computes in turn, and what its rounds wait for."""
+        """What each group computes in turn, and what its rounds wait for, which depends on rows alone, and on
+        what a backward takes."""
+        key = (
+            tuple((own.devices, own.sizes, own.max_in_flight, own.mode.recompute) for own in sketch.groups),
+            lowest_backward,
+        )
+        if key not in self._orders:
+            self._orders[key] = self._find_orders(sketch, lowest_backward)
+        return self._orders[key]
+
+    def _find_orders(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
         plan = make_plan(sketch, self._problem, self._table)
         orders = order_in_flight(plan, lowest_backward=lowest_backward)
         needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]

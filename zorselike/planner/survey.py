@@ -24,7 +24,8 @@ FEW_ORDERS = 6
 MOST_ORDERS = 24
 """Of groups, beyond which only the paper's order is looked at."""
 MOST_DEEPENED = 6
-"""Groupings of a set of devices that are looked at closely."""
+"""Groupings of a set of devices that are looked at closely, and half as many with few microbatches in flight,
+whose first estimates say less."""
 FEW_DEVICES = 8
 """Up to so many every set of them is looked at closely."""
 
@@ -59,7 +60,7 @@ class Survey:
             self.sets_seen.append(devices)
             glances = self._glance(devices)
             is_first = number == 0 or len(self._problem.usable) <= FEW_DEVICES
-            for glance in glances[: MOST_DEEPENED if is_first else MOST_DEEPENED // 4]:
+            for glance in _take_best(glances, MOST_DEEPENED if is_first else MOST_DEEPENED // 4):
                 if self._effort.is_exploring_over():
                     break
                 for candidate in self._deepen(glance, devices):
@@ -153,3 +154,9 @@ class Survey:
         return read_bandwidths(
             self._problem.cluster, devices.devices, span_regions=self._problem.spans_regions
         )
+
+
+def _take_best(glances: list[Candidate], number: int) -> list[Candidate]:
+    """So many of the best, and half as many of those with bounds on microbatches in flight."""
+    in_flight = [glance for glance in glances if glance.choice.slack is not None][: number // 2]
+    return [*glances[:number], *(glance for glance in in_flight if glance not in glances[:number])]
