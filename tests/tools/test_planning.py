@@ -15,7 +15,7 @@ from tools.planning.fitting import count_tries, find_fit, list_options
 from tools.planning.optimum import find_optimum, fits
 from tools.planning.problems import draw_problem, find_ideal_s
 from tools.planning.small_cases import draw_case
-from tools.planning.verdict import find_faults
+from tools.planning.verdict import SAME, find_faults
 from tools.planning.workloads import make_chain
 from zorselike.cost.layer_times import LayerClock
 from zorselike.cost.profile import Profile
@@ -23,6 +23,7 @@ from zorselike.plan.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.planner.answer import PlanAnswer, Planned, Progress
 from zorselike.planner.problem import Fixed, PlanProblem
+from zorselike.planner.search import ONE_STEP
 from zorselike.simulator.ideal import measure_speeds
 
 ONE_BY_ONE = Options(zero=2, grad_reduce="once", recompute="none", offload=(), rows_per_microbatch=1)
@@ -287,6 +288,25 @@ def test_a_promise_that_is_not_kept_is_a_fault(changes: dict[str, object], fault
     problem = make_problem("A100-40", "T4")
     answer = make_answer(problem, make_plan(problem, SHAPE, ONE_BY_ONE), **changes)
     assert any(fault in found for found in find_faults(problem, answer))
+
+
+def test_a_time_of_one_step_is_simulated_so_and_must_be_said() -> None:
+    """A pipeline whose steps overlap: two in a row take less than two from a standing start."""
+    problem = make_problem("A100-40", "T4")
+    plan = make_plan(problem, SHAPE, ONE_BY_ONE)
+    several, one = problem.setting.simulate(plan), problem.setting.simulate(plan, num_steps=1)
+    assert one.simulation.iteration_s > several.simulation.iteration_s * (1 + SAME)
+    answer = make_answer(problem, plan, iteration_s=one.simulation.iteration_s)
+    bound_s = answer.plans[0].ideal_s
+    estimates = replace(
+        answer.plans[0].case.plan.estimates, share_of_ideal=bound_s / one.simulation.iteration_s
+    )
+    case = replace(one, plan=replace(plan, estimates=estimates))
+    planned = Planned(case=case, grouping="by hand", ideal_s=bound_s, is_first_step=True)
+    silent = replace(answer, plans=(planned,))
+    assert find_faults(problem, silent) == ["its time is that of one step, and it does not say so"]
+    assert find_faults(problem, replace(silent, notes=(ONE_STEP,))) == []
+    assert find_faults(problem, replace(silent, plans=(replace(planned, is_first_step=False),)))
 
 
 @pytest.mark.parametrize(

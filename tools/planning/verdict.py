@@ -11,6 +11,7 @@ from pathlib import Path
 from zorselike.plan.plan import Plan
 from zorselike.planner.answer import PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search import ONE_STEP
 from zorselike.schedule.check import check
 from zorselike.simulator.case import Case
 
@@ -37,6 +38,8 @@ def find_faults(problem: PlanProblem, answer: PlanAnswer) -> list[str]:
     if len({planned.case.plan.fingerprint for planned in answer.plans}) < len(answer.plans):
         faults.append("the same plan twice")
     step_s = min(planned.case.simulation.iteration_s for planned in answer.plans)
+    if answer.plans[0].is_first_step and ONE_STEP not in answer.notes:
+        faults.append("its time is that of one step, and it does not say so")
     if not answer.progress.bound_s <= step_s * (1 + SAME):
         faults.append(f"the bound of {answer.progress.bound_s:.6g} s is above a step of {step_s:.6g} s")
     return faults
@@ -49,7 +52,7 @@ def _score(problem: PlanProblem, case: Case) -> float:
 def _examine(problem: PlanProblem, planned: Planned) -> Iterator[str]:
     plan = planned.case.plan.validate()
     _check_schedule(problem, plan)
-    case = problem.setting.simulate(plan)
+    case = problem.setting.simulate(plan, num_steps=1 if planned.is_first_step else None)
     yield from _examine_memory(case)
     yield from _examine_estimates(planned, case)
     yield from _examine_wishes(problem, case)

@@ -26,6 +26,8 @@ class Planned:
     ideal_s: float
     """What its devices would take if all computed all the time, nothing recomputed; no plan of them is
     faster."""
+    is_first_step: bool = False
+    """Whether its time is that of one step from a standing start, and not of one of several in a row."""
 
     @property
     def share_of_ideal(self) -> float:

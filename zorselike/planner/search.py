@@ -256,7 +256,7 @@ class _Search:
             limited_by=tuple(describe_limit(case)) if share < LIMITING_SHARE else (),
         )
         plan = replace(case.plan, estimates=estimates)
-        return Planned(replace(case, plan=plan), found.candidate.grouping, ideal_s)
+        return Planned(replace(case, plan=plan), found.candidate.grouping, ideal_s, found.is_first_step)
 
     def _find_any(self, end_s: float) -> Candidate | None:
         """Whatever fits first in a few likely groupings."""
