@@ -161,6 +161,17 @@ def test_unconnected_parts_are_proposed_apart() -> None:
     )
 
 
+def test_regions_are_not_proposed_together_where_groups_are_too_few() -> None:
+    problem = make_problem(
+        make_nodes("a", "A100-40 A100-40", region="x"), make_nodes("t", "T4 T4", region="y")
+    )
+    alone = replace(problem, fixed=Fixed(ministages=1))
+    found = {chosen.devices for chosen in propose_devices(alone)}
+    assert found and all({*devices} <= {0, 1} or {*devices} <= {2, 3} for devices in found)
+    for wider in (replace(alone, spans_regions=True), replace(problem, fixed=Fixed(ministages=2))):
+        assert (0, 1, 2, 3) in {chosen.devices for chosen in propose_devices(wider)}
+
+
 def test_a_chain_of_nodes_is_not_proposed_without_its_middle() -> None:
     """The ends are joined over the node between them alone."""
     nodes = [make_nodes(name, "T4") for name in "abc"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from searched_problems import draw_problem, make_decoder
@@ -150,6 +151,24 @@ def test_devices_without_the_dtype_are_left_out_and_that_is_said():
     assert [note for note in answer.notes if note.startswith("T4 left out")]
     with pytest.raises(ProfileError, match="T4"):
         search_plans(make_problem(make_node("b", "T4", 1), workload=workload), budget_s=5)
+
+
+def test_estimates_leave_no_devices_out():
+    """Of all devices the estimate is the least, for it knows no egress: simulated they are far too dear."""
+    nodes = [
+        Node(name=f"{region}{i}", devices=("A100-40",), zone=region, region=region, price_per_hour=3.6)
+        for region in "ab"
+        for i in range(2)
+    ]
+    pairs = [(one.name, other.name) for one, other in combinations(nodes, 2)]
+    cluster = Cluster(
+        nodes=(*nodes, Node(name="c", devices=("T4",), zone="c", region="c", price_per_hour=0.9)),
+        node_links=dict.fromkeys(pairs, Link(10e9)),
+        egress_price_per_gb={("a", "b"): 1000.0, ("b", "a"): 1000.0},
+    )
+    problem = make_problem(cluster=cluster, workload=make_decoder(4), max_cost_per_iteration=0.05)
+    plan = search_plans(problem, budget_s=10).best.case.plan
+    assert len({device.node[0] for device in plan.devices}) == 1
 
 
 def test_no_plan_that_breaks_a_constraint_is_returned():

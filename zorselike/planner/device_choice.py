@@ -211,7 +211,20 @@ class _Chooser:
 
     def _is_possible(self, devices: tuple[int, ...]) -> bool:
         most = self._problem.max_devices
-        return bool(devices) and (most is None or len(devices) <= most) and self._is_joined(devices)
+        return (
+            bool(devices)
+            and (most is None or len(devices) <= most)
+            and self._may_be_grouped(devices)
+            and self._is_joined(devices)
+        )
+
+    def _may_be_grouped(self, devices: tuple[int, ...]) -> bool:
+        """Whether each region's devices could be a group of their own, where groups may not span regions."""
+        cluster, workload = self._problem.cluster, self._problem.workload
+        if self._problem.spans_regions:
+            return True
+        regions = {cluster.nodes[cluster.places[device].node].region for device in devices}
+        return len(regions) <= (self._problem.fixed.ministages or len(workload.layers))
 
     def _is_joined(self, devices: Sequence[int]) -> bool:
         """Whether some way joins them all, over none but them."""

@@ -82,7 +82,8 @@ class Effort:
 
     def would_overrun(self, num_actions: int) -> bool:
         """Whether a simulation of about so many actions would end after the budget, by those before."""
-        return self._would_end_late(num_actions, 1.0 if num_actions >= MANY_ACTIONS else SEVERAL_STEPS)
+        times = 1.0 if num_actions >= MANY_ACTIONS else SEVERAL_STEPS
+        return self._cut(self._would_end_late(num_actions, times))
 
     def must_hurry(self, num_actions: int) -> bool:
         """Whether a long simulation had better be of one step only."""
@@ -91,12 +92,13 @@ class Effort:
     def _would_end_late(self, num_actions: int, times: float) -> bool:
         """`times` of a simulation of one step."""
         each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
-        return self._cut(self.elapsed_s + times * each_s * num_actions > self.budget_s)
+        return self.elapsed_s + times * each_s * num_actions > self.budget_s
 
     def count_simulation(
         self, *, actions: int, estimated_actions: int, seconds: float, is_one_step: bool
     ) -> None:
         self.num_simulated += 1
+        self.is_cut = self.is_cut or is_one_step
         self.actions += actions
         self._estimated_actions += estimated_actions
         self._simulating_s += seconds if is_one_step else seconds / SEVERAL_STEPS

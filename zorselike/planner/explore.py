@@ -111,6 +111,7 @@ class Explorer:
         if sketch is None and self._composer.host_was_full:
             self._host_full.add(choice)
         self._found[choice] = None if sketch is None else self.estimate(sketch, choice, grouping)
+        self._too_slow.pop(choice, None)
         return self._found[choice]
 
     def _is_idle(self, choice: Choice) -> bool:
@@ -323,7 +324,7 @@ class Explorer:
             choice = Choice(tuple(GroupChoice(own, mode, num_rounds) for own in groups), num_ministages)
             limit = None if best is None else best.rank
             found = self.try_choice(choice, grouping, limit)
-            if found is None and (limit is None or choice not in self._too_slow):
+            if found is None and not self._too_slow.get(choice, WORST) < WORST:
                 continue
             if found is not None and (best is None or found.rank < best.rank):
                 best = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import isfinite
 
 from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.planner.bandwidths import Bandwidths, read_bandwidths
@@ -11,7 +12,8 @@ from zorselike.planner.device_bounds import DeviceBounds
 from zorselike.planner.device_choice import DeviceSet, propose_devices
 from zorselike.planner.effort import GLANCING_SHARE, Effort
 from zorselike.planner.explore import Candidate, Explorer, Groups
-from zorselike.planner.goal import WORST, Rank, rank
+from zorselike.planner.finalists import WORTH_SIMULATING
+from zorselike.planner.goal import WORST, Rank
 from zorselike.planner.group_orders import order_by_bandwidth, order_groups
 from zorselike.planner.groups import Grouping, count_useful_groups, find_groupings
 from zorselike.planner.problem import PlanProblem
@@ -53,7 +55,7 @@ class Survey:
             self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._effort.budget_s)
         )
         for number, devices in enumerate(sets):
-            if self._best.is_allowed and not self._bound(devices) < self._best:
+            if self._is_hopeless(devices):
                 continue
             if self._effort.is_exploring_over():
                 break
@@ -66,11 +68,15 @@ class Survey:
                 for candidate in self._deepen(glance, devices):
                     self._keep(candidate)
 
-    def _bound(self, devices: DeviceSet) -> Rank:
-        """No plan of these devices ranks before."""
-        cost = self._bounds.least_cost(devices.devices)
-        bound = rank(self._problem, devices.bound_s, cost, 0)
-        return replace(bound, excess=0.0)
+    def _is_hopeless(self, devices: DeviceSet) -> bool:
+        """Whether no plan of these devices would be simulated, beside the best estimate so far. Estimates
+        know no egress, and what they allow may break limits when simulated: where money or limits count all
+        sets are looked at, and so they are where devices are few."""
+        problem = self._problem
+        is_limited = problem.min_throughput > 0 or isfinite(problem.max_cost_per_iteration)
+        if is_limited or problem.objective == "cost" or len(problem.usable) <= FEW_DEVICES:
+            return False
+        return devices.bound_s > WORTH_SIMULATING * self._best.wanted
 
     def _glance(self, devices: DeviceSet) -> list[Candidate]:
         """Every grouping of a set of devices, the most promising first."""
