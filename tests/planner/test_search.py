@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import combinations
 
+import device_problems
 import pytest
 from searched_problems import draw_problem, make_decoder
 
@@ -155,18 +156,16 @@ def test_devices_without_the_dtype_are_left_out_and_that_is_said():
 
 def test_estimates_leave_no_devices_out():
     """Of all devices the estimate is the least, for it knows no egress: simulated they are far too dear."""
-    nodes = [
-        Node(name=f"{region}{i}", devices=("A100-40",), zone=region, region=region, price_per_hour=3.6)
-        for region in "ab"
-        for i in range(2)
+    sides = [
+        device_problems.make_nodes(region, "A100-40", 2, 3.6, region=region, zone=region) for region in "ab"
     ]
-    pairs = [(one.name, other.name) for one, other in combinations(nodes, 2)]
-    cluster = Cluster(
-        nodes=(*nodes, Node(name="c", devices=("T4",), zone="c", region="c", price_per_hour=0.9)),
-        node_links=dict.fromkeys(pairs, Link(10e9)),
-        egress_price_per_gb={("a", "b"): 1000.0, ("b", "a"): 1000.0},
-    )
-    problem = make_problem(cluster=cluster, workload=make_decoder(4), max_cost_per_iteration=0.05)
+    apart = device_problems.make_nodes("c", "T4", 1, 0.9, region="c", zone="c")
+    pairs = [(one.name, other.name) for one, other in combinations([*sides[0], *sides[1]], 2)]
+    links = {
+        "node_links": dict.fromkeys(pairs, Link(10e9)),
+        "egress_price_per_gb": {("a", "b"): 1000.0, ("b", "a"): 1000.0},
+    }
+    problem = device_problems.make_problem(*sides, apart, links=links, max_cost_per_iteration=0.05)
     plan = search_plans(problem, budget_s=10).best.case.plan
     assert len({device.node[0] for device in plan.devices}) == 1
 
