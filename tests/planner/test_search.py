@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
+from types import SimpleNamespace
 
 import device_problems
 import pytest
@@ -12,6 +14,7 @@ from searched_problems import draw_problem, make_decoder
 
 from zorselike.plan.cluster import Cluster, Link, Node
 from zorselike.plan.errors import ConfigError, ProfileError
+from zorselike.planner import effort
 from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import search_plans
@@ -99,6 +102,17 @@ def test_what_needs_least_memory_is_found_however_short_the_time_is():
         make_node("a", "A10G", 2, memory_bytes=(3 * 2**30,) * 2), make_node("b", "T4", 2), global_batch=16
     )
     assert search_plans(problem, budget_s=0.0, top=1).best.case.plan.num_ranks
+
+
+@pytest.mark.parametrize("bounds_in_flight", [None, True])
+def test_a_machine_that_stands_still_is_no_reason_to_say_that_nothing_fits(monkeypatch, bounds_in_flight):
+    fixed = Fixed(bounds_in_flight=bounds_in_flight)
+    problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
+    ticks = count()
+    monkeypatch.setattr(
+        effort, "time", SimpleNamespace(monotonic=lambda: 30.0 * next(ticks), process_time=time.process_time)
+    )
+    assert search_plans(problem, budget_s=2, top=1).ending == "budget"
 
 
 def test_ctrl_c_gives_the_best_so_far():

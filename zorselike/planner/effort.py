@@ -13,7 +13,7 @@ MOST_ACTIONS = 12_000_000
 FEW_ACTIONS = 1_500_000
 """Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
 FUTILE_S = 5.0
-"""So long at least, and twice the budget, something that fits and is allowed is looked for."""
+"""So long at least, and twice the budget, of computing something that fits and is allowed is looked for."""
 MANY_ACTIONS = 50_000
 """From so many actions on a simulation takes seconds, and one step may have to do in place of several."""
 ASSUMED_S = 1.7e-5
@@ -31,6 +31,7 @@ class Effort:
     def __init__(self, budget_s: float, tell: Callable[[], None]) -> None:
         """`tell` is called every now and then, and may interrupt."""
         self._started_s = time.monotonic()
+        self._begun_work_s = time.process_time()
         self._told_s = 0.0
         self._tell = tell
         self.budget_s = budget_s
@@ -48,6 +49,11 @@ class Effort:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
 
+    @property
+    def worked_s(self) -> float:
+        """What the process computed: a machine that stood still has looked for nothing."""
+        return time.process_time() - self._begun_work_s
+
     def is_past(self, share: float) -> bool:
         """Whether a share of the budget is over."""
         self._report()
@@ -60,7 +66,7 @@ class Effort:
         return is_late
 
     def _is_futile(self) -> bool:
-        return self._cut(self.elapsed_s > max(FUTILE_S, 2 * self.budget_s))
+        return self._cut(self.worked_s > max(FUTILE_S, 2 * self.budget_s))
 
     def is_exploring_over(self) -> bool:
         return self.is_past(EXPLORING_SHARE)

@@ -190,7 +190,8 @@ class Explorer:
     def _glance_in_flight(
         self, groups: Groups, families: Sequence[Family], grouping: str
     ) -> Candidate | None:
-        """With one ministage of each group and few microbatches in flight, the first of these that fits."""
+        """With one ministage of each group and few microbatches in flight, the first of these that fits; what
+        needs least memory where time is over."""
         if len(groups) == 1 or self._list_turns(len(groups))[0] != len(groups):
             return None
         plain = [
@@ -202,7 +203,10 @@ class Explorer:
         short_fill = min(rounds, key=lambda number: abs(number - _ROUNDS_A_GROUP * len(groups)))
         tries = dict.fromkeys([short_fill, most_rounds])
         # What needs least memory first: where that does not fit, nothing does.
-        if not plain or self._try_in_flight(groups, plain[-1][-1], most_rounds, _SLACKS[0], grouping) is None:
+        if not plain:
+            return None
+        frugal = self._try_in_flight(groups, plain[-1][-1], most_rounds, _SLACKS[0], grouping)
+        if frugal is None:
             return None
         for family in plain:
             if self._try_in_flight(groups, family[-1], most_rounds, _SLACKS[0], grouping) is None:
@@ -210,11 +214,11 @@ class Explorer:
             for num_rounds, slack in product(tries, (_SLACKS[-1], _SLACKS[0])):
                 for mode in family:
                     if self._is_over():
-                        return None
+                        return frugal
                     found = self._try_in_flight(groups, mode, num_rounds, slack, grouping)
                     if found is not None:
                         return found
-        return None
+        return frugal
 
     def _try_in_flight(
         self,

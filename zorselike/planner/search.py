@@ -181,7 +181,7 @@ class _Search:
     def _simulate_best(self) -> None:
         self._finalists.simulate_best(list(self._survey.found.values()))
         if self._finalists.best is None:  # There may have been no time to come to what needs least memory.
-            frugal = self._find_any(self._effort.elapsed_s + FUTILE_S)
+            frugal = self._find_any(self._effort.worked_s + FUTILE_S)
             self._finalists.simulate_best([] if frugal is None else [frugal])
         if self._finalists.best is None:
             raise NothingFitsError(self._explain_nothing())
@@ -262,7 +262,7 @@ class _Search:
         """Whatever fits first in a few likely groupings."""
         self._explorer.forget()
         for groups, name in self._likely_groups:
-            if self._effort.elapsed_s > end_s:
+            if self._effort.worked_s > end_s:
                 break
             if (found := self._explorer.find_any(groups, name)) is not None:
                 return found
@@ -274,12 +274,12 @@ class _Search:
         return [own for devices in sets for own in islice(self._survey.list_groups(devices), FEW_GROUPINGS)]
 
     def _explain_nothing(self) -> str:
-        end_s = self._effort.elapsed_s + max(FUTILE_S, 2 * self._effort.budget_s)
+        end_s = self._effort.worked_s + max(FUTILE_S, 2 * self._effort.budget_s)
         return describe_nothing(
             self._problem,
             self._memory,
             lambda: self._find_any(end_s),
-            lambda: self._effort.elapsed_s > end_s,
+            lambda: self._effort.worked_s > end_s,
         )
 
 
