@@ -48,8 +48,8 @@ class _Dealt:
 def deal_sketch(
     sketch: Sketch, table: LayerTable, node_of: Callable[[int], int], type_of: Callable[[int], str]
 ) -> list[tuple[Microbatch, ...]]:
-    """Each group's microbatches, ranks being positions in the group. One group after the other takes the
-    order with which least has to go over the busiest pair of nodes, from and to those that have theirs."""
+    """Each group's microbatches, ranks numbered group by group. One group after the other takes the order
+    with which least has to go over the busiest pair of nodes, from and to those that have theirs."""
     pairs = Counter(tuple(sorted(pair)) for pair in pairwise(sketch.owners) if pair[0] != pair[1])
     dealt: list[_Dealt] = []
     for g, group in enumerate(sketch.groups):
@@ -63,7 +63,8 @@ def deal_sketch(
             for own in tried
         ]
         dealt.append(tried[crowding.index(min(crowding))])
-    return [_list_microbatches(own) for own in dealt]
+    first_ranks = accumulate((len(group.devices) for group in sketch.groups), initial=0)
+    return [_list_microbatches(own, first) for own, first in zip(dealt, first_ranks, strict=False)]
 
 
 def list_orders(nodes: Sequence[int]) -> list[_Order]:
@@ -131,9 +132,6 @@ def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
     return float(crowded.reshape(num_windows, -1).max(axis=1).sum())
 
 
-def _list_microbatches(dealt: _Dealt) -> tuple[Microbatch, ...]:
-    ends = [0, *dealt.ends.tolist()]
-    return tuple(
-        Microbatch(position, start, stop)
-        for position, (start, stop) in zip(dealt.positions.tolist(), pairwise(ends), strict=True)
-    )
+def _list_microbatches(dealt: _Dealt, first_rank: int) -> tuple[Microbatch, ...]:
+    ranks = (dealt.positions + first_rank).tolist()
+    return tuple(map(Microbatch, ranks, [0, *dealt.ends[:-1].tolist()], dealt.ends.tolist()))

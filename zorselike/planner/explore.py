@@ -96,15 +96,14 @@ class Explorer:
         asked: list[Rank] = []
 
         def is_worth(sketch: Sketch) -> bool:
-            if limit is None:
-                return True
+            assert limit is not None
             guess = self._rank(sketch)
             if guess is None or not guess < limit:
                 asked.append(WORST if guess is None else guess)
                 return False
             return True
 
-        sketch = self._composer.compose(choice, is_worth)
+        sketch = self._composer.compose(choice, None if limit is None else is_worth)
         if asked:
             self._too_slow[choice] = asked[0]
             return None

@@ -189,7 +189,7 @@ class _Search:
     def _forget(self) -> None:
         """All that was found with more memory."""
         self._explorer.forget()
-        self._survey.forget()
+        self._survey.found.clear()
         self._finalists.forget()
         self._effort.may_stop = False
 

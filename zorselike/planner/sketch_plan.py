@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Device, Group, Ministage, Plan
 from zorselike.planner.dealing import deal_sketch
 from zorselike.planner.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
@@ -29,7 +29,7 @@ def make_plan(sketch: Sketch, problem: PlanProblem, table: LayerTable) -> Plan:
         groups.append(
             Group(
                 ranks=tuple(range(first, len(devices))),
-                microbatches=tuple(Microbatch(first + piece.rank, piece.start, piece.stop) for piece in rows),
+                microbatches=rows,
                 zero=own.mode.zero,
                 grad_reduce=own.mode.grad_reduce,
                 offload=own.mode.offload,

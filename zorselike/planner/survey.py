@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 
 from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.planner.bandwidths import Bandwidths, read_bandwidths
@@ -13,7 +13,6 @@ from zorselike.planner.device_choice import DeviceSet, propose_devices
 from zorselike.planner.effort import GLANCING_SHARE, Effort
 from zorselike.planner.explore import Candidate, Explorer, Groups
 from zorselike.planner.finalists import WORTH_SIMULATING
-from zorselike.planner.goal import WORST, Rank
 from zorselike.planner.group_orders import order_by_bandwidth, order_groups
 from zorselike.planner.groups import Grouping, count_useful_groups, find_groupings
 from zorselike.planner.problem import PlanProblem
@@ -42,12 +41,6 @@ class Survey:
         self._num_layers = len(problem.workload.layers)
         self.found: dict[Sketch, Candidate] = {}
         self.sets_seen: list[DeviceSet] = []
-        self._best: Rank = WORST
-
-    def forget(self) -> None:
-        """What was found with other memory."""
-        self.found.clear()
-        self._best = WORST
 
     def explore(self) -> None:
         """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
@@ -76,7 +69,8 @@ class Survey:
         is_limited = problem.min_throughput > 0 or isfinite(problem.max_cost_per_iteration)
         if is_limited or problem.objective == "cost" or len(problem.usable) <= FEW_DEVICES:
             return False
-        return devices.bound_s > WORTH_SIMULATING * self._best.wanted
+        best_s = min((candidate.rank.wanted for candidate in self.found.values()), default=inf)
+        return devices.bound_s > WORTH_SIMULATING * best_s
 
     def _glance(self, devices: DeviceSet) -> list[Candidate]:
         """Every grouping of a set of devices, the most promising first."""
@@ -104,7 +98,6 @@ class Survey:
 
     def _keep(self, candidate: Candidate) -> None:
         self.found.setdefault(candidate.sketch, candidate)
-        self._best = min(self._best, candidate.rank)
         self._effort.may_stop = self._effort.may_stop or candidate.rank.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
