@@ -8,6 +8,9 @@ from collections.abc import Callable
 GLANCING_SHARE, EXPLORING_SHARE = 0.35, 0.6
 """Of the budget, after which no more groupings are glanced at, and none looked at closely: then the best are
 simulated."""
+FAR_LATE = 1.25
+"""Budgets after which no simulation should end: where that of the best so far would, nothing is looked at
+closely any more once glancing is over."""
 MOST_ACTIONS = 12_000_000
 """Simulated in all, about two minutes; and so deterministic."""
 FEW_ACTIONS = 1_500_000
@@ -39,6 +42,8 @@ class Effort:
         """Once something fits and keeps the constraints."""
         self.is_cut = False
         """Whether time, and so not the question alone, decided what was looked at."""
+        self.promised_actions = 0
+        """Of what will be simulated first, as far as is known."""
         self.num_simulated = 0
         self.actions = 0
         """Of all simulations."""
@@ -69,6 +74,10 @@ class Effort:
         return self._cut(self.worked_s > max(FUTILE_S, 2 * self.budget_s))
 
     def is_exploring_over(self) -> bool:
+        """Whether it is time to simulate what was found."""
+        is_long = self.promised_actions >= MANY_ACTIONS
+        if is_long and self._end_s(self.promised_actions, 1.0) > FAR_LATE * self.budget_s:
+            return self.is_past(GLANCING_SHARE)
         return self.is_past(EXPLORING_SHARE)
 
     def is_over(self) -> bool:
@@ -89,16 +98,16 @@ class Effort:
     def would_overrun(self, num_actions: int) -> bool:
         """Whether a simulation of about so many actions would end after the budget, by those before."""
         times = 1.0 if num_actions >= MANY_ACTIONS else SEVERAL_STEPS
-        return self._cut(self._would_end_late(num_actions, times))
+        return self._cut(self._end_s(num_actions, times) > self.budget_s)
 
     def must_hurry(self, num_actions: int) -> bool:
         """Whether a long simulation had better be of one step only."""
-        return num_actions >= MANY_ACTIONS and self._would_end_late(num_actions, SEVERAL_STEPS)
+        return num_actions >= MANY_ACTIONS and self._end_s(num_actions, SEVERAL_STEPS) > self.budget_s
 
-    def _would_end_late(self, num_actions: int, times: float) -> bool:
-        """`times` of a simulation of one step."""
+    def _end_s(self, num_actions: int, times: float) -> float:
+        """When a simulation would end that begins now and takes `times` one of one step."""
         each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
-        return self.elapsed_s + times * each_s * num_actions > self.budget_s
+        return self.elapsed_s + times * each_s * num_actions
 
     def count_simulation(
         self, *, actions: int, estimated_actions: int, seconds: float, is_one_step: bool

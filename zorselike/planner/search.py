@@ -41,6 +41,7 @@ from zorselike.planner.sketch import Sketch
 from zorselike.planner.survey import Survey
 from zorselike.simulator.case import Case
 from zorselike.simulator.limits import describe_limit
+from zorselike.simulator.no_collection import without_collection
 
 TIGHTER = 0.9
 """Of the memory there is, with what is planned where whole plans turn out not to fit."""
@@ -54,6 +55,7 @@ ONE_STEP = (
 )
 
 
+@without_collection()
 def search_plans(
     problem: PlanProblem,
     *,
@@ -189,9 +191,8 @@ class _Search:
     def _forget(self) -> None:
         """All that was found with more memory."""
         self._explorer.forget()
-        self._survey.found.clear()
+        self._survey.forget()
         self._finalists.forget()
-        self._effort.may_stop = False
 
     # -- the answer ------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class Survey:
         self._problem, self._explorer, self._bounds, self._effort = problem, explorer, bounds, effort
         self._num_layers = len(problem.workload.layers)
         self.found: dict[Sketch, Candidate] = {}
+        self._best: Candidate | None = None
         self.sets_seen: list[DeviceSet] = []
 
     def explore(self) -> None:
@@ -69,7 +70,7 @@ class Survey:
         is_limited = problem.min_throughput > 0 or isfinite(problem.max_cost_per_iteration)
         if is_limited or problem.objective == "cost" or len(problem.usable) <= FEW_DEVICES:
             return False
-        best_s = min((candidate.rank.wanted for candidate in self.found.values()), default=inf)
+        best_s = inf if self._best is None else self._best.rank.wanted
         return devices.bound_s > WORTH_SIMULATING * best_s
 
     def _glance(self, devices: DeviceSet) -> list[Candidate]:
@@ -96,8 +97,18 @@ class Survey:
                 return found
         return []
 
+    def forget(self) -> None:
+        """What was found with other memory."""
+        self.found.clear()
+        self._best = None
+        self._effort.promised_actions = 0
+        self._effort.may_stop = False
+
     def _keep(self, candidate: Candidate) -> None:
         self.found.setdefault(candidate.sketch, candidate)
+        if self._best is None or candidate.rank < self._best.rank:
+            self._best = candidate
+            self._effort.promised_actions = candidate.sketch.num_actions
         self._effort.may_stop = self._effort.may_stop or candidate.rank.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
@@ -50,8 +51,7 @@ class _Phase:
         return self.order[-1][0] is Kind.B
 
 
-@dataclass(frozen=True)
-class _Computation:
+class _Computation(NamedTuple):
     """One microbatch of a phase; the key under which its transfers are found."""
 
     ministage: int
@@ -64,12 +64,12 @@ class _Wiring:
     """Every transfer of a step, found by its sender and by its receiver."""
 
     sends: dict[tuple[int, _Computation], list[Action]] = field(default_factory=lambda: defaultdict(list))
-    receives: dict[tuple[int, _Computation], list[tuple[str, int]]] = field(
+    receives: dict[tuple[int, _Computation], list[tuple[Kind, int, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Per receiver and computation: positions in its channels, `(direction + source, index)`."""
-    channels: dict[tuple[int, str], list[Action]] = field(default_factory=lambda: defaultdict(list))
-    """Per receiver and `direction + source`: the posts in the order in which the sender sends."""
+    """Per receiver and computation: positions in its channels, `(direction, source, index)`."""
+    channels: dict[tuple[int, Kind, int], list[Action]] = field(default_factory=lambda: defaultdict(list))
+    """Per receiver, direction and source: the posts in the order in which the sender sends."""
 
 
 def build(
@@ -174,8 +174,7 @@ class _Builder:
                         if neighbour is not None:
                             target = self._plan.ministages[neighbour].group
                             found = matches.find(g, target).get((rank, computation.microbatch), ())
-                            for transfer in found:
-                                _lay(wiring, computation, neighbour, transfer)
+                            _lay(wiring, rank, computation, neighbour, found)
         return wiring
 
     def _remote_neighbours(self, ministage: int) -> dict[Kind, int]:
@@ -292,19 +291,23 @@ class _Matches:
         return self._found[source, target]
 
 
-def _lay(wiring: _Wiring, computation: _Computation, neighbour: int, transfer: Transfer) -> None:
-    """Enters one transfer at its sender's computation and in its receiver's channel."""
-    is_forward = computation.kind is Kind.F
-    rows = (transfer.start, transfer.stop)
+def _lay(
+    wiring: _Wiring, rank: int, computation: _Computation, neighbour: int, transfers: Sequence[Transfer]
+) -> None:
+    """Enters what a computation sends, at its sender and in its receivers' channels."""
+    kind = computation.kind
+    is_forward = kind is Kind.F
     send_kind, receive_kind = (Kind.SEND_F, Kind.RECV_F) if is_forward else (Kind.SEND_B, Kind.RECV_B)
-    send = Action(send_kind, computation.ministage, computation.microbatch, transfer.target, *rows)
-    post = Action(receive_kind, neighbour, transfer.target_microbatch, transfer.source, *rows)
-    wiring.sends[transfer.source, computation].append(send)
-    channel_name = f"{computation.kind.value}{transfer.source}"
-    channel = wiring.channels[transfer.target, channel_name]
-    needed_by = _Computation(neighbour, computation.kind, transfer.target_microbatch)
-    wiring.receives[transfer.target, needed_by].append((channel_name, len(channel)))
-    channel.append(post)
+    sends = wiring.sends[rank, computation]
+    for own in transfers:
+        number, start, stop = own.target_microbatch, own.start, own.stop
+        sends.append(
+            Action(send_kind, computation.ministage, computation.microbatch, own.target, start, stop)
+        )
+        channel = wiring.channels[own.target, kind, rank]
+        needed_by = _Computation(neighbour, kind, number)
+        wiring.receives[own.target, needed_by].append((kind, rank, len(channel)))
+        channel.append(Action(receive_kind, neighbour, number, rank, start, stop))
 
 
 class _Posts:
@@ -316,7 +319,7 @@ class _Posts:
         self._computations = computations
         self._wiring = wiring
         self._next_computation = 0
-        self._posted: dict[str, int] = defaultdict(int)
+        self._posted: dict[tuple[Kind, int], int] = defaultdict(int)
 
     def due(self) -> list[Action]:
         """What is to be posted before the next computation."""
@@ -324,10 +327,12 @@ class _Posts:
         self._next_computation += 1
         posts: list[Action] = []
         for computation in self._look_ahead(here):
-            for channel_name, index in self._wiring.receives.get((self._rank, computation), ()):
-                channel = self._wiring.channels[self._rank, channel_name]
-                posts += channel[self._posted[channel_name] : index + 1]
-                self._posted[channel_name] = max(self._posted[channel_name], index + 1)
+            for kind, source, index in self._wiring.receives.get((self._rank, computation), ()):
+                num_posted = self._posted[kind, source]
+                if index >= num_posted:
+                    channel = self._wiring.channels[self._rank, kind, source]
+                    posts += channel[num_posted : index + 1]
+                    self._posted[kind, source] = index + 1
         return posts
 
     def _look_ahead(self, here: int) -> Sequence[_Computation]:
@@ -350,7 +355,7 @@ class _PostsInFlight(_Posts):
     def _look_ahead(self, here: int) -> Sequence[_Computation]:
         found: list[_Computation] = []
         if here and self._computations[here - 1].kind is Kind.F:
-            found.append(replace(self._computations[here - 1], kind=Kind.B))
+            found.append(self._computations[here - 1]._replace(kind=Kind.B))
         now = self._computations[here].kind
         for kind, own in self._to_come.items():
             ahead = RECEIVE_AHEAD + (kind is now)

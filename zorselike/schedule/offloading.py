@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from zorselike.plan.plan import Plan
@@ -67,7 +66,9 @@ class _Weave:
     def woven(self) -> list[Action]:
         found: list[Action] = []
         for position, action in enumerate(self._actions):
-            found += [*self._before[position], action, *self._after[position]]
+            found += self._before.get(position, ())
+            found.append(action)
+            found += self._after.get(position, ())
         return found
 
     def _find_phases(self) -> list[int]:
@@ -170,7 +171,9 @@ class _Weave:
         return {
             (a.ministage, a.microbatch)
             for a, b in pairwise(computed)
-            if a.kind is Kind.F and b == replace(a, kind=Kind.B)
+            if a.kind is Kind.F
+            and b.kind is Kind.B
+            and (a.ministage, a.microbatch) == (b.ministage, b.microbatch)
         }
 
     def _has_rows(self, action: Action) -> bool:

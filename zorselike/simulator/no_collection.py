@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No collections inside: lists of actions and tables of tasks hold no cycles, so there is nothing to find
-    in them, and looking takes a third to a half of the time that it takes to make them."""
+    """No collections inside: lists of actions, tables of tasks and what a search remembers of them hold no
+    cycles, so there is nothing to find in them, and looking takes a third to a half of the time that it takes
+    to make them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from zorselike.cost.memory import MemoryWalk
 from zorselike.schedule.actions import Action
+from zorselike.simulator.no_collection import without_collection
 
 Track = Literal["compute", "update", "gather", "reduce", "send", "receive", "to device", "to host", "host"]
 
@@ -70,7 +71,8 @@ class Simulation:
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most on each rank's device, the allocator's share included."""
-        return tuple(self._allocated(walk, walk.device_peak_bytes) for walk in self.memory)
+        with without_collection():  # Each walk records every action, and millions may lie there already.
+            return tuple(self._allocated(walk, walk.device_peak_bytes) for walk in self.memory)
 
     def memory_over_time(self, rank: int) -> tuple[tuple[float, int], ...]:
         """Seconds since the step began, and bytes on the rank's device from then on; needs `record`."""

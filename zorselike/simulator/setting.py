@@ -56,6 +56,7 @@ class Setting:
         """What that costs; raises `ClusterError` and `ProfileError`."""
         return make_costs(plan, self.workload, self.cluster, self.profile)
 
+    @without_collection()
     def simulate(
         self,
         plan: Plan,
