@@ -30,8 +30,14 @@ def make_node(name: str, device: str, number: int, **changes: object) -> Node:
     return Node(name=name, devices=(device,) * number, fabric=Link(50e9, 5e-6), **changes)  # type: ignore[arg-type]
 
 
+def make_short_problem(device: str) -> PlanProblem:
+    """Of which a search comes to its end in seconds."""
+    nodes = (make_node("a", device, 2), make_node("b", "T4", 1))
+    return make_problem(*nodes, global_batch=8, workload=make_decoder(3))
+
+
 def test_plans_carry_estimates_and_come_best_first():
-    answer = search_plans(make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 1)), budget_s=300)
+    answer = search_plans(make_short_problem("A100-40"), budget_s=300)
     assert answer.ending == "finished"
     times = [planned.case.simulation.iteration_s for planned in answer.plans]
     assert times == sorted(times) or times[0] < 1.01 * min(times)  # The first may be the simpler one.
@@ -45,9 +51,37 @@ def test_plans_carry_estimates_and_come_best_first():
     assert len(structures) == len(answer.plans)
 
 
+def test_plans_that_differ_in_alike_devices_alone_are_shown_once():
+    """Two cards of one node, and two such nodes: whoever is first, it is the same plan to a reader."""
+    nodes = [make_node("a", "A100-40", 2), make_node("b", "T4", 1), make_node("c", "T4", 1)]
+    answer = search_plans(make_problem(*nodes, global_batch=8, workload=make_decoder(3)), budget_s=3, top=12)
+    nodes_shown, kinds_shown = [], []
+    for planned in answer.plans:
+        plan = planned.case.plan
+        node_of = {device.rank: device.node for device in plan.devices}
+        seen = [name for name in dict.fromkeys(node_of.values()) if name != "a"]
+        kind_of = {"a": "a"} | {name: f"T4 node {number}" for number, name in enumerate(seen)}
+
+        def describe(names, plan=plan, node_of=node_of):
+            groups = [
+                (
+                    sorted(names.get(node_of[rank], node_of[rank]) for rank in group.flat_ranks),
+                    group.zero if len(group.ranks) > 1 else 0,
+                    group.recompute,
+                )
+                for group in plan.groups
+            ]
+            return repr((groups, plan.bounds_in_flight))
+
+        nodes_shown.append(describe({}))
+        kinds_shown.append((f"{planned.case.simulation.iteration_s:.6g}", describe(kind_of)))
+    assert len({*nodes_shown}) == len(nodes_shown) > 3
+    assert len({*kinds_shown}) == len(kinds_shown)
+
+
 def test_the_same_question_has_the_same_answer():
-    problem = make_problem(make_node("a", "A10G", 2), make_node("b", "T4", 1))
-    first, second = (search_plans(problem, budget_s=60) for _ in range(2))
+    first, second = (search_plans(make_short_problem("A10G"), budget_s=300) for _ in range(2))
+    assert first.ending == second.ending == "finished"
     assert [own.case.plan for own in first.plans] == [own.case.plan for own in second.plans]
 
 

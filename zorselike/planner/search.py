@@ -37,7 +37,7 @@ from zorselike.planner.nothing_fits import describe_nothing
 from zorselike.planner.pace import Pace
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rank_memory import RankMemory
-from zorselike.planner.sketch import Sketch
+from zorselike.planner.structure import Structure, Structures
 from zorselike.planner.survey import Survey
 from zorselike.simulator.case import Case
 from zorselike.simulator.limits import describe_limit
@@ -199,21 +199,22 @@ class _Search:
     def _choose(self, top: int) -> tuple[Planned, ...]:
         """The best that fit, each with other groups or modes than those before."""
         chosen: list[Planned] = []
-        seen: set[object] = set()
+        structures = Structures(self._problem.cluster)
+        seen: set[Structure] = set()
         assert self._finalists.best is not None
         refused: Finalist | None = None
         first_rank = self._finalists.best.rank
         simulated = self._finalists.sort()
         for found in [self._finalists.best, *simulated]:
-            structure = _describe_structure(found.candidate.sketch)
-            if structure in seen or not self._fits(found.case):
+            own = structures.describe(found.candidate.sketch, found.case.simulation.iteration_s)
+            if own & seen or not self._fits(found.case):
                 continue
             if chosen and found.rank < first_rank:
                 continue  # Hardly better than the first, and less simple.
             if not found.rank.is_allowed:
                 refused = refused or found
                 continue
-            seen.add(structure)
+            seen |= own
             first_rank = first_rank if chosen else found.rank
             chosen.append(self._finish(found))
             if len(chosen) == max(1, top):
@@ -282,13 +283,3 @@ class _Search:
             lambda: self._find_any(end_s),
             lambda: self._effort.worked_s > end_s,
         )
-
-
-def _describe_structure(sketch: Sketch) -> object:
-    """What tells plans apart for a reader: who works with whom, and the larger trades of memory for time. A
-    device by itself does the same in all ZeRO stages."""
-    groups = [
-        (own.devices, own.mode.zero if len(own.devices) > 1 else 0, own.mode.recompute)
-        for own in sketch.groups
-    ]
-    return (*groups, sketch.bounds_in_flight)
