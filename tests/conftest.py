@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import ranks
 import torch
 
 torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs where it uses them
+
+
+@pytest.fixture(autouse=True)
+def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that run beside each other (`-n`) would take memory from each other there."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"zorselike-tests-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # Until it is closed.
+        yield
 
 
 @pytest.fixture
