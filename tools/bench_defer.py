@@ -37,7 +37,7 @@ from offload_bench.launch import hand_back, spawn
 from offload_bench.llama import build_model, count_parameters, make_batch, make_plan
 
 from zorselike import HeteroPipeline
-from zorselike.runtime.updates import Clip
+from zorselike.runtime.ministage.updates import Clip
 
 CPU_SHAPE = Shape(
     num_layers=8, dim=128, num_heads=4, ffn_hidden=352, vocab_size=512, sequence=64, microbatch_rows=2

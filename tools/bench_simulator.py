@@ -23,7 +23,7 @@ from bench.report import Figure, describe_machine, format_figures
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Profile
 from zorselike.cost.step_costs import StepCosts
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.schedule import Action, build

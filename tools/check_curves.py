@@ -32,7 +32,7 @@ from published.zorse_times import (
 )
 
 from zorselike.cost.curves import CurveWarning, fit_curve
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from published.sailor_library import find_library
 from published.sailor_score import Folder, Score, Summary, score_folder, summarise
 
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.errors import ClusterError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 _GIGA = 1e9

@@ -20,7 +20,7 @@ from published.sailor_cases import CASES, Answer, answer
 from published.sailor_library import find_library
 from published.sailor_planning import format_plan
 
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -30,7 +30,7 @@ from published.zorse_study import Study
 from published.zorse_times import TIMES_FILE
 
 from zorselike.cost.curves import CurveWarning
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.errors import ClusterError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

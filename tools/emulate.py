@@ -37,7 +37,7 @@ from tools.emulation.scaling import (
     scale_workload,
 )
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 

@@ -28,7 +28,7 @@ from zorselike.cost.closed_form import estimate_step_s
 from zorselike.cost.profile import Profile
 from zorselike.models import get_config, module_names
 from zorselike.models.workload import make_workload
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.schedule import build
 from zorselike.simulator.engine import simulate

@@ -26,7 +26,7 @@ from published.sailor_planning import Planned, format_plan
 from published.sailor_replay import A100, EXPLAINED, V100, Replay, replay
 from published.sailor_traces import read_trace
 
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 DEFAULT_V100 = 16

@@ -26,7 +26,7 @@ from published.zorse_paper import GBIT
 from published.zorse_times import STATS_FILE, TIMES_FILE
 
 from zorselike.cost.curves import CurveWarning
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.errors import ClusterError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -8,8 +8,8 @@
 published. Groups, sequence lengths and global batch are the paper's (section 6); layers go to groups and
 rows to cards by their speed, ministages and microbatches are searched as its planner does (4.3.3), by
 the closed form and then the simulator. The baselines of Table 5 are planned by their own rules
-(`zorselike/planner/baselines.py`) on the same costs. Nothing is tuned to the paper's numbers: the error is a
-finding. All takes about nine minutes of one core, the table alone two, its baselines three.
+(`zorselike/planner/baselines/systems.py`) on the same costs. Nothing is tuned to the paper's numbers: the
+error is a finding. All takes about nine minutes of one core, the table alone two, its baselines three.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from published.zorse_study import Cell, Study, mean_error
 from published.zorse_times import TIMES_FILE
 
 from zorselike.cost.curves import CurveWarning
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.errors import ClusterError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 TABLE, BASELINES = "table_5", "baselines"

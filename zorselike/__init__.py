@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from zorselike.plan import ConfigError, Group, Microbatch, Ministage, Plan, PlanError
 
 if TYPE_CHECKING:
-    from zorselike.runtime.boundaries import Broadcast
-    from zorselike.runtime.initialize import initialize
+    from zorselike.runtime.model.boundaries import Broadcast
+    from zorselike.runtime.model.initialize import initialize
     from zorselike.runtime.pipeline import HeteroPipeline
 
 __all__ = [
@@ -30,9 +30,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _WITH_TORCH = {
-    "Broadcast": "zorselike.runtime.boundaries",
+    "Broadcast": "zorselike.runtime.model.boundaries",
     "HeteroPipeline": "zorselike.runtime.pipeline",
-    "initialize": "zorselike.runtime.initialize",
+    "initialize": "zorselike.runtime.model.initialize",
 }
 
 

@@ -15,8 +15,8 @@ from zorselike.cost.assemble import make_costs
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.profile import HostLinkRates, LayerTimes, Overheads, Profile, Source, UpdateTime
 from zorselike.cost.step_costs import UnitBytes
-from zorselike.plan.cluster import Cluster, Link, Node
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.errors import ClusterError, PlanError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.schedule import build

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zorselike.cost.catalogue import CATALOGUE, find_device, match_device_name, peak_flops
-from zorselike.plan.device_types import DEVICE_TYPES
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
+from zorselike.plan.cluster.device_types import DEVICE_TYPES
 
 GIB = 2**30
 

@@ -14,7 +14,7 @@ from zorselike.cost.closed_form import estimate_step_s
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import make_network
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 NOTHING = MinistageBytes(

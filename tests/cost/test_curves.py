@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zorselike.cost.curves import CurveWarning, fit_curve, lower_envelope
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 
 
 @st.composite

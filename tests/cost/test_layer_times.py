@@ -9,9 +9,9 @@ import pytest
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
-from zorselike.cost.layer_times import REACHED_OF_MEMORY, REACHED_OF_PEAK, LayerClock
+from zorselike.cost.layer_times import REACHED_OF_MEMORY, REACHED_OF_PEAK, LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
 SOURCE = Source("measured", "2026-11-21")
@@ -41,9 +41,9 @@ LAYER = LayerTimes(
 )
 
 
-def clock_of(*layers: LayerTimes, workload: Workload = WORKLOAD, **options: Any) -> LayerClock:
+def clock_of(*layers: LayerTimes, workload: Workload = WORKLOAD, **options: Any) -> LayerTimeModel:
     updates = options.pop("updates", ())
-    return LayerClock(Profile(model="llama 7b", layers=layers, updates=updates), workload, **options)
+    return LayerTimeModel(Profile(model="llama 7b", layers=layers, updates=updates), workload, **options)
 
 
 def test_measured_times_are_interpolated_and_nothing_is_assumed() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from zorselike.cost.network import Flow, Network
 from zorselike.cost.profile import CollectiveTimes, HostLinkRates, LinkTimes, Profile, Source
 from zorselike.cost.wires import REACHED_OF_BUS, fit_link, make_network
-from zorselike.plan.cluster import Cluster, Link, Node, Place
-from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.errors import ClusterError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 
 SOURCE = Source("measured", "2026-11-21")
 FABRIC = Link(100.0, 0.01)

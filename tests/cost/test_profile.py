@@ -28,7 +28,7 @@ from zorselike.cost.profile import (
 )
 from zorselike.cost.profile_json import format_profile, parse_profile
 from zorselike.cost.validate_profile import list_entries
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
 MEASURED = Source("measured", "2026-11-21", "two CPUs")

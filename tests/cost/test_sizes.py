@@ -32,7 +32,7 @@ from zorselike.models import build_model, get_config, module_names
 from zorselike.models.workload import make_workload
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.runtime.memory_report import measure_ministage
+from zorselike.runtime.memory.report import measure_ministage
 
 SEQUENCE = 8
 SHAPE: dict[str, Any] = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from zorselike.errors import ConfigError
 from zorselike.models import Decoder, build_model
-from zorselike.plan.errors import ConfigError
-from zorselike.runtime.initialize import initialize
+from zorselike.runtime.model.initialize import initialize
 
 NAMES = ("llama", "gpt")
 

@@ -10,7 +10,7 @@ import torch
 from zorselike.models import RopeScaling, build_model
 from zorselike.models.attention import attend, document_mask
 from zorselike.models.rope import rope_tables, rotate
-from zorselike.runtime.initialize import initialize
+from zorselike.runtime.model.initialize import initialize
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:

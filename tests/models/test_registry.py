@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from zorselike.errors import ConfigError
 from zorselike.models import build_model, flavors, get_config, model_names, module_names
-from zorselike.plan.errors import ConfigError
 
 
 def test_every_flavor_that_recipes_name_exists() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zorselike.errors import ConfigError
 from zorselike.models import build_model, flops_per_token, get_config, module_names
 from zorselike.models.workload import make_workload
-from zorselike.plan.errors import ConfigError
 
 FLAVORS = [("llama", "debug"), ("llama", "1b"), ("llama", "65b"), ("gpt", "350m"), ("gpt", "2.7b")]
 

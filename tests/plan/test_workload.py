@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
 from zorselike.plan.workload_json import parse_workload
 

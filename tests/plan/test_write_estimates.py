@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zorselike.plan.errors import PlanError
+from zorselike.errors import PlanError
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.plan.write_estimates import write_estimates
 

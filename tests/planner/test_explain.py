@@ -7,29 +7,29 @@ from dataclasses import replace
 import pytest
 from searched import CLUSTER, WORKLOAD, measure, plan_by_shares, search_by_shares
 
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Estimates
 from zorselike.planner.answer import NothingFitsError, PlanAnswer, Planned
-from zorselike.planner.explain_answer import describe_search, format_answer, list_limits
-from zorselike.planner.explain_baselines import tabulate_baselines
-from zorselike.planner.explain_kinds import (
+from zorselike.planner.explain.answer import describe_search, format_answer, list_limits
+from zorselike.planner.explain.baselines import tabulate_baselines
+from zorselike.planner.explain.kinds import (
     Addition,
     describe_additions,
     find_additions,
     leave_out,
     measure_additions,
 )
-from zorselike.planner.explain_plans import (
+from zorselike.planner.explain.plans import (
     describe_groups,
     describe_offload,
     describe_zero,
     drop_alike,
     tabulate_plans,
 )
-from zorselike.planner.explain_step import describe_time
-from zorselike.planner.explain_trade import describe_trade
+from zorselike.planner.explain.step import describe_time
+from zorselike.planner.explain.trade import describe_trade
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.simulator.compare import Baseline
+from zorselike.simulator.simulated_plan import Baseline
 
 PROBLEM = PlanProblem(workload=WORKLOAD, cluster=CLUSTER, profile=measure("A100-40", "T4"), global_batch=8)
 BY_TYPE = plan_by_shares(PROBLEM)

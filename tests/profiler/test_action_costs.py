@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zorselike.profiler.action_clock import ActionTime
-from zorselike.profiler.action_costs import (
+from zorselike.profiler.clock import make_rising, trimmed_mean
+from zorselike.profiler.machine.overlap_timing import MOST, NUM_GATHERS, find_slowdown
+from zorselike.profiler.program.action_clock import ActionTime
+from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
     MANY_UNITS,
     ActionCosts,
@@ -16,8 +18,6 @@ from zorselike.profiler.action_costs import (
     find_shared,
     leave_out,
 )
-from zorselike.profiler.clock import make_rising, trimmed_mean
-from zorselike.profiler.overlap_timing import MOST, NUM_GATHERS, find_slowdown
 from zorselike.schedule.actions import COMPUTE, Kind, parse_action
 
 SECONDS = st.floats(1e-6, 1e-1)

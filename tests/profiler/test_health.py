@@ -9,8 +9,8 @@ import pytest
 
 from zorselike.cost.profile import LinkTimes, Source
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
-from zorselike.profiler.examine import why_unreadable
-from zorselike.profiler.health import (
+from zorselike.profiler.machine.examine import why_unreadable
+from zorselike.profiler.machine.health import (
     Finding,
     Health,
     all_pairs,
@@ -19,7 +19,7 @@ from zorselike.profiler.health import (
     find_problems,
     find_slow_links,
 )
-from zorselike.runtime.world import ProcessInfo
+from zorselike.runtime.processes.world import ProcessInfo
 
 GIB = 2**30
 

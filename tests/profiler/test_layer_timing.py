@@ -11,16 +11,16 @@ from ranks import RunRanks
 from torch import nn
 
 from zorselike.cost.profile import LayerTimes, Source
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.profiler.device_memory import HostMemory
-from zorselike.profiler.layer_probes import find_probes, make_inputs
-from zorselike.profiler.layer_timing import LayerBench, measure_layer
-from zorselike.profiler.row_search import TrialResult
-from zorselike.profiler.update_timing import measure_update
-from zorselike.runtime.boundaries import KwargTensor
+from zorselike.profiler.layers.probes import find_probes, make_inputs
+from zorselike.profiler.layers.row_search import TrialResult
+from zorselike.profiler.layers.timing import LayerBench, measure_layer
+from zorselike.profiler.machine.device_memory import HostMemory
+from zorselike.profiler.program.update_timing import measure_update
 from zorselike.runtime.loss import token_cross_entropy
+from zorselike.runtime.model.boundaries import KwargTensor
 
 CPU = torch.device("cpu")
 SOURCE = Source("measured", "2026-11-21", "a test")

@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from ranks import RunRanks
 
 from zorselike.cost.profile import HostLinkRates, LinkTimes, Source
-from zorselike.plan.cluster import Cluster, Place
-from zorselike.profiler.collective_timing import PER_STEP, Collectives, measure_collectives, unit_parameters
-from zorselike.profiler.found_cluster import FoundNode, make_cluster
-from zorselike.profiler.host_link_timing import measure_host_link
-from zorselike.profiler.link_pairs import choose_pairs, make_rounds
-from zorselike.profiler.link_timing import measure_links
+from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.profiler.machine.collective_timing import (
+    PER_STEP,
+    Collectives,
+    measure_collectives,
+    unit_parameters,
+)
+from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
+from zorselike.profiler.machine.host_link_timing import measure_host_link
+from zorselike.profiler.machine.link_pairs import choose_pairs, make_rounds
+from zorselike.profiler.machine.link_timing import measure_links
 
 SOURCE = Source("measured", "2026-11-21", "a test")
 GIB = 2**30

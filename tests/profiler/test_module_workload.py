@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from hf_like import HFConfig, HFForCausalLM, hf_modules, logits_of
 from torch import Tensor, nn
 
+from zorselike.errors import ConfigError
 from zorselike.models import Decoder, build_model, get_config
 from zorselike.models.workload import make_workload
-from zorselike.plan.errors import ConfigError
 from zorselike.plan.workload import Workload
-from zorselike.profiler.model_layers import find_layers
-from zorselike.profiler.module_workload import measure_workload
+from zorselike.profiler.workload.model_layers import find_layers
+from zorselike.profiler.workload.module_workload import measure_workload
 from zorselike.runtime.loss import token_cross_entropy
 
 SEQUENCE = 128

@@ -8,9 +8,9 @@ import pytest
 from profiled import free_port, join
 from ranks import RunRanks
 
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
 from zorselike.profiler.processes import device_type, find_device
-from zorselike.runtime.world import ProcessInfo
+from zorselike.runtime.processes.world import ProcessInfo
 
 GIB = 2**30
 

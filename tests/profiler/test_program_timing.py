@@ -13,17 +13,17 @@ from ranks import RunRanks
 
 from zorselike.cost.profile import Overheads, Source
 from zorselike.plan.plan import Recompute
-from zorselike.profiler.layer_probes import LayerProbe, find_probes
-from zorselike.profiler.layers_in_step import (
+from zorselike.profiler.layers.in_step import (
     LONGEST_S,
     MICROBATCHES,
     NUM_COPIES,
     LayersInStep,
     estimate_in_step_s,
 )
-from zorselike.profiler.program_timing import MICROBATCHES as OF_A_RANK
-from zorselike.profiler.program_timing import ProgramBench, make_plan
-from zorselike.profiler.row_search import TrialResult
+from zorselike.profiler.layers.probes import LayerProbe, find_probes
+from zorselike.profiler.layers.row_search import TrialResult
+from zorselike.profiler.program.timing import MICROBATCHES as OF_A_RANK
+from zorselike.profiler.program.timing import ProgramBench, make_plan
 from zorselike.runtime.loss import token_cross_entropy
 
 SOURCE = Source("measured", "2026-11-21", "a test")

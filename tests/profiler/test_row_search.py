@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorselike.profiler.row_search import MaxRows, RowSearch, TrialResult, find_max_rows, max_trials
+from zorselike.profiler.layers.row_search import MaxRows, RowSearch, TrialResult, find_max_rows, max_trials
 
 ROWS = st.integers(1, 5000)
 

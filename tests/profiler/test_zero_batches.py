@@ -18,11 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from zorselike import HeteroPipeline
 from zorselike.cost.profile import Source
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.profiler.device_memory import HostMemory
-from zorselike.profiler.row_search import MaxRows, TrialResult, find_max_rows
-from zorselike.profiler.zero_batches import (
+from zorselike.profiler.largest_batch.search import (
     Search,
     StepTrials,
     least_bytes,
@@ -30,6 +28,8 @@ from zorselike.profiler.zero_batches import (
     search_stages,
     search_together,
 )
+from zorselike.profiler.layers.row_search import MaxRows, TrialResult, find_max_rows
+from zorselike.profiler.machine.device_memory import HostMemory
 
 LEDGER = ("gathered parameters", "parameter shards", "gradient shards", "optimizer state")
 """What the runtime enters into its ledger; activations are autograd's affair."""

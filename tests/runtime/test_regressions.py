@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from zorselike import HeteroPipeline, initialize
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.boundaries import check_additive
+from zorselike.runtime.alarm.failure import State, find_mismatch
 from zorselike.runtime.loss import token_cross_entropy
-from zorselike.runtime.verdict import State, find_mismatch
+from zorselike.runtime.model.boundaries import check_additive
 
 Make = Callable[[], nn.Module]
 
@@ -429,7 +429,7 @@ def test_a_process_whose_pipeline_did_nothing_ends_well(tmp_path: Path) -> None:
     """One pipeline is refused, the last one is neither used nor closed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}/support", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store")]
     processes = [
         subprocess.Popen(

@@ -13,7 +13,7 @@ from schedules import Lists, NaiveRun, Options, random_case
 from zorselike.plan.plan import Plan
 from zorselike.schedule import Action, Kind, build, format_actions, parse_actions
 from zorselike.schedule.actions import TRANSFERS
-from zorselike.schedule.check import check
+from zorselike.schedule.checker.check import check
 
 SMALL_PER_BLOCK = 180
 LARGE_PER_BLOCK = 30

@@ -10,12 +10,12 @@ import pytest
 from plain_costs import PlainNetwork, make_costs
 
 from zorselike.cost.wires import make_network
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
 from zorselike.schedule import build, parse_actions
 from zorselike.schedule.actions import Action, Kind
 from zorselike.simulator import DeadlockError, Simulation, simulate
-from zorselike.simulator.tasks import Tasks
+from zorselike.simulator.rank.tasks import Tasks
 
 BOTH = pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "device"])
 

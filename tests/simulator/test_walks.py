@@ -11,9 +11,9 @@ from plans import random_plan
 
 from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, walk_memory
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.schedule.build import build
-from zorselike.simulator import walks
-from zorselike.simulator.walks import MemoryWalks
+from zorselike.schedule.lowering.build import build
+from zorselike.simulator import memory as walks
+from zorselike.simulator.memory import MemoryWalks
 
 SIZES = {"activation_bytes_per_row": 10, "shard_bytes": 7, "state_bytes": 20}
 

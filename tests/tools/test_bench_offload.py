@@ -23,7 +23,7 @@ from tools.offload_bench.launch import spawn
 from tools.offload_bench.llama import build_model, fill, make_plan, split_evenly
 from tools.offload_bench.sections import SECTIONS, OffloadBench
 from zorselike import initialize
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "bench_offload.py"
 TINY = Shape(num_layers=4, dim=32, num_heads=2, ffn_hidden=48, vocab_size=64, sequence=8, microbatch_rows=2)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tools.bench.actions_bound import Workload, compute_s, simulate
 from tools.bench.plans import apportion, lay_rows, make_plan, spread_modules
-from zorselike.schedule.build import build
+from zorselike.schedule.lowering.build import build
 
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0)
 

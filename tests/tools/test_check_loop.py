@@ -9,7 +9,7 @@ import pytest
 from tools import check_loop
 from tools.check_loop import CASES, Case, LoopError, Pair, change_plan, mean_error, read_comparison, summarise
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.train.estimates import RankFacts, compare_with_estimates
+from zorselike.train.report.estimates import RankFacts, compare_with_estimates
 
 MODULES = ("tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output")
 

@@ -26,8 +26,8 @@ from tools.published.sailor_cases import CASES, Case, answer
 from tools.published.sailor_library import Library, find_library
 from tools.published.sailor_pipelines import Quotas, make_problems, to_sailor_plan
 from tools.published.sailor_planning import format_plan
-from zorselike.plan.errors import ClusterError, ConfigError
-from zorselike.planner.allocation import AllocationGoal, allocate
+from zorselike.errors import ClusterError, ConfigError
+from zorselike.planner.devices.allocation import AllocationGoal, allocate
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

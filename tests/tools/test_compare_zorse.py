@@ -32,9 +32,9 @@ from tools.published.zorse_plans import Options
 from tools.published.zorse_runs import Setup, compute_bound_tflops, search
 from tools.published.zorse_times import make_workload
 from zorselike.cost.profile import LayerTimes, Profile, Source
-from zorselike.plan.cluster import Place
+from zorselike.plan.cluster.cluster import Place
 from zorselike.planner.answer import PlanAnswer, Planned, Progress
-from zorselike.planner.baselines import plan_baselines
+from zorselike.planner.baselines.systems import plan_baselines
 
 NUM_LAYERS = 12
 ROWS = (1, 2, 4, 16)

@@ -34,7 +34,7 @@ from tools.emulation.wires import Buckets, BucketWires, lay_buckets, order_ring
 from tools.emulation.wires import Path as Way
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Overheads
-from zorselike.plan.cluster import Cluster, Link, Node, Place
+from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 ACTIONS = Overheads(

@@ -17,14 +17,14 @@ from tools.planning.problems import draw_problem, find_ideal_s
 from tools.planning.small_cases import draw_case
 from tools.planning.verdict import SAME, find_faults
 from tools.planning.workloads import make_chain
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.planner.answer import PlanAnswer, Planned, Progress
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search import ONE_STEP
-from zorselike.simulator.ideal import measure_speeds
+from zorselike.planner.search.search import ONE_STEP
+from zorselike.simulator.report.ideal import measure_speeds
 
 ONE_BY_ONE = Options(zero=2, grad_reduce="once", recompute="none", offload=(), rows_per_microbatch=1)
 
@@ -63,7 +63,7 @@ def test_questions_are_drawn_within_their_limits_and_are_askable(seed: int) -> N
     assert 1 <= problem.cluster.num_devices <= 12
     assert len({device for node in problem.cluster.nodes for device in node.devices}) <= 3
     assert len({node.region for node in problem.cluster.nodes}) <= 2
-    clock = LayerClock(problem.profile, problem.workload)
+    clock = LayerTimeModel(problem.profile, problem.workload)
     for place in problem.cluster.places:
         for kind in problem.workload.kinds:
             assert clock.forward_s(kind, problem.cluster.device_type(place), 1, "none") >= 0
@@ -250,7 +250,7 @@ def make_answer(problem: PlanProblem, plan: Plan, **changes: object) -> PlanAnsw
     """As the search gives it."""
     case = problem.setting.simulate(plan)
     simulation = case.simulation
-    clock = LayerClock(problem.profile, problem.workload)
+    clock = LayerTimeModel(problem.profile, problem.workload)
     ideal_s = problem.global_batch / sum(measure_speeds(plan, problem.workload, problem.cluster, clock))
     estimates = Estimates(
         iteration_s=simulation.iteration_s,

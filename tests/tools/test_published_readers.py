@@ -26,8 +26,8 @@ from tools.published.sailor_profiles import read_workload as read_sailor_workloa
 from tools.published.sailor_runs import read_run, to_cluster, to_plan
 from tools.published.zorse_times import read_profile, read_workload
 from zorselike.cost.curves import CurveWarning
-from zorselike.cost.layer_times import LayerClock
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.errors import ClusterError, PlanError, ProfileError
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
@@ -188,7 +188,7 @@ def test_times_that_fall_are_repaired_with_a_warning(tmp_path: Path) -> None:
     info = write(tmp_path / "llm_info.json", sizes())
     path = write(tmp_path / "profile.json", profile({1: 3.0, 2: 2.0, 4: 4.0}))
     found = read_sailor_profile(path, "Tiny", "GH-96", read_shapes(info, "Tiny"))
-    clock = LayerClock(found, read_sailor_workload(info, "Tiny", 1))
+    clock = LayerTimeModel(found, read_sailor_workload(info, "Tiny", 1))
     with pytest.warns(CurveWarning) as caught:
         assert clock.forward_s("layer", "GH200", 1, "none") == pytest.approx(2.0)
     assert any("forward of layer on GH200" in str(warning.message) for warning in caught)

@@ -16,9 +16,9 @@ from tools.published.sailor_library import Library, find_library
 from tools.published.sailor_runs import read_run
 from tools.published.sailor_score import score_folder, summarise
 from zorselike.cost.curves import CurveWarning
-from zorselike.plan.errors import ProfileError
-from zorselike.schedule.check import check
-from zorselike.schedule.fixed_order import as_checked
+from zorselike.errors import ProfileError
+from zorselike.schedule.checker.check import check
+from zorselike.schedule.orders.fixed_order import as_checked
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -32,10 +32,10 @@ from tools.published.zorse_study import Cell, mean_error
 from tools.published.zorse_times import make_workload
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
-from zorselike.plan.cluster import Place
+from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.workload import Workload
-from zorselike.schedule.build import build
-from zorselike.schedule.check import check
+from zorselike.schedule.checker.check import check
+from zorselike.schedule.lowering.build import build
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "zorse"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")

@@ -19,7 +19,7 @@ from tools.published.sailor_pipelines import Quotas
 from tools.published.sailor_planning import Planned, lay_even_mesh
 from tools.published.sailor_replay import A100, V100, Event, Policy, Replay, replay
 from tools.published.sailor_traces import Period, read_trace
-from zorselike.plan.errors import ConfigError, ProfileError
+from zorselike.errors import ConfigError, ProfileError
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -28,8 +28,8 @@ from tools.published.zorse_times import make_workload
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
-from zorselike.schedule.check import check
-from zorselike.schedule.fixed_order import as_checked
+from zorselike.schedule.checker.check import check
+from zorselike.schedule.orders.fixed_order import as_checked
 
 TOOL = Path(__file__).parents[2] / "tools" / "reproduce_poplar.py"
 DATA = Path(__file__).parents[3] / "shared" / "data" / "zorse"

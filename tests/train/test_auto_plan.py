@@ -23,15 +23,16 @@ from ranks import RankExit, RunRanks
 
 import zorselike.models.registry as registry
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.planner.problem import PlanProblem
-from zorselike.profiler import program_timing
-from zorselike.runtime.world import ProcessInfo, describe_process, gather_world
-from zorselike.train import auto_plan, trainer
+from zorselike.profiler.program import timing as program_timing
+from zorselike.runtime.processes.world import ProcessInfo, describe_process, gather_world
+from zorselike.train import trainer
 from zorselike.train.__main__ import main
-from zorselike.train.config_file import load_config, parse_command_line
+from zorselike.train.auto import plan as auto_plan
+from zorselike.train.config.file import load_config, parse_command_line
 from zorselike.train.world import World
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
-from zorselike.train.config import AUTO, Compile, Config, check_against_plan, load_plan, plan_budget_s
-from zorselike.train.config_file import dump_config, load_config, parse_command_line
-from zorselike.train.titan_keys import REFUSED_SECTIONS, refusal
+from zorselike.train.config.config import AUTO, Compile, Config, check_against_plan, load_plan, plan_budget_s
+from zorselike.train.config.file import dump_config, load_config, parse_command_line
+from zorselike.train.config.titan_keys import REFUSED_SECTIONS, refusal
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -297,7 +297,7 @@ def test_agreement_with_the_plan() -> None:
 
 def test_configuration_needs_no_torch() -> None:
     code = (
-        "import sys; from zorselike.train.config_file import parse_command_line; "
+        "import sys; from zorselike.train.config.file import parse_command_line; "
         "parse_command_line(['--hetero.plan', 'p']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

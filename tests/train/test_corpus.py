@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from zorselike import ConfigError
-from zorselike.train.config import Config, Job, Model, Training
-from zorselike.train.corpus import Corpus, open_corpus
-from zorselike.train.text_files import list_files, list_standard_library
-from zorselike.train.tokenizer import ByteTokenizer, load_tokenizer
+from zorselike.train.config.config import Config, Job, Model, Training
+from zorselike.train.data.corpus import Corpus, open_corpus
+from zorselike.train.data.text_files import list_files, list_standard_library
+from zorselike.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def make_config(folder: Path, data: Path | str = "", *, seq_len: int = 4, **training: object) -> Config:
@@ -157,7 +157,7 @@ def test_text_is_tokenized_once(tmp_path: Path) -> None:
 
 
 def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zorselike.train.text_files._PIECE_BYTES", 10)
+    monkeypatch.setattr("zorselike.train.data.text_files._PIECE_BYTES", 10)
     text = "".join(f"line {number} é\r\n" for number in range(50))
     (tmp_path / "x.txt").write_text(text, newline="")
     corpus = open_corpus(make_config(tmp_path, tmp_path / "x.txt", seq_len=1), vocab_size=256)

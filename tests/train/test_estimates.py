@@ -10,11 +10,11 @@ import torch.distributed as dist
 from ranks import RunRanks
 
 from zorselike.plan.plan import Estimates
-from zorselike.train import metrics
-from zorselike.train.config import Metrics
-from zorselike.train.estimates import RankFacts, compare_with_estimates
-from zorselike.train.metrics import MetricsLog
-from zorselike.train.work import StepWork
+from zorselike.train.config.config import Metrics
+from zorselike.train.report import metrics
+from zorselike.train.report.estimates import RankFacts, compare_with_estimates
+from zorselike.train.report.metrics import MetricsLog
+from zorselike.train.report.work import StepWork
 
 GIB = 2**30
 ESTIMATES = Estimates(iteration_s=2.0, peak_memory_bytes=(4 * GIB, 8 * GIB))

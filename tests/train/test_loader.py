@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from ranks import RunRanks
 
 from zorselike import ConfigError
-from zorselike.train.config import DataLoader
-from zorselike.train.corpus import Corpus
-from zorselike.train.loader import RowLoader, StepDataset
-from zorselike.train.row_order import permute, row_at
+from zorselike.train.config.config import DataLoader
+from zorselike.train.data.corpus import Corpus
+from zorselike.train.data.loader import RowLoader, StepDataset
+from zorselike.train.data.row_order import permute, row_at
 
 GLOBAL_BATCH = 6
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zorselike import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.memory_report import MemoryLine, MemoryReport
-from zorselike.train.memory_notes import describe_deferral, describe_fullest
+from zorselike.runtime.memory.report import MemoryLine, MemoryReport
+from zorselike.train.report.memory_notes import describe_deferral, describe_fullest
 
 MIB = 2**20
 PLAN = Plan(

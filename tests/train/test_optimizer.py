@@ -13,7 +13,7 @@ from ranks import RunRanks
 from torch import nn
 
 from zorselike.models import build_model
-from zorselike.train.config import LRScheduler, Optimizer
+from zorselike.train.config.config import LRScheduler, Optimizer
 from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
 from zorselike.train.optimizer import build_optimizer_factory, group_by_decay, is_decayed
 

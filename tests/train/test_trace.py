@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zorselike.train.trace import find_actions, name_streams, write_readable
+from zorselike.train.report.trace import find_actions, name_streams, write_readable
 
 PID, DEVICE = 4321, 0
 MAIN, AUTOGRAD = 4321, 4400

@@ -32,10 +32,10 @@ from zorselike.models import Decoder, build_model
 from zorselike.plan.plan import Estimates, Group, Microbatch
 from zorselike.runtime.assembly import draw
 from zorselike.schedule.actions import SENDS, Action
-from zorselike.simulator.measured_trace import read_measured
+from zorselike.simulator.report.measured_trace import read_measured
 from zorselike.train import trainer  # Imported once, before ranks are forked.
 from zorselike.train.__main__ import main
-from zorselike.train.config_file import load_config, parse_command_line
+from zorselike.train.config.file import load_config, parse_command_line
 from zorselike.train.world import World
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zorselike.plan.plan import Plan
-from zorselike.schedule.build import build
+from zorselike.schedule.lowering.build import build
 
 from .actions_bound import MIN_COST_ROWS, Workload, simulate
 from .meshes import Cluster, Mesh, simulate_mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from zorselike.schedule.build import build
+from zorselike.schedule.lowering.build import build
 
 from .actions_bound import simulate
 from .contest import Bench, Case

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zorselike.cost.memory import MemoryWalk
-from zorselike.runtime.memory_report import MemoryLine
+from zorselike.runtime.memory.report import MemoryLine
 
 from .emulation import Measurement
 from .mutations import MUTATIONS

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.profile import Collective, LayerTimes, Overheads, Profile, Source, UpdateTime
-from zorselike.plan.cluster import Cluster, Node
+from zorselike.plan.cluster.cluster import Cluster, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.profiler.action_costs import FEW_UNITS, MANY_UNITS, ActionSamples, Seconds, draw_lines
+from zorselike.profiler.program.action_costs import FEW_UNITS, MANY_UNITS, ActionSamples, Seconds, draw_lines
 from zorselike.schedule.actions import COMPUTE
 
 from ..bench.forked import run_forked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
 from zorselike.plan.workload import Workload
 
@@ -12,7 +12,7 @@ class DeviceTimes:
 
     def __init__(self, profile: Profile, workload: Workload) -> None:
         """Raises `ProfileError` if the profile is for another workload."""
-        self._clock = LayerClock(profile, workload)
+        self._clock = LayerTimeModel(profile, workload)
 
     def layer_s(self, device_type: str, kind: str, num_rows: int, backward: bool) -> float:
         """One pass of one layer; a layer that is recomputed runs its forward again by itself."""

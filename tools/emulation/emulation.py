@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from zorselike import HeteroPipeline
-from zorselike.plan.cluster import Cluster, Place
+from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
-from zorselike.profiler.action_clock import ActionClock, ActionTime
-from zorselike.runtime.memory_report import MemoryLine
+from zorselike.profiler.program.action_clock import ActionClock, ActionTime
+from zorselike.runtime.memory.report import MemoryLine
 
 from ..bench.forked import num_cores, run_forked
 from ..bench.link_sleep import LinkSleeper

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from zorselike.plan.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster
 
 _CLONE_NEWNET = 0x40000000
 _PREFIX = "zemu"

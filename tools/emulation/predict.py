@@ -10,11 +10,11 @@ from zorselike.cost.assemble import make_costs
 from zorselike.cost.network import CollectiveOp, Flow, Network
 from zorselike.cost.profile import CollectiveTimes, LayerTimes, Profile, Source
 from zorselike.cost.step_costs import StepCosts
-from zorselike.plan.cluster import Cluster, Place
+from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import Action
-from zorselike.schedule.build import build
+from zorselike.schedule.lowering.build import build
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.result import Simulation
 

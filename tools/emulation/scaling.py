@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import LayerTimes, LinkTimes, Profile
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 
@@ -28,7 +28,7 @@ LARGEST_UNIT_PARAMETERS = 50_000
 def find_shortest_s(plan: Plan, workload: Workload, cluster: Cluster, profile: Profile) -> float:
     """The shortest forward of a microbatch through a ministage."""
     places = cluster.place_ranks(plan)
-    clock = LayerClock(profile, workload)
+    clock = LayerTimeModel(profile, workload)
     return min(
         sum(
             clock.forward_s(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Ministage, Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from zorselike.plan.cluster import Cluster, Link, Place
+from zorselike.plan.cluster.cluster import Cluster, Link, Place
 
 from ..bench.link_sleep import Carry, sleep_until
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
 
 from .exposure import find_exposure, read_trace
 from .job import Job, Measurement, Outcome

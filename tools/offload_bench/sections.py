@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zorselike.runtime.host_memory import find_host_room
+from zorselike.runtime.memory.host_memory import find_host_room
 
 from .capacity import Trials, guess_layers, search
 from .figures import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from zorselike.cost.catalogue import find_device
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 
 DOLLARS_PER_HOUR = {
     "T4": 0.35,

@@ -8,11 +8,11 @@ from itertools import pairwise, product
 from math import log
 
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search import search_plans
+from zorselike.planner.search.search import search_plans
 
 from ..emulation.constants import HostConstants
 from ..emulation.device_times import DeviceTimes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations, product
 from typing import NamedTuple
 
-from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Device, GradReduce, Group, Ministage, Plan, Recompute
 from zorselike.plan.shares import expand_shares
 from zorselike.planner.problem import PlanProblem

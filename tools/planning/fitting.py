@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Plan, Recompute
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.simulator.case import Case
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 from .every_plan import Options, Shape, list_shapes, make_plan
 from .optimum import fits
@@ -29,7 +29,7 @@ def count_tries(problem: PlanProblem) -> int:
     return sum(1 for _ in list_shapes(problem)) * len(list(list_options(problem.fixed)))
 
 
-def find_fit(problem: PlanProblem) -> Case | None:
+def find_fit(problem: PlanProblem) -> SimulatedPlan | None:
     """A plan that fits every device and host, each group with options of its own; None where there is none.
 
     Time and money are not looked at. One row at once, and ZeRO 2 and 3 only unless another stage is fixed:

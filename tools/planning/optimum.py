@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.sizes import is_layer
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
 from zorselike.plan.plan import Recompute
 from zorselike.planner.problem import PlanProblem
-from zorselike.simulator.case import Case
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 from .every_plan import Options, Shape, list_shapes, make_plan
 
@@ -19,7 +19,7 @@ from .every_plan import Options, Shape, list_shapes, make_plan
 class Optimum:
     """What trying all plans comes to."""
 
-    case: Case | None
+    case: SimulatedPlan | None
     """Of the best that fits; None where none does."""
     num_plans: int
     num_simulated: int
@@ -44,7 +44,7 @@ def find_optimum(problem: PlanProblem, options: Options, *, prunes: bool = True)
         )
     )
     by_cost = problem.objective == "cost"
-    best: Case | None = None
+    best: SimulatedPlan | None = None
     best_score = float("inf")
     num_simulated = 0
     for bound_s, _, rows, shape in ranked:
@@ -72,7 +72,7 @@ def _rank(problem: PlanProblem, options: Options, shapes: Sequence[Shape]) -> It
     return ((bounds.bound_s(shape), shape) for shape in shapes)
 
 
-def meets(problem: PlanProblem, case: Case) -> bool:
+def meets(problem: PlanProblem, case: SimulatedPlan) -> bool:
     """Whether a plan fits, and keeps within the money and the time that are asked for."""
     simulation = case.simulation
     return (
@@ -82,7 +82,7 @@ def meets(problem: PlanProblem, case: Case) -> bool:
     )
 
 
-def fits(case: Case) -> bool:
+def fits(case: SimulatedPlan) -> bool:
     """Whether every device and host has the memory."""
     ranks = range(case.plan.num_ranks)
     return not any(case.is_overfull(rank) for rank in ranks) and not any(
@@ -94,7 +94,7 @@ class _Bounds:
     """Seconds that no schedule of a shape can be faster than: those of its busiest device."""
 
     def __init__(self, problem: PlanProblem, options: Options) -> None:
-        clock = LayerClock(problem.profile, problem.workload)
+        clock = LayerTimeModel(problem.profile, problem.workload)
         self._types = [problem.cluster.device_type(place) for place in problem.cluster.places]
         self._most = options.rows_per_microbatch
         # By device type and rows at once: seconds of each layer.
@@ -128,6 +128,6 @@ class _Bounds:
         return total
 
 
-def _time_layer(clock: LayerClock, kind: str, device: str, rows: int, recompute: Recompute) -> float:
+def _time_layer(clock: LayerTimeModel, kind: str, device: str, rows: int, recompute: Recompute) -> float:
     forward_s = clock.forward_s(kind, device, rows, recompute)
     return forward_s + clock.backward_s(kind, device, rows, recompute)

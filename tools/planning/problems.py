@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zorselike.cost.catalogue import find_device
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.workload import Workload
 from zorselike.planner.problem import Fixed, PlanProblem
 
@@ -144,7 +144,7 @@ def _ask_for_money(rng: random.Random, problem: PlanProblem) -> PlanProblem:
 
 def find_ideal_s(problem: PlanProblem) -> float:
     """A step if all devices that may be used computed all the time, a row at once."""
-    clock = LayerClock(problem.profile, problem.workload)
+    clock = LayerTimeModel(problem.profile, problem.workload)
     speed = 0.0
     for device in (problem.cluster.device_type(problem.cluster.places[i]) for i in problem.usable):
         speed += 1 / sum(

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from zorselike.cost.profile import Overheads, Profile, Source
-from zorselike.plan.cluster import Cluster, Link, Node
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.problem import PlanProblem
 
 from ..published.zorse_paper import CONTEXT_BYTES, make_clusters

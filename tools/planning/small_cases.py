@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from itertools import islice
 
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.workload import Workload
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search import search_plans
-from zorselike.simulator.case import Case
+from zorselike.planner.search.search import search_plans
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 from .clusters import DOLLARS_PER_HOUR
 from .every_plan import Options, list_shapes
@@ -128,7 +128,7 @@ class Comparison:
     seed: int
     case: SmallCase
     optimum: Optimum
-    found: Case | None
+    found: SimulatedPlan | None
     """Of the search; None where it says that nothing fits."""
     answer: PlanAnswer | None
     search_s: float
@@ -170,7 +170,7 @@ class Comparison:
         return None
 
 
-def _score(problem: PlanProblem, case: Case) -> float:
+def _score(problem: PlanProblem, case: SimulatedPlan) -> float:
     return case.simulation.cost if problem.objective == "cost" else case.simulation.iteration_s
 
 

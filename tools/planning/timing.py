@@ -14,7 +14,7 @@ from typing import Any
 from zorselike.cost.curves import CurveWarning
 from zorselike.planner.answer import Progress
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search import search_plans
+from zorselike.planner.search.search import search_plans
 
 NEAR = 0.01
 """So near to the end's best, the search had found nearly all that it finds."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search import search_plans
+from zorselike.planner.search.search import search_plans
 
 from .clusters import WIDE, Limits
 from .fitting import count_tries, find_fit

@@ -11,9 +11,9 @@ from pathlib import Path
 from zorselike.plan.plan import Plan
 from zorselike.planner.answer import PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search import ONE_STEP
-from zorselike.schedule.check import check
-from zorselike.simulator.case import Case
+from zorselike.planner.search.search import ONE_STEP
+from zorselike.schedule.checker.check import check
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 LIMITED = 0.7
 """Below this share of the compute-bound limit a plan says what limits it."""
@@ -45,7 +45,7 @@ def find_faults(problem: PlanProblem, answer: PlanAnswer) -> list[str]:
     return faults
 
 
-def _score(problem: PlanProblem, case: Case) -> float:
+def _score(problem: PlanProblem, case: SimulatedPlan) -> float:
     return case.simulation.cost if problem.objective == "cost" else case.simulation.iteration_s
 
 
@@ -77,7 +77,7 @@ def _check_schedule(problem: PlanProblem, plan: Plan) -> None:
     )
 
 
-def _examine_memory(case: Case) -> Iterator[str]:
+def _examine_memory(case: SimulatedPlan) -> Iterator[str]:
     for rank in range(case.plan.num_ranks):
         if case.is_overfull(rank):
             yield f"{case.describe_rank(rank)}: {case.peak_bytes[rank]} of {case.limit_bytes(rank)} bytes"
@@ -87,7 +87,7 @@ def _examine_memory(case: Case) -> Iterator[str]:
             yield f"node {host.name}: {case.host_bytes[node]} of {host.host_memory_bytes} bytes of its host"
 
 
-def _examine_estimates(planned: Planned, case: Case) -> Iterator[str]:
+def _examine_estimates(planned: Planned, case: SimulatedPlan) -> Iterator[str]:
     """Whether the plan promises what it does, and says why it does no more."""
     estimates, simulation = case.plan.estimates, case.simulation
     for name, promised, found in (
@@ -110,7 +110,7 @@ def _examine_estimates(planned: Planned, case: Case) -> Iterator[str]:
         yield f"it reaches {share:.0%} of the ideal and names no cause"
 
 
-def _examine_wishes(problem: PlanProblem, case: Case) -> Iterator[str]:
+def _examine_wishes(problem: PlanProblem, case: SimulatedPlan) -> Iterator[str]:
     """Devices, money and time."""
     cluster, simulation = problem.cluster, case.simulation
     used = [cluster.places.index(place) for place in case.costs.places]

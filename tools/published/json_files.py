@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -10,18 +10,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.memory import walk_memory
 from zorselike.cost.profile import Overheads, Profile, Source
 from zorselike.cost.sizes import measure_ministages
-from zorselike.plan.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import deal_rows
 from zorselike.plan.workload import Workload
-from zorselike.planner.batches import Card, tabulate_seconds
-from zorselike.simulator.case import Case, Schedule
+from zorselike.planner.rows.split import Card, tabulate_seconds
 from zorselike.simulator.engine import simulate
-from zorselike.simulator.setting import Setting
+from zorselike.simulator.inputs import SimulationInputs
+from zorselike.simulator.simulated_plan import Schedule, SimulatedPlan
 
 from .poplar_paper import MODELS, STAND_INS, PoplarCluster
 from .zorse_paper import CONTEXT_BYTES
@@ -71,12 +71,12 @@ class Job:
         return tuple(self.cluster.device_type(place) for place in self.cluster.places)
 
     @cached_property
-    def clock(self) -> LayerClock:
-        return LayerClock(self.profile, self.workload)
+    def clock(self) -> LayerTimeModel:
+        return LayerTimeModel(self.profile, self.workload)
 
     @cached_property
-    def setting(self) -> Setting:
-        return Setting(workload=self.workload, cluster=self.cluster, profile=self.profile)
+    def setting(self) -> SimulationInputs:
+        return SimulationInputs(workload=self.workload, cluster=self.cluster, profile=self.profile)
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
@@ -109,11 +109,11 @@ class Job:
         num_rows = sum(each.num_rows for each in microbatches)
         return Plan(num_rows, (group,), (Ministage(0, modules),), model=self.workload.model)
 
-    def simulate(self, microbatches: Sequence[Microbatch]) -> Case:
+    def simulate(self, microbatches: Sequence[Microbatch]) -> SimulatedPlan:
         """A step."""
         return self.setting.simulate(self.lay_plan(microbatches).validate(), schedule=ORDER)
 
-    def tflops(self, case: Case) -> float:
+    def tflops(self, case: SimulatedPlan) -> float:
         """Of all devices together."""
         return self.workload.flops_per_row() * self.num_rows / case.simulation.iteration_s / 1e12
 

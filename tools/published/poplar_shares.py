@@ -8,17 +8,17 @@ from itertools import permutations, zip_longest
 from time import process_time
 
 from zorselike.cost.catalogue import find_device
-from zorselike.plan.errors import PlanError
-from zorselike.planner.batches import (
+from zorselike.errors import PlanError
+from zorselike.planner.by_shares import apportion
+from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
+from zorselike.planner.rows.proportional_batches import share_in_equal_rounds, share_in_proportion
+from zorselike.planner.rows.split import (
     BatchSplit,
     Card,
     share_once,
     share_per_microbatch,
     split_by_sizes,
 )
-from zorselike.planner.microbatch_sums import pick_sizes, sum_microbatches
-from zorselike.planner.proportional_batches import share_in_equal_rounds, share_in_proportion
-from zorselike.planner.shares_plan import apportion
 
 from .poplar_runs import Job, deal_rounds
 from .zorse_plans import cut_evenly

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zorselike.plan.errors import PlanError
-from zorselike.planner.zero_stage import raise_zero
+from zorselike.errors import PlanError
+from zorselike.planner.rows.zero_stage import raise_zero
 
 from .poplar_paper import CLUSTERS, LLAMA_OVER_EVEN, LLAMA_OVER_WHALE, NUMBERS, SPEEDUP_RANGE, PoplarCluster
 from .poplar_runs import Job, make_job

@@ -21,7 +21,7 @@ from itertools import accumulate
 from math import ceil, log2
 from typing import Any
 
-from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.errors import ClusterError, ProfileError
 
 from .json_files import read_object
 from .sailor_library import Library

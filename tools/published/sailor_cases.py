@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zorselike.planner.allocation import AllocationGoal
+from zorselike.planner.devices.allocation import AllocationGoal
 
 from .sailor_arithmetic import SailorArithmetic
 from .sailor_library import Library

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import make_network
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.schedule.actions import Action
-from zorselike.schedule.one_f_one_b import build_one_f_one_b
+from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
 from zorselike.simulator import Simulation, simulate
 
 from .sailor_library import Library
@@ -55,7 +55,7 @@ def prepare(run: MeasuredRun, library: Library, model: str) -> Prepared:
     cluster = to_cluster(run, library.links)
     replicas = [replica for stage in run.stages for replica in stage.replicas]
     workloads = {t: library.workload(model, t) for t in sorted({r.tensor_parallel for r in replicas})}
-    clocks = {t: LayerClock(profile, workload) for t, workload in workloads.items()}
+    clocks = {t: LayerTimeModel(profile, workload) for t, workload in workloads.items()}
     forward, backward, update, sizes = {}, {}, {}, []
     rows = run.microbatch_rows
     for rank, replica in enumerate(replicas):
@@ -92,7 +92,7 @@ def kinds_of(plan: Plan, ministage: int, workload: Workload) -> list[LayerKind]:
     return [workload.kind_of[module] for module in plan.ministages[ministage].modules]
 
 
-def _sum(clock: LayerClock, which: str, kinds: list[LayerKind], replica: Replica, rows: int) -> float:
+def _sum(clock: LayerTimeModel, which: str, kinds: list[LayerKind], replica: Replica, rows: int) -> float:
     read = clock.forward_s if which == "forward" else clock.backward_s
     device, degree = DEVICES[replica.gpu], replica.tensor_parallel
     return sum(read(kind.name, device, rows, "none", degree) for kind in kinds)

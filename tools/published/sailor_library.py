@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from zorselike.cost.profile import Profile
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.workload import Workload
 
 from .json_files import read_object

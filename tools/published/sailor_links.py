@@ -14,9 +14,9 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from zorselike.plan.cluster import Link
-from zorselike.plan.errors import ClusterError
-from zorselike.plan.link_curve import tabulate_fit
+from zorselike.errors import ClusterError
+from zorselike.plan.cluster.cluster import Link
+from zorselike.plan.cluster.link_curve import tabulate_fit
 
 from .json_files import read_object
 

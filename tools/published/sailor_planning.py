@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from zorselike.planner.allocation import Allocation, AllocationGoal, allocate
+from zorselike.planner.devices.allocation import Allocation, AllocationGoal, allocate
 
 from .sailor_arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
 from .sailor_pipelines import TENSOR_PARALLEL, Quotas, make_problems, to_sailor_plan

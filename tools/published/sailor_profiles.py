@@ -16,7 +16,7 @@ from statistics import linear_regression, median
 from typing import Any
 
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
 from .json_files import read_object

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any, Literal, get_args
 
-from zorselike.plan.errors import ConfigError, PlanError
-from zorselike.planner.allocation import AllocationGoal
+from zorselike.errors import ConfigError, PlanError
+from zorselike.planner.devices.allocation import AllocationGoal
 
 from .sailor_arithmetic import SailorArithmetic
 from .sailor_cases import GLOBAL_BATCH, ZONES

@@ -13,8 +13,8 @@ from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from zorselike.plan.cluster import Cluster, Link, Node
-from zorselike.plan.errors import PlanError
+from zorselike.errors import PlanError
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 from .json_files import read_object

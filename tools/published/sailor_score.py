@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from zorselike.plan.errors import ClusterError, PlanError, ProfileError
+from zorselike.errors import ClusterError, PlanError, ProfileError
 
 from .sailor_costs import prepare, simulate_run
 from .sailor_library import Library

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 
 from .json_files import read_list
 

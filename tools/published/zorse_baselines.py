@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zorselike.planner.baselines import Baseline, plan_baselines
+from zorselike.planner.baselines.systems import Baseline, plan_baselines
 from zorselike.planner.problem import Fixed, PlanProblem
 
 from .zorse_paper import PaperCluster, make_clusters

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zorselike.plan.wording import count
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed
-from zorselike.planner.search import search_plans
-from zorselike.simulator.case import Case
+from zorselike.planner.search.search import search_plans
+from zorselike.simulator.simulated_plan import SimulatedPlan
+from zorselike.text.wording import count
 
 from .zorse_baselines import make_problem
 from .zorse_paper import ASSUMPTIONS, TABLE_5
@@ -36,7 +36,7 @@ class Search:
     reason: str = ""
 
     @property
-    def case(self) -> Case | None:
+    def case(self) -> SimulatedPlan | None:
         return None if self.answer is None else self.answer.best.case
 
     @property
@@ -178,7 +178,7 @@ def _show_ratio(own: Comparison, search: Search) -> str:
     return f" x {own.paper_s / search.step_s:.2f}"
 
 
-def describe(case: Case) -> str:
+def describe(case: SimulatedPlan) -> str:
     """Groups of a plan with their devices, layers and modes, on a line."""
     plan = case.plan
     parts = []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zorselike.plan.cluster import Place
+from zorselike.plan.cluster.cluster import Place
 
 from .zorse_paper import GBIT, PaperCluster, keep_types, make_cluster, make_nodes, sum_peaks
 from .zorse_plans import Options

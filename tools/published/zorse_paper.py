@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zorselike.plan.cluster import Cluster, Link, Node
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 
 GBIT = 1e9 / 8
 GB = 1e9

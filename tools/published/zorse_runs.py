@@ -10,17 +10,17 @@ from pathlib import Path
 
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.closed_form import estimate_step_s
-from zorselike.cost.layer_times import LayerClock
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.memory import walk_memory
 from zorselike.cost.profile import Overheads, Profile, Source
 from zorselike.cost.sizes import measure_ministages
 from zorselike.cost.step_costs import StepCosts
-from zorselike.plan.cluster import Cluster, Place
+from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Device, Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import SENDS, Action
-from zorselike.schedule.build import build
-from zorselike.schedule.one_f_one_b import build_one_f_one_b
+from zorselike.schedule.lowering.build import build
+from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
 from zorselike.simulator import Simulation, simulate
 
 from .zorse_paper import CONTEXT_BYTES, PEAK_TFLOPS, PaperCluster, intra_bandwidth
@@ -58,8 +58,8 @@ class Setup:
         return [tuple(next(numbers) for _ in group) for group in self.groups]
 
     @cached_property
-    def clock(self) -> LayerClock:
-        return LayerClock(self.profile, self.workload)
+    def clock(self) -> LayerTimeModel:
+        return LayerTimeModel(self.profile, self.workload)
 
     @property
     def num_layers(self) -> int:

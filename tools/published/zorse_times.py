@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zorselike.cost.profile import LayerTimes, Profile, Source
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
 from .json_files import read_object

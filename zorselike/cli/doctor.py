@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
 from zorselike.plan.plan import Plan
-from zorselike.plan.wording import count
+from zorselike.text.wording import count
 
 if TYPE_CHECKING:
     from zorselike.cost.profile import LinkTimes
-    from zorselike.profiler.health import Finding
+    from zorselike.profiler.machine.health import Finding
     from zorselike.profiler.processes import Processes
 
 _SIZES = (2**16, 2**20, 2**24)
@@ -49,8 +49,13 @@ class Doctor:
 
         import torch
 
-        from zorselike.profiler.examine import examine
-        from zorselike.profiler.health import describe_links, describe_nodes, find_problems, find_slow_links
+        from zorselike.profiler.machine.examine import examine
+        from zorselike.profiler.machine.health import (
+            describe_links,
+            describe_nodes,
+            find_problems,
+            find_slow_links,
+        )
         from zorselike.profiler.processes import join_processes
 
         wanted = self.device
@@ -79,8 +84,8 @@ class Doctor:
 
 def _measure(processes: Processes) -> list[LinkTimes]:
     """Every pair of nodes over Gloo, which any machine has; the same on every rank."""
-    from zorselike.profiler.health import all_pairs
-    from zorselike.profiler.link_timing import measure_links
+    from zorselike.profiler.machine.health import all_pairs
+    from zorselike.profiler.machine.link_timing import measure_links
     from zorselike.profiler.tasks import describe_source
 
     found = processes.gather_or_raise(

@@ -16,12 +16,12 @@ from typing import Protocol
 import tyro
 
 from zorselike.cli.doctor import Doctor
-from zorselike.cli.plan import PlanCommand
+from zorselike.cli.plan.command import PlanCommand
 from zorselike.cli.profile import ProfileCommand
 from zorselike.cli.show import Show
 from zorselike.cli.simulate import Simulate
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
-from zorselike.runtime.launcher import report_mistake
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.runtime.processes.launcher import report_mistake
 
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 _MAX_WARNINGS = 3

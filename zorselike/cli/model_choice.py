@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from zorselike.cost.catalogue import find_device
-from zorselike.plan.errors import ClusterError, ConfigError
+from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.workload import Workload
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
 
 _WIDTHS = (60, 160)
 """Of what is printed, however narrow or wide the terminal."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import tyro
 
 from zorselike.cli.model_choice import ModelChoice, choose_model
-from zorselike.plan.errors import ConfigError
-from zorselike.plan.units import parse_size
+from zorselike.errors import ConfigError
+from zorselike.text.units import parse_size
 
 if TYPE_CHECKING:
     from zorselike.plan.plan import Recompute
@@ -126,10 +126,10 @@ class ProfileCommand:
                 )
 
     def _make_job(self, model: ModelChoice, workload: Workload, *, num_tokens: int) -> Job:
-        from zorselike.profiler.layer_probes import find_probes
+        from zorselike.profiler.layers.probes import find_probes
         from zorselike.profiler.tasks import Job
         from zorselike.runtime.loss import token_cross_entropy
-        from zorselike.train.loading_work import loading_rows
+        from zorselike.train.data.loading_work import loading_rows
 
         settings: dict[str, tuple[Recompute, ...]] = {
             "none": ("none",),

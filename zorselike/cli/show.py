@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from zorselike.plan.errors import ConfigError, PlanError
+from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.plan.units import parse_size
-from zorselike.plan.wording import count
+from zorselike.text.units import parse_size
+from zorselike.text.wording import count
 
 if TYPE_CHECKING:
     from zorselike.cost.fit import Fit, Job, ModelShape
@@ -93,7 +93,7 @@ def show_plan(command: Show) -> str:
 
 def _check_bounds(plan: Plan, path: str) -> None:
     """Refuses bounds on microbatches in flight with which no step would end."""
-    from zorselike.schedule.in_flight import LowBoundError, order_in_flight
+    from zorselike.schedule.orders.in_flight import LowBoundError, order_in_flight
 
     if plan.bounds_in_flight:
         try:
@@ -219,7 +219,7 @@ def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
 
 def _find_places(command: Show) -> list[_Place]:
     """Each kind of GPU at hand, or what the command line gives instead, beside the host."""
-    from zorselike.runtime.host_room import find_host_room
+    from zorselike.runtime.memory.host_room import find_host_room
 
     free = find_host_room()
     host_bytes = _read_size("--host-memory", command.host_memory)

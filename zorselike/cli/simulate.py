@@ -12,14 +12,14 @@ import tyro
 
 from zorselike.cli.model_choice import ModelOptions
 from zorselike.cli.outputs import check_outputs, find_width
-from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.plan.write_estimates import write_estimates
 
 if TYPE_CHECKING:
-    from zorselike.simulator.case import Case
-    from zorselike.simulator.setting import Setting
+    from zorselike.simulator.inputs import SimulationInputs
+    from zorselike.simulator.simulated_plan import SimulatedPlan
 
 _File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 
@@ -63,11 +63,11 @@ class Simulate:
 
 def simulate_plan(command: Simulate) -> str:
     """The report and the drawing as text; writes the files that are asked for."""
-    from zorselike.cost.layer_times import LayerClock
-    from zorselike.simulator.compare import compare_even
-    from zorselike.simulator.gantt import draw_gantt
-    from zorselike.simulator.ideal import measure_speeds
-    from zorselike.simulator.report import format_report
+    from zorselike.cost.layer_times import LayerTimeModel
+    from zorselike.planner.baselines.even import compare_even
+    from zorselike.simulator.report.gantt import draw_gantt
+    from zorselike.simulator.report.ideal import measure_speeds
+    from zorselike.simulator.report.page import format_report
 
     if command.measured is not None and command.trace is None:
         raise ConfigError("simulate: --measured goes into the file of --trace; give that too")
@@ -81,7 +81,7 @@ def simulate_plan(command: Simulate) -> str:
     setting = _load_setting(command, plan)
     with _naming_files(command):
         case = setting.simulate(plan, schedule=command.schedule, record=True)
-    clock = LayerClock(setting.profile, setting.workload)
+    clock = LayerTimeModel(setting.profile, setting.workload)
     speeds = measure_speeds(plan, setting.workload, setting.cluster, clock)
     width = find_width()
     page = format_report(
@@ -108,10 +108,10 @@ def _naming_files(command: Simulate) -> Iterator[None]:
         raise ProfileError(f"{command.profile or command.cluster}: {error}") from None
 
 
-def _load_setting(command: Simulate, plan: Plan) -> Setting:
+def _load_setting(command: Simulate, plan: Plan) -> SimulationInputs:
     from zorselike.cli.assumed_profile import assume_profile
     from zorselike.cost.profile import Profile
-    from zorselike.simulator.setting import Setting
+    from zorselike.simulator.inputs import SimulationInputs
 
     profile = None if command.profile is None else Profile.load(command.profile)
     cluster = Cluster.load(command.cluster)
@@ -125,7 +125,7 @@ def _load_setting(command: Simulate, plan: Plan) -> Setting:
         sequence_length=plan.sequence_length,
         profile=profile,
     )
-    return Setting(
+    return SimulationInputs(
         workload=workload,
         cluster=cluster,
         profile=assume_profile(workload) if profile is None else profile,
@@ -133,7 +133,7 @@ def _load_setting(command: Simulate, plan: Plan) -> Setting:
     )
 
 
-def _list_notes(command: Simulate, plan: Plan, setting: Setting) -> list[str]:
+def _list_notes(command: Simulate, plan: Plan, setting: SimulationInputs) -> list[str]:
     from zorselike.cli.assumed_profile import NOT_MEASURED
 
     notes = [NOT_MEASURED] if command.profile is None else []
@@ -145,14 +145,14 @@ def _list_notes(command: Simulate, plan: Plan, setting: Setting) -> list[str]:
     return notes
 
 
-def _write_files(command: Simulate, case: Case) -> list[str]:
+def _write_files(command: Simulate, case: SimulatedPlan) -> list[str]:
     """Writes what is asked for; a line for each."""
     lines = []
     if command.trace is not None:
         _write_trace(command.trace, command.measured, case)
         lines.append(f"trace written to {command.trace}: open it in https://ui.perfetto.dev")
     if command.png is not None:
-        from zorselike.simulator.picture import save_picture
+        from zorselike.simulator.report.picture import save_picture
 
         save_picture(case, command.png)
         lines.append(f"picture written to {command.png}")
@@ -162,15 +162,15 @@ def _write_files(command: Simulate, case: Case) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def _write_trace(path: str, measured: str | None, case: Case) -> None:
-    from zorselike.simulator.chrome_trace import make_trace, save_trace
-    from zorselike.simulator.measured_trace import read_measured
+def _write_trace(path: str, measured: str | None, case: SimulatedPlan) -> None:
+    from zorselike.simulator.report.chrome_trace import make_trace, save_trace
+    from zorselike.simulator.report.measured_trace import read_measured
 
     events = [] if measured is None else read_measured(measured, first_pid=case.plan.num_ranks)
     save_trace(make_trace(case, measured=events), path)
 
 
-def estimate(case: Case) -> Estimates:
+def estimate(case: SimulatedPlan) -> Estimates:
     """What a run of a plan is to be held against."""
     return Estimates(
         iteration_s=case.simulation.iteration_s,

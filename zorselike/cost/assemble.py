@@ -8,7 +8,7 @@ from itertools import pairwise, permutations
 from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU, find_memory_bytes
-from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerClock
+from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerTimeModel
 from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.sizes import (
     count_updated,
@@ -22,8 +22,8 @@ from zorselike.cost.sizes import (
 )
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import REACHED_OF_BUS, make_network
-from zorselike.plan.cluster import Cluster, Place
-from zorselike.plan.errors import PlanError, ProfileError
+from zorselike.errors import PlanError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Plan, Recompute
 from zorselike.plan.validate import validate_modules
 from zorselike.plan.workload import Workload
@@ -64,7 +64,7 @@ def make_costs(
     places = cluster.place_ranks(plan)
     _check_links(plan, cluster, places)
     devices = tuple(cluster.device_type(place) for place in places)
-    clock = LayerClock(profile, workload, reached_of_peak=reached_of_peak)
+    clock = LayerTimeModel(profile, workload, reached_of_peak=reached_of_peak)
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
     overheads = profile.overheads
     units = _list_unit_bytes(plan, workload)
@@ -146,7 +146,7 @@ _BySize = dict[tuple[int, int, int], float]
 
 
 def _time_microbatches(
-    plan: Plan, workload: Workload, clock: LayerClock, devices: Sequence[str]
+    plan: Plan, workload: Workload, clock: LayerTimeModel, devices: Sequence[str]
 ) -> tuple[_BySize, _BySize]:
     """Seconds of the forward and the backward of every ministage for every size of microbatch."""
     forward_s: _BySize = {}
@@ -201,7 +201,7 @@ def _list_layers(plan: Plan, workload: Workload, ministage: int) -> list[_Layer]
     ]
 
 
-def _check_rows(clock: LayerClock, layer: _Layer, rank: int, rows: int, device: str, degree: int) -> None:
+def _check_rows(clock: LayerTimeModel, layer: _Layer, rank: int, rows: int, device: str, degree: int) -> None:
     most = clock.max_rows(layer.kind, device, layer.recompute, degree)
     if most is not None and rows > most:
         raise ProfileError(

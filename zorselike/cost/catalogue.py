@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zorselike.plan.device_types import require_device_type
+from zorselike.plan.cluster.device_types import require_device_type
 
 _GIB = 2**30
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import fmean, linear_regression
 from typing import Literal, get_args
 
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 
 Method = Literal["pieces", "monotone", "spline", "line"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zorselike.cost.catalogue import find_device
-from zorselike.plan.cluster import Cluster, Place
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
+from zorselike.plan.cluster.cluster import Cluster, Place
 
 CPU = "CPU"
 """The device type whose thread computes by itself."""

@@ -13,8 +13,8 @@ from zorselike.cost.activations import TokenBytes, count_embedding
 from zorselike.cost.memory import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
 from zorselike.cost.sizes import Holding, RowBytes, UnitSize, add_up
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.plan.wording import count
 from zorselike.schedule import build
+from zorselike.text.wording import count
 
 _FP32 = 4
 

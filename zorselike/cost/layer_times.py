@@ -9,10 +9,10 @@ from typing import Literal
 from zorselike.cost.catalogue import DeviceSpec, find_device
 from zorselike.cost.curves import Curve, fit_curve
 from zorselike.cost.profile import LayerTimes, Profile
-from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.plan import Recompute
-from zorselike.plan.wording import count
 from zorselike.plan.workload import LayerKind, Workload
+from zorselike.text.wording import count
 
 REACHED_OF_PEAK = 0.45
 """What layers reach of the catalogue's peak FLOP/s where nothing was measured on a device."""
@@ -37,7 +37,7 @@ class _Fitted:
     max_rows: int | None
 
 
-class LayerClock:
+class LayerTimeModel:
     """How long layers of each kind take, with a note of everything that was not measured.
 
     What a profile lacks is put in its place in this order: another setting of recomputation of the same

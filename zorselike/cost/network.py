@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from zorselike.cost.curves import Curve
 from zorselike.cost.profile import Collective
-from zorselike.plan.cluster import Cluster, Link, Place
-from zorselike.plan.errors import ClusterError
+from zorselike.errors import ClusterError
+from zorselike.plan.cluster.cluster import Cluster, Link, Place
 
 CollectiveOp = Collective
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
 

@@ -25,9 +25,9 @@ from zorselike.cost.profile import (
     ZeroBatch,
 )
 from zorselike.cost.validate_profile import ACTION_KEYS, validate_profile
-from zorselike.plan.errors import FileError, ProfileError
-from zorselike.plan.files import read_text, write_text
-from zorselike.plan.tables import (
+from zorselike.errors import FileError, ProfileError
+from zorselike.text.files import read_text, write_text
+from zorselike.text.tables import (
     check_keys,
     check_version,
     read,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.network import Network
-from zorselike.plan.cluster import Place
+from zorselike.plan.cluster.cluster import Place
 
 
 @dataclass(frozen=True)

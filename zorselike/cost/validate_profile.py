@@ -24,11 +24,11 @@ from zorselike.cost.profile import (
     ZeroBatch,
     find_key,
 )
-from zorselike.plan.errors import ProfileError
+from zorselike.errors import ProfileError
 from zorselike.plan.plan import Recompute
-from zorselike.plan.wording import suggest
 from zorselike.plan.workload import ITEMSIZES
 from zorselike.schedule.actions import Kind
+from zorselike.text.wording import suggest
 
 MAX_BYTES_PER_S = 1e13
 """No link is faster (10 TB/s): a larger number has the wrong unit."""

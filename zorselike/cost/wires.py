@@ -14,8 +14,8 @@ from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import Curve, fit_curve
 from zorselike.cost.network import HostWire, Key, Network, Port, Wire
 from zorselike.cost.profile import HostLinkRates, LinkTimes, Profile
-from zorselike.plan.cluster import Cluster, Link, Place
-from zorselike.plan.errors import ClusterError, ProfileError
+from zorselike.errors import ClusterError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Link, Place
 
 REACHED_OF_BUS = 0.8
 """What copies reach of the catalogue's rate in theory."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from zorselike.errors import ConfigError
 from zorselike.models.attention import document_mask
 from zorselike.models.layers import Linear
-from zorselike.plan.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zorselike.errors import ConfigError
 from zorselike.models.attention import attend
 from zorselike.models.decoder import Decoder, DecoderConfig
 from zorselike.models.layers import Linear, TokenEmbedding
 from zorselike.models.rope import RopeScaling, rope_tables, rotate
-from zorselike.plan.errors import ConfigError
 
 _STD = 0.02
 

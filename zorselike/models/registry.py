@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from zorselike.errors import ConfigError
 from zorselike.models.decoder import Decoder, DecoderConfig
 from zorselike.models.gpt import GPT, GPT_FLAVORS
 from zorselike.models.llama import LLAMA_FLAVORS, Llama
-from zorselike.plan.errors import ConfigError
 
 
 @dataclass(frozen=True)

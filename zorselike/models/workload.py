@@ -11,11 +11,11 @@ from zorselike.cost.activations import (
     count_head,
     count_llama_layer,
 )
+from zorselike.errors import ConfigError
 from zorselike.models.decoder import DecoderConfig
 from zorselike.models.flops import forward_flops_by_module, parameters_by_module
 from zorselike.models.llama import LlamaConfig
 from zorselike.models.registry import module_names
-from zorselike.plan.errors import ConfigError
 from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
 
 _KINDS = {"tok_embeddings": "embedding", "norm": "norm", "output": "head"}

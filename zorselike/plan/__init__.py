@@ -1,8 +1,8 @@
 """Plans: who computes what. Plain data, free of torch."""
 
-from zorselike.plan.cluster import Cluster, Link, Node, Place
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 from zorselike.plan.devices import Process, match_devices
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.plan import Device, Estimates, Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import expand_shares
 from zorselike.plan.validate import validate_modules

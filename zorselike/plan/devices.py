@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from zorselike.plan.errors import ClusterError, PlanError
+from zorselike.errors import ClusterError, PlanError
 from zorselike.plan.plan import Device, Plan
-from zorselike.plan.wording import count, list_few
+from zorselike.text.wording import count, list_few
 
 
 class Process(NamedTuple):

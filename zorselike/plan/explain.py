@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zorselike.plan.plan import Estimates, Group, Microbatch, Plan
 from zorselike.plan.validate import validate_plan
-from zorselike.plan.wording import count, show_modules, show_numbers
+from zorselike.text.wording import count, show_modules, show_numbers
 
 GIB = 2**30
 

@@ -53,7 +53,7 @@ class Group:
     max_in_flight: int | None = None
     """The most microbatches of a rank whose activations are held at once, between forward and backward.
     Where any group of a plan says so, all its groups go backward before forward as soon as they can
-    (`zorselike/schedule/in_flight.py`); None beside such a group is that order without a bound."""
+    (`zorselike/schedule/orders/in_flight.py`); None beside such a group is that order without a bound."""
 
     @property
     def flat_ranks(self) -> tuple[int, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from zorselike.plan.errors import PlanError
+from zorselike.errors import PlanError
 from zorselike.plan.plan import Microbatch
-from zorselike.plan.wording import list_few
+from zorselike.text.wording import list_few
 
 
 def expand_shares(shares: Sequence[tuple[int, int, int]], global_batch: int) -> tuple[Microbatch, ...]:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from zorselike.plan.errors import FileError, PlanError
-from zorselike.plan.files import hash_content, read_text, write_text
+from zorselike.errors import FileError, PlanError
 from zorselike.plan.plan import (
     PLAN_VERSION,
     Device,
@@ -26,7 +25,9 @@ from zorselike.plan.plan import (
     Replica,
 )
 from zorselike.plan.shares import expand_shares
-from zorselike.plan.tables import (
+from zorselike.plan.validate import validate_plan
+from zorselike.text.files import hash_content, read_text, write_text
+from zorselike.text.tables import (
     check_keys,
     check_version,
     read,
@@ -41,9 +42,8 @@ from zorselike.plan.tables import (
     read_tables,
     wrong_type,
 )
-from zorselike.plan.toml_text import format_table, parse_toml
-from zorselike.plan.validate import validate_plan
-from zorselike.plan.wording import count
+from zorselike.text.toml import format_table, parse_toml
+from zorselike.text.wording import count
 
 PLAN_KEYS = (
     "version",

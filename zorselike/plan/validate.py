@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import get_args
 
-from zorselike.plan.errors import PlanError
+from zorselike.errors import PlanError
 from zorselike.plan.plan import (
     OFFLOAD_IN_FLIGHT,
     OFFLOAD_KINDS,
@@ -25,7 +25,7 @@ from zorselike.plan.plan import (
     Plan,
     Recompute,
 )
-from zorselike.plan.wording import list_few, show_rows, show_value, suggest
+from zorselike.text.wording import list_few, show_rows, show_value, suggest
 
 
 def validate_plan(plan: Plan) -> None:

@@ -14,9 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from zorselike.plan.errors import FileError, ProfileError
-from zorselike.plan.files import hash_content, read_text, write_text
-from zorselike.plan.tables import (
+from zorselike.errors import FileError, ProfileError
+from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
+from zorselike.text.files import hash_content, read_text, write_text
+from zorselike.text.tables import (
     check_keys,
     check_version,
     read,
@@ -29,8 +30,7 @@ from zorselike.plan.tables import (
     read_table,
     wrong_type,
 )
-from zorselike.plan.wording import list_few, suggest
-from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
+from zorselike.text.wording import list_few, suggest
 
 WORKLOAD_VERSION = 1
 _KIND_KEYS = tuple(field.name for field in fields(LayerKind))

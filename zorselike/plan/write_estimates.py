@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zorselike.plan.errors import FileError, PlanError
-from zorselike.plan.files import read_text, write_text
+from zorselike.errors import FileError, PlanError
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.plan.toml import format_estimates, parse_plan, save_plan
+from zorselike.text.files import read_text, write_text
 
 _HEADER = "[estimates]"
 

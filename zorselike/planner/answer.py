@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from zorselike.plan.errors import PlanError
-from zorselike.simulator.case import Case
+from zorselike.errors import PlanError
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 Ending = Literal["finished", "budget", "interrupted"]
 
@@ -20,7 +20,7 @@ class NothingFitsError(PlanError):
 class Planned:
     """One plan, simulated, with its estimates in it."""
 
-    case: Case
+    case: SimulatedPlan
     grouping: str
     """How its groups were found: `by device type`."""
     ideal_s: float

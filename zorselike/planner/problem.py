@@ -8,12 +8,12 @@ from math import inf, isfinite
 from typing import Literal
 
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
-from zorselike.plan.wording import list_few
 from zorselike.plan.workload import Workload
-from zorselike.simulator.setting import Setting
+from zorselike.simulator.inputs import SimulationInputs
+from zorselike.text.wording import list_few
 
 Objective = Literal["throughput", "cost"]
 
@@ -59,7 +59,7 @@ class PlanProblem:
     spans_regions: bool = False
     """Whether a group may have devices of several regions."""
     defer_updates: bool = False
-    """As `Setting.defer_updates`."""
+    """As `SimulationInputs.defer_updates`."""
     fixed: Fixed = Fixed()
 
     def check(self) -> None:
@@ -146,9 +146,9 @@ class PlanProblem:
         return tuple(range(self.cluster.num_devices)) if self.devices is None else tuple(sorted(self.devices))
 
     @cached_property
-    def setting(self) -> Setting:
+    def setting(self) -> SimulationInputs:
         """With what plans are simulated."""
-        return Setting(
+        return SimulationInputs(
             workload=self.workload,
             cluster=self.cluster,
             profile=self.profile,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zorselike.profiler.processes import Processes, device_type
-from zorselike.runtime.ranks import ProcessGroup
-from zorselike.runtime.world import ProcessInfo
+from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.processes.world import ProcessInfo
 
 
 @contextmanager

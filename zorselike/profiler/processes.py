@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.catalogue import match_device_name
-from zorselike.plan.errors import ClusterError, ConfigError, ProfileError
-from zorselike.runtime.own_device import find_own_device
-from zorselike.runtime.ranks import ProcessGroup
-from zorselike.runtime.tracing import first_line
-from zorselike.runtime.world import NODE_VARIABLE, ProcessInfo, describe_process, gather_world
+from zorselike.errors import ClusterError, ConfigError, ProfileError
+from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.model.tracing import first_line
+from zorselike.runtime.processes.own_device import find_own_device
+from zorselike.runtime.processes.world import NODE_VARIABLE, ProcessInfo, describe_process, gather_world
 
 T = TypeVar("T")
 

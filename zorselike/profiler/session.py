@@ -10,15 +10,14 @@ from typing import Any
 from tqdm import tqdm
 
 from zorselike.cost.profile import Profile
-from zorselike.plan.cluster import Cluster
-from zorselike.plan.errors import ClusterError, ProfileError
-from zorselike.plan.wording import count
-from zorselike.profiler.device_memory import CudaMemory, DeviceMemory, HostMemory
-from zorselike.profiler.found_cluster import FoundNode, make_cluster
-from zorselike.profiler.layer_probes import LayerProbe
-from zorselike.profiler.layer_timing import WARMUPS, LayerBench
-from zorselike.profiler.layers_in_step import estimate_in_step_s
-from zorselike.profiler.link_pairs import choose_pairs
+from zorselike.errors import ClusterError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.profiler.layers.in_step import estimate_in_step_s
+from zorselike.profiler.layers.probes import LayerProbe
+from zorselike.profiler.layers.timing import WARMUPS, LayerBench
+from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory, HostMemory
+from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
+from zorselike.profiler.machine.link_pairs import choose_pairs
 from zorselike.profiler.processes import Processes
 from zorselike.profiler.tasks import (
     COLLECTIVES,
@@ -31,6 +30,7 @@ from zorselike.profiler.tasks import (
     run_tasks,
     save_once,
 )
+from zorselike.text.wording import count
 
 _SECONDS_OF_OTHERS = 2.0
 """Roughly what links, updates and copies take each."""

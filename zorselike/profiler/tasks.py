@@ -13,24 +13,24 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
-from zorselike.plan.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
-from zorselike.profiler.collective_timing import SIZES as COLLECTIVE_SIZES
-from zorselike.profiler.collective_timing import measure_collectives
-from zorselike.profiler.device_memory import CudaMemory, DeviceMemory
-from zorselike.profiler.host_link_timing import measure_host_link
-from zorselike.profiler.layer_probes import LayerProbe, ModelFactory
-from zorselike.profiler.layer_timing import LayerBench, measure_layer
-from zorselike.profiler.layers_in_step import LayersInStep
-from zorselike.profiler.link_pairs import Pair, choose_pairs
-from zorselike.profiler.link_timing import SIZES as LINK_SIZES
-from zorselike.profiler.link_timing import measure_links
+from zorselike.profiler.largest_batch.search import Search, StepJob, make_batches, search_stages
+from zorselike.profiler.layers.in_step import LayersInStep
+from zorselike.profiler.layers.probes import LayerProbe, ModelFactory
+from zorselike.profiler.layers.row_search import TrialResult
+from zorselike.profiler.layers.timing import LayerBench, measure_layer
+from zorselike.profiler.machine.collective_timing import SIZES as COLLECTIVE_SIZES
+from zorselike.profiler.machine.collective_timing import measure_collectives
+from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory
+from zorselike.profiler.machine.host_link_timing import measure_host_link
+from zorselike.profiler.machine.link_pairs import Pair, choose_pairs
+from zorselike.profiler.machine.link_timing import SIZES as LINK_SIZES
+from zorselike.profiler.machine.link_timing import measure_links
 from zorselike.profiler.processes import Processes
-from zorselike.profiler.program_timing import BetweenSteps, ProgramBench, no_work
-from zorselike.profiler.row_search import TrialResult
-from zorselike.profiler.update_timing import measure_update
-from zorselike.profiler.zero_batches import Search, StepJob, make_batches, search_stages
+from zorselike.profiler.program.timing import BetweenSteps, ProgramBench, no_work
+from zorselike.profiler.program.update_timing import measure_update
 from zorselike.runtime.loss import LossFn
 
 Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows", "program"]

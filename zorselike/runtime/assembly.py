@@ -11,31 +11,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.plan.errors import ConfigError, PlanError
+from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.agreement import check_same_plan
-from zorselike.runtime.boundaries import Trace, trainable_ministages
 from zorselike.runtime.busy import BusyClock
-from zorselike.runtime.departures import Departures, Retired
+from zorselike.runtime.comm.agreement import check_same_plan
+from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
+from zorselike.runtime.comm.transport import Edge, Transport, edges_of
 from zorselike.runtime.executor import Executor
-from zorselike.runtime.gradients import HALF
-from zorselike.runtime.initialize import initialize_unit
 from zorselike.runtime.loss import Unpack
-from zorselike.runtime.loss_scale import LossScale
-from zorselike.runtime.memory import Memory
-from zorselike.runtime.ministage import Rank, ShardedMinistage
-from zorselike.runtime.partition import ModelPart, Split, Tie, find_ties, partition
-from zorselike.runtime.pruning import find_units, plan_module
-from zorselike.runtime.ranks import Groups, ProcessGroup, Ranks
-from zorselike.runtime.stash import Stash
-from zorselike.runtime.streams import make_streams
-from zorselike.runtime.ties import TiedWeights, borrowed_names, tied_names
-from zorselike.runtime.transport import Edge, Transport, edges_of
-from zorselike.runtime.updates import Clip, OptimizerFactory, Updates
-from zorselike.runtime.world import ProcessInfo, check_world, describe_process, gather_world
+from zorselike.runtime.memory.activation_offload import Stash
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pending_offloads import Departures, Retired
+from zorselike.runtime.memory.streams import make_streams
+from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.ministage.loss_scale import LossScale
+from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage
+from zorselike.runtime.ministage.ties import TiedWeights, borrowed_names, tied_names
+from zorselike.runtime.ministage.updates import Clip, OptimizerFactory, Updates
+from zorselike.runtime.model.boundaries import Trace, trainable_ministages
+from zorselike.runtime.model.initialize import initialize_unit
+from zorselike.runtime.model.partition import ModelPart, Split, Tie, find_ties, partition
+from zorselike.runtime.model.pruning import find_units, plan_module
+from zorselike.runtime.processes.world import ProcessInfo, check_world, describe_process, gather_world
 from zorselike.schedule.actions import Action
-from zorselike.schedule.build import build
-from zorselike.schedule.check import CheckReport, check
+from zorselike.schedule.checker.check import CheckReport, check
+from zorselike.schedule.lowering.build import build
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Microbatch
-from zorselike.runtime.boundaries import Broadcast
-from zorselike.runtime.tracing import tensors_in
+from zorselike.runtime.model.boundaries import Broadcast
+from zorselike.runtime.model.tracing import tensors_in
 
 Tensors = tuple[Tensor, ...]
 

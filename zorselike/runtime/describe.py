@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zorselike.plan.wording import count
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.state import count_parameters
+from zorselike.text.wording import count
 
 
 def describe_assembly(assembly: Assembly) -> str:

@@ -13,13 +13,13 @@ from torch.profiler import record_function
 
 from zorselike.plan.plan import Plan
 from zorselike.runtime.batch import Batch
-from zorselike.runtime.boundaries import Boundary, check_crossing, name_ministage
 from zorselike.runtime.busy import BusyClock
+from zorselike.runtime.comm.transport import Transport
 from zorselike.runtime.loss import Loss
-from zorselike.runtime.ministage import Rank, ShardedMinistage, Tensors
-from zorselike.runtime.ties import TiedWeights
-from zorselike.runtime.transport import Transport
-from zorselike.runtime.updates import Updates
+from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage, Tensors
+from zorselike.runtime.ministage.ties import TiedWeights
+from zorselike.runtime.ministage.updates import Updates
+from zorselike.runtime.model.boundaries import Boundary, check_crossing, name_ministage
 from zorselike.schedule.actions import Action, Kind
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from zorselike.plan.errors import ConfigError
-from zorselike.runtime.ranks import ProcessGroup
+from zorselike.errors import ConfigError
+from zorselike.runtime.comm.ranks import ProcessGroup
 
 LossFn = Callable[[Any, Any], Tensor]
 CountFn = Callable[[Any], Any]

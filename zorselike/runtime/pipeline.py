@@ -15,45 +15,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zorselike.plan.errors import ConfigError
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
-from zorselike.runtime.agreement import check_same_weights
-from zorselike.runtime.alarm import Alarm
+from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, draw, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
-from zorselike.runtime.boundaries import (
-    Boundary,
-    Signature,
-    check_additive,
-    check_kwargs,
-    trace_boundaries,
-)
+from zorselike.runtime.comm.agreement import check_same_weights
+from zorselike.runtime.comm.ranks import broadcast_bytes
 from zorselike.runtime.describe import describe_assembly
-from zorselike.runtime.early_check import refuse_unfitting_plan
-from zorselike.runtime.gradients import HALF
-from zorselike.runtime.layer_inputs import InputBytes
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
-from zorselike.runtime.loss_scale import LossScale
-from zorselike.runtime.memory_report import (
+from zorselike.runtime.memory.early_check import refuse_unfitting_plan
+from zorselike.runtime.memory.report import (
     MemoryReport,
     check_host_room,
     report_memory,
     reserve_activations,
 )
-from zorselike.runtime.partition import Split
-from zorselike.runtime.precision import ParamDtype, choose_dtype, computes_in_fp16
-from zorselike.runtime.ranks import broadcast_bytes
-from zorselike.runtime.result import StepResult, SumOverRanks
-from zorselike.runtime.state import gather_full_state
-from zorselike.runtime.tracing import tensors_in
-from zorselike.runtime.updates import (
+from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.ministage.loss_scale import LossScale
+from zorselike.runtime.ministage.updates import (
     Clip,
     LRSchedulers,
     OptimizerFactory,
     default_optimizer,
     defers_updates,
 )
+from zorselike.runtime.model.boundaries import (
+    Boundary,
+    Signature,
+    check_additive,
+    check_kwargs,
+    trace_boundaries,
+)
+from zorselike.runtime.model.layer_inputs import InputBytes
+from zorselike.runtime.model.partition import Split
+from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.processes.precision import ParamDtype, choose_dtype, computes_in_fp16
+from zorselike.runtime.result import StepResult, SumOverRanks
+from zorselike.runtime.state import gather_full_state
 from zorselike.schedule.actions import Action
 
 

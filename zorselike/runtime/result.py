@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zorselike.runtime.ranks import ProcessGroup
+from zorselike.runtime.comm.ranks import ProcessGroup
 
 Sums = tuple[float, float, float]
 """Loss sum, number of targets, squared gradient norm, each over all ranks."""

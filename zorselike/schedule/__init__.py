@@ -2,10 +2,10 @@
 
 from zorselike.schedule.actions import Action, Kind, format_actions, parse_action, parse_actions
 from zorselike.schedule.assign import assign_microbatches
-from zorselike.schedule.build import build
-from zorselike.schedule.check import CheckReport, check
+from zorselike.schedule.checker.check import CheckReport, check
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.torch_csv import from_torch_csv, to_torch_csv
+from zorselike.schedule.lowering.build import build
+from zorselike.schedule.orders.torch_csv import from_torch_csv, to_torch_csv
 
 __all__ = [
     "Action",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zorselike.plan.errors import PlanError
+from zorselike.errors import PlanError
 from zorselike.plan.plan import Microbatch
 
 

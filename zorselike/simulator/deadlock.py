@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from zorselike.schedule.actions import Action
 from zorselike.schedule.errors import ScheduleError
 from zorselike.simulator.events import PENDING, Times
-from zorselike.simulator.notes import Notes
-from zorselike.simulator.program import Program
-from zorselike.simulator.tasks import COPIES, Tasks, Work
+from zorselike.simulator.rank.labels import Notes
+from zorselike.simulator.rank.program import Program
+from zorselike.simulator.rank.tasks import COPIES, Tasks, Work
 
 MOST_RANKS = 16
 """Ranks that are named."""

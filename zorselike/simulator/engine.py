@@ -1,9 +1,9 @@
 """Times the very action lists that the executor runs, under a plan's costs.
 
-A list becomes tasks that wait for each other (`program.py`), once, before the event loop (`events.py`) runs
-them several times over. What is not modelled: an update beside computation slows neither down; the sum of
-target counts over the last group, and that of the losses after a step, take no time; the time in which a
-unit computes is its share of the ministage's by bytes of parameters.
+A list becomes tasks that wait for each other (`simulator/rank/program.py`), once, before the event loop
+(`events.py`) runs them several times over. What is not modelled: an update beside computation slows neither
+down; the sum of target counts over the last group, and that of the losses after a step, take no time; the
+time in which a unit computes is its share of the ministage's by bytes of parameters.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Collection, Mapping, Sequence
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import SENDS, Action, Kind
-from zorselike.schedule.channels import Channel
-from zorselike.schedule.rendezvous import wraps_around
-from zorselike.simulator.account import account_for
+from zorselike.schedule.checker.channels import Channel
+from zorselike.schedule.checker.rendezvous import wraps_around
 from zorselike.simulator.deadlock import describe_deadlock
 from zorselike.simulator.events import PENDING, run
-from zorselike.simulator.meetings import Edge, Meetings
-from zorselike.simulator.no_collection import without_collection
-from zorselike.simulator.notes import Notes
-from zorselike.simulator.program import Program
+from zorselike.simulator.garbage import without_collection
+from zorselike.simulator.memory import MemoryWalks
+from zorselike.simulator.network.rendezvous import Edge, Meetings
+from zorselike.simulator.rank.labels import Notes
+from zorselike.simulator.rank.program import Program
+from zorselike.simulator.rank.tasks import NOTHING, Tasks
+from zorselike.simulator.report.time_breakdown import account_for
 from zorselike.simulator.result import Simulation
 from zorselike.simulator.spans import find_action_times, make_spans
-from zorselike.simulator.tasks import NOTHING, Tasks
-from zorselike.simulator.walks import MemoryWalks
 
 NUM_STEPS = 2
 """Steps of which the last is as all that follow: what reaches from one step into the next (ranks that end

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
-from zorselike.simulator.slowdown import Slowdown
-from zorselike.simulator.tasks import NOTHING, Tasks
-from zorselike.simulator.traffic import Event, Traffic
+from zorselike.simulator.network.traffic import Event, Traffic
+from zorselike.simulator.rank.slowdown import Slowdown
+from zorselike.simulator.rank.tasks import NOTHING, Tasks
 
 PENDING = -1.0
 """When a task that has not run begins and ends."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from zorselike.cost.memory import MemoryWalk
 from zorselike.schedule.actions import Action
-from zorselike.simulator.no_collection import without_collection
+from zorselike.simulator.garbage import without_collection
 
 Track = Literal["compute", "update", "gather", "reduce", "send", "receive", "to device", "to host", "host"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from zorselike.schedule.actions import Action
 from zorselike.simulator.events import Times
-from zorselike.simulator.notes import Mark, Notes
+from zorselike.simulator.rank.labels import Mark, Notes
+from zorselike.simulator.rank.tasks import NOTHING
 from zorselike.simulator.result import Span
-from zorselike.simulator.tasks import NOTHING
 
 
 def make_spans(

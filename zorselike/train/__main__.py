@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from zorselike.runtime.launcher import report_mistake
-from zorselike.train.config import USER_ERRORS, load_plan
-from zorselike.train.config_file import parse_command_line
+from zorselike.runtime.processes.launcher import report_mistake
+from zorselike.train.config.config import USER_ERRORS, load_plan
+from zorselike.train.config.file import parse_command_line
 
 
 def main() -> int:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from zorselike.models import DecoderConfig, num_parameters
 from zorselike.plan.plan import Plan
-from zorselike.plan.wording import count
 from zorselike.runtime.assembly import Blueprint
 from zorselike.runtime.state import count_parameters
 from zorselike.schedule.actions import Action
-from zorselike.train.auto_files import AutoFiles
-from zorselike.train.auto_plan import MOST_ROWS
-from zorselike.train.config import Config
-from zorselike.train.work import work_of_step
+from zorselike.text.wording import count
+from zorselike.train.auto.files import AutoFiles
+from zorselike.train.auto.plan import MOST_ROWS
+from zorselike.train.config.config import Config
+from zorselike.train.report.work import work_of_step
 
 _MAX_ACTIONS = 40
 """Longer lists are shown by their beginning and their end."""

@@ -11,7 +11,7 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from zorselike.train.config import LRScheduler as LRSchedulerConfig
+from zorselike.train.config.config import LRScheduler as LRSchedulerConfig
 
 
 @dataclass(frozen=True)

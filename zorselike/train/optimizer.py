@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zorselike.train.config import Optimizer as OptimizerConfig
+from zorselike.train.config.config import Optimizer as OptimizerConfig
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 

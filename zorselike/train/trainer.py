@@ -15,32 +15,32 @@ from types import MappingProxyType
 import torch
 
 from zorselike.cost.catalogue import peak_flops
+from zorselike.errors import ConfigError, PlanError
 from zorselike.models import Decoder, DecoderConfig, build_model, get_config
-from zorselike.plan.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import Blueprint, draw
+from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.result import StepResult
-from zorselike.runtime.updates import defers_updates
-from zorselike.train.auto_files import AutoFiles, name_written_plan
-from zorselike.train.auto_plan import find_auto_plan
-from zorselike.train.config import Config, check_against_plan
-from zorselike.train.config_file import Request, dump_config
-from zorselike.train.corpus import Corpus, open_corpus
+from zorselike.train.auto.files import AutoFiles, name_written_plan
+from zorselike.train.auto.plan import find_auto_plan
+from zorselike.train.config.config import Config, check_against_plan
+from zorselike.train.config.file import Request, dump_config
+from zorselike.train.config.param_dtype import find_param_dtype
+from zorselike.train.data.corpus import Corpus, open_corpus
+from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.dry_run import describe_planning, describe_run
-from zorselike.train.estimates import compare_with_estimates
 from zorselike.train.garbage import collect_garbage_every
-from zorselike.train.loader import RowLoader, StepDataset
 from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
-from zorselike.train.memory_notes import describe_deferral, describe_fullest
-from zorselike.train.metrics import MetricsLog, sum_peak_flops
 from zorselike.train.optimizer import build_optimizer_factory
-from zorselike.train.param_dtype import find_param_dtype
 from zorselike.train.planned_world import narrow_world
-from zorselike.train.profiling import profiler
-from zorselike.train.run_folder import create_run_folder, log_into
+from zorselike.train.report.estimates import compare_with_estimates
+from zorselike.train.report.memory_notes import describe_deferral, describe_fullest
+from zorselike.train.report.metrics import MetricsLog, sum_peak_flops
+from zorselike.train.report.profiling import profiler
+from zorselike.train.report.run_folder import create_run_folder, log_into
+from zorselike.train.report.work import work_of_step
 from zorselike.train.stop import SignalWatch, StopVote
-from zorselike.train.work import work_of_step
 from zorselike.train.world import World, join_world, set_up_logging
 
 logger = logging.getLogger("zorselike")
@@ -48,7 +48,7 @@ logger = logging.getLogger("zorselike")
 
 def run(request: Request, plan: Plan | None) -> int:
     """Trains, or only shows what would be trained; the process's exit code. Without a plan one is found
-    (`zorselike/train/auto_plan.py`).
+    (`zorselike/train/auto/plan.py`).
 
     Raises:
         ConfigError, PlanError, ClusterError, ProfileError: Before any work starts, on every rank alike.

@@ -15,12 +15,12 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from zorselike.plan.errors import ClusterError, ConfigError, PlanError
+from zorselike.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.own_device import find_own_device
-from zorselike.runtime.tracing import first_line
-from zorselike.train.colors import PlainFormatter
-from zorselike.train.config import USER_ERRORS, Config
+from zorselike.runtime.model.tracing import first_line
+from zorselike.runtime.processes.own_device import find_own_device
+from zorselike.train.config.config import USER_ERRORS, Config
+from zorselike.train.report.colors import PlainFormatter
 
 logger = logging.getLogger("zorselike")
 

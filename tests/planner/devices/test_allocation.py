@@ -1,0 +1,312 @@
+"""The search for an allocation against every pipeline there is, on cases small enough to try them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, inf
+from random import Random
+
+import pytest
+
+from zorselike.errors import ConfigError, PlanError
+from zorselike.planner.devices.allocation import Allocation, AllocationGoal, Problem, allocate
+from zorselike.planner.devices.pipeline_bounds import Bounds
+from zorselike.planner.devices.pipeline_costs import Figures, Pool, Rent, Stage, evaluate
+
+
+@dataclass(frozen=True)
+class TableCosts:
+    """Costs from tables of small numbers; some sizes of a stage, some of its place."""
+
+    uses: tuple[tuple[int, ...], ...]
+    num_microbatches: int
+    seconds: tuple[tuple[float, ...], ...]
+    """By option and layer."""
+    sends: tuple[tuple[float, ...], ...]
+    """By option and option."""
+    weights: tuple[float, ...]
+    """By layer: of updates, gradients and memory."""
+    sync: tuple[float, ...]
+    """By option, for each weight."""
+    memory: tuple[float, ...]
+    """By option."""
+    egress: float
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.weights)
+
+    def layer_s(self, option: int, layer: int) -> float:
+        return self.seconds[option][layer]
+
+    def forward_send_s(self, option: int, following: int, stop: int, first_of: int) -> float:
+        return self.sends[option][following] * (2 if first_of > 3 else 1) * (1 + stop % 2)
+
+    def backward_send_s(self, option: int, previous: int, start: int, is_last: bool) -> float:
+        return self.sends[option][previous] * (2 if is_last else 1)
+
+    def least_send_s(self, option: int) -> float:
+        return min(self.sends[option])
+
+    def update_s(self, option: int, start: int, stop: int) -> float:
+        return sum(self.weights[start:stop]) / 16
+
+    def sync_s(self, option: int, start: int, stop: int) -> float:
+        return self.sync[option] * sum(self.weights[start:stop])
+
+    def fits(self, option: int, start: int, stop: int, depth: int) -> bool:
+        return sum(self.weights[start:stop]) * (1 + depth / 2) <= self.memory[option]
+
+    def boundary_dollars(self, option: int, following: int, stop: int) -> float:
+        return self.egress * self.num_microbatches * (stop % 3) * (self.uses[option] != self.uses[following])
+
+    def sync_dollars(self, option: int, start: int, stop: int) -> float:
+        return self.egress * (stop - start) if option % 2 else 0.0
+
+
+def every_pipeline(problem: Problem, pools: Sequence[Pool], goal: AllocationGoal) -> Iterator[Figures]:
+    """Of all pipelines that keep memory, quotas and constraints."""
+    costs, rent = problem.costs, Rent(tuple(pools), goal.bill_idle)
+    most = inf if goal.max_devices is None else goal.max_devices
+    for cuts in product((False, True), repeat=costs.num_layers - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), costs.num_layers]
+        num_stages = len(edges) - 1
+        for options in product(range(len(costs.uses)), repeat=num_stages):
+            stages = [Stage(k, edges[i], edges[i + 1]) for i, k in enumerate(options)]
+            if not all(costs.fits(*stage, num_stages - i) for i, stage in enumerate(stages)):
+                continue
+            figures = evaluate(costs, stages, rent)
+            if (
+                all(u <= pool.num_devices for u, pool in zip(figures.used, pools, strict=True))
+                and sum(figures.used) <= most
+                and figures.dollars <= goal.max_cost_per_iteration
+                and figures.iteration_s * goal.min_throughput <= 1
+            ):
+                yield figures
+
+
+def best_of_all(problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal) -> float | None:
+    found = [figures for problem in problems for figures in every_pipeline(problem, pools, goal)]
+    return min((measure(figures, goal) for figures in found), default=None)
+
+
+def measure(figures: Figures, goal: AllocationGoal) -> float:
+    return figures.dollars if goal.objective == "cost" else figures.iteration_s
+
+
+def try_allocate(
+    problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal
+) -> Allocation | None:
+    try:
+        return allocate(problems, pools, goal)
+    except PlanError:
+        return None
+
+
+BATCH = 12
+
+
+def make_problem(draw: Random, num_layers: int) -> Problem:
+    degree, rows = draw.choice((1, 1, 2)), draw.choice((1, 2, 4))
+    options = range(draw.choice((2, 3)))
+    layers = range(num_layers)
+    shapes = draw.sample([(1, 0), (2, 0), (0, 1), (0, 2), (1, 1)], len(options))
+    send = draw.choice((0.0, 0.2, 1.0))
+    return Problem(
+        degree,
+        rows,
+        TableCosts(
+            uses=tuple((a * degree, b * degree) for a, b in shapes),
+            num_microbatches=ceil(BATCH / (degree * rows)),
+            seconds=tuple(tuple(draw.uniform(0.2, 1.5) for _ in layers) for _ in options),
+            sends=tuple(tuple(draw.uniform(0.0, send) for _ in options) for _ in options),
+            weights=tuple(draw.choice((0.5, 1.0, 3.0)) for _ in layers),
+            sync=tuple(draw.choice((0.0, 1.0, 6.0)) * draw.random() for _ in options),
+            memory=tuple(draw.choice((6.0, 12.0, 100.0, 100.0)) for _ in options),
+            egress=draw.choice((0.0, 0.02, 0.2)),
+        ),
+    )
+
+
+def make_case(seed: int) -> tuple[list[Problem], list[Pool]]:
+    """By plain chance: drawn by hypothesis most cases are so simple that anything is right."""
+    draw = Random(seed)
+    num_layers = draw.randint(2, 5)
+    problems = [make_problem(draw, num_layers) for _ in range(draw.choice((1, 1, 2)))]
+    pools = [
+        Pool(
+            name=name,
+            num_devices=draw.randint(2, 10),
+            dollars_per_device_s=draw.choice((0.0, 0.1, 0.25, 1.0)),
+            devices_per_node=draw.choice((1, 4)),
+        )
+        for name in ("fast", "slow")
+    ]
+    return problems, pools
+
+
+def tight_goals(problems: Sequence[Problem], pools: Sequence[Pool], share: float) -> list[AllocationGoal]:
+    """Both objectives, and both with a constraint somewhere between what the two reach."""
+    fast, cheap = AllocationGoal(), AllocationGoal(objective="cost")
+    fastest, cheapest = try_allocate(problems, pools, fast), try_allocate(problems, pools, cheap)
+    if fastest is None or cheapest is None:
+        return [fast, cheap]
+    dollars = cheapest.figures.dollars + share * (fastest.figures.dollars - cheapest.figures.dollars)
+    slower_s = fastest.figures.iteration_s + share * (
+        cheapest.figures.iteration_s - fastest.figures.iteration_s
+    )
+    return [
+        fast,
+        cheap,
+        AllocationGoal(max_cost_per_iteration=max(dollars, 1e-9) * (1 + 1e-6)),
+        AllocationGoal(objective="cost", min_throughput=(1 - 1e-6) / slower_s),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(160))
+def test_nothing_is_better_than_what_is_found(seed: int) -> None:
+    problems, pools = make_case(seed)
+    draw = Random(seed + 1)
+    bill_idle, max_devices, share = (
+        draw.random() < 0.5,
+        draw.choice((None, None, 4)),
+        draw.choice((0.0, 0.3, 0.8)),
+    )
+    for plain in tight_goals(problems, pools, share):
+        goal = replace(plain, bill_idle=bill_idle, max_devices=max_devices)
+        best = best_of_all(problems, pools, goal)
+        found = try_allocate(problems, pools, goal)
+        assert (found is None) == (best is None)
+        if found is None or best is None:
+            continue
+        assert measure(found.figures, goal) == pytest.approx(best, rel=1e-6, abs=1e-12)
+        own = evaluate(found.problem.costs, found.stages, Rent(tuple(pools), bill_idle))
+        assert own == found.figures
+        assert found.figures in list(every_pipeline(found.problem, pools, goal))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_no_pipeline_is_under_a_bound(seed: int) -> None:
+    problems, pools = make_case(seed)
+    for problem in problems:
+        bounds = Bounds(problem.costs, pools)
+        rough = bounds.rough()
+        every = list(every_pipeline(problem, pools, AllocationGoal(bill_idle=False)))
+        if rough is None:
+            assert not every
+            continue
+        longest_s = max((f.iteration_s for f in every), default=1e3)
+        tight = bounds.tight(rough.slowest_straggler_s(longest_s))
+        for figures in every:
+            assert tight is not None
+            assert rough.iteration_s <= figures.iteration_s * (1 + 1e-9)
+            assert tight.iteration_s <= figures.iteration_s * (1 + 1e-9)
+            assert rough.device_dollars <= figures.dollars * (1 + 1e-9)
+
+
+def chain(**changes: object) -> TableCosts:
+    """Four layers of a second each on a device of the first pool; two seconds on one of the second."""
+    costs = TableCosts(
+        uses=((1, 0), (0, 1)),
+        num_microbatches=12,
+        seconds=((1.0,) * 4, (2.0,) * 4),
+        sends=((0.0, 0.0), (0.0, 0.0)),
+        weights=(1.0,) * 4,
+        sync=(0.0, 0.0),
+        memory=(100.0, 100.0),
+        egress=0.0,
+    )
+    return replace(costs, **changes)  # type: ignore[arg-type]
+
+
+POOLS = [
+    Pool(name="fast", num_devices=1, dollars_per_device_s=1.0, devices_per_node=4),
+    Pool(name="slow", num_devices=1, dollars_per_device_s=0.25, devices_per_node=1),
+]
+
+
+def test_the_slow_device_gets_what_it_keeps_up_with() -> None:
+    found = allocate([Problem(1, 1, chain())], POOLS)
+    assert sorted(stage.stop - stage.start for stage in found.stages) == [1, 3]
+    assert found.figures.iteration_s == 11 * 3 + (3 + 2) + 3 / 16
+
+
+def test_a_device_that_only_slows_is_left_out() -> None:
+    found = allocate([Problem(1, 1, chain(num_microbatches=1))], POOLS)
+    assert found.figures.used == (1, 0)
+
+
+def test_idle_devices_of_a_rented_node_are_billed_unless_told_otherwise() -> None:
+    problem = Problem(1, 1, chain(num_microbatches=1))
+    billed = allocate([problem], POOLS).figures
+    unbilled = allocate([problem], POOLS, AllocationGoal(bill_idle=False)).figures
+    assert billed.dollars == 4 * unbilled.dollars == 4 * unbilled.iteration_s
+
+
+def test_microbatches_round_up_and_a_lower_degree_may_be_faster() -> None:
+    """12 rows on 7 replicas take 2 microbatches, as on 6: the seventh replica adds only its sync."""
+    pools = [Pool(name="fast", num_devices=7)]
+    problems = [
+        Problem(d, 1, chain(uses=((d,), (d,)), num_microbatches=ceil(12 / d), sync=(d / 100, d / 100)))
+        for d in range(1, 8)
+    ]
+    assert allocate(problems, pools).problem.degree == 6
+
+
+@pytest.mark.parametrize(
+    ("goal", "message"),
+    [
+        (AllocationGoal(min_throughput=10.0), "min_throughput 10 cannot be kept: 0.02"),
+        (AllocationGoal(max_cost_per_iteration=1e-3), "max_cost_per_iteration 0.001 cannot be kept: 24"),
+        (AllocationGoal(min_throughput=10.0, max_cost_per_iteration=1e-3), "0.0.* second on 2 dev.* 24"),
+    ],
+)
+def test_a_refusal_says_how_near_the_best_comes(goal: AllocationGoal, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        allocate([Problem(1, 1, chain())], POOLS, goal)
+
+
+def test_too_few_devices_are_said_to_be() -> None:
+    problem = Problem(1, 1, chain(memory=(5.0, 5.0)))
+    with pytest.raises(PlanError, match="max_devices 1 is too few; 2 are used without it"):
+        allocate([problem], POOLS, AllocationGoal(max_devices=1))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(PlanError, match="memory"):
+        allocate([Problem(1, 1, chain(memory=(0.5, 0.5)))], POOLS)
+
+
+@pytest.mark.parametrize(
+    ("problems", "pools", "message"),
+    [
+        ([Problem(1, 1, chain())], [replace(pool, num_devices=0) for pool in POOLS], "fast, slow"),
+        ([], POOLS, "too small"),
+        ([Problem(1, 1, chain())], POOLS[:1], "all 1 pools"),
+    ],
+)
+def test_nothing_to_plan_for_is_refused(problems: list[Problem], pools: list[Pool], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        allocate(problems, pools)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objective": "speed"},
+        {"max_cost_per_iteration": 0.0},
+        {"min_throughput": -1.0},
+        {"min_throughput": inf},
+        {"max_devices": 0},
+    ],
+)
+def test_a_goal_that_means_nothing_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=str(next(iter(change)))):
+        AllocationGoal(**change)  # type: ignore[arg-type]
+
+
+def test_a_pool_of_less_than_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pool fast"):
+        Pool(name="fast", num_devices=-1)

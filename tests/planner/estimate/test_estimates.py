@@ -1,0 +1,193 @@
+"""What the search estimates, against the simulator: a step's time, and each device's memory."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from statistics import median
+
+import pytest
+from scipy.stats import spearmanr
+from searched_problems import Bench, draw_problem, make_decoder
+
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.planner.candidate.candidate import GroupSketch, Sketch
+from zorselike.planner.candidate.modes import Mode, list_families
+from zorselike.planner.candidate.to_plan import make_plan
+from zorselike.planner.problem import Fixed
+from zorselike.planner.search.compose import Choice, GroupChoice, list_rounds
+from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
+from zorselike.schedule.orders.in_flight import least_in_flight
+
+
+def simulate_sketches(seed, number, draw):
+    """Random sketches with their plans as simulated."""
+    rng = random.Random(seed)
+    found = []
+    while len(found) < number:
+        bench = Bench(draw_problem(rng))
+        for _ in range(3):
+            sketch = draw(bench, rng)
+            if sketch is not None:
+                plan = make_plan(sketch, bench.problem, bench.table).validate()
+                found.append((bench, sketch, bench.problem.setting.simulate(plan)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    return simulate_sketches(5, 60, Bench.draw_sketch)
+
+
+@pytest.fixture(scope="module")
+def simulated_in_flight():
+    """With bounds on microbatches in flight."""
+    return simulate_sketches(6, 40, Bench.draw_sketch_in_flight)
+
+
+def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
+    pairs = [
+        (bench.pace.estimate_s(sketch), case.simulation.iteration_s) for bench, sketch, case in simulated
+    ]
+    ratios = sorted(estimate / real for estimate, real in pairs)
+    assert 0.8 < median(ratios) < 1.4
+    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.9
+    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+
+
+def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):
+    pairs = [
+        (bench.pace.estimate_s(sketch), case.simulation.iteration_s)
+        for bench, sketch, case in simulated_in_flight
+    ]
+    ratios = sorted(estimate / real for estimate, real in pairs)
+    assert 0.85 < median(ratios) < 1.2
+    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.6
+    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+
+
+def test_memory_with_bounds_in_flight_is_what_the_whole_plan_needs(simulated_in_flight):
+    for bench, sketch, case in simulated_in_flight:
+        assert not any(map(case.is_overfull, range(case.plan.num_ranks)))
+        rank = 0
+        for g, group in enumerate(sketch.groups):
+            for position in range(len(group.devices)):
+                need = bench.memory.need(sketch, g, position)
+                assert 0.95 < need.device_bytes / case.peak_bytes[rank] < 1.4
+                rank += 1
+
+
+def test_bounds_in_flight_let_a_step_end_and_are_few(simulated_in_flight):
+    for _, sketch, case in simulated_in_flight:
+        bounds = [group.max_in_flight for group in case.plan.groups]
+        assert all(
+            own is not None and least <= own <= group.max_microbatches
+            for own, least, group in zip(bounds, least_in_flight(case.plan), case.plan.groups, strict=True)
+        )
+        # The ranks of a group have microbatches in about as many rounds, or wait for each other in vain.
+        for group in sketch.groups:
+            counts = {len(own) for own in group.sizes if own}
+            assert max(counts) - min(counts) <= 1 + max(counts) // 2
+
+
+def test_memory_is_what_the_whole_plan_needs(simulated):
+    for bench, sketch, case in simulated:
+        rank = 0
+        for g, group in enumerate(sketch.groups):
+            for position in range(len(group.devices)):
+                need = bench.memory.need(sketch, g, position)
+                assert 0.9 < need.device_bytes / case.peak_bytes[rank] < 1.15
+                assert need.host_bytes >= 0.97 * case.simulation.memory[rank].host_peak_bytes
+                rank += 1
+
+
+def test_what_is_composed_fits(simulated):
+    for _, _, case in simulated:
+        assert not any(map(case.is_overfull, range(case.plan.num_ranks)))
+
+
+def test_small_changes_keep_all_rows_and_layers(simulated):
+    for bench, sketch, _ in simulated[:20]:
+        problem = bench.problem
+        kinds = [[0] * len(group.devices) for group in sketch.groups]
+        for changed in (*move_layers(sketch), *move_rows(sketch, kinds, problem.global_batch)):
+            make_plan(changed, problem, bench.table).validate()
+            assert changed != sketch
+
+
+def test_layers_move_over_several_boundaries_at_once():
+    """Two steps of which the first alone is worse are one change."""
+    group = GroupSketch((0,), Mode(), ((1,),))
+    sketch = Sketch((group,), (0, 0, 0, 0), (1, 3, 4, 6))
+    moved = {changed.ends for changed in move_layers(sketch)}
+    assert {(1, 2, 3, 6), (2, 4, 5, 6), (1, 2, 4, 6)} <= moved
+    assert all(a < b for ends in moved for a, b in pairwise((0, *ends)))
+    many = Sketch((group,), (0,) * 12, tuple(range(2, 25, 2)))
+    assert len(list(move_layers(many))) == 2 * 11
+
+
+def test_layers_go_where_copies_are_fast_if_copies_are_what_takes_longest():
+    """Two cards that compute alike, one of them on a bus of a quarter: it gets fewer layers."""
+    nodes = (
+        Node(name="fast", devices=("A10G",), fabric=Link(50e9), host_link=Link(2e10)),
+        Node(name="slow", devices=("A10G",), fabric=Link(50e9), host_link=Link(1e9)),
+    )
+    cluster = Cluster(nodes=nodes, default_link=Link(50e9))
+    bench = Bench(
+        draw_problem(random.Random(0), cluster=cluster, global_batch=2, workload=make_decoder(10, tokens=128))
+    )
+    mode = Mode(2, offload=("params", "optimizer"))
+    sketch = bench.composer.compose(Choice((GroupChoice((0,), mode, 1), GroupChoice((1,), mode, 1)), 4))
+    assert sketch is not None
+    fast, slow = (sum(len(sketch.layers_of(i)) for i in sketch.ministages_of(g)) for g in (0, 1))
+    assert fast > 2 * slow
+
+
+def test_changed_choices_are_possible(simulated):
+    for bench, sketch, _ in simulated[:10]:
+        num_layers = len(bench.table.keys)
+        modes = [mode for family in list_families(Fixed()) for mode in family]
+        groups = tuple(GroupChoice(own.devices, own.mode, own.num_rounds) for own in sketch.groups)
+        choice = Choice(groups, sketch.num_ministages)
+        used = {device for group in groups for device in group.devices}
+        changes = change_choice(choice, modes, num_layers=num_layers, global_batch=64, regroup=True)
+        for changed in list(changes):
+            devices = [device for group in changed.groups for device in group.devices]
+            assert len({*devices}) == len(devices) and {*devices} <= used
+            assert all(group.devices for group in changed.groups)
+
+
+def test_rounds_cut_rows_into_different_sizes():
+    for most in range(1, 200):
+        rounds = list_rounds(most)
+        sizes = [-(-most // number) for number in rounds]
+        assert len({*sizes}) == len(sizes) and rounds[0] == 1
+        assert list(rounds) == sorted(rounds)
+
+
+def test_modes_keep_what_is_fixed():
+    fixed = Fixed(zero=2, recompute="layer", offload=("params",), grad_reduce="once")
+    assert list_families(fixed) == ((Mode(2, "once", "layer", ("params",)),),)
+    assert all(mode.zero == 3 for family in list_families(Fixed(zero=3)) for mode in family)
+    assert all(mode.zero < 3 for family in list_families(Fixed(grad_reduce="once")) for mode in family)
+    everything = [mode for family in list_families(Fixed()) for mode in family]
+    assert len({*everything}) == len(everything)
+
+
+def test_a_group_of_two_sizes_of_cards_gives_the_small_ones_fewer_rows_where_memory_is_short():
+    """The 16 GB cards have no room for as many rows as their speed would give them."""
+    nodes = tuple(
+        Node(name=f"n{i}", devices=("A100-40",) * 2, memory_bytes=(size, size), fabric=Link(100e9))
+        for i, size in enumerate((40 * 2**30, 7 * 2**30))
+    )
+    cluster = Cluster(nodes=nodes, default_link=Link(50e9))
+    bench = Bench(
+        draw_problem(
+            random.Random(0), cluster=cluster, global_batch=64, workload=make_decoder(6, tokens=1024)
+        )
+    )
+    choice = Choice((GroupChoice((0, 1, 2, 3), Mode(2, recompute="layer", offload=("optimizer",)), 8),), 2)
+    sketch = bench.composer.compose(choice)
+    assert sketch is not None
+    rows = [sum(own) for own in sketch.groups[0].sizes]
+    assert rows[0] == rows[1] > rows[2] > 0 and sum(rows) == 64

@@ -1,0 +1,243 @@
+"""The whole search: what it returns, and how it ends."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import combinations, count
+from types import SimpleNamespace
+
+import device_problems
+import pytest
+from searched_problems import draw_problem, make_decoder
+
+from zorselike.errors import ConfigError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.planner.answer import NothingFitsError
+from zorselike.planner.problem import Fixed, PlanProblem
+from zorselike.planner.search import budget as effort
+from zorselike.planner.search.search import search_plans
+
+
+def make_problem(*nodes: Node, **changes: object) -> PlanProblem:
+    cluster = Cluster(nodes=nodes, default_link=Link(3e9, 2e-5))
+    settings = {"cluster": cluster, "global_batch": 32, "workload": make_decoder(), **changes}
+    return draw_problem(random.Random(0), **settings)
+
+
+def make_node(name: str, device: str, number: int, **changes: object) -> Node:
+    return Node(name=name, devices=(device,) * number, fabric=Link(50e9, 5e-6), **changes)  # type: ignore[arg-type]
+
+
+def make_short_problem(device: str) -> PlanProblem:
+    """Of which a search comes to its end in seconds."""
+    nodes = (make_node("a", device, 2), make_node("b", "T4", 1))
+    return make_problem(*nodes, global_batch=8, workload=make_decoder(3))
+
+
+def test_plans_carry_estimates_and_come_best_first():
+    answer = search_plans(make_short_problem("A100-40"), budget_s=300)
+    assert answer.ending == "finished"
+    times = [planned.case.simulation.iteration_s for planned in answer.plans]
+    assert times == sorted(times) or times[0] < 1.01 * min(times)  # The first may be the simpler one.
+    best = answer.best
+    estimates = best.case.plan.estimates
+    assert estimates.iteration_s == best.case.simulation.iteration_s
+    assert estimates.peak_memory_bytes == best.case.peak_bytes
+    assert answer.gap >= 0 and 0 < best.share_of_ideal <= 1
+    assert estimates.share_of_ideal == best.share_of_ideal
+    structures = {(plan.groups, plan.ministages) for plan in (own.case.plan for own in answer.plans)}
+    assert len(structures) == len(answer.plans)
+
+
+def test_plans_that_differ_in_alike_devices_alone_are_shown_once():
+    """Two cards of one node, and two such nodes: whoever is first, it is the same plan to a reader."""
+    nodes = [make_node("a", "A100-40", 2), make_node("b", "T4", 1), make_node("c", "T4", 1)]
+    answer = search_plans(make_problem(*nodes, global_batch=8, workload=make_decoder(3)), budget_s=3, top=12)
+    nodes_shown, kinds_shown = [], []
+    for planned in answer.plans:
+        plan = planned.case.plan
+        node_of = {device.rank: device.node for device in plan.devices}
+        seen = [name for name in dict.fromkeys(node_of.values()) if name != "a"]
+        kind_of = {"a": "a"} | {name: f"T4 node {number}" for number, name in enumerate(seen)}
+
+        def describe(names, plan=plan, node_of=node_of):
+            groups = [
+                (
+                    sorted(names.get(node_of[rank], node_of[rank]) for rank in group.flat_ranks),
+                    group.zero if len(group.ranks) > 1 else 0,
+                    group.recompute,
+                )
+                for group in plan.groups
+            ]
+            return repr((groups, plan.bounds_in_flight))
+
+        nodes_shown.append(describe({}))
+        kinds_shown.append((f"{planned.case.simulation.iteration_s:.6g}", describe(kind_of)))
+    assert len({*nodes_shown}) == len(nodes_shown) > 3
+    assert len({*kinds_shown}) == len(kinds_shown)
+
+
+def test_the_same_question_has_the_same_answer():
+    first, second = (search_plans(make_short_problem("A10G"), budget_s=300) for _ in range(2))
+    assert first.ending == second.ending == "finished"
+    assert [own.case.plan for own in first.plans] == [own.case.plan for own in second.plans]
+
+
+def test_what_is_fixed_is_kept():
+    fixed = Fixed(groups=((2, 3), (0,)), ministages=4, zero=2, recompute="layer", rows_per_microbatch=3)
+    problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
+    for planned in search_plans(problem, budget_s=2).plans:
+        plan = planned.case.plan
+        assert [[(d.node, d.local_rank) for d in plan.devices if d.rank in g.ranks] for g in plan.groups] == [
+            [("b", 0), ("b", 1)],
+            [("a", 0)],
+        ]
+        assert plan.num_ministages == 4
+        assert {(group.zero, group.recompute) for group in plan.groups} == {(2, "layer")}
+        assert max(m.num_rows for group in plan.groups for m in group.microbatches) <= 3
+
+
+def test_microbatches_in_flight_are_bounded_where_memory_is_short():
+    """All forward first, these two cards must recompute, or offload what they keep."""
+    small = [make_node(name, "A10G", 1, memory_bytes=(8 * 2**30,)) for name in ("a", "b")]
+    fixed = Fixed(groups=((0,), (1,)))
+    problem = make_problem(*small, global_batch=64, workload=make_decoder(8, tokens=1024), fixed=fixed)
+    found = {
+        bounds: search_plans(
+            replace(problem, fixed=replace(problem.fixed, bounds_in_flight=bounds)), budget_s=5, top=3
+        )
+        for bounds in (None, False, True)
+    }
+    for bounds in (False, True):
+        assert {own.case.plan.bounds_in_flight for own in found[bounds].plans} == {bounds}
+    step_s = {bounds: own.best.case.simulation.iteration_s for bounds, own in found.items()}
+    assert step_s[True] < 0.97 * step_s[False]
+    assert step_s[None] <= step_s[True] * 1.01
+    costly = {
+        bounds: any(group.recompute == "layer" or group.offload for group in own.best.case.plan.groups)
+        for bounds, own in found.items()
+    }
+    assert costly[False] and not costly[True]
+
+
+@pytest.mark.parametrize("reduces", [{"zero": 3}, {"zero": 2, "grad_reduce": "microbatch"}])
+def test_microbatches_in_flight_are_bounded_where_each_is_reduced(reduces):
+    fixed = Fixed(bounds_in_flight=True, **reduces)
+    problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
+    plan = search_plans(problem, budget_s=2, top=1).best.case.plan
+    assert plan.bounds_in_flight and all(group.reduces_per_microbatch for group in plan.groups)
+
+
+def test_what_needs_least_memory_is_found_however_short_the_time_is():
+    """Slow searches must not say that nothing fits before they have looked at what needs least."""
+    problem = make_problem(
+        make_node("a", "A10G", 2, memory_bytes=(3 * 2**30,) * 2), make_node("b", "T4", 2), global_batch=16
+    )
+    assert search_plans(problem, budget_s=0.0, top=1).best.case.plan.num_ranks
+
+
+@pytest.mark.parametrize("bounds_in_flight", [None, True])
+def test_a_machine_that_stands_still_is_no_reason_to_say_that_nothing_fits(monkeypatch, bounds_in_flight):
+    fixed = Fixed(bounds_in_flight=bounds_in_flight)
+    problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
+    ticks = count()
+    monkeypatch.setattr(
+        effort, "time", SimpleNamespace(monotonic=lambda: 30.0 * next(ticks), process_time=time.process_time)
+    )
+    assert search_plans(problem, budget_s=2, top=1).ending == "budget"
+
+
+def test_ctrl_c_gives_the_best_so_far():
+    def interrupt(progress):
+        if progress.num_estimated > 5:
+            raise KeyboardInterrupt
+
+    problem = make_problem(make_node("a", "A100-40", 4), make_node("b", "V100-16", 4))
+    answer = search_plans(problem, budget_s=60, on_progress=Every(interrupt))
+    assert answer.ending == "interrupted" and answer.plans
+
+
+class Every:
+    """Calls through once; the search tells of its progress ten times a second."""
+
+    def __init__(self, then):
+        self._then = then
+        self._is_over = False
+
+    def __call__(self, progress):
+        if not self._is_over:
+            try:
+                self._then(progress)
+            except KeyboardInterrupt:
+                self._is_over = True
+                raise
+
+
+def test_nothing_fits_says_how_much_memory_would():
+    node = make_node("a", "T4", 2, memory_bytes=(2**29, 2**29), host_memory_bytes=2**30)
+    with pytest.raises(
+        NothingFitsError, match=r"The smallest change that would: .* more than the 512.0 MiB of each T4"
+    ):
+        search_plans(make_problem(node), budget_s=5)
+
+
+def test_a_part_that_is_not_joined_is_left_out_and_that_is_said():
+    nodes = (make_node("a", "T4", 1), make_node("b", "A100-40", 2), make_node("c", "A100-40", 2))
+    cluster = Cluster(nodes=nodes, node_links={("b", "c"): Link(10e9)})
+    answer = search_plans(replace(make_problem(*nodes), cluster=cluster), budget_s=5)
+    assert {device.node for device in answer.best.case.plan.devices} <= {"b", "c"}
+    assert [note for note in answer.notes if "node a" in note]
+
+
+def test_devices_without_the_dtype_are_left_out_and_that_is_said():
+    workload = replace(make_decoder(), dtype="bfloat16")
+    answer = search_plans(
+        make_problem(make_node("a", "A100-40", 1), make_node("b", "T4", 1), workload=workload), budget_s=5
+    )
+    assert {device.type for device in answer.best.case.plan.devices} == {"A100-40"}
+    assert [note for note in answer.notes if note.startswith("T4 left out")]
+    with pytest.raises(ProfileError, match="T4"):
+        search_plans(make_problem(make_node("b", "T4", 1), workload=workload), budget_s=5)
+
+
+def test_estimates_leave_no_devices_out():
+    """Of all devices the estimate is the least, for it knows no egress: simulated they are far too dear."""
+    sides = [
+        device_problems.make_nodes(region, "A100-40", 2, 3.6, region=region, zone=region) for region in "ab"
+    ]
+    apart = device_problems.make_nodes("c", "T4", 1, 0.9, region="c", zone="c")
+    pairs = [(one.name, other.name) for one, other in combinations([*sides[0], *sides[1]], 2)]
+    links = {
+        "node_links": dict.fromkeys(pairs, Link(10e9)),
+        "egress_price_per_gb": {("a", "b"): 1000.0, ("b", "a"): 1000.0},
+    }
+    problem = device_problems.make_problem(*sides, apart, links=links, max_cost_per_iteration=0.05)
+    plan = search_plans(problem, budget_s=10).best.case.plan
+    assert len({device.node[0] for device in plan.devices}) == 1
+
+
+def test_no_plan_that_breaks_a_constraint_is_returned():
+    nodes = (make_node("a", "A100-40", 1, price_per_hour=4.0), make_node("b", "T4", 4, price_per_hour=1.0))
+    free = search_plans(make_problem(*nodes, objective="cost"), budget_s=5).best.case.simulation
+    tight = make_problem(*nodes, max_cost_per_iteration=free.cost * 1.05)
+    for planned in search_plans(tight, budget_s=0.01).plans:
+        assert planned.case.simulation.cost <= free.cost * 1.05
+    with pytest.raises(NothingFitsError):
+        search_plans(make_problem(*nodes, max_cost_per_iteration=free.cost * 0.2), budget_s=1)
+
+
+def test_contradictions_are_refused_before_work():
+    node = make_node("a", "A100-40", 2)
+    for changes, message in (
+        ({"global_batch": 0}, "batch of 0 rows"),
+        ({"devices": ()}, "no devices may be used"),
+        ({"max_devices": 0}, "at most 0 devices"),
+        ({"objective": "cost"}, "no node of the cluster has a price"),
+        ({"fixed": Fixed(ministages=99)}, "99 ministages are fixed"),
+        ({"fixed": Fixed(groups=((0,), (0,)))}, "a device twice"),
+        ({"fixed": Fixed(zero=3, grad_reduce="once")}, "ZeRO 3 reduces after every microbatch"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            search_plans(make_problem(node, **changes))

@@ -1,0 +1,86 @@
+"""Whatever an optimizer keeps, and however it keeps it, may wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from odd_optimizers import ODD_OPTIMIZERS
+from offloaded import Factory, Setting, state_tensors
+from ranks import RunRanks
+from torch import Tensor
+
+from zorselike import HeteroPipeline
+from zorselike.plan.plan import OFFLOAD_KINDS
+from zorselike.runtime.ministage.sharding import local_tensor
+
+NUM_STEPS = 5
+
+
+@dataclass
+class Outcome:
+    numbers: list[float]
+    """Losses and norms of steps and evaluations."""
+    tensors: list[Tensor]
+    """This rank's weights, moments, and on rank 0 the whole weights."""
+    on_device: list[int]
+    """Bytes of the optimizers' state between steps, as its tensors have them."""
+    on_host: list[int]
+
+
+def bytes_on_device(pipe: HeteroPipeline) -> int:
+    states = [state for optimizer in pipe.optimizers.values() for state in optimizer.state.values()]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(local_tensor(value).untyped_storage().nbytes() for value in kept if value.dim())
+
+
+def train(setting: Setting, offload: Sequence[str], factory: Factory) -> Outcome:
+    pipe, case = setting.build(offload, factory), setting.case(offload)
+    ledger = pipe._assembly.shared.memory.ledger
+    outcome = Outcome([], [], [], [])
+    for step in range(NUM_STEPS):
+        results = [pipe.step_global(*case.batch(step))]
+        outcome.on_device.append(bytes_on_device(pipe))
+        outcome.on_host.append(ledger.held("optimizer state", "host"))
+        if step == 2:
+            results.append(pipe.evaluate_global(*case.batch(9)))
+        outcome.numbers += [number for result in results for number in (result.loss, result.grad_norm)]
+    with pipe.loaded():
+        outcome.tensors += [tensor.clone() for tensor in state_tensors(pipe)]
+    outcome.tensors += pipe.full_state_dict().values()
+    pipe.close()
+    return outcome
+
+
+def compare_all(rank: int, world_size: int, settings: Sequence[Setting]) -> list[str]:
+    """Which optimizers train otherwise where their state is offloaded, or leave some of it on the
+    device, or take more and more host memory."""
+    complaints = []
+    for name, factory in ODD_OPTIMIZERS.items():
+        for setting in settings:
+            found, expected = train(setting, OFFLOAD_KINDS, factory), train(setting, (), factory)
+            assert len(found.tensors) == len(expected.tensors) > 0
+            if repr(found.numbers) != repr(expected.numbers):
+                complaints.append(f"{name}: {found.numbers} instead of {expected.numbers}, {setting}")
+            if not all(map(torch.equal, found.tensors, expected.tensors)):
+                complaints.append(f"{name}: weights or state differ, {setting}")
+            if any(found.on_device) or found.on_host[-1] != found.on_host[-2]:
+                complaints.append(f"{name}: {found.on_device} and {found.on_host} bytes, {setting}")
+            if name == "no state":
+                assert not any(expected.on_device + found.on_host)
+            else:
+                assert any(expected.on_device) and any(found.on_host), name
+    return complaints
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[Setting(1), Setting(1, zero=3, max_norm=0.5)], [Setting(2, max_norm=0.5)]],
+    ids=["one rank", "two ranks"],
+)
+def test_any_state_may_be_offloaded(settings: Sequence[Setting], run_ranks: RunRanks) -> None:
+    """In fp64, whether updates wait for all gradients or not."""
+    for complaints in run_ranks(compare_all, settings[0].num_ranks, settings, timeout=240):
+        assert not complaints, "\n".join(complaints)

@@ -1,0 +1,60 @@
+"""A tiny model to measure, and the processes to measure it with."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from zorselike.models import build_model, get_config, module_names
+from zorselike.models.workload import make_workload
+from zorselike.plan.workload import Workload
+from zorselike.profiler.largest_batch.search import StepJob
+from zorselike.profiler.processes import Processes, join_processes
+from zorselike.runtime.loss import token_cross_entropy
+
+TOKENS = 16
+SMALL = {"num_layers": 2, "vocab_size": 64, "max_seq_len": 32}
+
+
+def build(family: str = "llama") -> nn.Module:
+    with torch.device("meta"):
+        return build_model(family, "debug", **SMALL)
+
+
+def workload(family: str = "llama", dtype: str = "float32") -> Workload:
+    return make_workload(
+        get_config(family, "debug", **SMALL), sequence_length=TOKENS, dtype=dtype, model=f"{family} debug"
+    )
+
+
+def step_job(family: str = "llama", **others: object) -> StepJob:
+    names = tuple(module_names(get_config(family, "debug", **SMALL)))
+    settings: dict[str, object] = {"dtype": torch.float32, "recompute": "none", "most_rows": 64, "repeats": 1}
+    return StepJob(
+        build=lambda: build(family),
+        modules=names,
+        tokens_per_row=TOKENS,
+        loss_fn=token_cross_entropy,
+        **settings | others,  # type: ignore[arg-type]
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def join(port: int, node: str = "") -> AbstractContextManager[Processes]:
+    """What torchrun's variables say, on a node of its own if it has a name."""
+    gc.freeze()  # What the parent loaded need not be searched after every trial.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if node:
+        os.environ.update(ZORSELIKE_NODE=node, LOCAL_RANK="0")
+    return join_processes(torch.device("cpu"), timeout_s=30)

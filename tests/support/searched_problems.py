@@ -1,0 +1,130 @@
+"""Questions to the planner for tests of its parts: small clusters, and sketches drawn at random."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.profile import Profile
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
+from zorselike.plan.workload import LayerKind, Workload
+from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.layer_table import LayerTable
+from zorselike.planner.candidate.modes import list_families
+from zorselike.planner.estimate.memory import RankMemory
+from zorselike.planner.estimate.step_time import Pace
+from zorselike.planner.groups.bandwidths import read_bandwidths
+from zorselike.planner.groups.candidates import find_groupings
+from zorselike.planner.problem import Fixed, PlanProblem
+from zorselike.planner.search.compose import Choice, Composer, GroupChoice
+
+TYPES = ("A100-40", "T4", "V100-16", "A10G", "H100-SXM")
+WIDTH = 2048
+
+
+def make_decoder(num_layers: int = 10, *, tokens: int = 512, ties: bool = False) -> Workload:
+    """A model of embedding, layers and head in float16."""
+    boundary, vocabulary = tokens * WIDTH, 32000 * WIDTH
+    matrix = 12 * WIDTH**2
+    kinds = {
+        "embedding": LayerKind(
+            name="embedding",
+            num_parameters=vocabulary,
+            forward_flops_per_row=0.0,
+            output_elements_per_row=boundary,
+            activation_bytes_per_row=8 * tokens,
+        ),
+        "layer": LayerKind(
+            name="layer",
+            num_parameters=matrix,
+            forward_flops_per_row=2.0 * matrix * tokens,
+            input_elements_per_row=boundary,
+            output_elements_per_row=boundary,
+            activation_bytes_per_row=34 * boundary,
+            working_bytes_per_row=8 * boundary,
+        ),
+        "head": LayerKind(
+            name="head",
+            num_parameters=0 if ties else vocabulary,
+            num_borrowed=vocabulary if ties else 0,
+            forward_flops_per_row=2.0 * vocabulary * tokens,
+            input_elements_per_row=boundary,
+            output_elements_per_row=tokens * 32000,
+            activation_bytes_per_row=8 * tokens * 32000,
+        ),
+    }
+    layers = tuple((f"layers.{i}", "layer") for i in range(num_layers))
+    return Workload(
+        model="decoder",
+        sequence_length=tokens,
+        dtype="float16",
+        layers=(("embed", "embedding"), *layers, ("head", "head")),
+        kinds=kinds,
+        ties=(("embed", "head"),) if ties else (),
+    )
+
+
+def draw_problem(rng: random.Random, **changes: object) -> PlanProblem:
+    """One to four nodes of one type each."""
+    nodes = tuple(
+        Node(
+            name=f"n{i}",
+            devices=(rng.choice(TYPES),) * rng.choice([1, 2, 4]),
+            fabric=Link(rng.choice([10e9, 100e9]), 5e-6),
+            nic=Link(rng.choice([3e9, 12e9]), 2e-5),
+            host_memory_bytes=2**38,
+        )
+        for i in range(rng.randint(1, 4))
+    )
+    workload = make_decoder(ties=rng.random() < 0.3)
+    settings = {
+        "workload": workload,
+        "cluster": Cluster(nodes=nodes, default_link=Link(12e9, 2e-5)),
+        "profile": Profile(model="decoder"),
+        "global_batch": rng.choice([8, 32, 64]),
+    }
+    return PlanProblem(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Bench:
+    """The parts of a search, for one problem."""
+
+    problem: PlanProblem
+
+    def __post_init__(self) -> None:
+        clock = LayerTimeModel(self.problem.profile, self.problem.workload)
+        self.table = LayerTable(self.problem.workload, clock)
+        self.pace = Pace(self.problem, self.table)
+        self.memory = RankMemory(self.problem, self.table, clock.kept_bytes)
+        self.composer = Composer(self.problem, self.table, self.pace, self.memory)
+
+    def draw_sketch(self, rng: random.Random) -> Sketch | None:
+        """Any groups, modes, rounds and ministages; None where they do not fit."""
+        bandwidths = read_bandwidths(self.problem.cluster)
+        grouping = rng.choice(find_groupings(bandwidths))
+        modes = [mode for family in list_families(Fixed()) for mode in family]
+        groups = tuple(
+            GroupChoice(own, rng.choice(modes), rng.choice([1, 2, 4, 8])) for own in grouping.groups
+        )
+        turns = rng.choice([1, 2, 3]) * len(groups)
+        return self.composer.compose(Choice(groups, min(len(self.table.keys), turns)))
+
+    def draw_sketch_in_flight(self, rng: random.Random) -> Sketch | None:
+        """With bounds on microbatches in flight; None where it does not fit."""
+        bandwidths = read_bandwidths(self.problem.cluster)
+        grouping = rng.choice(find_groupings(bandwidths))
+        if not 1 < len(grouping.groups) <= len(self.table.keys):
+            return None
+        modes = [
+            mode
+            for family in list_families(Fixed())
+            for mode in family
+            if not {*mode.offload} - {*OFFLOAD_IN_FLIGHT}
+        ]
+        groups = tuple(
+            GroupChoice(own, rng.choice(modes), rng.choice([2, 4, 8, 16])) for own in grouping.groups
+        )
+        return self.composer.compose(Choice(groups, len(groups), slack=rng.choice([1.0, 1.5, 2.0, 3.0])))

@@ -1,0 +1,1 @@
+"""`zorselike plan`: the best plan for a cluster."""

@@ -1,0 +1,173 @@
+"""`--fix`: what the user has decided, and the planner is to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar, get_args
+
+from zorselike.errors import ConfigError
+from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Recompute
+from zorselike.planner.problem import Fixed
+from zorselike.text.wording import suggest
+
+T = TypeVar("T")
+
+KEYS = (
+    "groups",
+    "zero",
+    "recompute",
+    "offload",
+    "ministages",
+    "rows_per_microbatch",
+    "grad_reduce",
+    "in_flight",
+)
+
+_COMMON: Mapping[str, Callable[[Cluster, Place], Hashable]] = {
+    "type": lambda cluster, place: cluster.device_type(place),
+    "node": lambda cluster, place: place.node,
+    "zone": lambda cluster, place: cluster.nodes[place.node].zone,
+}
+"""What the devices of a group have in common, by the word for it."""
+
+
+def read_fixed(
+    words: Sequence[str], cluster: Cluster, devices: Sequence[int], *, spans_regions: bool
+) -> Fixed:
+    """What `KEY=VALUE` words fix.
+
+    Args:
+        words: such as `zero=2`, `offload=none`, `groups=node`, `groups=a:0-3,b/c`.
+        cluster: whose nodes groups are of.
+        devices: that may be used, as indices into `cluster.places`.
+        spans_regions: whether a group may have devices of several regions.
+
+    Raises:
+        ConfigError: A key or value that does not exist, or a key given twice.
+    """
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in KEYS:
+            raise ConfigError(
+                f"plan: --fix '{word}' is none{suggest(key, KEYS) or '; write it as zero=2'}; keys are "
+                f"{', '.join(KEYS)}"
+            )
+        if key in given:
+            raise ConfigError(f"plan: --fix {key} is given twice; give it once")
+        given[key] = value
+    groups = given.get("groups")
+    offload = given.get("offload")
+    in_flight = _read_word("in_flight", given, ("bounded", "unbounded"))
+    return Fixed(
+        groups=None if groups is None else _read_groups(groups, cluster, devices, spans_regions),
+        ministages=_read_number("ministages", given),
+        rows_per_microbatch=_read_number("rows_per_microbatch", given),
+        zero=_read_number("zero", given, most=3),
+        grad_reduce=_read_word("grad_reduce", given, get_args(GradReduce)),
+        recompute=_read_word("recompute", given, get_args(Recompute)),
+        offload=None if offload is None else _read_offload(offload),
+        bounds_in_flight=None if in_flight is None else in_flight == "bounded",
+    )
+
+
+def _read_number(key: str, given: Mapping[str, str], most: int | None = None) -> int | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if not value.isdecimal() or (most is not None and int(value) > most):
+        expected = "a whole number" if most is None else f"0 to {most}"
+        raise ConfigError(f"plan: --fix {key}={value}: give {expected}")
+    return int(value)
+
+
+def _read_word(key: str, given: Mapping[str, str], words: tuple[T, ...]) -> T | None:
+    value = given.get(key)
+    if value is not None and value not in words:
+        raise ConfigError(f"plan: --fix {key}={value}: give {' or '.join(map(str, words))}")
+    return next((word for word in words if word == value), None)
+
+
+def _read_offload(text: str) -> tuple[str, ...]:
+    kinds = () if text == "none" else tuple(text.split(","))
+    for kind in kinds:
+        if kind not in OFFLOAD_KINDS:
+            raise ConfigError(
+                f"plan: --fix offload={text}: give none, or any of {', '.join(OFFLOAD_KINDS)} with commas"
+            )
+    return kinds
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+def _read_groups(
+    text: str, cluster: Cluster, devices: Sequence[int], spans_regions: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Groups by a word, in the paper's order (Zorse 4.3.3), or as they are listed."""
+    if text in _COMMON:
+        return _group_by(_COMMON[text], cluster, devices, spans_regions)
+    if not text:
+        raise ConfigError("plan: --fix groups= is empty; give type, node, zone, or nodes: a:0-3,b/c")
+    return tuple(_read_group(group, cluster, devices) for group in text.split("/"))
+
+
+def _group_by(
+    common: Callable[[Cluster, Place], Hashable],
+    cluster: Cluster,
+    devices: Sequence[int],
+    spans_regions: bool,
+) -> tuple[tuple[int, ...], ...]:
+    from zorselike.planner.groups.bandwidths import read_bandwidths, sort_groups
+    from zorselike.planner.groups.order import order_by_bandwidth
+
+    found: dict[Hashable, list[int]] = {}
+    for device in devices:
+        place = cluster.places[device]
+        region = "" if spans_regions else cluster.nodes[place.node].region
+        found.setdefault((region, common(cluster, place)), []).append(device)
+    if not found:
+        return ()
+    groups = sort_groups(found.values())
+    bandwidths = read_bandwidths(cluster, devices, span_regions=spans_regions)
+    return tuple(groups[i] for i in order_by_bandwidth(bandwidths, groups))
+
+
+def _read_group(text: str, cluster: Cluster, devices: Sequence[int]) -> tuple[int, ...]:
+    """Devices of `a:0-3,b`: of node a the local ranks 0 to 3, and of node b all that may be used; `a-*` are
+    all nodes whose name begins so."""
+    found: list[int] = []
+    for entry in text.split(","):
+        pattern, colon, ranks = entry.partition(":")
+        names = [node.name for node in cluster.nodes]
+        nodes = {n for n, name in enumerate(names) if fnmatchcase(name, pattern)}
+        if not nodes:
+            raise ConfigError(
+                f"plan: --fix groups: the cluster has no node '{pattern}'"
+                f"{suggest(pattern, names) or '; write type, node, zone, or nodes: a:0-3,b/c'}"
+            )
+        allowed = _read_ranks(ranks, entry) if colon else None
+        own = [
+            device
+            for device in devices
+            if cluster.places[device].node in nodes
+            and (allowed is None or cluster.places[device].local_rank in allowed)
+        ]
+        if len(own) < len(nodes) * (1 if allowed is None else len(allowed)):
+            raise ConfigError(
+                f"plan: --fix groups: {entry} are not all there, or the quotas do not allow them; name others"
+            )
+        found += own
+    return tuple(found)
+
+
+def _read_ranks(text: str, entry: str) -> range:
+    """Local ranks of `0-3` or `2`."""
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or not (last.isdecimal() if dash else True) or int(last or first) < int(first):
+        raise ConfigError(
+            f"plan: --fix groups: '{entry}' is none; write local ranks as {entry.split(':')[0]}:0-3"
+        )
+    return range(int(first), int(last or first) + 1)

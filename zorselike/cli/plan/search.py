@@ -1,0 +1,198 @@
+"""`zorselike plan`: the search for the best plan, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from math import inf
+from typing import TYPE_CHECKING
+
+from zorselike.cli.model_choice import parse_model
+from zorselike.cli.outputs import find_width
+from zorselike.cli.plan.fixed import read_fixed
+from zorselike.cli.plan.inputs import load_cluster, load_inputs
+from zorselike.cli.plan.launch import Launch, list_commands
+from zorselike.cli.plan.progress import show_progress
+from zorselike.cli.plan.quotas import choose_devices, read_quotas
+from zorselike.errors import ConfigError, FileError
+from zorselike.planner.answer import PlanAnswer
+from zorselike.planner.explain.answer import format_answer
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search import search
+from zorselike.text.layout import wrap_prose
+from zorselike.text.units import read_time
+
+if TYPE_CHECKING:
+    from zorselike.cli.plan.command import PlanCommand, SearchOptions
+    from zorselike.planner.explain.kinds import Addition
+
+_OF_KINDS = 0.5
+"""Of the time budget, what `--explain` searches in addition, all kinds of devices together."""
+_LEAST_BUDGET_S = 0.5
+
+
+def print_best_plan(command: PlanCommand) -> None:
+    """Searches, writes the best plan, and prints what was asked for.
+
+    Raises:
+        ConfigError, ClusterError, ProfileError, PlanError: Something is missing, contradictory or wrong.
+        NothingFitsError: No plan fits; says the smallest change that would.
+    """
+    budget_s = _read_budget(command.search.budget)
+    if command.search.top < 1:
+        raise ConfigError(f"plan: --top is {command.search.top}; it must be at least 1")
+    problem, notes = _pose(command)
+    problem.check()
+    width = find_width()
+    answer = _search(problem, command.search, budget_s, "planning")
+    _save(command, answer)
+    additions: tuple[Addition, ...] = ()
+    if command.search.explain and answer.ending != "interrupted":
+        answer, additions = _find_additions(command, problem, answer, budget_s)
+        _save(command, answer)
+    told = format_answer(
+        answer, problem, budget_s=budget_s, notes=notes, tells_limits=not command.search.explain
+    )
+    explained = (
+        _explain(problem, answer, additions, width) if command.search.explain else _list_assumptions(answer)
+    )
+    for section in chain(told, explained, _compare(command, problem, answer)):
+        print(f"{wrap_prose(section, width)}\n", flush=True)
+    if command.search.launch:
+        print("\n".join(_list_launch(command, problem, answer)), end="\n\n")
+    print(f"wrote {command.search.output}")
+
+
+def _save(command: PlanCommand, answer: PlanAnswer) -> None:
+    answer.best.case.plan.save(command.search.output)
+
+
+def _read_budget(text: str) -> float:
+    try:
+        budget_s = read_time(text, "plan: --budget")
+    except FileError:
+        raise ConfigError(f"plan: --budget is '{text}'; write seconds with their unit, such as 30s") from None
+    if budget_s <= 0:
+        raise ConfigError(f"plan: --budget is {text}; give more than 0s")
+    return budget_s
+
+
+# -- the question ------------------------------------------------------------------------------
+
+
+def _pose(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
+    """What is asked of the planner, and what a reader must know of it."""
+    wanted = command.wanted
+    cluster = load_cluster(command)
+    quotas = read_quotas([*chain(*wanted.quota)], cluster)
+    devices = choose_devices(cluster, quotas)
+    fixed = read_fixed([*chain(*wanted.fix)], cluster, devices, spans_regions=wanted.span_regions)
+    types = {cluster.device_type(cluster.places[device]) for device in devices}
+    inputs = load_inputs(command, cluster, types)
+    workload = inputs.workload
+    if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch > command.global_batch:
+        raise ConfigError(
+            f"plan: --fix rows_per_microbatch={fixed.rows_per_microbatch} of a --global-batch of "
+            f"{command.global_batch}; a microbatch has no more rows than a step"
+        )
+    problem = PlanProblem(
+        workload=workload,
+        cluster=cluster,
+        profile=inputs.profile,
+        global_batch=command.global_batch,
+        objective=wanted.objective,
+        max_cost_per_iteration=inf
+        if wanted.max_cost_per_iteration is None
+        else wanted.max_cost_per_iteration,
+        min_throughput=_find_min_throughput(command, workload.sequence_length),
+        max_devices=wanted.max_devices,
+        devices=devices if quotas else None,
+        spans_regions=wanted.span_regions,
+        defer_updates=wanted.defer_updates or workload.dtype == "float16",
+        fixed=fixed,
+    )
+    return problem, (*inputs.notes, *_describe_updates(command, problem))
+
+
+def _find_min_throughput(command: PlanCommand, sequence_length: int) -> float:
+    """Steps per second."""
+    steps, tokens = command.wanted.min_throughput, command.wanted.min_tokens_per_s
+    if steps is not None and tokens is not None:
+        raise ConfigError("plan: --min-throughput and --min-tokens-per-s are both given; keep one of them")
+    if tokens is not None:
+        return tokens / (command.global_batch * sequence_length)
+    return steps or 0.0
+
+
+def _describe_updates(command: PlanCommand, problem: PlanProblem) -> list[str]:
+    if problem.workload.dtype != "float16" or command.wanted.defer_updates:
+        return []
+    return ["computes in float16, with loss scaling: updates wait for the end of the step"]
+
+
+def _search(problem: PlanProblem, options: SearchOptions, budget_s: float, what: str) -> PlanAnswer:
+    with show_progress(budget_s, what) as on_progress:
+        return search.search_plans(
+            problem, budget_s=budget_s, top=options.top, seed=options.seed, on_progress=on_progress
+        )
+
+
+# -- what else is asked for --------------------------------------------------------------------
+
+
+def _find_additions(
+    command: PlanCommand, problem: PlanProblem, answer: PlanAnswer, budget_s: float
+) -> tuple[PlanAnswer, tuple[Addition, ...]]:
+    """What each kind of device adds, in a share of the time."""
+    from zorselike.planner.explain.kinds import find_additions
+
+    share_s = max(_LEAST_BUDGET_S, _OF_KINDS * budget_s / len({*answer.best.case.device_types}))
+    return find_additions(problem, answer, lambda rest, what: _search(rest, command.search, share_s, what))
+
+
+def _list_assumptions(answer: PlanAnswer) -> Iterator[str]:
+    assumptions = answer.best.case.costs.assumptions
+    if assumptions:
+        yield "\n".join(["Not measured, so assumed:", *(f"- {each}" for each in assumptions)])
+
+
+def _explain(
+    problem: PlanProblem, answer: PlanAnswer, additions: Sequence[Addition], width: int
+) -> Iterator[str]:
+    """The page: the step as `simulate` shows it, where time goes, what each kind of device adds, and what the
+    next best plan would trade."""
+    from zorselike.planner.explain.kinds import describe_additions
+    from zorselike.planner.explain.plans import drop_alike
+    from zorselike.planner.explain.step import describe_page
+    from zorselike.planner.explain.trade import describe_trade
+
+    yield describe_page(answer.best, problem, width=width)
+    sentences = describe_additions(problem, answer.best, additions)
+    sentences += [describe_trade(answer.best, other) for other in drop_alike(answer.plans)[1:2]]
+    if sentences:
+        yield "\n".join(sentences)
+
+
+def _compare(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> Iterator[str]:
+    if not command.search.compare:
+        return
+    from zorselike.planner.baselines.systems import plan_baselines
+    from zorselike.planner.explain.baselines import tabulate_baselines
+
+    table = tabulate_baselines(answer.best, plan_baselines(problem))
+    yield "\n".join(["What others would do with the same devices:", *(f"  {line}" for line in table)])
+
+
+def _list_launch(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> list[str]:
+    model = None
+    with suppress(ConfigError):
+        choice = parse_model(problem.workload.model)
+        model = None if choice.overrides or command.model.workload else (choice.family, choice.flavor)
+    launch = Launch(
+        path=command.search.output,
+        dtype=problem.workload.dtype,
+        defer_updates=problem.defer_updates,
+        model=model,
+    )
+    return list_commands(answer.best.case.plan, launch)

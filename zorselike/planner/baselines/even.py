@@ -1,0 +1,221 @@
+"""What a plan is compared with: the same step as one data-parallel group, as common frameworks do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, walk_memory
+from zorselike.cost.step_costs import StepCosts
+from zorselike.errors import ProfileError
+from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.workload import Workload
+from zorselike.schedule.actions import Action
+from zorselike.simulator.inputs import SimulationInputs
+from zorselike.simulator.simulated_plan import Baseline, Schedule, SimulatedPlan
+from zorselike.text.wording import count, show_bytes
+
+ORDER: Schedule = "1f1b"
+"""Of a single stage: each microbatch forward and at once backward, so that activations of one are kept."""
+_STAGES = (0, 1, 2, 3)
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
+
+
+def compare_even(
+    case: SimulatedPlan, setting: SimulationInputs, speeds: Sequence[float]
+) -> tuple[Baseline, ...]:
+    """The same step on the plan's fastest devices alone, and on all of them, every rank with as many rows.
+
+    Args:
+        case: the plan in question.
+        setting: with what it was simulated.
+        speeds: rows per second of each rank by itself (`simulator/report/ideal.py`), to know the fastest
+        type.
+    """
+    places = case.costs.places
+    best = case.device_types[max(range(len(places)), key=lambda rank: speeds[rank])]
+    fast = [place for place, device in zip(places, case.device_types, strict=True) if device == best]
+    even = find_even("even shares", setting, places, case.plan.global_batch)
+    if len(fast) == len(places):
+        return (even,)
+    return find_even(f"{len(fast)} x {best} alone", setting, fast, case.plan.global_batch), even
+
+
+def find_even(
+    name: str,
+    setting: SimulationInputs,
+    places: Sequence[Place],
+    global_batch: int,
+    *,
+    recompute: Sequence[Recompute] = _RECOMPUTE,
+) -> Baseline:
+    """Every device with as many rows, to within one; with fewer rows than devices as many as have one."""
+    used = places[:global_batch]
+    each, more = divmod(global_batch, len(used))
+    rows = [each + (rank < more) for rank in range(len(used))]
+    return find_data_parallel(name, setting, used, rows, recompute=recompute)
+
+
+def find_data_parallel(
+    name: str,
+    setting: SimulationInputs,
+    places: Sequence[Place],
+    rows: Sequence[int],
+    *,
+    recompute: Sequence[Recompute] = _RECOMPUTE,
+) -> Baseline:
+    """One data-parallel group with one ministage, in the ZeRO stage that is fastest of those that fit, with
+    the largest microbatches that fit.
+
+    Args:
+        rows: of each device in a step.
+        recompute: in order; the next is looked at only where nothing fits.
+    """
+    reason = ""
+    for choice in recompute:
+        fitting: list[SimulatedPlan] = []
+        for zero in _STAGES:
+            fit = _find_largest(setting, places, rows, zero, choice)
+            if isinstance(fit, _Fit):
+                fitting.append(setting.simulate(fit.plan, fit.costs, schedule=ORDER))
+            else:
+                reason = fit
+        if fitting:
+            best = min(fitting, key=lambda case: case.simulation.iteration_s)
+            return Baseline(name=name, how=_describe(best.plan), case=best)
+    return Baseline(name=name, how="", case=None, reason=reason)
+
+
+class _Fit(NamedTuple):
+    """A plan that fits."""
+
+    plan: Plan
+    costs: StepCosts
+
+
+def _find_largest(
+    setting: SimulationInputs, places: Sequence[Place], rows: Sequence[int], zero: int, recompute: Recompute
+) -> _Fit | str:
+    """The plan with the largest microbatches that fit: a power of two, or all of the busiest rank's rows; or
+    why not even one row does."""
+    most = max(rows)
+    sizes = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    found: _Fit | None = None
+    reason = ""
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        candidate = make_data_parallel_plan(
+            setting.workload,
+            setting.cluster,
+            places,
+            rows,
+            zero=zero,
+            recompute=recompute,
+            num_microbatches=-(-most // sizes[middle]),
+        )
+        try:
+            costs = setting.find_costs(candidate)
+            misfit = find_misfit(candidate, costs, setting.list_actions(candidate, ORDER))
+            reason = "" if misfit is None else misfit.explain(candidate)
+        except ProfileError as error:  # Such as more rows than were found to fit.
+            reason = str(error)
+        if reason:
+            high = middle
+        else:
+            found, low = _Fit(candidate, costs), middle + 1
+    return reason if found is None else found
+
+
+def make_data_parallel_plan(
+    workload: Workload,
+    cluster: Cluster,
+    places: Sequence[Place],
+    rows: Sequence[int],
+    *,
+    zero: int,
+    recompute: Recompute = "none",
+    num_microbatches: int,
+) -> Plan:
+    """One group over `places` with one ministage; every rank goes through its rows in as many microbatches
+    of equal size (to within one row), or in as many as it has rows."""
+    microbatches: list[Microbatch] = []
+    starts = [0, *accumulate(rows)]
+    for rank, (start, own) in enumerate(zip(starts, rows, strict=False)):
+        number = min(own, num_microbatches)
+        cuts = [start + own * m // number for m in range(number + 1)] if number else []
+        microbatches += [Microbatch(rank, *cut) for cut in pairwise(cuts)]
+    group = Group(
+        ranks=tuple(range(len(places))), microbatches=tuple(microbatches), zero=zero, recompute=recompute
+    )
+    return Plan(
+        global_batch=starts[-1],
+        groups=(group,),
+        ministages=(Ministage(0, tuple(module for module, _ in workload.layers)),),
+        devices=name_devices(cluster, places),
+        sequence_length=workload.sequence_length,
+        model=workload.model,
+    )
+
+
+def name_devices(cluster: Cluster, places: Sequence[Place]) -> tuple[Device, ...]:
+    """Ranks 0, 1, ... at these places."""
+    return tuple(
+        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
+        for rank, place in enumerate(places)
+    )
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A rank that needs more memory than its device has."""
+
+    rank: int
+    peak_bytes: int
+    limit_bytes: int
+
+    def explain(self, plan: Plan) -> str:
+        device = plan.devices[self.rank]
+        return (
+            f"OUT OF MEMORY: {device.type} of node {device.node} would need {show_bytes(self.peak_bytes)} of "
+            f"{show_bytes(self.limit_bytes)}"
+        )
+
+
+def find_misfit(plan: Plan, costs: StepCosts, actions: Mapping[int, Sequence[Action]]) -> Misfit | None:
+    """Of the ranks whose device is too small, the one that lacks most; None if all fit.
+
+    Ranks of one group with the same type of device, the same memory and the same rows hold the same: one of
+    them is walked.
+    """
+    peaks: dict[tuple[int, str, int, tuple[int, ...]], int] = {}
+    worst: Misfit | None = None
+    for rank, limit_bytes in enumerate(costs.memory_bytes):
+        rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
+        key = plan.group_of_rank[rank], plan.devices[rank].type, limit_bytes, rows
+        context_bytes = costs.context_bytes[rank] if costs.context_bytes else 0
+        if key not in peaks:
+            by_gloo = costs.is_cpu and costs.is_cpu[rank]
+            walk = walk_memory(
+                plan,
+                rank,
+                actions[rank],
+                costs.sizes[rank],
+                num_sends_kept=None if by_gloo else SENDS_KEPT_BY_NCCL,
+            )
+            peaks[key] = round(walk.device_peak_bytes * (1 + costs.allocator_share))
+        lack = peaks[key] + context_bytes - limit_bytes
+        if lack > (0 if worst is None else worst.peak_bytes - worst.limit_bytes):
+            worst = Misfit(rank, peaks[key] + context_bytes, limit_bytes)
+    return worst
+
+
+def _describe(plan: Plan) -> str:
+    """`8 ranks, ZeRO 2, 4 rows at once`."""
+    (group,) = plan.groups
+    num_rows = max(microbatch.num_rows for microbatch in group.microbatches)
+    again = ", layers recomputed" if group.recompute == "layer" else ""
+    return f"{count(plan.num_ranks, 'rank')}, ZeRO {group.zero}, {count(num_rows, 'row')} at once{again}"

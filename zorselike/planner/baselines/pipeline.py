@@ -1,0 +1,363 @@
+"""Pipelines of replicas in 1F1B with ZeRO 2: what TorchTitan and HexiScale have in common.
+
+Each stage is a data-parallel group of replicas with consecutive layers, cut exactly for speed within
+memory (`planner/layers/split.py`). The batch goes through in rounds of the same rows in all stages, a
+microbatch of each replica in each round. All shapes that are asked for are estimated with every size of
+round, with and without recomputation; the best few are simulated, and the fastest that fits by the walk over
+its memory is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.sizes import find_gradient_itemsize, is_layer
+from zorselike.plan.cluster.cluster import Place
+from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.workload import LayerKind
+from zorselike.planner.baselines.even import ORDER, Misfit, find_misfit, name_devices
+from zorselike.planner.baselines.stages import Shape, Stages
+from zorselike.planner.layers.split import GroupCosts, LayerSplit, bound_slowest_s, split_layers
+from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
+from zorselike.text.wording import count
+
+FINALISTS = 6
+"""Of all that fit by estimate, so many are simulated."""
+ENTERED = 16
+"""So many may turn out not to fit, or not to be as fast as estimated, before a good one is overlooked."""
+MOST_FITTINGS = 6
+"""How often layers are cut anew where the walk over memory finds more than the estimate."""
+_GRAD_REDUCE: tuple[GradReduce, ...] = ("once", "microbatch")
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is chosen beside the shape."""
+
+    rows: int
+    """Of a round."""
+    recompute: Recompute
+    grad_reduce: GradReduce
+
+
+def find_pipeline(
+    name: str,
+    shapes: Iterable[Shape],
+    global_batch: int,
+    clock: LayerTimeModel,
+    *,
+    recompute: Sequence[Recompute],
+) -> Baseline:
+    """The fastest pipeline of some shapes that fits.
+
+    Args:
+        clock: of single devices.
+        recompute: what may be chosen.
+    """
+    ranking = _Ranking()
+    for shape in shapes:
+        stages = Stages(shape, clock)
+        for again in recompute:
+            ranking.enter(stages, global_batch, again)
+    cases: list[tuple[SimulatedPlan, str]] = []
+    reason = ""
+    for estimate, split in ranking.list_unlike():
+        case = estimate.fit(split)
+        if isinstance(case, SimulatedPlan):
+            cases.append((case, estimate.describe(case)))
+        else:
+            reason = reason or case
+        if len(cases) == FINALISTS:
+            break
+    if cases:
+        best, how = min(cases, key=lambda own: own[0].simulation.iteration_s)
+        return Baseline(name=name, how=how, case=best)
+    return Baseline(name=name, how="", case=None, reason=reason or ranking.explain())
+
+
+class _Ranking:
+    """All that fits by estimate and may be among the best few."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, int, _Estimate, LayerSplit]] = []
+        self._tried: list[_Estimate] = []
+        self._best: list[float] = []
+
+    def enter(self, stages: Stages, global_batch: int, recompute: Recompute) -> None:
+        """Ever larger rounds, until they get slower or do not fit."""
+        rows = max(len(group) for group in stages.groups)
+        before = math.inf
+        while rows <= global_batch:
+            step_s = self._estimate(stages, rows, global_batch, recompute)
+            if step_s is not None:
+                if step_s > before or math.isinf(step_s):
+                    return
+                before = step_s
+            rows *= 2
+
+    def _estimate(self, stages: Stages, rows: int, global_batch: int, recompute: Recompute) -> float | None:
+        """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
+        where neither fits, None where it cannot be among the best."""
+        for grad_reduce in _GRAD_REDUCE:
+            estimate = _Estimate(stages, _Choice(rows, recompute, grad_reduce), global_batch)
+            if not stages.takes(estimate.rows, recompute):
+                return math.inf
+            self._tried.append(estimate)
+            if len(self._best) == ENTERED and estimate.bound_s() > self._best[-1]:
+                return None
+            split = estimate.cut()
+            if split is not None:
+                step_s = estimate.step_s(split)
+                self.found.append((step_s, len(self.found), estimate, split))
+                self._best = sorted([*self._best, step_s])[:ENTERED]
+                return step_s
+        return math.inf
+
+    def list_unlike(self) -> list[tuple[_Estimate, LayerSplit]]:
+        """The fastest first; of shapes that only interchange equal nodes one."""
+        unlike = {
+            (step_s, estimate.rows, split.ends): (estimate, split)
+            for step_s, _, estimate, split in sorted(self.found, key=lambda own: own[:2], reverse=True)
+        }
+        return list(unlike.values())[::-1]
+
+    def explain(self) -> str:
+        """What the least that was tried lacks."""
+        if not self._tried:
+            return "these devices, or so few rows, have no such shape"
+        return min(estimate.lack() for estimate in self._tried)[1]
+
+
+class _Estimate:
+    """One shape with one choice."""
+
+    def __init__(self, stages: Stages, choice: _Choice, global_batch: int) -> None:
+        self._stages, self._choice = stages, choice
+        self._global_batch = global_batch
+        self._num_rounds = -(-global_batch // choice.rows)
+        widest = max(len(group) for group in stages.groups)
+        if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
+            self._num_rounds = global_batch // widest
+        self.rows = -(-global_batch // self._num_rounds)
+        """Of the largest round."""
+        self._shares = [stages.share(g, self.rows, choice.recompute) for g in range(len(stages.groups))]
+
+    # -- cutting layers --------------------------------------------------------------------
+
+    def cut(self, squeezed: Mapping[int, float] | None = None) -> LayerSplit | None:
+        """Layers to stages for speed; None where they do not fit.
+
+        Args:
+            squeezed: for some stages, the share of their room that is used.
+        """
+        groups = [
+            GroupCosts(self._time_kinds(g), self._fill_kinds(g), (squeezed or {}).get(g, 1.0))
+            for g in range(len(self._stages.groups))
+        ]
+        return self._split(groups)
+
+    def bound_s(self) -> float:
+        """No cut takes less."""
+        groups = [GroupCosts(self._time_kinds(g)) for g in range(len(self._stages.groups))]
+        return self._num_rounds * bound_slowest_s(self._stages.kinds, groups)
+
+    def _split(self, groups: Sequence[GroupCosts]) -> LayerSplit | None:
+        if len(groups) > len(self._stages.kinds):
+            return None
+        return split_layers(self._stages.kinds, range(len(groups)), groups)
+
+    def lack(self) -> tuple[float, str]:
+        """How many times its memory some device would need at least, by the estimate; and which, in words."""
+        filled = [GroupCosts(self._fill_kinds(g)) for g in range(len(self._stages.groups))]
+        split = self._split(filled)
+        if split is None:
+            return math.inf, f"{count(len(filled), 'stage')} for {count(len(self._stages.kinds), 'layer')}"
+        g = max(range(len(filled)), key=lambda g: split.group_s[g])
+        rank = self._stages.ranks[g][0]
+        place = self._stages.groups[g][0]
+        limit_bytes = self._stages.memory_bytes(place)
+        if math.isinf(limit_bytes):
+            return 0.0, "it does not fit"
+        outside_bytes = limit_bytes - self._stages.room_bytes(place)
+        peak_bytes = outside_bytes + self._stages.room_bytes(place) * split.slowest_s
+        misfit = Misfit(rank, round(peak_bytes), round(limit_bytes))
+        return split.slowest_s, self._explain(misfit, self._lay(split, 1))
+
+    def _time_kinds(self, g: int) -> dict[str, float]:
+        """Seconds of a round of one layer of each kind, its share of what comes once a step included."""
+        stages, choice = self._stages, self._choice
+        pairs = self._list_unlike(g)
+        found = {}
+        for name, kind in stages.workload.kinds.items():
+            compute_s = max(stages.seconds(place, name, rows, choice.recompute) for place, rows in pairs)
+            num_reductions = self._num_rounds if choice.grad_reduce == "microbatch" else 1
+            collectives_s = stages.gather_s(g, kind) + num_reductions * stages.reduce_s(g, kind)
+            found[name] = compute_s + collectives_s / self._num_rounds
+        return found
+
+    def _list_unlike(self, g: int) -> list[tuple[Place, int]]:
+        """Replicas of a stage and their rows, of those that are alike one."""
+        stages = self._stages
+        pairs = zip(stages.groups[g], self._shares[g], strict=True)
+        return list(
+            {(place.node, stages.device(place), rows): (place, rows) for place, rows in pairs}.values()
+        )
+
+    def _fill_kinds(self, g: int) -> dict[str, float]:
+        """What one layer of each kind takes of the room on the replica that has least for it."""
+        stages = self._stages
+        pairs = self._list_unlike(g)
+        num_kept = min(len(stages.groups) - g, self._num_rounds)
+        found = {}
+        for name, kind in stages.workload.kinds.items():
+            found[name] = max(
+                self._held_bytes(name, kind, len(stages.groups[g]), rows, num_kept)
+                / max(stages.room_bytes(place) - self._working_bytes(rows), 1.0)
+                for place, rows in pairs
+            )
+        return found
+
+    def _held_bytes(self, name: str, kind: LayerKind, num_replicas: int, rows: int, num_kept: int) -> float:
+        """Parameters whole and as shards, gradients, optimizer state, and activations of the microbatches
+        that are under way."""
+        workload = self._stages.workload
+        itemsize = workload.itemsize
+        gradient_itemsize = find_gradient_itemsize(itemsize)
+        whole = kind.num_parameters * itemsize
+        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        shards = (whole + kind.trainable * state_itemsize) / num_replicas
+        gradients: float = kind.trainable * gradient_itemsize
+        if self._choice.grad_reduce == "microbatch":
+            gradients /= num_replicas
+        is_layer_kind = name in self._stages.layer_kinds
+        if is_layer_kind and self._choice.recompute == "layer":
+            kept = kind.input_elements_per_row * itemsize
+            working = 0
+        else:
+            kept = kind.activation_bytes_per_row
+            working = 0 if is_layer_kind else kind.working_bytes_per_row
+        return whole + shards + gradients + rows * (num_kept * kept + working)
+
+    def _working_bytes(self, rows: int) -> float:
+        """What a layer needs while it computes, whichever needs most; and units on their way."""
+        stages = self._stages
+        layers = [kind for name, kind in stages.workload.kinds.items() if name in stages.layer_kinds]
+        again = self._choice.recompute == "layer"
+        working = max(
+            (kind.working_bytes_per_row + again * kind.activation_bytes_per_row for kind in layers), default=0
+        )
+        largest = max((kind.num_parameters for kind in layers), default=0)
+        return rows * working + 2 * largest * find_gradient_itemsize(stages.workload.itemsize)
+
+    # -- time ------------------------------------------------------------------------------
+
+    def step_s(self, split: LayerSplit) -> float:
+        """All rounds through the slowest stage, or over the slowest boundary, and one through all others."""
+        passes = [
+            self._stages.pass_on_s(g, self.rows, self._choice.recompute)
+            for g in range(len(split.group_s) - 1)
+        ]
+        slowest = max([*split.group_s, *passes])
+        return (self._num_rounds - 1) * slowest + sum(split.group_s) + 2 * sum(passes)
+
+    # -- the plan --------------------------------------------------------------------------
+
+    def fit(self, split: LayerSplit) -> SimulatedPlan | str:
+        """The plan simulated, with fewer layers where the walk over its memory asks for it; or what does not
+        fit."""
+        squeezed: dict[int, float] = {}
+        reason = ""
+        setting, replicas = self._stages.setting, self._stages.replicas
+        # From then on each round finds what the one before found.
+        num_rounds = min(self._num_rounds, len(split.owners) + 2)
+        for _ in range(MOST_FITTINGS):
+            plan = self._lay(split, num_rounds)
+            actions = setting.list_actions(plan, ORDER)
+            misfit = find_misfit(plan, replicas.find_costs(plan), actions)
+            if misfit is None:
+                whole = self._lay(split, self._num_rounds)
+                return setting.simulate(whole, replicas.find_costs(whole), schedule=ORDER)
+            reason = reason or self._explain(misfit, plan)
+            g = plan.group_of_rank[misfit.rank]
+            used = sum(
+                self._fill_kinds(g)[self._stages.workload.kind_of[name].name]
+                for name in plan.ministages[g].modules
+            )
+            # A little less than what is there now, where it was less than allowed.
+            allowed = min(squeezed.get(g, 1.0), used)
+            squeezed[g] = min(allowed * misfit.limit_bytes / misfit.peak_bytes, allowed * (1 - 1e-6))
+            following = self.cut(squeezed)
+            if following is None:
+                return reason
+            split = following
+        return reason
+
+    def _lay(self, split: LayerSplit, num_rounds: int) -> Plan:
+        """All rounds, or the first few of them."""
+        stages, choice = self._stages, self._choice
+        starts = [0, *split.ends]
+        return Plan(
+            global_batch=self._start(num_rounds),
+            groups=tuple(
+                Group(
+                    ranks=ranks,
+                    microbatches=self._lay_rows(g, num_rounds),
+                    zero=2,
+                    grad_reduce=choice.grad_reduce,
+                    recompute=choice.recompute,
+                )
+                for g, ranks in enumerate(stages.ranks)
+            ),
+            ministages=tuple(
+                Ministage(g, tuple(stages.modules[start:stop]))
+                for g, (start, stop) in enumerate(pairwise(starts))
+            ),
+            devices=name_devices(stages.setting.cluster, stages.places),
+            sequence_length=stages.workload.sequence_length,
+            model=stages.workload.model,
+        )
+
+    def _start(self, m: int) -> int:
+        """The first row of a round; larger rounds come first."""
+        return -(-self._global_batch * m // self._num_rounds)
+
+    def _lay_rows(self, g: int, num_rounds: int) -> tuple[Microbatch, ...]:
+        """Each round's rows to the stage's replicas."""
+        microbatches: list[Microbatch] = []
+        for m in range(num_rounds):
+            start, stop = self._start(m), self._start(m + 1)
+            shares = self._stages.share(g, stop - start, self._choice.recompute)
+            cuts = pairwise(accumulate(shares, initial=start))
+            microbatches += [
+                Microbatch(rank, *cut) for rank, cut in zip(self._stages.ranks[g], cuts, strict=True)
+            ]
+        return tuple(microbatches)
+
+    # -- words -----------------------------------------------------------------------------
+
+    def _explain(self, misfit: Misfit, plan: Plan) -> str:
+        """Of one device of the replica."""
+        degree = self._stages.replicas.degree(self._stages.places[misfit.rank])
+        each = Misfit(misfit.rank, misfit.peak_bytes // degree, misfit.limit_bytes // degree)
+        return each.explain(plan)
+
+    def describe(self, case: SimulatedPlan) -> str:
+        """`4 stages of 2 x 2 devices, layers 10 12 12 6, recomputed, 4 rows a round, ZeRO 2`."""
+        stages = self._stages
+        sizes = []
+        for group in stages.groups:
+            degrees = sorted({stages.replicas.degree(place) for place in group})
+            sizes.append(f"{len(group)}" + "".join(f" x {degree}" for degree in degrees if degree > 1))
+        together = sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes)
+        layers = [sum(map(is_layer, stage.modules)) for stage in case.plan.ministages]
+        again = ", recomputed" if self._choice.recompute == "layer" else ""
+        often = ", reduced each round" if self._choice.grad_reduce == "microbatch" else ""
+        return (
+            f"{count(len(sizes), 'stage')} of {together} devices, layers {' '.join(map(str, layers))}"
+            f"{again}, {count(self.rows, 'row')} a round, ZeRO 2{often}"
+        )

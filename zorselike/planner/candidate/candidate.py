@@ -1,0 +1,75 @@
+"""A plan before it has ranks: who is in which group, which layers and rows it has, and how it holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from zorselike.planner.candidate.modes import Mode
+
+Sizes = tuple[int, ...]
+"""Rows of one device's microbatches, in processing order."""
+
+
+@dataclass(frozen=True)
+class GroupSketch:
+    """One group."""
+
+    devices: tuple[int, ...]
+    """Indices into `Cluster.places`."""
+    mode: Mode
+    sizes: tuple[Sizes, ...]
+    """Of each device; `()` for one that holds shards only."""
+    max_in_flight: int | None = None
+    """As `Group.max_in_flight`."""
+
+    def held_sizes(self, position: int) -> Sizes:
+        """The microbatches of a device whose activations it holds at once."""
+        own = self.sizes[position]
+        return own if self.max_in_flight is None else own[: self.max_in_flight]
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """The most microbatches of a device."""
+        return max(len(own) for own in self.sizes)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """All groups, in the order in which the pipeline visits them."""
+
+    groups: tuple[GroupSketch, ...]
+    owners: tuple[int, ...]
+    """The group of each ministage."""
+    ends: tuple[int, ...]
+    """Ministage `i` has the layers `[ends[i - 1], ends[i])`."""
+
+    @property
+    def num_devices(self) -> int:
+        return sum(len(group.devices) for group in self.groups)
+
+    @property
+    def num_ministages(self) -> int:
+        return len(self.owners)
+
+    @property
+    def bounds_in_flight(self) -> bool:
+        """As `Plan.bounds_in_flight`."""
+        return any(group.max_in_flight is not None for group in self.groups)
+
+    @cached_property
+    def num_actions(self) -> int:
+        """About how many actions its schedule has: computations, and the transfers between groups that follow
+        each other, whose microbatches overlap in about as many pieces as both have together."""
+        own = [sum(map(len, group.sizes)) for group in self.groups]
+        computed = sum(2 * own[owner] for owner in self.owners)
+        moved = sum(4 * (own[a] + own[b]) for a, b in pairwise(self.owners) if a != b)
+        return computed + moved
+
+    def layers_of(self, ministage: int) -> range:
+        """Indices of a ministage's layers."""
+        return range(self.ends[ministage - 1] if ministage else 0, self.ends[ministage])
+
+    def ministages_of(self, group: int) -> tuple[int, ...]:
+        return tuple(i for i, owner in enumerate(self.owners) if owner == group)

@@ -1,0 +1,137 @@
+"""Which rows of the batch go to which microbatch: the first rows to what is computed first, and of what is
+computed at the same time, spread over nodes.
+
+Two groups that deal their rows device after device send each node's rows to one node of the next group, and
+the wires between all other pairs of nodes stay empty. Where one of them takes the nodes in turns, every pair
+carries its part. Where two groups share nodes the plain order may be the better one: rows stay inside nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from zorselike.plan.plan import Microbatch
+from zorselike.planner.candidate.candidate import GroupSketch, Sketch
+from zorselike.planner.candidate.layer_table import LayerTable
+
+MOST_WINDOWS = 16
+"""Pieces of a batch in each of which wires are to be busy evenly."""
+_Order = tuple[int, ...]
+"""Positions in a group."""
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A group's microbatches in the order of their rows."""
+
+    positions: _Integers
+    """Whose each is."""
+    ends: _Integers
+    """Its last row and one."""
+    nodes: _Integers
+    """Where that is, as numbers from 0 within the group."""
+    names: tuple[int, ...]
+    """Of these nodes."""
+
+    @property
+    def num_rounds(self) -> int:
+        return int(np.bincount(self.positions).max())
+
+
+def deal_sketch(
+    sketch: Sketch, table: LayerTable, node_of: Callable[[int], int], type_of: Callable[[int], str]
+) -> list[tuple[Microbatch, ...]]:
+    """Each group's microbatches, ranks numbered group by group. One group after the other takes the order
+    with which least has to go over the busiest pair of nodes, from and to those that have theirs."""
+    pairs = Counter(tuple(sorted(pair)) for pair in pairwise(sketch.owners) if pair[0] != pair[1])
+    dealt: list[_Dealt] = []
+    for g, group in enumerate(sketch.groups):
+        nodes = [node_of(device) for device in group.devices]
+        pieces = _Pieces(group, [type_of(device) for device in group.devices], nodes, table)
+        others = [(number, dealt[h]) for h in range(g) if (number := pairs[h, g])]
+        orders = list_orders(nodes) if others else [(*range(len(nodes)),)]
+        tried = [pieces.deal(order) for order in orders]
+        crowding = [
+            sum(number * _measure_crowding(other, own) for number, other in others) if len(tried) > 1 else 0.0
+            for own in tried
+        ]
+        dealt.append(tried[crowding.index(min(crowding))])
+    first_ranks = accumulate((len(group.devices) for group in sketch.groups), initial=0)
+    return [_list_microbatches(own, first) for own, first in zip(dealt, first_ranks, strict=False)]
+
+
+def list_orders(nodes: Sequence[int]) -> list[_Order]:
+    """Orders of positions on these nodes, any two of which have each node's share spread over all nodes of
+    the other: as they are, nodes in turns, and nodes in turns that begin one further on each time."""
+    by_node: defaultdict[int, list[int]] = defaultdict(list)
+    for position, node in enumerate(nodes):
+        by_node[node].append(position)
+    queues = list(by_node.values())
+    in_turns: list[int] = []
+    rotated: list[int] = []
+    for turn in range(max(map(len, queues), default=0)):
+        own = [queue[turn] if turn < len(queue) else None for queue in queues]
+        first = turn % len(own)
+        in_turns += [position for position in own if position is not None]
+        rotated += [position for position in (*own[first:], *own[:first]) if position is not None]
+    return list(dict.fromkeys([(*range(len(nodes)),), (*in_turns,), (*rotated,)]))
+
+
+class _Pieces:
+    """A group's microbatches, and when each is computed. Where the ranks wait for each other after each
+    microbatch, or backwards come before all is forward, these are rounds; else each goes through its own at
+    its own speed, and what counts is the middle."""
+
+    def __init__(
+        self, group: GroupSketch, types: Sequence[str], nodes: Sequence[int], table: LayerTable
+    ) -> None:
+        in_rounds = group.mode.reduces_per_microbatch or group.max_in_flight is not None
+        times: list[float] = []
+        for device, own in zip(types, group.sizes, strict=True):
+            if in_rounds:
+                times += map(float, range(len(own)))
+                continue
+            seconds = table.model_s(device, group.mode.recompute, max(own, default=0))
+            ends = accumulate((seconds[size - 1] for size in own), initial=0.0)
+            times += [(start + end) / 2 for start, end in pairwise(ends)]
+        self._times = np.array(times)
+        self._sizes = np.array([size for own in group.sizes for size in own], dtype=np.int64)
+        self._positions = np.repeat(np.arange(len(group.sizes)), [len(own) for own in group.sizes])
+        self._names = tuple(dict.fromkeys(nodes))
+        numbers = {node: number for number, node in enumerate(self._names)}
+        self._nodes = np.array([numbers[node] for node in nodes])
+
+    def deal(self, order: _Order) -> _Dealt:
+        """Of what is computed at the same time, in this order of positions."""
+        turns = np.empty(len(order), dtype=np.int64)
+        turns[list(order)] = np.arange(len(order))
+        first_to_last = np.lexsort((turns[self._positions], self._times))
+        positions = self._positions[first_to_last]
+        return _Dealt(positions, np.cumsum(self._sizes[first_to_last]), self._nodes[positions], self._names)
+
+
+def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
+    """Rows that the busiest pair of nodes exchanges in each piece of the batch, in all pieces together."""
+    num_windows = min(MOST_WINDOWS, source.num_rounds, target.num_rounds)
+    stops = np.union1d(source.ends, target.ends)
+    starts = np.concatenate(([0], stops[:-1]))
+    a = source.nodes[np.searchsorted(source.ends, stops)]
+    b = target.nodes[np.searchsorted(target.ends, stops)]
+    is_inside = np.array([[one == other for other in target.names] for one in source.names])
+    rows = np.where(is_inside[a, b], 0, stops - starts)
+    shape = num_windows, len(source.names), len(target.names)
+    pairs = np.ravel_multi_index((starts * num_windows // stops[-1], a, b), shape)
+    crowded = np.bincount(pairs, rows, minlength=num_windows * is_inside.size)
+    return float(crowded.reshape(num_windows, -1).max(axis=1).sum())
+
+
+def _list_microbatches(dealt: _Dealt, first_rank: int) -> tuple[Microbatch, ...]:
+    ranks = (dealt.positions + first_rank).tolist()
+    return tuple(map(Microbatch, ranks, [0, *dealt.ends[:-1].tolist()], dealt.ends.tolist()))

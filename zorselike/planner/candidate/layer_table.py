@@ -1,0 +1,90 @@
+"""What a workload's layers take on types of devices, looked up again and again by a search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.sizes import is_layer
+from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import LayerKind, Workload
+
+
+class Seconds(NamedTuple):
+    """Of one layer and one microbatch."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+class LayerTable:
+    """Times of layers by key: layers of one key cost the same. A key is the name of a kind, and says whether
+    recomputation is for such layers at all."""
+
+    def __init__(self, workload: Workload, clock: LayerTimeModel) -> None:
+        self._clock = clock
+        self._seconds: dict[tuple[str, str, int, Recompute], Seconds] = {}
+        self._whole: dict[tuple[str, Recompute], list[float]] = {}
+        self._kind_of_key: dict[str, LayerKind] = {}
+        self._recomputes: dict[str, bool] = {}
+        self.workload = workload
+        self.modules = tuple(name for name, _ in workload.layers)
+        self.keys = tuple(self._make_key(name, kind) for name, kind in workload.layers)
+        """Of each layer in model order."""
+        self.counts = Counter(self.keys)
+
+    def _make_key(self, module: str, kind: str) -> str:
+        recomputes = is_layer(module)
+        key = kind if recomputes else f"{kind} (kept)"
+        self._kind_of_key[key] = self.workload.kinds[kind]
+        self._recomputes[key] = recomputes
+        return key
+
+    def kind(self, key: str) -> LayerKind:
+        """The kind of a key's layers."""
+        return self._kind_of_key[key]
+
+    def recompute(self, key: str, recompute: Recompute) -> Recompute:
+        """How layers of a key run in a group that recomputes, or does not."""
+        return recompute if self._recomputes[key] else "none"
+
+    def seconds(self, key: str, device: str, rows: int, recompute: Recompute) -> Seconds:
+        """One layer, a microbatch of so many rows. Raises `ProfileError` for a device nobody knows."""
+        wanted = (key, device, rows, recompute)
+        if wanted not in self._seconds:
+            name, how = self._kind_of_key[key].name, self.recompute(key, recompute)
+            self._seconds[wanted] = Seconds(
+                self._clock.forward_s(name, device, rows, how),
+                self._clock.backward_s(name, device, rows, how),
+            )
+        return self._seconds[wanted]
+
+    def model_s(self, device: str, recompute: Recompute, max_rows: int) -> tuple[float, ...]:
+        """Forward and backward of microbatches of 1 to `max_rows` rows through the whole model. Curves do
+        not fall, so neither does their sum but for rounding."""
+        found = self._whole.setdefault((device, recompute), [])
+        while len(found) < max_rows:
+            rows = len(found) + 1
+            total = sum(
+                number * self.seconds(key, device, rows, recompute).both
+                for key, number in self.counts.items()
+            )
+            found.append(max(total, found[-1]) if found else total)
+        return tuple(found[:max_rows])
+
+    def most_rows(self, device: str, recompute: Recompute) -> int | None:
+        """Rows at once that were found to fit through every kind; None where nobody looked."""
+        found = [
+            self._clock.max_rows(kind.name, device, self.recompute(key, recompute))
+            for key, kind in self._kind_of_key.items()
+        ]
+        return min((most for most in found if most is not None), default=None)
+
+    def update_s(self, device: str, num_parameters: int) -> float:
+        """An optimizer's update of one ministage's shards."""
+        return self._clock.update_s(device, num_parameters)

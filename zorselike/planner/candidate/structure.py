@@ -1,0 +1,68 @@
+"""What tells plans apart for a reader: who works with whom, and the larger trades of memory for time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.planner.candidate.candidate import Sketch
+
+Structure = tuple[object, ...]
+
+
+class Structures:
+    """Of plans on one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        kinds: dict[object, int] = {}
+        self._kinds = [kinds.setdefault(replace(node, name=""), len(kinds)) for node in cluster.nodes]
+        """Of each node; the same where only the name is another."""
+
+    def describe(self, sketch: Sketch, iteration_s: float) -> set[Structure]:
+        """Plans of which one of these is equal are the same to a reader.
+
+        They differ in smaller things only, such as rows, layers, what is offloaded, or which of a node's
+        alike devices is which; or they have other nodes of the same kind and take the same time: if links
+        told these apart, they would not.
+        """
+        numbers = self._number_nodes(sketch)
+        mirrored = _describe(sketch, lambda device: (*numbers[self._node_of(device)], *self._kind_of(device)))
+        return {
+            _describe(sketch, lambda device: (self._node_of(device), *self._kind_of(device))),
+            (f"{iteration_s:.6g}", *mirrored),
+        }
+
+    def _node_of(self, device: int) -> int:
+        return self._cluster.places[device].node
+
+    def _kind_of(self, device: int) -> tuple[str, int]:
+        """What it is, apart from where."""
+        place = self._cluster.places[device]
+        memory_bytes = self._cluster.nodes[place.node].memory_bytes
+        return self._cluster.device_type(place), memory_bytes[place.local_rank] if memory_bytes else 0
+
+    def _number_nodes(self, sketch: Sketch) -> dict[int, tuple[int, int]]:
+        """Nodes by their kind, and which of that kind each is in the order of the groups."""
+        numbers: dict[int, tuple[int, int]] = {}
+        for group in sketch.groups:
+            for node in map(self._node_of, sorted(group.devices)):
+                if node not in numbers:
+                    kind = self._kinds[node]
+                    numbers[node] = kind, sum(own == kind for own, _ in numbers.values())
+        return numbers
+
+
+def _describe(sketch: Sketch, name: Callable[[int], tuple[Any, ...]]) -> Structure:
+    """A device by itself does the same in all ZeRO stages."""
+    groups = [
+        (
+            tuple(sorted(map(name, own.devices))),
+            own.mode.zero if len(own.devices) > 1 else 0,
+            own.mode.recompute,
+        )
+        for own in sketch.groups
+    ]
+    return (*groups, sketch.bounds_in_flight)

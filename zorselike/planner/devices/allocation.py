@@ -1,0 +1,195 @@
+"""Which devices a job should have at all, and as what pipeline (Sailor section 4.2; DESIGN section 9).
+
+From quotas by type and zone, for throughput or for money. Every stage has as many replicas, which is the
+degree of data parallelism; every degree and microbatch size is a problem of its own. Microbatch counts round
+up, so that throughput is a saw-tooth in the degree: none is left out by a stop rule (Sailor's H3, H4), only
+by a lower bound that the best pipeline so far meets. Within the costs given, the result is the best there is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import Literal
+
+from zorselike.errors import ConfigError, PlanError
+from zorselike.planner.devices.pipeline_bounds import Bounds, Floors
+from zorselike.planner.devices.pipeline_costs import Figures, PipelineCosts, Pool, Rent, Stage
+from zorselike.planner.devices.pipeline_search import Incumbent, Limits, PipelineSearch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationGoal:
+    """What is wanted, and within what."""
+
+    objective: Literal["throughput", "cost"] = "throughput"
+    max_cost_per_iteration: float = inf
+    """Dollars."""
+    min_throughput: float = 0.0
+    """Iterations a second."""
+    max_devices: int | None = None
+    bill_idle: bool = True
+    """Idle devices of a rented node are paid for."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("throughput", "cost"):
+            raise ConfigError(f"objective {self.objective!r}: give throughput or cost")
+        if not self.max_cost_per_iteration > 0:
+            raise ConfigError(f"max_cost_per_iteration {self.max_cost_per_iteration:g} must be above 0")
+        if not (self.min_throughput >= 0 and isfinite(self.min_throughput)):
+            raise ConfigError(f"min_throughput {self.min_throughput:g} must be at least 0 and finite")
+        if self.max_devices is not None and self.max_devices < 1:
+            raise ConfigError(f"max_devices {self.max_devices} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One degree of data parallelism and one microbatch size."""
+
+    degree: int
+    rows: int
+    """Of a microbatch."""
+    costs: PipelineCosts
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The best pipeline of all problems."""
+
+    problem: Problem
+    stages: tuple[Stage, ...]
+    figures: Figures
+    num_problems: int
+    num_searched: int
+    """Problems that no bound left out."""
+    num_partial: int
+    """Partial pipelines that were made."""
+    is_exact: bool = True
+    """Whether nothing better exists; False where the search ended early."""
+
+    @property
+    def throughput(self) -> float:
+        """Iterations a second."""
+        return 1 / self.figures.iteration_s
+
+
+def allocate(
+    problems: Iterable[Problem], pools: Sequence[Pool], goal: AllocationGoal | None = None
+) -> Allocation:
+    """The pipeline that is fastest, or cheapest, within the goal's constraints.
+
+    Raises:
+        ConfigError: There are no devices, or no problems (a batch too small for any degree).
+        PlanError: No pipeline is within memory and constraints; says how near the best ones come.
+    """
+    goal = goal or AllocationGoal()
+    problems = tuple(problems)
+    _check(problems, pools)
+    found = find_allocation(problems, pools, goal)
+    if found is None:
+        raise PlanError(_explain_refusal(problems, pools, goal))
+    return found
+
+
+def _check(problems: Sequence[Problem], pools: Sequence[Pool]) -> None:
+    if not any(pool.num_devices for pool in pools):
+        names = ", ".join(pool.name for pool in pools) or "none given"
+        raise ConfigError(f"no devices in any pool ({names}); raise a quota above 0")
+    if not problems:
+        raise ConfigError("no degree of data parallelism to plan for; the batch is too small for any")
+    for problem in problems:
+        if any(len(uses) != len(pools) for uses in problem.costs.uses):
+            raise ConfigError(f"an option at degree {problem.degree} does not name all {len(pools)} pools")
+
+
+def find_allocation(
+    problems: Sequence[Problem],
+    pools: Sequence[Pool],
+    goal: AllocationGoal,
+    *,
+    max_tried: int | None = None,
+) -> Allocation | None:
+    """As `allocate`, and None where no pipeline is within memory and constraints.
+
+    Args:
+        problems: by rising bound they are searched, the bounds made tighter before.
+        pools: as many as their options name.
+        goal: what is wanted.
+        max_tried: of partial pipelines, after which the search ends with the best so far; None: no end but
+            the best.
+    """
+    minimise_dollars = goal.objective == "cost"
+    limits = Limits(
+        iteration_s=1 / goal.min_throughput if goal.min_throughput else inf,
+        dollars=goal.max_cost_per_iteration,
+        num_devices=inf if goal.max_devices is None else goal.max_devices,
+    )
+    incumbent = Incumbent(minimise_dollars, limits, inf if max_tried is None else max_tried)
+    rent = Rent(tuple(pools), goal.bill_idle)
+    waiting: list[tuple[float, bool, int]] = []
+    bounds = [Bounds(problem.costs, pools) for problem in problems]
+    floors: dict[int, Floors] = {}
+    num_searched = 0
+
+    def wait(i: int, found: Floors | None, is_tight: bool) -> None:
+        if found is not None and incumbent.allows(found.iteration_s, found.device_dollars):
+            floors[i] = found
+            key = found.device_dollars if minimise_dollars else found.iteration_s
+            heapq.heappush(waiting, (key, is_tight, i))
+
+    for i, bound in enumerate(bounds):
+        wait(i, bound.rough(), False)
+    while waiting and not incumbent.is_exhausted:
+        _, is_tight, i = heapq.heappop(waiting)
+        if not incumbent.allows(floors[i].iteration_s, floors[i].device_dollars):
+            continue
+        if is_tight:
+            num_searched += 1
+            PipelineSearch(i, bounds[i], rent, incumbent).run(floors[i])
+        else:
+            wait(i, bounds[i].tight(floors[i].slowest_straggler_s(incumbent.slowest_s)), True)
+    if incumbent.figures is None:
+        return None
+    return Allocation(
+        problem=problems[incumbent.problem],
+        stages=incumbent.stages,
+        figures=incumbent.figures,
+        num_problems=len(problems),
+        num_searched=num_searched,
+        num_partial=incumbent.num_partial,
+        is_exact=not incumbent.is_exhausted,
+    )
+
+
+def _explain_refusal(problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal) -> str:
+    """Which constraint is at fault: the best without it, the others kept."""
+    if goal.min_throughput and (
+        found := find_allocation(problems, pools, replace(goal, objective="throughput", min_throughput=0.0))
+    ):
+        return (
+            f"min_throughput {goal.min_throughput:g} cannot be kept: {found.throughput:.4g} iterations "
+            "a second is the most within the other constraints; lower it or raise quotas"
+        )
+    if goal.max_cost_per_iteration < inf and (
+        found := find_allocation(problems, pools, replace(goal, objective="cost", max_cost_per_iteration=inf))
+    ):
+        return (
+            f"max_cost_per_iteration {goal.max_cost_per_iteration:g} cannot be kept: "
+            f"{found.figures.dollars:.4g} dollars is the least within the other constraints; raise it"
+        )
+    if goal.max_devices is not None and (
+        found := find_allocation(problems, pools, replace(goal, max_devices=None))
+    ):
+        used = sum(found.figures.used)
+        return f"max_devices {goal.max_devices} is too few; {used} are used without it: raise it"
+    fastest = find_allocation(problems, pools, AllocationGoal(bill_idle=goal.bill_idle))
+    cheapest = find_allocation(problems, pools, AllocationGoal(objective="cost", bill_idle=goal.bill_idle))
+    if fastest is None or cheapest is None:
+        return "no pipeline fits in the devices' memory; raise quotas or take smaller microbatches"
+    return (
+        "the constraints cannot be kept, not even without one of them: without any, the fastest pipeline "
+        f"makes {fastest.throughput:.4g} iterations a second on {sum(fastest.figures.used)} devices and the "
+        f"cheapest costs {cheapest.figures.dollars:.4g} dollars an iteration; ease several"
+    )

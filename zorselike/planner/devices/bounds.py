@@ -1,0 +1,172 @@
+"""What no plan of some devices is under: seconds and money of a step, from computation alone.
+
+Every layer is computed at the number of rows at once that suits it best on its device, nothing is recomputed,
+nothing waits: so the bounds hold for every plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from math import fsum
+from typing import NamedTuple
+
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import Workload
+from zorselike.planner.layers.split import GroupCosts, bound_slowest_s
+from zorselike.planner.problem import PlanProblem
+
+_LEAST_S = 1e-30
+"""For speeds where a profile says that layers take no time."""
+_SETTINGS: tuple[Recompute, ...] = ("none", "layer")
+
+
+class _Layer(NamedTuple):
+    kind: str
+    has_backward: bool
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.has_backward else f"{self.kind}, forward alone"
+
+
+def _list_layers(workload: Workload) -> list[_Layer]:
+    """In model order; before the first that trains nothing needs a backward."""
+    trains = list(accumulate((workload.kinds[kind].trains for _, kind in workload.layers), operator.or_))
+    return [_Layer(kind, has) for (_, kind), has in zip(workload.layers, trains, strict=True)]
+
+
+class DeviceBounds:
+    """The bounds of one problem; layers are timed once for each type of device."""
+
+    def __init__(self, problem: PlanProblem, clock: LayerTimeModel | None = None) -> None:
+        """Raises `ProfileError` if the profile is for another workload."""
+        self._problem = problem
+        self.clock = LayerTimeModel(problem.profile, problem.workload) if clock is None else clock
+        self._layers = _list_layers(problem.workload)
+        self._kinds = [layer.name for layer in self._layers]
+        self._most_measured: dict[str, int] = {}
+        for times in problem.profile.layers:
+            most = max(self._most_measured.get(times.device, 1), int(times.rows[-1]))
+            self._most_measured[times.device] = most
+        self._row_s: dict[str, dict[str, float]] = {}
+
+    # -- seconds ---------------------------------------------------------------------------
+
+    def bound_s(self, devices: Iterable[int]) -> float:
+        """Seconds that a step takes at least on these devices or fewer of them.
+
+        Args:
+            devices: indices into `Cluster.places`, at least one.
+
+        Raises:
+            ProfileError: Neither the profile nor the catalogue says anything about one of them.
+        """
+        return self.bound_types_s(Counter(map(self.type_of, devices)))
+
+    def bound_types_s(self, counts: Mapping[str, int]) -> float:
+        """The same by the number of devices of each type."""
+        present = {device: number for device, number in counts.items() if number}
+        rows = self._problem.global_batch
+        # Devices of one type bound a step as one that is as fast as all of them.
+        groups = [
+            GroupCosts({kind: rows * seconds / number for kind, seconds in self.row_s(device).items()})
+            for device, number in present.items()
+        ]
+        return max(bound_slowest_s(self._kinds, groups), self.chain_s(tuple(present)))
+
+    def chain_s(self, devices: Sequence[str]) -> float:
+        """Seconds that one row takes through the whole model and back at least, every layer on the type of
+        device that is fastest at it."""
+        one_row = [self._time_alone(device) for device in devices]
+        return fsum(min(seconds[kind] for seconds in one_row) for kind in self._kinds)
+
+    def work(self, devices: Sequence[str]) -> float:
+        """Rows of a step, each as the share of it that is left to do if every layer is on the type of device
+        that is best at it: less than the rows where types differ in what they are good at. A step takes at
+        least these by the sum of `1 / model_s` of its devices."""
+        own = {device: self.model_s(device) for device in devices}
+        shares = (min(self.row_s(device)[kind] / own[device] for device in devices) for kind in self._kinds)
+        return self._problem.global_batch * fsum(shares)
+
+    def model_s(self, device: str) -> float:
+        """Seconds of one row through all layers and back on one device of a type, at its best."""
+        seconds = self.row_s(device)
+        return max(fsum(seconds[kind] for kind in self._kinds), _LEAST_S)
+
+    @cached_property
+    def floor_s(self) -> float:
+        """Seconds of a step that no plan of any of the usable devices is under, `max_devices` of them."""
+        counts = Counter(map(self.type_of, self._problem.usable))
+        most = self._problem.max_devices
+        if most is None or most >= sum(counts.values()):
+            return self.bound_types_s(counts)
+        fastest = sorted(self.model_s(device) for device in counts.elements())[:most]
+        together = self.work(tuple(counts)) / fsum(1 / seconds for seconds in fastest)
+        return max(together, self.chain_s(tuple(counts)))
+
+    def type_of(self, device: int) -> str:
+        return self._types[device]
+
+    @cached_property
+    def _types(self) -> tuple[str, ...]:
+        """Of all devices of the cluster."""
+        return tuple(device for node in self._problem.cluster.nodes for device in node.devices)
+
+    def row_s(self, device: str) -> dict[str, float]:
+        """Seconds of one row through a layer of each kind and back, at the number of rows that is best."""
+        if device not in self._row_s:
+            self._row_s[device] = {
+                layer.name: self._best_s(layer, device) for layer in dict.fromkeys(self._layers)
+            }
+        return self._row_s[device]
+
+    def _best_s(self, layer: _Layer, device: str) -> float:
+        """Curves are straight beyond what was measured, so that the best is there, or at the most."""
+        most = self._most_rows(layer.kind, device)
+        sizes: set[int] = {*range(1, min(most, self._most_measured.get(device, 1)) + 1), most}
+        return min(self._time(layer, device, rows) / rows for rows in sizes)
+
+    def _most_rows(self, kind: str, device: str) -> int:
+        """Of one microbatch, by the batch and by what was found to fit; recomputed, more may."""
+        problem = self._problem
+        most = min(problem.global_batch, problem.fixed.rows_per_microbatch or problem.global_batch)
+        limits = [self.clock.max_rows(kind, device, recompute) for recompute in _SETTINGS]
+        return min(most, max(most if limit is None else max(1, limit) for limit in limits))
+
+    def _time_alone(self, device: str) -> dict[str, float]:
+        return {layer.name: self._time(layer, device, 1) for layer in dict.fromkeys(self._layers)}
+
+    def _time(self, layer: _Layer, device: str, rows: int) -> float:
+        forward_s = self.clock.forward_s(layer.kind, device, rows, "none")
+        if not layer.has_backward:
+            return forward_s
+        return forward_s + self.clock.backward_s(layer.kind, device, rows, "none")
+
+    # -- money -----------------------------------------------------------------------------
+
+    def price_per_hour(self, devices: Iterable[int]) -> float:
+        """Of all nodes that have one of these devices; their idle devices are paid for as well."""
+        cluster = self._problem.cluster
+        nodes = {cluster.places[device].node for device in devices}
+        return fsum(cluster.nodes[node].price_per_hour for node in nodes)
+
+    def bound_cost(self, devices: Sequence[int]) -> float:
+        """Money of a step at least, of plans that use a device of each of these devices' nodes."""
+        return self.price_per_hour(devices) * self.bound_s(devices) / 3600
+
+    def least_cost(self, devices: Sequence[int]) -> float:
+        """Money of a step at least, of plans that use any of these devices: as if the nodes that compute
+        most for their price did it all."""
+        cluster = self._problem.cluster
+        by_node: dict[int, list[str]] = {}
+        for device in devices:
+            by_node.setdefault(cluster.places[device].node, []).append(self.type_of(device))
+        types = {device for own in by_node.values() for device in own}
+        alike = {(cluster.nodes[node].price_per_hour, tuple(sorted(own))) for node, own in by_node.items()}
+        price = min(price / fsum(1 / self.model_s(device) for device in own) for price, own in alike)
+        return price * self.work(sorted(types)) / 3600

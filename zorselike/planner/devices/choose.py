@@ -1,0 +1,338 @@
+"""Which devices to plan for: all, fewer of some kind, or what money and numbers allow (Sailor 4.2).
+
+A choice is so many nodes of each kind, whole nodes first, since a rented node is paid for as a whole. Bounds
+from computation alone say which choices cannot keep what is asked for, and in which order the rest is worth
+planning; what Sailor's dynamic programme would take is among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+
+import numpy as np
+from scipy.sparse.csgraph import connected_components
+
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.planner.answer import NothingFitsError
+from zorselike.planner.devices.allocated_devices import allocate_devices
+from zorselike.planner.devices.bounds import DeviceBounds
+from zorselike.planner.devices.mixes import Mix, mix_kinds
+from zorselike.planner.devices.model_pipeline_costs import count_state_bytes, find_memory
+from zorselike.planner.devices.node_kinds import count_types, find_node_kinds
+from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.problem import PlanProblem
+from zorselike.text.wording import count, list_few
+
+MOST_SETS = 100
+LIKELY_SHARE = 0.75
+"""Of what a bound says, what plans are likely to reach: which of the sets whose bounds keep the constraints
+come first."""
+MOST_FASTEST = 8
+"""Of all mixes, so many of those with the lowest bounds."""
+MOST_PARTS = 3
+"""Of a name; with more it counts types and nodes."""
+TIME_LIMIT_S = 0.3
+TRIED_PER_S = 60_000
+"""Partial pipelines that the dynamic programme tries in a second."""
+_SLACK = 1e-9
+"""Relative, by which a bound may break a constraint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSet:
+    """Devices that a plan could be made for."""
+
+    name: str
+    """For people: `without the 8 T4`."""
+    devices: tuple[int, ...]
+    """Indices into `Cluster.places`, rising."""
+    bound_s: float
+    """No step on these devices or fewer of them takes less."""
+    price_per_hour: float
+    """Of all their nodes."""
+    note: str = ""
+    """What a user should know: which part of the cluster is not joined to these."""
+
+    @property
+    def bound_cost(self) -> float:
+        """No step that uses a device of each of their nodes costs less."""
+        return self.price_per_hour * self.bound_s / 3600
+
+
+def propose_devices(
+    problem: PlanProblem,
+    *,
+    bounds: DeviceBounds | None = None,
+    most: int = MOST_SETS,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> tuple[DeviceSet, ...]:
+    """Sets of the usable devices, the most promising first, each once; of a cluster in unconnected parts, of
+    each part.
+
+    Whole mixes of nodes whose bounds break a constraint are left out, unless none is left.
+
+    Args:
+        problem: has passed its `check`.
+        bounds: of the problem, if there are some already.
+        most: so many sets.
+        time_limit_s: what the dynamic programme may take, about: it is counted in what it looks at, so that
+            the same is proposed whatever the machine is doing.
+
+    Raises:
+        NothingFitsError: No plan of any of the devices keeps a constraint, by the bounds.
+        ClusterError: Nothing says how the devices of a node are connected.
+        ProfileError: Nothing is known of the speed of some device.
+    """
+    bounds = DeviceBounds(problem) if bounds is None else bounds
+    _refuse(problem, bounds)
+    if problem.fixed.groups is not None:
+        devices = tuple(sorted(device for group in problem.fixed.groups for device in group))
+        return (_make_set(bounds, "the devices of the fixed groups", devices),)
+    whole = read_bandwidths(problem.cluster, problem.usable, span_regions=problem.spans_regions)
+    parts = whole.connected_parts()
+    found: list[DeviceSet] = []
+    for part in parts:
+        note = _describe_rest(problem.cluster, part, whole.devices) if len(parts) > 1 else ""
+        own = (
+            whole
+            if len(parts) == 1
+            else read_bandwidths(problem.cluster, part, span_regions=problem.spans_regions)
+        )
+        chooser = _Chooser(
+            replace(problem, devices=part), bounds, own, most=most, time_limit_s=time_limit_s / len(parts)
+        )
+        found += [replace(chosen, note=note) for chosen in chooser.choose()]
+    if len(parts) > 1:
+        found.sort(key=lambda chosen: _rank(problem, chosen))
+    return tuple(found[:most])
+
+
+def _refuse(problem: PlanProblem, bounds: DeviceBounds) -> None:
+    """Raises `NothingFitsError` where the bounds alone leave nothing."""
+    whose = f"of {count(len(problem.usable), 'device')}"
+    if problem.max_devices is not None and problem.max_devices < len(problem.usable):
+        whose = f"of any {count(problem.max_devices, 'device')}"
+    if problem.min_throughput * bounds.floor_s > 1 + _SLACK:
+        raise NothingFitsError(
+            f"plan: at least {problem.min_throughput:g} iterations/s cannot be reached: a step {whose} takes "
+            f"{bounds.floor_s:.4g} s of computation at least, {1 / bounds.floor_s:.4g} iterations/s; "
+            "ask for less, make the batch smaller, or allow more devices"
+        )
+    if isfinite(problem.max_cost_per_iteration):
+        least = bounds.least_cost(problem.usable)
+        if least > problem.max_cost_per_iteration * (1 + _SLACK):
+            currency = problem.cluster.currency
+            raise NothingFitsError(
+                f"plan: at most {problem.max_cost_per_iteration:g} {currency} an iteration cannot be kept: "
+                f"computation alone costs {least:.4g} {currency} where it is cheapest; allow more, or make "
+                "the batch smaller"
+            )
+
+
+def _describe_rest(cluster: Cluster, part: Sequence[int], devices: Iterable[int]) -> str:
+    left = sorted({*devices} - {*part})
+    nodes = list(dict.fromkeys(cluster.nodes[cluster.places[device].node].name for device in left))
+    return (
+        f"no link joins {list_few(nodes, 'node')} ({count(len(left), 'device')}) to the "
+        f"{count(len(part), 'device')} of the part that is planned for; they are left out"
+    )
+
+
+def _make_set(bounds: DeviceBounds, name: str, devices: tuple[int, ...]) -> DeviceSet:
+    return DeviceSet(
+        name=name,
+        devices=devices,
+        bound_s=bounds.bound_s(devices),
+        price_per_hour=bounds.price_per_hour(devices),
+    )
+
+
+def _keeps(problem: PlanProblem, chosen: DeviceSet, share: float = 1.0) -> bool:
+    """Whether a step that takes its bound by `share` keeps what is asked for."""
+    return (
+        problem.min_throughput * chosen.bound_s <= share * (1 + _SLACK)
+        and chosen.bound_cost <= share * problem.max_cost_per_iteration * (1 + _SLACK)
+        and (problem.max_devices is None or len(chosen.devices) <= problem.max_devices)
+    )
+
+
+def _rank(problem: PlanProblem, chosen: DeviceSet) -> tuple[bool, float, int, float]:
+    """By which sets are ordered, the most promising first."""
+    if problem.objective == "cost":
+        # Nodes of one kind do the same work for the same money, more of them with more waiting.
+        wanted = (float(f"{chosen.bound_cost:.6g}"), len(chosen.devices), chosen.bound_s)
+    else:
+        wanted = (chosen.bound_s, len(chosen.devices), chosen.bound_cost)
+    return (not _keeps(problem, chosen, LIKELY_SHARE), *wanted)
+
+
+class _Chooser:
+    """Sets of devices of one connected part."""
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        bounds: DeviceBounds,
+        bandwidths: Bandwidths,
+        *,
+        most: int,
+        time_limit_s: float,
+    ) -> None:
+        self._problem = problem
+        self._bounds = bounds
+        self._bandwidths = bandwidths
+        self._most = most
+        self._max_tried = int(time_limit_s * TRIED_PER_S)
+        self._asks_for_money = problem.objective == "cost" or isfinite(problem.max_cost_per_iteration)
+        self._kinds = find_node_kinds(bandwidths, problem.usable, bounds.model_s)
+        self._state_bytes = sum(count_state_bytes(problem.workload))
+
+    def choose(self) -> list[DeviceSet]:
+        """Those of which the bounds promise most; of the first few, what the dynamic programme takes."""
+        sets: dict[tuple[int, ...], DeviceSet] = {}
+        for name, devices in self._list_choices():
+            if devices not in sets and self._is_possible(devices):
+                sets[devices] = _make_set(self._bounds, name, devices)
+        allocated = allocate_devices(
+            self._problem, self._bounds.clock, self._kinds, self._bandwidths, max_tried=self._max_tried
+        )
+        for devices in allocated:
+            if devices not in sets and self._is_possible(devices):
+                sets[devices] = _make_set(self._bounds, self._name(devices), devices)
+        kept = [chosen for chosen in sets.values() if _keeps(self._problem, chosen)] or [*sets.values()]
+        kept.sort(key=lambda chosen: (not self._holds_state(chosen), *_rank(self._problem, chosen)))
+        first = [chosen for chosen in kept if chosen.devices in allocated]
+        if not self._asks_for_money:
+            first = [*kept[:1], *first]
+        return [*{chosen.devices: chosen for chosen in (*first, *kept)}.values()][: self._most]
+
+    def _is_possible(self, devices: tuple[int, ...]) -> bool:
+        most = self._problem.max_devices
+        return (
+            bool(devices)
+            and (most is None or len(devices) <= most)
+            and self._may_be_grouped(devices)
+            and self._is_joined(devices)
+        )
+
+    def _may_be_grouped(self, devices: tuple[int, ...]) -> bool:
+        """Whether each region's devices could be a group of their own, where groups may not span regions."""
+        cluster, workload = self._problem.cluster, self._problem.workload
+        if self._problem.spans_regions:
+            return True
+        regions = {cluster.nodes[cluster.places[device].node].region for device in devices}
+        return len(regions) <= (self._problem.fixed.ministages or len(workload.layers))
+
+    def _is_joined(self, devices: Sequence[int]) -> bool:
+        """Whether some way joins them all, over none but them."""
+        if self._is_all_joined:
+            return True
+        blocks = sorted({self._bandwidths.block_of[device] for device in devices})
+        num_parts, _ = connected_components(
+            self._bandwidths.rates[np.ix_(blocks, blocks)] > 0, directed=False
+        )
+        return bool(num_parts == 1)
+
+    @cached_property
+    def _is_all_joined(self) -> bool:
+        between = self._bandwidths.rates.copy()
+        np.fill_diagonal(between, np.inf)
+        return bool((between > 0).all())
+
+    def _holds_state(self, chosen: DeviceSet) -> bool:
+        """Whether parameters, gradients and optimizer state have room in all devices together; offloaded
+        they may need less."""
+        return sum(map(self._find_memory, chosen.devices)) >= self._state_bytes
+
+    def _find_memory(self, device: int) -> float:
+        return self._memory[self._bandwidths.block_of[device]]
+
+    @cached_property
+    def _memory(self) -> list[float]:
+        """Of a device of each block."""
+        return [find_memory(self._problem.cluster, block.devices[0]) for block in self._bandwidths.blocks]
+
+    # -- choices ---------------------------------------------------------------------------
+
+    def _list_choices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and devices, the same perhaps several times."""
+        usable = self._problem.usable
+        yield ("the only device" if len(usable) == 1 else f"all {count(len(usable), 'device')}"), usable
+        for name, own in self._list_shares():
+            yield f"without {name}", tuple(sorted({*usable} - {*own}))
+            yield f"only {name}", tuple(sorted(own))
+        for kind in self._kinds:
+            yield kind.describe(1), tuple(sorted(kind.nodes[0]))
+        for device, members in self._by(lambda device: self._bounds.type_of(device)).items():
+            yield f"one {device}", (members[0],)
+        for mix in self._list_mixes():
+            devices = self._take(mix)
+            yield self._name(devices), devices
+
+    def _list_shares(self) -> Iterator[tuple[str, list[int]]]:
+        """What people would leave out, or take alone."""
+        nodes, places = self._problem.cluster.nodes, self._problem.cluster.places
+        named: tuple[tuple[str, Callable[[int], str]], ...] = (
+            ("", self._bounds.type_of),
+            ("region", lambda device: nodes[places[device].node].region),
+            ("zone", lambda device: nodes[places[device].node].zone),
+        )
+        for what, name_of in named:
+            shares = self._by(name_of)
+            for name, own in shares.items():
+                if len(shares) > 1 and name:
+                    yield (f"{what} {name}" if what else f"the {len(own)} {name}"), own
+        if len(self._kinds) > 1:
+            for kind in self._kinds:
+                yield kind.describe_all(), [*kind.devices]
+
+    def _by(self, name_of: Callable[[int], str]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for kind in self._kinds:
+            for device in kind.devices:
+                found.setdefault(name_of(device), []).append(device)
+        return found
+
+    def _list_mixes(self) -> Iterator[Mix]:
+        """The fastest for so much money or so many devices."""
+        most = self._problem.max_devices
+        coarse = most is None and not self._asks_for_money
+        mixes = mix_kinds(self._kinds, self._bounds, max_devices=most, coarse=coarse)
+        picked = [*mixes.pick(mixes.num_devices), *mixes.pick_fastest(MOST_FASTEST)]
+        if self._asks_for_money:
+            shares, slowest = (1.0, LIKELY_SHARE), self._problem.min_throughput
+            picked += mixes.pick(
+                mixes.bound_cost,
+                spent_limits=[share * self._problem.max_cost_per_iteration for share in shares],
+                seconds_limits=[share / slowest for share in shares] if slowest else (),
+            )
+        for i in dict.fromkeys(picked):
+            yield mixes[i]
+
+    def _take(self, mix: Mix) -> tuple[int, ...]:
+        taken: list[int] = []
+        for k, (kind, number) in enumerate(zip(self._kinds, mix.num_nodes, strict=True)):
+            taken += [device for node in kind.nodes[:number] for device in node]
+            if k == mix.part_kind:
+                taken += kind.nodes[number][: mix.part_devices]
+        return tuple(sorted(taken))
+
+    def _name(self, devices: tuple[int, ...]) -> str:
+        """`4 of 8 nodes of 4 A100-40 + 2 T4 of a node of 4`."""
+        chosen = {*devices}
+        parts, num_nodes = [], 0
+        for kind in self._kinds:
+            own = [[device for device in node if device in chosen] for node in kind.nodes]
+            num_whole = sum(len(taken) == len(kind.types) for taken in own)
+            if num_whole:
+                parts.append(kind.describe(num_whole))
+            some = [self._bounds.type_of(d) for taken in own if len(taken) < len(kind.types) for d in taken]
+            if some:
+                parts.append(f"{count_types(some)} of {kind.describe_one()}")
+            num_nodes += sum(map(bool, own))
+        if len(parts) <= MOST_PARTS:
+            return " + ".join(parts)
+        return f"{count_types(map(self._bounds.type_of, devices))} on {count(num_nodes, 'node')}"

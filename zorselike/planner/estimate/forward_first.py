@@ -1,0 +1,202 @@
+"""The recurrence of an estimate (`planner/estimate/step_time.py`): phase after phase of each ministage,
+groups side by side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zorselike.planner.candidate.candidate import Sketch
+
+COPIES_IN_FLIGHT = 2
+"""Microbatches on their way between a device and its host, as in the simulator."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A group, as the recurrence sees it."""
+
+    is_cpu: bool
+    zero: int
+    num_rounds: int
+    num_reductions: int
+    """Of a ministage in a step."""
+    overlap_slowdown: float
+    accumulates: bool
+    """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One ministage of a group, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    """All rounds; 0 where nothing trains below."""
+    gather_s: float
+    first_unit: float
+    """Share of the gather after which computing can begin."""
+    reduce_s: float
+    """Once."""
+    update_s: float
+    load_s: float = 0.0
+    """Its shards from the host."""
+    state_s: float = 0.0
+    """Its optimizer state, one way."""
+    stash_s: float = 0.0
+    """Activations of all rounds, one way."""
+
+
+@dataclass
+class Clock:
+    """Where a group is in time."""
+
+    compute: float = 0.0
+    gather: float = 0.0
+    update: float = 0.0
+    load: float = 0.0
+    """What copies to the device, of optimizer state and activations."""
+    store: float = 0.0
+    """And back."""
+    before: float = 0.0
+    """When compute was done with the phase before the last: from then on the next gather may run."""
+    shards: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """From when on a ministage's updated shards are there."""
+    states: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """From when on its state may be loaded again."""
+
+    @property
+    def end(self) -> float:
+        return max(self.compute, self.update)
+
+
+def run_step(
+    sketch: Sketch,
+    workers: Sequence[Worker],
+    works: Sequence[Work],
+    sends: Sequence[float],
+    clocks: Sequence[Clock],
+    lowest_backward: int,
+    *,
+    defers: bool,
+) -> None:
+    """One step, from where each group is."""
+    for clock in clocks:
+        clock.compute = clock.update = clock.end
+        clock.before = clock.compute
+    last = sketch.num_ministages - 1
+    arrivals: list[float] | None = None
+    for i in range(last + 1):
+        g = sketch.owners[i]
+        done = _run_phase(workers[g], works[i], clocks[g], i, arrivals, forward=True)
+        arrivals = done if i == last else _send(done, sends[i + 1])
+    arrivals = None
+    for i in range(last, lowest_backward - 1, -1):
+        g = sketch.owners[i]
+        worker, work, clock = workers[g], works[i], clocks[g]
+        done = _run_phase(worker, work, clock, i, arrivals, forward=False)
+        arrivals = _send(done, sends[i]) if i else None
+        if worker.zero != 3:
+            clock.compute += worker.num_reductions * work.reduce_s
+        if not defers:
+            update(worker, work, clock, i)
+    if defers:
+        update_together(sketch, workers, works, clocks, lowest_backward)
+
+
+def update_together(
+    sketch: Sketch,
+    workers: Sequence[Worker],
+    works: Sequence[Work],
+    clocks: Sequence[Clock],
+    lowest_backward: int,
+) -> None:
+    """Once all gradients are there."""
+    everyone = max(clock.compute for clock in clocks)
+    for clock in clocks:
+        clock.compute = everyone
+    for i in range(sketch.num_ministages - 1, lowest_backward - 1, -1):
+        g = sketch.owners[i]
+        update(workers[g], works[i], clocks[g], i)
+
+
+def _run_phase(
+    worker: Worker,
+    work: Work,
+    clock: Clock,
+    ministage: int,
+    arrivals: Sequence[float] | None,
+    *,
+    forward: bool,
+) -> list[float]:
+    """All rounds of a ministage one way; when each is done."""
+    num_rounds = worker.num_rounds
+    compute_s = work.forward_s if forward else work.backward_s
+    beside_s = work.gather_s
+    gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
+    if worker.zero == 3:
+        beside_s = num_rounds * (work.gather_s + (0.0 if forward else work.reduce_s))
+        compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
+        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / num_rounds
+    elif worker.overlap_slowdown > 1 and gathers:
+        compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
+    first = all_there = 0.0
+    if gathers and (work.gather_s or work.load_s):
+        start = max(clock.gather, clock.before, clock.shards[ministage])
+        clock.gather = start + max(work.gather_s, work.load_s)
+        all_there = clock.gather
+        first = all_there - (1 - work.first_unit) * work.gather_s
+    elif work.load_s:
+        first = max(clock.before, clock.shards[ministage]) + work.load_s
+    clock.before = clock.compute
+    at = max(clock.compute, first)
+    each_s = compute_s / num_rounds
+    stash_s = 0.0 if worker.accumulates else work.stash_s / num_rounds
+    done: list[float] = []
+    copied: list[float] = []
+    for r in range(num_rounds):
+        if stash_s and not forward:
+            earlier = done[r - COPIES_IN_FLIGHT] if r >= COPIES_IN_FLIGHT else clock.before
+            clock.load = max(clock.load, earlier) + stash_s
+            at = max(at, clock.load)
+        elif stash_s and r >= COPIES_IN_FLIGHT:
+            at = max(at, copied[r - COPIES_IN_FLIGHT])
+        if arrivals is not None:
+            needed = -(-(r + 1) * len(arrivals) // num_rounds) - 1
+            at = max(at, arrivals[needed])
+        at += each_s
+        if r == 0:
+            at = max(at, all_there)
+        done.append(at)
+        if stash_s and forward:
+            clock.store = max(clock.store, at) + stash_s
+            copied.append(clock.store)
+    clock.compute = at
+    return done
+
+
+def _send(done: Sequence[float], seconds: float) -> list[float]:
+    """When each round has reached the next group."""
+    if not seconds:
+        return list(done)
+    each_s = seconds / len(done)
+    arrived = []
+    at = 0.0
+    for end in done:
+        at = max(at, end) + each_s
+        arrived.append(at)
+    return arrived
+
+
+def update(worker: Worker, work: Work, clock: Clock, ministage: int) -> None:
+    if worker.is_cpu:
+        clock.compute += work.update_s + 2 * work.state_s
+        clock.shards[ministage] = clock.compute
+        return
+    # State is loaded during the backward and stored behind the update.
+    clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.state_s
+    clock.update = max(clock.update, clock.compute, clock.load) + work.update_s
+    clock.store = max(clock.store, clock.update) + work.state_s
+    clock.states[ministage] = clock.store
+    clock.shards[ministage] = clock.update

@@ -1,0 +1,348 @@
+"""What each device of a sketch holds at its peak: the runtime's own walk, over the list of one device.
+
+A device's memory depends on its ministages, its microbatches and its group's settings, not on who the other
+groups are. So the walk is over a plan of two groups: the device's own with one rank (and an idle one, if it
+has company), and one that has all other layers and the same microbatches. Of what a rank joins out of several
+pieces that it receives nothing is known then; the largest there can be is added. In place of many
+microbatches a few of the largest are walked, whose rows keep as much as all rows do: what is held at once is
+the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from zorselike.cost.device_memory import CPU, find_memory_bytes
+from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MinistageBytes, walk_memory
+from zorselike.cost.sizes import (
+    Holding,
+    KeptBytes,
+    add_up,
+    find_gradient_itemsize,
+    find_row_bytes,
+    list_units,
+)
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.layer_table import LayerTable
+from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.problem import PlanProblem
+from zorselike.schedule.actions import Action
+from zorselike.schedule.lowering.build import RECEIVE_AHEAD
+
+_FP32 = 4
+FEW_MICROBATCHES = 4
+"""Of a device, that are walked: more than are on their way to the host at once."""
+MORE_MICROBATCHES = 16
+"""Likewise where they are in flight and gradients are reduced after each."""
+_OWN, _REST = 0, 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one device."""
+
+    device_bytes: int
+    """At its peak, context and allocator included."""
+    host_bytes: int
+    """Of its node's memory."""
+
+
+class _Part(NamedTuple):
+    """One ministage, whole, in bytes."""
+
+    whole: float
+    gradients: float
+    state: float
+    unit: float
+    unit_gradients: float
+    kept_per_row: float
+    working_per_row: float
+    boundary_per_row: float
+    masters: bool
+
+
+class RankMemory:
+    """Needs and limits for one problem; keeps what was walked."""
+
+    def __init__(self, problem: PlanProblem, table: LayerTable, kept_bytes: KeptBytes) -> None:
+        self._problem, self._table, self._kept_bytes = problem, table, kept_bytes
+        self._overheads = problem.profile.overheads
+        self._needs: dict[object, Need] = {}
+        self._lists: dict[object, Sequence[Action]] = {}
+        self._parts: dict[tuple[int, int, str, str], _Part] = {}
+        self._limits: dict[int, int | None] = {}
+        self.scale = 1.0
+        """Of what devices and hosts have, what is planned with: more than 1 asks what would be if."""
+
+    # -- what there is ---------------------------------------------------------------------
+
+    def limit_bytes(self, device: int) -> int | None:
+        """Memory of a device; None where it is not known."""
+        if device not in self._limits:
+            cluster = self._problem.cluster
+            self._limits[device] = find_memory_bytes(cluster, cluster.places[device])
+        limit = self._limits[device]
+        return limit if limit is None or self.scale == 1 else round(limit * self.scale)
+
+    def host_limit_bytes(self, node: int) -> int | None:
+        """Memory of a node's host; None where it is not known."""
+        limit = self._problem.cluster.nodes[node].host_memory_bytes
+        return limit if limit is None or self.scale == 1 else round(limit * self.scale)
+
+    def overfull_hosts(self, sketch: Sketch) -> dict[int, tuple[int, int]]:
+        """By node: what is offloaded to it, and what it has, where that is less."""
+        wanted: Counter[int] = Counter()
+        for g, group in enumerate(sketch.groups):
+            if group.mode.offload:
+                for position, device in enumerate(group.devices):
+                    node = self._problem.cluster.places[device].node
+                    wanted[node] += self.need(sketch, g, position).host_bytes
+        limits = {node: self.host_limit_bytes(node) for node in wanted}
+        return {
+            node: (num_bytes, limit)
+            for node, num_bytes in wanted.items()
+            if (limit := limits[node]) is not None and num_bytes > limit
+        }
+
+    # -- what is needed --------------------------------------------------------------------
+
+    def need(self, sketch: Sketch, group: int, position: int) -> Need:
+        """Of the device at a position of a group."""
+        own = sketch.groups[group]
+        device = self._device_type(own.devices[position])
+        cuts = tuple(
+            (layers.start, layers.stop) for layers in map(sketch.layers_of, sketch.ministages_of(group))
+        )
+        sizes = own.held_sizes(position) or max(own.sizes, key=len)
+        rows = max(sizes) if _accumulates(sketch) else sum(sizes)
+        bounded = None if own.max_in_flight is None else (len(sizes), own.num_rounds)
+        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]), bounded)
+        key = (cuts, own.mode, summary, len(own.devices), device)
+        if key not in self._needs:
+            self._needs[key] = self._walk(cuts, own, own.held_sizes(position), device)
+        return self._needs[key]
+
+    def _device_type(self, device: int) -> str:
+        cluster = self._problem.cluster
+        return cluster.device_type(cluster.places[device])
+
+    def estimate_bytes(self, sketch: Sketch, group: int, position: int) -> int:
+        """About what `need` would find of a device, without a walk."""
+        own = sketch.groups[group]
+        device = self._device_type(own.devices[position])
+        sizes = own.held_sizes(position)
+        parts = [self._part(sketch.layers_of(i), own.mode, device) for i in sketch.ministages_of(group)]
+        num_shards = 1 if own.mode.zero == 0 else len(own.devices)
+        rows_at_once = max(sizes, default=0)
+        rows = rows_at_once if _accumulates(sketch) else sum(sizes)
+        held = _hold(parts, own.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
+        return self._overheads.context_bytes + round(held * (1 + self._overheads.allocator_share))
+
+    def _part(self, layers: range, mode: Mode, device: str) -> _Part:
+        key = (layers.start, layers.stop, mode.recompute, device)
+        if key not in self._parts:
+            self._parts[key] = self._add_up(layers, mode, device)
+        return self._parts[key]
+
+    def _add_up(self, layers: range, mode: Mode, device: str) -> _Part:
+        workload = self._problem.workload
+        gradient_itemsize = find_gradient_itemsize(workload.itemsize)
+        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        kept = working = 0.0
+        number = trained = largest = 0
+        keys = Counter(self._table.keys[layer] for layer in layers)
+        for key, count in keys.items():
+            kind = self._table.kind(key)
+            own = kind.num_parameters + kind.num_borrowed
+            number += count * own
+            trained += count * (kind.trainable + kind.num_borrowed)
+            largest = max(largest, own)
+            whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
+            if self._table.recompute(key, mode.recompute) == "layer":
+                inputs = kind.input_elements_per_row * workload.itemsize
+                kept += count * self._kept_bytes.get((kind.name, device, "layer"), inputs)
+                working = max(working, whole + kind.working_bytes_per_row)
+            else:
+                kept += count * whole
+                working = max(working, kind.working_bytes_per_row)
+        edges = [layers.start, min(layers.stop, len(self._table.keys) - 1)]
+        boundary = max(self._table.kind(self._table.keys[e]).input_elements_per_row for e in edges if e)
+        return _Part(
+            whole=number * workload.itemsize,
+            gradients=trained * gradient_itemsize,
+            state=trained * state_itemsize,
+            unit=largest * workload.itemsize,
+            unit_gradients=largest * gradient_itemsize,
+            kept_per_row=kept,
+            working_per_row=working,
+            boundary_per_row=boundary * workload.itemsize,
+            masters=workload.masters,
+        )
+
+    def _walk(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes, device: str) -> Need:
+        few, share = _take_few(sizes)
+        if group.max_in_flight is not None and group.mode.reduces_per_microbatch:
+            few, share = _take_more(sizes, group.num_rounds)
+        if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
+            share = 1.0  # Each microbatch goes back before the next one comes.
+        plan = self._make_plan(cuts, group, few)
+        actions = self._list_actions(plan)
+        own = self._measure(plan, len(group.devices), device)
+        is_stashed = "activations" in group.mode.offload
+        if not is_stashed:
+            own = {i: _scale(size, share) for i, size in own.items()}
+        context_bytes = self._overheads.context_bytes
+        walk = walk_memory(
+            plan,
+            0,
+            actions,
+            own,
+            context_bytes=context_bytes,
+            num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
+        )
+        peak = walk.device_peak_bytes + self._posted_bytes(group, own, sizes)
+        if len(plan.groups) > 1:  # Else nothing is received.
+            peak += self._joined_bytes(own, sizes)
+        added = round(self._overheads.allocator_share * (peak - context_bytes))
+        host_bytes = walk.host_peak_bytes
+        if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
+            kept = sum(size.activation_bytes_per_row for size in own.values())
+            host_bytes += sum(sizes) * kept - walk.host["activations"]
+        return Need(peak + added, host_bytes)
+
+    def _list_actions(self, plan: Plan) -> Sequence[Action]:
+        """Of the device; the same list whatever layers the ministages have."""
+        setting = self._problem.setting
+        key = (
+            tuple(ministage.group for ministage in plan.ministages),
+            plan.groups,
+            setting.find_trainable(plan),
+            setting.find_ties(plan),
+        )
+        if key not in self._lists:
+            self._lists[key] = setting.list_actions(plan)[0]
+        return self._lists[key]
+
+    def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes) -> Plan:
+        ranks = (0,) if len(group.devices) == 1 else (0, 1)
+        modules = self._table.modules
+        edges = sorted({0, len(modules), *(edge for cut in cuts for edge in cut)})
+        ministages = [
+            Ministage(_OWN if (start, stop) in cuts else _REST, modules[start:stop])
+            for start, stop in pairwise(edges)
+        ]
+        has_rest = any(ministage.group == _REST for ministage in ministages)
+        # A device that holds shards only joins what others do.
+        has_rows, others = (sizes, 0) if sizes else (_take_few(max(group.sizes, key=len))[0], ranks[-1])
+        mode = group.mode
+        groups = [
+            Group(
+                ranks,
+                _microbatches(others, has_rows),
+                mode.zero,
+                mode.grad_reduce,
+                mode.offload,
+                mode.recompute,
+            )
+        ]
+        if has_rest:
+            groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
+        return Plan(sum(has_rows), tuple(groups), tuple(ministages))
+
+    def _measure(self, plan: Plan, num_ranks: int, device: str) -> dict[int, MinistageBytes]:
+        """Of each ministage of the device's own group."""
+        workload = self._problem.workload
+        holding = Holding(
+            itemsize=workload.itemsize,
+            num_moments=workload.num_moments,
+            num_shards=1 if plan.groups[_OWN].zero == 0 else num_ranks,
+        )
+        units = list_units(plan, workload)
+        return {
+            i: add_up(units[i], find_row_bytes(plan, workload, i, device, self._kept_bytes), holding)
+            for i in plan.ministages_of_group(_OWN)
+        }
+
+    def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+        return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
+
+    def _posted_bytes(self, group: GroupSketch, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+        """What is received early: with bounds on microbatches in flight the gradients of all of these, and
+        the inputs of those that follow."""
+        if group.max_in_flight is None:
+            return 0
+        num_rows = sum(sizes) + RECEIVE_AHEAD * max(sizes, default=0)
+        return num_rows * max(size.boundary_bytes_per_row for size in own.values())
+
+
+def _accumulates(sketch: Sketch) -> bool:
+    """Whether each microbatch goes forward and at once back, as with a single ministage."""
+    return sketch.num_ministages == 1
+
+
+def _hold(
+    parts: Sequence[_Part], mode: Mode, num_shards: int, rows: int, rows_at_once: int, defers: bool
+) -> float:
+    """The most that a device with these ministages holds, about."""
+    shards = [part.whole / num_shards for part in parts]
+    states = [part.state / num_shards for part in parts]
+    gradient_shards = [part.gradients / num_shards for part in parts]
+    stays = sum(sorted(states)[-2:]) if "optimizer" in mode.offload else sum(states)
+    stays += shards[0] + sum(sorted(shards)[-2:]) if "params" in mode.offload else sum(shards)
+    if mode.zero < 2:
+        stays += sum(part.whole for part in parts)
+    peak = kept = 0.0
+    for i, part in enumerate(parts):
+        if "activations" in mode.offload:
+            kept = min(3 * rows_at_once, rows) * part.kept_per_row
+        else:
+            kept += rows * part.kept_per_row
+        held = kept + rows_at_once * (part.working_per_row + 5 * part.boundary_per_row) + part.unit
+        if mode.zero == 2:
+            held += part.whole + (parts[i - 1].whole if i else 0.0)
+        elif mode.zero == 3:
+            held += 2 * part.unit
+        held += part.unit_gradients if mode.zero == 3 else part.gradients
+        held += part.unit_gradients + part.masters * (shards[i] + gradient_shards[i])
+        held += sum(gradient_shards[i + 1 :]) if defers else max(gradient_shards[i + 1 :], default=0.0)
+        peak = max(peak, held)
+    return stays + peak
+
+
+def _take_few(sizes: Sizes) -> tuple[Sizes, float]:
+    """Few microbatches in place of many, and how many rows each of theirs stands for."""
+    if len(sizes) <= FEW_MICROBATCHES:
+        return sizes, 1.0
+    few = (max(sizes),) * FEW_MICROBATCHES
+    return few, sum(sizes) / sum(few)
+
+
+def _take_more(sizes: Sizes, num_rounds: int) -> tuple[Sizes, float]:
+    """The same where gradients are reduced after each microbatch of few in flight: what counts is the second
+    reduction, with almost all in flight still there and the shards of the first one's gradients."""
+    if not sizes:
+        return sizes, 1.0
+    number = min(max(len(sizes), 2), num_rounds, MORE_MICROBATCHES)
+    more = (max(sizes),) * number
+    left = max(number - 1, 1) / number
+    """Of what is walked, at the second reduction; in a run all in flight but one are left, or the one."""
+    held = sum(sizes) * max(len(sizes) - 1, 1) / len(sizes)
+    return more, held / (left * sum(more))
+
+
+def _scale(size: MinistageBytes, share: float) -> MinistageBytes:
+    return (
+        size
+        if share == 1
+        else replace(size, activation_bytes_per_row=round(share * size.activation_bytes_per_row))
+    )
+
+
+def _microbatches(rank: int, sizes: Sizes) -> tuple[Microbatch, ...]:
+    ends = list(accumulate(sizes, initial=0))
+    return tuple(Microbatch(rank, start, stop) for start, stop in pairwise(ends))

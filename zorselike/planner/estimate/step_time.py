@@ -1,0 +1,350 @@
+"""About how long a step of a sketch takes, in a fraction of a simulation's time.
+
+A group is one worker that goes through a ministage in as many rounds as its busiest device has microbatches;
+what is sent on after a round lets the next group begin its rounds of the same rows. Collectives and transfers
+share wires only with themselves. The order in which things are done is the schedule's
+(`schedule/lowering/build.py`), so fill, drain and what gathers, reductions, updates and copies leave exposed
+are there; what one group's traffic takes from another's, and unevenness inside a round, are not. The
+simulator decides in the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import pairwise
+
+from zorselike.cost.device_memory import CPU
+from zorselike.cost.network import CollectiveOp, Network
+from zorselike.cost.sizes import find_gradient_itemsize
+from zorselike.cost.wires import make_network
+from zorselike.plan.cluster.cluster import Place
+from zorselike.plan.plan import Recompute
+from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.layer_table import LayerTable
+from zorselike.planner.candidate.to_plan import make_plan
+from zorselike.planner.estimate.forward_first import Clock, Work, Worker, run_step
+from zorselike.planner.estimate.one_f_one_b import Order, run_step_in_flight
+from zorselike.planner.problem import PlanProblem
+from zorselike.schedule.orders.in_flight import find_needs, order_in_flight
+
+_FP32 = 4
+NUM_STEPS = 2
+"""Of which the last counts, as in the simulator."""
+
+
+class Pace:
+    """Estimates for one problem; keeps what sketches have in common."""
+
+    def __init__(self, problem: PlanProblem, table: LayerTable) -> None:
+        self._problem, self._table = problem, table
+        self._cluster = problem.cluster
+        self._overheads = problem.profile.overheads
+        self._sums: dict[tuple[str, str, Recompute, Sizes], tuple[float, float]] = {}
+        self._collectives: dict[tuple[CollectiveOp, tuple[int, ...], int], float] = {}
+        self._sends: dict[object, float] = {}
+        self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
+        self._copied: dict[object, float] = {}
+        self._orders: dict[object, list[Order]] = {}
+
+    @cached_property
+    def network(self) -> Network:
+        """Between all devices of the cluster, by their index in `Cluster.places`."""
+        return make_network(self._cluster, self._cluster.places, self._problem.profile)
+
+    def place(self, device: int) -> Place:
+        return self._cluster.places[device]
+
+    def device_type(self, device: int) -> str:
+        return self._cluster.device_type(self.place(device))
+
+    # -- a step ----------------------------------------------------------------------------
+
+    def estimate_s(self, sketch: Sketch) -> float:
+        """Seconds of a step in a steady run."""
+        accumulates = sketch.num_ministages == 1
+        workers = [self._make_worker(group, accumulates) for group in sketch.groups]
+        works = [self._measure(sketch, i) for i in range(sketch.num_ministages)]
+        sends = self._measure_sends(sketch)
+        lowest = self._lowest_backward(sketch)
+        ties_s = self._measure_ties(sketch)
+        orders = self._order_in_flight(sketch, lowest) if sketch.bounds_in_flight else None
+        defers = self._problem.defer_updates
+        clocks = [Clock() for _ in workers]
+        ended = began = 0.0
+        for _ in range(NUM_STEPS):
+            began = ended
+            if orders is not None:
+                run_step_in_flight(sketch, workers, works, sends, clocks, orders, lowest, defers=defers)
+            else:
+                run_step(sketch, workers, works, sends, clocks, lowest, defers=defers)
+            ended = max(clock.end for clock in clocks) + ties_s
+            if ties_s:
+                for clock in clocks:
+                    clock.compute = ended
+        return ended - began
+
+    def _order_in_flight(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
+        """What each group computes in turn, and what its rounds wait for, which depends on rows alone, and on
+        what a backward takes."""
+        key = (
+            tuple((own.devices, own.sizes, own.max_in_flight, own.mode.recompute) for own in sketch.groups),
+            lowest_backward,
+        )
+        if key not in self._orders:
+            self._orders[key] = self._find_orders(sketch, lowest_backward)
+        return self._orders[key]
+
+    def _find_orders(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
+        plan = make_plan(sketch, self._problem, self._table)
+        orders = order_in_flight(plan, lowest_backward=lowest_backward)
+        needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
+        return [
+            Order(
+                order,
+                needs[g - 1].forward if g else (),
+                needs[g].backward if g < len(needs) else (),
+            )
+            for g, order in enumerate(orders)
+        ]
+
+    def _lowest_backward(self, sketch: Sketch) -> int:
+        for i in range(sketch.num_ministages):
+            if any(self._table.kind(self._table.keys[layer]).trains for layer in sketch.layers_of(i)):
+                return i
+        return sketch.num_ministages
+
+    def _make_worker(self, group: GroupSketch, accumulates: bool) -> Worker:
+        return Worker(
+            is_cpu=all(self.device_type(device) == CPU for device in group.devices[:1]),
+            zero=group.mode.zero,
+            num_rounds=group.num_rounds,
+            num_reductions=group.num_rounds if group.mode.reduces_per_microbatch else 1,
+            overlap_slowdown=self._overheads.overlap_slowdown,
+            accumulates=accumulates,
+        )
+
+    # -- a ministage -----------------------------------------------------------------------
+
+    def group_seconds(self, group: GroupSketch) -> Mapping[str, tuple[float, float]]:
+        """By key of a layer: forward and backward of all rows through one, on the group's slowest device."""
+        cache_key = (group.devices, group.sizes, group.mode.recompute)
+        if cache_key not in self._computed:
+            classes = self._classes(group)
+            self._computed[cache_key] = {
+                key: (
+                    max(self._sum(key, *own, group.mode.recompute)[0] for own in classes),
+                    max(self._sum(key, *own, group.mode.recompute)[1] for own in classes),
+                )
+                for key in self._table.counts
+            }
+        return self._computed[cache_key]
+
+    def _classes(self, group: GroupSketch) -> list[tuple[str, Sizes]]:
+        """Devices with work, those that are alike once."""
+        pairs = zip(map(self.device_type, group.devices), group.sizes, strict=True)
+        return [own for own in dict.fromkeys(pairs) if own[1]]
+
+    def _sum(self, key: str, device: str, sizes: Sizes, recompute: Recompute) -> tuple[float, float]:
+        """All microbatches of a device through one layer."""
+        wanted = (key, device, recompute, sizes)
+        if wanted not in self._sums:
+            times = Counter(sizes)
+            found = {rows: self._table.seconds(key, device, rows, recompute) for rows in times}
+            self._sums[wanted] = (
+                sum(number * found[rows].forward for rows, number in times.items()),
+                sum(number * found[rows].backward for rows, number in times.items()),
+            )
+        return self._sums[wanted]
+
+    def _measure(self, sketch: Sketch, i: int) -> Work:
+        group = sketch.groups[sketch.owners[i]]
+        keys = Counter(self._table.keys[layer] for layer in sketch.layers_of(i))
+        seconds = self.group_seconds(group)
+        forward_s = sum(number * seconds[key][0] for key, number in keys.items())
+        backward_s = sum(number * seconds[key][1] for key, number in keys.items())
+        is_alone = len(group.devices) == 1
+        gather_s = reduce_s = 0.0
+        if not is_alone and group.mode.zero:
+            gather_s = self._collect_s("all_gather", group, keys, of_gradients=False)
+        if not is_alone:
+            op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
+            reduce_s = self._collect_s(op, group, keys, of_gradients=True)
+        host_s = dict(self._overheads.action_s)
+        if host_s and self.device_type(group.devices[0]) == CPU:
+            forward_s += group.num_rounds * host_s.get("F", 0.0)
+            backward_s += group.num_rounds * host_s.get("B", 0.0)
+            reduce_s += host_s.get("REDUCE_GRAD", 0.0)
+        return Work(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            gather_s=gather_s,
+            first_unit=1 / max(1, sum(keys.values())),
+            reduce_s=reduce_s,
+            update_s=self._update_s(group, keys),
+            **self._copies(group, keys),
+        )
+
+    def _update_s(self, group: GroupSketch, keys: Mapping[str, int]) -> float:
+        trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
+        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
+        types = {self.device_type(device) for device in group.devices}
+        return max(self._table.update_s(device, -(-trained // num_shards)) for device in types)
+
+    def _collect_s(
+        self, op: CollectiveOp, group: GroupSketch, keys: Mapping[str, int], *, of_gradients: bool
+    ) -> float:
+        itemsize = self._problem.workload.itemsize
+        total = 0.0
+        for key, number in keys.items():
+            kind = self._table.kind(key)
+            num_bytes = (
+                kind.trainable * find_gradient_itemsize(itemsize)
+                if of_gradients
+                else kind.num_parameters * itemsize
+            )
+            if num_bytes:
+                total += number * self.collective_s(op, group.devices, num_bytes)
+        return total
+
+    def collective_s(self, op: CollectiveOp, devices: tuple[int, ...], num_bytes: int) -> float:
+        """One collective that is alone on its wires."""
+        wanted = (op, devices, num_bytes)
+        if wanted not in self._collectives:
+            self._collectives[wanted] = self.network.time_alone(
+                self.network.collective(op, devices, num_bytes)
+            )
+        return self._collectives[wanted]
+
+    def _copies(self, group: GroupSketch, keys: Mapping[str, int]) -> dict[str, float]:
+        """Between the device that is worst off and its host."""
+        offload = group.mode.offload
+        if not offload:
+            return {}
+        workload = self._problem.workload
+        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
+        parameters = sum(n * self._table.kind(key).num_parameters for key, n in keys.items()) / num_shards
+        trained = sum(n * self._table.kind(key).trainable for key, n in keys.items()) / num_shards
+        gradient_itemsize = find_gradient_itemsize(workload.itemsize)
+        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        copied: dict[str, float] = {}
+        if "params" in offload:
+            copied["load_s"] = self._copy_s(group, parameters * workload.itemsize)
+        if "optimizer" in offload:
+            copied["state_s"] = self._copy_s(group, trained * state_itemsize)
+        if "activations" in offload:
+            row_bytes = 0.0
+            for key, number in keys.items():
+                kind = self._table.kind(key)
+                recomputed = self._table.recompute(key, group.mode.recompute) == "layer"
+                kept = kind.input_elements_per_row * workload.itemsize
+                row_bytes += number * (kept if recomputed else kind.activation_bytes_per_row)
+            copied["stash_s"] = self._copy_s(group, row_bytes * max(map(sum, group.sizes)))
+        return copied
+
+    def copied_s(self, group: GroupSketch, key: str) -> float:
+        """What copies from the host take for one layer in a step, which computation hides at best."""
+        wanted = (group.devices, group.sizes, group.mode, key)
+        if wanted not in self._copied:
+            own = self._copies(group, {key: 1})
+            loads = 2 if group.mode.zero in (2, 3) else 1  # For the forward, and again for the backward.
+            self._copied[wanted] = (
+                loads * own.get("load_s", 0.0) + own.get("state_s", 0.0) + own.get("stash_s", 0.0)
+            )
+        return self._copied[wanted]
+
+    def _copy_s(self, group: GroupSketch, num_bytes: float) -> float:
+        """From the host, or to it, whichever is slower, all devices of a node at once."""
+        if not num_bytes:
+            return 0.0
+        worst = 0.0
+        for device in {self.device_type(d): d for d in group.devices}.values():
+            for to_device in (True, False):
+                worst = max(
+                    worst,
+                    self.network.time_alone([self.network.copy(device, num_bytes, to_device=to_device)]),
+                )
+        return worst
+
+    # -- transfers -------------------------------------------------------------------------
+
+    def _measure_sends(self, sketch: Sketch) -> list[float]:
+        """For each boundary before a ministage but the first: all rows of a step over it, one way."""
+        sends = [0.0]
+        for i in range(1, sketch.num_ministages):
+            a, b = sketch.owners[i - 1], sketch.owners[i]
+            elements = self._table.kind(self._table.keys[sketch.ends[i - 1]]).input_elements_per_row
+            row_bytes = elements * self._problem.workload.itemsize
+            sends.append(0.0 if a == b else self.send_s(sketch.groups[a], sketch.groups[b], row_bytes))
+        return sends
+
+    def send_s(self, source: GroupSketch, target: GroupSketch, row_bytes: int) -> float:
+        """All rows of a step from one group to another, every sender's rows evenly to all receivers."""
+        wanted = (source.devices, source.sizes, target.devices, target.sizes, row_bytes)
+        if wanted not in self._sends:
+            self._sends[wanted] = self._find_send_s(source, target, row_bytes)
+        return self._sends[wanted]
+
+    def _find_send_s(self, source: GroupSketch, target: GroupSketch, row_bytes: int) -> float:
+        senders, receivers = self._rows_by_node(source), self._rows_by_node(target)
+        num_rows = self._problem.global_batch
+        flows = []
+        for a, (given, first) in senders.items():
+            for b, (taken, second) in receivers.items():
+                num_bytes = given * taken / num_rows * row_bytes
+                if num_bytes and a != b:
+                    flows.append(self.network.transfer(first, second, num_bytes))
+                elif num_bytes:
+                    most = max(self._busiest(source, a) * taken, self._busiest(target, a) * given)
+                    flows.append(self.network.transfer(first, second, most / num_rows * row_bytes))
+        return self.network.time_alone(flows)
+
+    def _measure_ties(self, sketch: Sketch) -> float:
+        """Gradients of tied weights to their owners and values back, which nothing hides."""
+        workload = self._problem.workload
+        home = {
+            self._table.modules[layer]: i
+            for i in range(sketch.num_ministages)
+            for layer in sketch.layers_of(i)
+        }
+        total = 0.0
+        for owner, borrower in workload.ties:
+            a, b = (sketch.groups[sketch.owners[home[module]]] for module in (owner, borrower))
+            if home[owner] != home[borrower] and a is not b:
+                number = workload.kind_of[borrower].num_borrowed
+                total += self._tie_s(b, a, number * find_gradient_itemsize(workload.itemsize))
+                total += self._tie_s(a, b, number * workload.itemsize)
+        return total
+
+    def _tie_s(self, source: GroupSketch, target: GroupSketch, num_bytes: int) -> float:
+        """A weight from one group to another; with ZeRO 0 every device takes all of it."""
+        givers, takers = (Counter(self.place(d).node for d in own.devices) for own in (source, target))
+        first = {self.place(d).node: d for d in (*source.devices, *target.devices)}
+        copies = 1.0 if target.mode.zero == 0 else 1 / len(target.devices)
+        flows = [
+            self.network.transfer(
+                first[a], first[b], num_bytes * copies * taken * given / len(source.devices)
+            )
+            for a, given in givers.items()
+            for b, taken in takers.items()
+            if a != b
+        ]
+        return self.network.time_alone(flows)
+
+    def _rows_by_node(self, group: GroupSketch) -> dict[int, tuple[int, int]]:
+        """Rows of each node's devices, and one of these."""
+        found: dict[int, tuple[int, int]] = {}
+        for device, own in zip(group.devices, group.sizes, strict=True):
+            node = self.place(device).node
+            rows, first = found.get(node, (0, device))
+            found[node] = (rows + sum(own), first)
+        return found
+
+    def _busiest(self, group: GroupSketch, node: int) -> int:
+        """Rows of the device with most on a node."""
+        return max(
+            sum(own)
+            for device, own in zip(group.devices, group.sizes, strict=True)
+            if self.place(device).node == node
+        )

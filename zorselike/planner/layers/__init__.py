@@ -1,0 +1,1 @@
+"""Layers to ministages, in integers (Zorse 4.3.3)."""

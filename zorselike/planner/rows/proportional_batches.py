@@ -1,0 +1,75 @@
+"""Rows to ranks as Poplar's Algorithm 2 has it, its printed slips corrected: the baseline of
+`planner/rows/split.py`.
+
+First branch (ZeRO 0 and 1): as printed, the card with the least `u_i` takes the next row, where the text and
+Eqs. 2 and 3 mean the most under-used one; line 9 divides a time by a speed; line 12 adds up B, which is
+empty, where the rows given so far are meant. With `u_i = (T - t_i) * speed_i`, the rows that a card could
+still compute, what remains goes out by Hamilton's method. Second branch (ZeRO 2 and 3): as printed, the
+number of rounds is not whole and the last one takes as long as the others; here it is rounded up and the last
+timed on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zorselike.errors import ProfileError
+from zorselike.planner.by_shares import apportion
+from zorselike.planner.rows.split import (
+    BatchSplit,
+    Card,
+    check_cards,
+    list_rounds,
+    split_by_rounds,
+    split_by_sizes,
+)
+
+
+def share_in_proportion(cards: Sequence[Card], num_rows: int) -> BatchSplit:
+    """Rows in proportion to each card's greatest speed and the remainder to the most under-used; each card
+    computes them in microbatches of the size at which it is fastest, the last one smaller.
+
+    Raises:
+        PlanError: As `batches.share_once`.
+        ProfileError: A microbatch takes no time.
+    """
+    check_cards(cards, num_rows)
+    best = [_fastest_size(card) for card in cards]
+    usable = [i for i, size in enumerate(best) if size]
+    rows = [0] * len(cards)
+    speeds = [best[i] / cards[i].seconds[best[i] - 1] for i in usable]
+    for i, own in zip(usable, apportion(num_rows, speeds), strict=True):
+        rows[i] = own
+    return split_by_sizes(
+        cards,
+        [
+            (size,) * (own // size) + ((own % size,) if own % size else ()) if own else ()
+            for own, size in zip(rows, best, strict=True)
+        ],
+    )
+
+
+def share_in_equal_rounds(cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0) -> BatchSplit:
+    """All rounds are equal but the last; in each, every card computes the most that it can in the round's
+    time, the best of those that occur. Raises as `batches.share_once`."""
+    check_cards(cards, num_rows)
+    rounds = list_rounds(cards, num_rows)
+
+    def total_s(time: float, rows: int) -> float:
+        num_full, rest = divmod(num_rows, rows)
+        last_s = next(t for t, covered in rounds if covered >= rest) + collective_s if rest else 0.0
+        return num_full * (time + collective_s) + last_s
+
+    time, rows = min(rounds, key=lambda each: total_s(*each))
+    num_full, rest = divmod(num_rows, rows)
+    last = [next(t for t, covered in rounds if covered >= rest)] if rest else []
+    cards = [replace(card, most_rows=None) for card in cards]
+    return split_by_rounds(cards, [time] * num_full + last, num_rows, collective_s=collective_s)
+
+
+def _fastest_size(card: Card) -> int:
+    """Rows of the microbatch with most rows per second, the largest of equals; 0 where none fits."""
+    if card.seconds and card.seconds[0] <= 0:
+        raise ProfileError(f"rank {card.rank}: a row takes no time; measure it again")
+    return max(range(1, card.max_rows + 1), key=lambda rows: (rows / card.seconds[rows - 1], rows), default=0)

@@ -1,0 +1,299 @@
+"""Rows to ranks: who of a group computes how many, and in microbatches of which sizes (Poplar, Algorithm 2).
+
+Two cases. Where a group's collectives come once a step, every card goes through its own microbatches and the
+slowest card counts. Where they come with each microbatch (ZeRO 3, or `grad_reduce = "microbatch"`), the cards
+wait for each other each time, and the slowest microbatch of each round counts. Both are solved exactly; the
+paper's own ways are in `planner/rows/proportional_batches.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from zorselike.errors import PlanError, ProfileError
+from zorselike.plan.plan import Microbatch
+from zorselike.plan.shares import deal_rows
+from zorselike.planner.rows.capped_rounds import cover, fill_rounds
+from zorselike.planner.rows.microbatch_sums import ROUND_OFF, pick_sizes, sum_microbatches
+from zorselike.text.wording import list_few
+
+
+@dataclass(frozen=True)
+class Card:
+    """A rank and what a microbatch takes on it."""
+
+    rank: int
+    seconds: tuple[float, ...]
+    """Forward and backward of a microbatch of 1, 2, ... rows through all layers of the group, for as many
+    rows as fit at once; empty where not one row fits. They do not fall."""
+    most_rows: int | None = None
+    """Of a step, for which it has room where activations of all its microbatches are kept; None: any. The
+    paper's ways do not heed it."""
+
+    def __post_init__(self) -> None:
+        """Raises `ProfileError` for seconds that are negative, not finite, or fall."""
+        if fault := _find_fault(self.seconds):
+            raise ProfileError(f"rank {self.rank}: {fault}")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that fit at once."""
+        return len(self.seconds)
+
+
+@lru_cache(maxsize=4096)
+def _find_fault(seconds: tuple[float, ...]) -> str:
+    """What is wrong with a card's seconds; the same ones come again for each card of a type."""
+    if not all(math.isfinite(value) and value >= 0 for value in seconds):
+        return "a microbatch's time is negative or not finite"
+    if any(more < fewer for fewer, more in pairwise(seconds)):
+        return (
+            "a larger microbatch takes less time than a smaller one; take the least of each size and all "
+            "larger ones"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """The rows of a group's ranks."""
+
+    seconds: float
+    """Of the step's computation on the slowest card or, with collectives in each round, of all rounds and
+    their collectives."""
+    sizes: Mapping[int, tuple[int, ...]]
+    """Rows of each rank's microbatches in processing order; none where a card would only slow the others."""
+    microbatches: tuple[Microbatch, ...]
+    """In processing order, usable as `Group.microbatches`."""
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """Rows of each rank."""
+        return {rank: sum(own) for rank, own in self.sizes.items()}
+
+
+def tabulate_seconds(curve: Callable[[float], float], max_rows: int) -> tuple[float, ...]:
+    """A curve's seconds for microbatches of 1 to `max_rows` rows, as `Card` takes them."""
+    return tuple(curve(rows) for rows in range(1, max_rows + 1))
+
+
+def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
+    """The least time in which the cards together cover the batch, where collectives come once a step.
+
+    A card's time for n rows is its cheapest sum of microbatches; the optimum is one of the times that occur,
+    found by bisection on them. Rows that the cards could compute beyond the batch within that time are taken
+    where they save most.
+
+    Raises:
+        PlanError: Not one row fits on any card, all together have no room for so many, a rank twice, or
+            fewer than one row.
+    """
+    check_cards(cards, num_rows)
+    _check_room(cards, num_rows)
+    least = {seconds: sum_microbatches(seconds, num_rows) for seconds in {card.seconds for card in cards}}
+    counts = Counter((card.seconds, _room(card, num_rows)) for card in cards)
+    times = sorted({time for sums in least.values() for time in sums if math.isfinite(time)})
+
+    def covered(time: float) -> int:
+        return sum(
+            number * min(_fit_within(least[seconds], time), most)
+            for (seconds, most), number in counts.items()
+        )
+
+    slowest = times[bisect_left(times, num_rows, key=covered)]
+    tables = [least[card.seconds] for card in cards]
+    fitting = [
+        min(_fit_within(table, slowest), _room(card, num_rows))
+        for card, table in zip(cards, tables, strict=True)
+    ]
+    rows = take_surplus(tables, fitting, num_rows)
+    sizes = [
+        pick_sizes(card.seconds, table, own) for card, table, own in zip(cards, tables, rows, strict=True)
+    ]
+    return split_by_sizes(cards, sizes)
+
+
+def share_per_microbatch(
+    cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0, hidden_s: float = 0.0
+) -> BatchSplit:
+    """The least time for the batch where collectives come with each microbatch.
+
+    In a round of time t every card computes the most rows that it can within t, t being one of the times
+    that occur; which rounds is a dynamic programme over rows. Algorithm 2's second branch (equal rounds, the
+    last one smaller and timed on its own) is one of the choices. Where cards have room for only so many rows
+    of the step, and that changes the answer, it is a search that seldom misses the best.
+
+    Args:
+        collective_s: What the collectives of one round add to its computation, in seconds.
+        hidden_s: What others of the round take beside its computation (with ZeRO 3 all but the first gather
+            and the last reduction): so long a round takes at least.
+
+    Raises:
+        PlanError: As `share_once`, or the collectives take less than no time.
+    """
+    check_cards(cards, num_rows)
+    _check_room(cards, num_rows)
+    for seconds in (collective_s, hidden_s):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise PlanError(f"batches: the collectives of a microbatch take {seconds} s; give 0 or more")
+
+    def cost_s(time: float) -> float:
+        return max(time, hidden_s) + collective_s
+
+    cards = [replace(card, seconds=card.seconds[: _room(card, num_rows)]) for card in cards]
+    times = _mix_rounds(list_rounds(cards, num_rows), num_rows, cost_s)
+    kinds = Counter((card.seconds, _room(card, num_rows)) for card in cards)
+    if cover(kinds, Counter(times)) < num_rows:
+        times = fill_rounds(kinds, num_rows, cost_s)
+    return split_by_rounds(cards, times, num_rows, collective_s=collective_s, hidden_s=hidden_s)
+
+
+def _mix_rounds(
+    rounds: Sequence[tuple[float, int]], num_rows: int, cost_s: Callable[[float], float]
+) -> list[float]:
+    """Times of the cheapest rounds that cover the batch, by time and rows of a round."""
+    costs = np.array([cost_s(time) for time, _ in rounds])
+    rows = np.array([own for _, own in rounds])
+    most = int(rows[-1])
+    least = np.zeros(most + num_rows + 1)
+    """Seconds for 0, 1, ... rows, from position `most` on; fewer than none take nothing."""
+    for n in range(most + 1, most + num_rows + 1):
+        least[n] = (costs + least[n - rows]).min()
+    times = []
+    left = num_rows
+    while left > 0:
+        reached = costs + least[most + left - rows] <= least[most + left] * (1 + ROUND_OFF)
+        longest = int(np.flatnonzero(reached)[-1])
+        times.append(rounds[longest][0])
+        left -= rounds[longest][1]
+    return times
+
+
+# -- parts that the paper's ways share -----------------------------------------------------
+
+
+def check_cards(cards: Sequence[Card], num_rows: int) -> None:
+    """Raises `PlanError` for what no split can be made of."""
+    if num_rows < 1:
+        raise PlanError(f"batches: {num_rows} rows to share; give at least 1")
+    if not cards:
+        raise PlanError("batches: no cards to share rows among; give at least one")
+    repeated = [rank for rank, number in Counter(card.rank for card in cards).items() if number > 1]
+    if repeated:
+        raise PlanError(f"batches: {list_few(repeated, 'rank')} given twice; give each rank once")
+    if not any(card.seconds for card in cards):
+        raise PlanError(
+            f"batches: not one row fits on {list_few([card.rank for card in cards], 'rank')}; "
+            "raise the ZeRO stage, recompute, offload, or give the group fewer layers"
+        )
+
+
+def list_rounds(cards: Sequence[Card], num_rows: int) -> list[tuple[float, int]]:
+    """Times that occur, rising, and how many rows all cards together compute within each, up to the first
+    that covers the batch."""
+    counts = Counter(card.seconds for card in cards)
+    rounds: list[tuple[float, int]] = []
+    for time in sorted({time for seconds in counts for time in seconds}):
+        rounds.append((time, sum(number * bisect_right(own, time) for own, number in counts.items())))
+        if rounds[-1][1] >= num_rows:
+            break
+    return rounds
+
+
+def take_surplus(tables: Sequence[Sequence[float]], rows: Sequence[int], num_rows: int) -> list[int]:
+    """Rows that add up to `num_rows`, taken from larger ones where it saves most at each time.
+
+    Args:
+        tables: each card's seconds for 0, 1, ... rows.
+    """
+    left = list(rows)
+
+    def saving(i: int) -> tuple[float, int]:
+        return tables[i][left[i] - 1] - tables[i][left[i]], -i
+
+    heap = [saving(i) for i in range(len(left)) if left[i]]
+    heapq.heapify(heap)
+    for _ in range(sum(rows) - num_rows):
+        _, negative = heapq.heappop(heap)
+        left[-negative] -= 1
+        if left[-negative]:
+            heapq.heappush(heap, saving(-negative))
+    return left
+
+
+def split_by_sizes(cards: Sequence[Card], sizes: Sequence[Sequence[int]]) -> BatchSplit:
+    """Every card computes its own microbatches one after another, from the same beginning; rows go to
+    microbatches by the middle of their time."""
+    pieces = []
+    slowest = 0.0
+    for card, own in zip(cards, sizes, strict=True):
+        ends = list(accumulate((card.seconds[size - 1] for size in own), initial=0.0))
+        slowest = max(slowest, ends[-1])
+        pieces += [
+            ((start + end) / 2, card.rank, size)
+            for (start, end), size in zip(pairwise(ends), own, strict=True)
+        ]
+    by_rank = {card.rank: tuple(own) for card, own in zip(cards, sizes, strict=True)}
+    return BatchSplit(slowest, by_rank, deal_rows(pieces))
+
+
+def split_by_rounds(
+    cards: Sequence[Card],
+    times: Sequence[float],
+    num_rows: int,
+    *,
+    collective_s: float,
+    hidden_s: float = 0.0,
+) -> BatchSplit:
+    """Rounds in which every card computes the most rows that it can within the round's time and its room,
+    longest first; the last round computes what is left. A rank's j-th microbatch is in round j: a card that
+    has rows in a shorter round has some in every longer one."""
+    tables = [(0.0, *card.seconds) for card in cards]
+    sizes: list[list[int]] = [[] for _ in cards]
+    pieces: list[tuple[float, int, int]] = []
+    seconds = 0.0
+    left = num_rows
+    for number, time in enumerate(sorted(times, reverse=True)):
+        rows = [
+            min(_fit_within(table, time), _room(card, num_rows) - sum(mine))
+            for card, table, mine in zip(cards, tables, sizes, strict=True)
+        ]
+        rows = take_surplus(tables, rows, min(left, sum(rows)))
+        left -= sum(rows)
+        slowest = max(table[own] for table, own in zip(tables, rows, strict=True))
+        seconds += collective_s + max(slowest, hidden_s)
+        for card, own, mine in zip(cards, rows, sizes, strict=True):
+            if own:
+                mine.append(own)
+                pieces.append((number, card.rank, own))
+    by_rank = {card.rank: tuple(own) for card, own in zip(cards, sizes, strict=True)}
+    return BatchSplit(seconds, by_rank, deal_rows(pieces))
+
+
+def _check_room(cards: Sequence[Card], num_rows: int) -> None:
+    """Raises `PlanError` where the cards together have no room for the batch."""
+    room = sum(_room(card, num_rows) for card in cards if card.seconds)
+    if room < num_rows:
+        raise PlanError(
+            f"batches: {list_few([card.rank for card in cards], 'rank')} have room for {room} of {num_rows} "
+            "rows; recompute, offload, or give the group fewer layers"
+        )
+
+
+def _room(card: Card, num_rows: int) -> int:
+    """Rows for which a card has room in a step."""
+    return num_rows if card.most_rows is None else min(card.most_rows, num_rows)
+
+
+def _fit_within(table: Sequence[float], time: float) -> int:
+    """The most rows that take no longer, by a table of seconds for 0, 1, ... rows."""
+    return bisect_right(table, time) - 1

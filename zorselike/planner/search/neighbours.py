@@ -1,0 +1,220 @@
+"""Small changes of a sketch or of the choices behind it: what a local search tries next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.search.compose import Choice, GroupChoice, list_rounds
+
+MOST_KINDS = 6
+"""Of devices that are alike with the same rows, how many kinds of a group rows are moved between."""
+
+FEW_MINISTAGES = 8
+"""Up to so many, layers move across several boundaries at once."""
+
+FEW_LAYERS = 12
+"""Up to so many, one ministage more or fewer is tried with every number of microbatches."""
+
+MOST_COMPLEX = 2
+"""How much more complex than a group's mode those are that are tried in its place."""
+
+
+def move_layers(sketch: Sketch) -> Iterator[Sketch]:
+    """One layer across each boundary of ministages, either way; and of few ministages across several that
+    follow each other, so that those between keep their number of layers."""
+    num_edges = len(sketch.ends) - 1
+    longest = num_edges if num_edges < FEW_MINISTAGES else 1
+    for length in range(1, longest + 1):
+        for first in range(num_edges - length + 1):
+            for way in (-1, 1):
+                moved = range(first, first + length)
+                ends = tuple(end + way * (i in moved) for i, end in enumerate(sketch.ends))
+                if all(a < b for a, b in pairwise((0, *ends))):
+                    yield replace(sketch, ends=ends)
+
+
+def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: int) -> Iterator[Sketch]:
+    """One row from a device of each kind to one of each other of its group; and the rows of all devices of
+    a kind into one microbatch more or fewer.
+
+    Args:
+        kinds: what tells the devices of each group apart, apart from their rows.
+        most_at_once: rows of a microbatch.
+    """
+    for g, (group, own) in enumerate(zip(sketch.groups, kinds, strict=True)):
+        alike: dict[object, list[int]] = {}
+        for position, kind in enumerate(own):
+            alike.setdefault((kind, group.sizes[position]), []).append(position)
+        few = list(alike.values())[:MOST_KINDS]
+        for givers in few:
+            if not group.sizes[givers[-1]]:
+                continue
+            for takers in few:
+                if takers is not givers or len(givers) > 1:
+                    yield from _with_rows(sketch, g, givers[-1], takers[0], most_at_once)
+                if takers is not givers and len(givers) + len(takers) > 2:
+                    yield _shift_rows(sketch, g, givers, takers, most_at_once)
+        for positions in few:
+            for sizes in _recut(group.sizes[positions[0]], most_at_once):
+                yield _with_sizes(sketch, g, dict.fromkeys(positions, sizes))
+        if len(few) > 1:
+            for more in (1, -1):
+                changed = {
+                    position: sizes
+                    for positions in few
+                    for position in positions
+                    for sizes in [_cut_evenly(group.sizes[position], len(group.sizes[position]) + more)]
+                    if sizes and max(sizes) <= most_at_once
+                }
+                if changed:
+                    yield _with_sizes(sketch, g, changed)
+
+
+def _with_rows(sketch: Sketch, g: int, giver: int, taker: int, most_at_once: int) -> Iterator[Sketch]:
+    sizes = sketch.groups[g].sizes
+    for given in _fewer(sizes[giver]):
+        for taken in _more(sizes[taker], most_at_once):
+            yield _with_sizes(sketch, g, {giver: given, taker: taken})
+
+
+def _shift_rows(
+    sketch: Sketch, g: int, givers: Sequence[int], takers: Sequence[int], most_at_once: int
+) -> Sketch:
+    """A row from each of some devices, dealt out among others: a step waits for the slowest of each."""
+    changed = {giver: _fewer(sketch.groups[g].sizes[giver])[-1] for giver in givers}
+    for number in range(len(givers)):
+        taker = takers[number % len(takers)]
+        own = changed.get(taker, sketch.groups[g].sizes[taker])
+        changed[taker] = _more(own, most_at_once)[-1]
+    return _with_sizes(sketch, g, changed)
+
+
+def _with_sizes(sketch: Sketch, g: int, changed: dict[int, Sizes]) -> Sketch:
+    group = sketch.groups[g]
+    sizes = tuple(changed.get(position, own) for position, own in enumerate(group.sizes))
+    groups = (*sketch.groups[:g], replace(group, sizes=sizes), *sketch.groups[g + 1 :])
+    return replace(sketch, groups=groups)
+
+
+def _fewer(sizes: Sizes) -> list[Sizes]:
+    """A row less: from the last microbatch, or with all cut evenly."""
+    last = (*sizes[:-1], sizes[-1] - 1) if sizes[-1] > 1 else sizes[:-1]
+    return list(dict.fromkeys([last, _cut_evenly(sizes, min(len(sizes), sum(sizes) - 1), -1)]))
+
+
+def _more(sizes: Sizes, most_at_once: int) -> list[Sizes]:
+    """A row more: in the smallest microbatch, or in one of its own."""
+    grown = [(*sizes, 1)]
+    if sizes and min(sizes) < most_at_once:
+        smallest = len(sizes) - 1 - sizes[::-1].index(min(sizes))
+        grown.append((*sizes[:smallest], sizes[smallest] + 1, *sizes[smallest + 1 :]))
+    return [tuple(sorted(own, reverse=True)) for own in grown]
+
+
+def _recut(sizes: Sizes, most_at_once: int) -> list[Sizes]:
+    cuts = [_cut_evenly(sizes, len(sizes) + more) for more in (1, -1)]
+    return [own for own in cuts if own and own != sizes and max(own) <= most_at_once]
+
+
+def _cut_evenly(sizes: Sizes, num_microbatches: int, more: int = 0) -> Sizes:
+    """The same rows, or so many more, in microbatches that differ by one at most; `()` where that cannot
+    be."""
+    rows = sum(sizes) + more
+    if not 1 <= num_microbatches <= rows:
+        return ()
+    each, extra = divmod(rows, num_microbatches)
+    return (each + 1,) * extra + (each,) * (num_microbatches - extra)
+
+
+# -- choices -------------------------------------------------------------------------------
+
+
+def change_choice(
+    choice: Choice, modes: Sequence[Mode], *, num_layers: int, global_batch: int, regroup: bool
+) -> Iterator[Choice]:
+    """Other modes, rounds and numbers of ministages; and with `regroup` groups swapped, merged, split,
+    without a device, or with one from another group."""
+    groups = choice.groups
+    if choice.num_ministages == len(groups) > 1:
+        for slack in (None, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0):
+            yield replace(choice, slack=slack)
+    for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
+        if len(groups) <= choice.num_ministages + number <= num_layers:
+            yield Choice(groups, choice.num_ministages + number)
+    for together in list_rounds(-(-global_batch // min(len(own.devices) for own in groups))):
+        cut = tuple(replace(own, num_rounds=together) for own in groups)
+        steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
+        for number in (choice.num_ministages + way * step for step in steps for way in (-1, 1)):
+            if len(groups) <= number <= num_layers:
+                yield Choice(cut, number)
+    for g, own in enumerate(groups):
+        rounds = list_rounds(-(-global_batch // len(own.devices)))
+        for number in (own.num_rounds - 1, own.num_rounds + 1, *rounds):
+            if 1 <= number <= rounds[-1] and number != own.num_rounds:
+                yield choice.change(g, num_rounds=number)
+        for mode in modes:
+            if mode != own.mode and mode.complexity <= own.mode.complexity + MOST_COMPLEX:
+                yield choice.change(g, mode=mode)
+    if regroup:
+        yield from _regroup(choice, num_layers)
+
+
+def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
+    groups = choice.groups
+    for a in range(len(groups)):
+        for b in range(a + 1, len(groups)):
+            yield _with_groups(choice, _replaced(groups, {a: groups[b], b: groups[a]}), num_layers)
+            merged = replace(groups[a], devices=tuple(sorted(groups[a].devices + groups[b].devices)))
+            yield _with_groups(choice, _replaced(groups, {a: merged, b: None}), num_layers)
+    for a, own in enumerate(groups):
+        if len(groups) > 1:
+            yield _with_groups(choice, _replaced(groups, {a: None}), num_layers)
+        if len(own.devices) == 1:
+            continue
+        half = len(own.devices) // 2
+        parts = [replace(own, devices=own.devices[:half]), replace(own, devices=own.devices[half:])]
+        for first, second in (parts, parts[::-1]):
+            yield _with_groups(choice, (*groups[:a], first, second, *groups[a + 1 :]), num_layers)
+        for device in (own.devices[0], own.devices[-1]):
+            rest = replace(own, devices=tuple(d for d in own.devices if d != device))
+            yield _with_groups(choice, _replaced(groups, {a: rest}), num_layers)
+            for b, other in enumerate(groups):
+                if b != a:
+                    larger = replace(other, devices=tuple(sorted((*other.devices, device))))
+                    yield _with_groups(choice, _replaced(groups, {a: rest, b: larger}), num_layers)
+    yield from _swap_devices(choice)
+
+
+def _swap_devices(choice: Choice) -> Iterator[Choice]:
+    """The last device of a group against the first of another."""
+    groups = choice.groups
+    for a in range(len(groups)):
+        for b in range(len(groups)):
+            if a != b and len(groups[a].devices) + len(groups[b].devices) > 2:
+                given, taken = groups[a].devices[-1], groups[b].devices[0]
+                first = replace(groups[a], devices=tuple(sorted((*groups[a].devices[:-1], taken))))
+                second = replace(groups[b], devices=tuple(sorted((*groups[b].devices[1:], given))))
+                yield replace(choice, groups=_replaced(groups, {a: first, b: second}))
+
+
+def _replaced(
+    groups: Sequence[GroupChoice], changed: dict[int, GroupChoice | None]
+) -> tuple[GroupChoice, ...]:
+    new = [changed.get(g, own) for g, own in enumerate(groups)]
+    return tuple(own for own in new if own is not None)
+
+
+def _with_groups(choice: Choice, groups: tuple[GroupChoice, ...], num_layers: int) -> Choice:
+    """As many turns of each group as before, about."""
+    turns = choice.num_ministages / len(choice.groups)
+    number = max(len(groups), min(num_layers, round(turns * len(groups))))
+    return Choice(groups, number)
+
+
+def describe_kinds(group: GroupSketch, types: Sequence[str], nodes: Sequence[int]) -> list[object]:
+    """What tells a group's devices apart but for their rows: type and node."""
+    return [(types[device], nodes[device]) for device in group.devices]

@@ -1,0 +1,91 @@
+"""When no plan fits: the smallest change that would, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zorselike.planner.estimate.memory import RankMemory
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search.explore import Candidate
+from zorselike.text.wording import count, show_bytes
+
+_MOST = 64.0
+"""Times the memory there is, beyond which more is not looked for."""
+_NEAR = 0.05
+"""How near the factor is found."""
+
+
+def describe_nothing(
+    problem: PlanProblem,
+    memory: RankMemory,
+    find: Callable[[], Candidate | None],
+    is_late: Callable[[], bool],
+) -> str:
+    """One line: what was tried, and how much memory would be enough.
+
+    Args:
+        memory: whose `scale` is changed, and set back.
+        find: looks for anything that fits.
+        is_late: whether what was found has to do.
+    """
+    whose = f"{problem.workload.model} with {count(problem.global_batch, 'row')} a step"
+    what = f"plan: nothing fits: {whose} on {count(len(problem.usable), 'device')}"
+    try:
+        low, high = 1.0, 1.25
+        found = None
+        while found is None and high <= _MOST:
+            memory.scale = high
+            found = find()
+            if found is None and is_late():
+                tried = "" if low == 1 else f", nor with {low:.3g} times the memory"
+                return f"{what}{tried}; what would was not found in time: {_ease(problem)}"
+            if found is None:
+                low, high = high, high * 1.5
+        if found is None:
+            return f"{what}; not even with {_MOST:.0f} times the memory: {_ease(problem)}"
+        while high / low > 1 + _NEAR and not is_late():
+            middle = (low * high) ** 0.5
+            memory.scale = middle
+            nearer = find()
+            if nearer is None:
+                low = middle
+            else:
+                found, high = nearer, middle
+        memory.scale = 1.0
+        lack = _describe_lack(problem, memory, found)
+        return f"{what}. The smallest change that would: {lack}; or {_ease(problem)}"
+    finally:
+        memory.scale = 1.0
+
+
+def _describe_lack(problem: PlanProblem, memory: RankMemory, found: Candidate) -> str:
+    """Of a sketch that fits with more memory, who lacks how much."""
+    cluster = problem.cluster
+    lacks: dict[str, tuple[int, int]] = {}
+    for g, group in enumerate(found.sketch.groups):
+        for position, device in enumerate(group.devices):
+            limit = memory.limit_bytes(device)
+            if limit is None:
+                continue
+            lack = memory.need(found.sketch, g, position).device_bytes - limit
+            name = cluster.device_type(cluster.places[device])
+            if lack > lacks.get(name, (0, 0))[0]:
+                lacks[name] = lack, limit
+    parts = [
+        f"{show_bytes(lack)} more than the {show_bytes(limit)} of each {name}"
+        for name, (lack, limit) in sorted(lacks.items(), key=lambda item: -item[1][0])
+    ]
+    parts += [
+        f"{show_bytes(needed - limit)} more than the {show_bytes(limit)} of host memory of node "
+        f"{cluster.nodes[node].name}"
+        for node, (needed, limit) in sorted(memory.overfull_hosts(found.sketch).items())
+    ]
+    return " and ".join(parts[:3]) or "a little more memory"
+
+
+def _ease(problem: PlanProblem) -> str:
+    """What else a user can do."""
+    eased = ["shorter rows", "fewer rows a step"]
+    if problem.fixed.zero is not None or problem.fixed.recompute == "none" or problem.fixed.offload == ():
+        eased.insert(0, "leaving ZeRO, recomputation and offload to the planner")
+    return " or ".join(eased)

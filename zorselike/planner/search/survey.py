@@ -1,0 +1,172 @@
+"""Which sets of devices, groupings and orders of groups are looked at, and how closely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf, isfinite
+
+from zorselike.cost.sizes import find_gradient_itemsize
+from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.devices.bounds import DeviceBounds
+from zorselike.planner.devices.choose import DeviceSet, propose_devices
+from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.groups.candidates import Grouping, count_useful_groups, find_groupings
+from zorselike.planner.groups.order import order_by_bandwidth, order_groups
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search.budget import GLANCING_SHARE, Effort
+from zorselike.planner.search.explore import Candidate, Explorer, Groups
+from zorselike.planner.search.top_k import WORTH_SIMULATING
+
+ASSUMED_ROUNDS = 32
+"""Of a step, in the first guess at groupings."""
+FEW_ORDERS = 6
+"""Up to so many orders are looked at where a grouping does not fit in the paper's."""
+MOST_ORDERS = 24
+"""Of groups, beyond which only the paper's order is looked at."""
+MOST_DEEPENED = 6
+"""Groupings of a set of devices that are looked at closely, and half as many with few microbatches in flight,
+whose first estimates say less."""
+FEW_DEVICES = 8
+"""Up to so many every set of them is looked at closely."""
+
+
+class Survey:
+    """Finds candidates for one problem."""
+
+    def __init__(
+        self, problem: PlanProblem, explorer: Explorer, bounds: DeviceBounds, effort: Effort
+    ) -> None:
+        self._problem, self._explorer, self._bounds, self._effort = problem, explorer, bounds, effort
+        self._num_layers = len(problem.workload.layers)
+        self.found: dict[Sketch, Candidate] = {}
+        self._best: Candidate | None = None
+        self.sets_seen: list[DeviceSet] = []
+
+    def explore(self) -> None:
+        """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
+        sets = propose_devices(
+            self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._effort.budget_s)
+        )
+        for number, devices in enumerate(sets):
+            if self._is_hopeless(devices):
+                continue
+            if self._effort.is_exploring_over():
+                break
+            self.sets_seen.append(devices)
+            glances = self._glance(devices)
+            is_first = number == 0 or len(self._problem.usable) <= FEW_DEVICES
+            for glance in _take_best(glances, MOST_DEEPENED if is_first else MOST_DEEPENED // 4):
+                if self._effort.is_exploring_over():
+                    break
+                for candidate in self._deepen(glance, devices):
+                    self._keep(candidate)
+
+    def _is_hopeless(self, devices: DeviceSet) -> bool:
+        """Whether no plan of these devices would be simulated, beside the best estimate so far. Estimates
+        know no egress, and what they allow may break limits when simulated: where money or limits count all
+        sets are looked at, and so they are where devices are few."""
+        problem = self._problem
+        is_limited = problem.min_throughput > 0 or isfinite(problem.max_cost_per_iteration)
+        if is_limited or problem.objective == "cost" or len(problem.usable) <= FEW_DEVICES:
+            return False
+        best_s = inf if self._best is None else self._best.rank.wanted
+        return devices.bound_s > WORTH_SIMULATING * best_s
+
+    def _glance(self, devices: DeviceSet) -> list[Candidate]:
+        """Every grouping of a set of devices, the most promising first."""
+        found: list[Candidate] = []
+        for groups, name in self.list_groups(devices):
+            if self._effort.is_past(GLANCING_SHARE):
+                break
+            candidates = self._explorer.glance(groups, name)
+            if not candidates and self._problem.fixed.groups is None:
+                candidates = self._glance_in_other_orders(groups, name, devices)
+            for candidate in candidates:
+                found.append(candidate)
+                self._keep(candidate)
+        return sorted(found, key=lambda candidate: candidate.rank)
+
+    def _glance_in_other_orders(self, groups: Groups, name: str, devices: DeviceSet) -> list[Candidate]:
+        """Where a grouping does not fit in the paper's order: which groups come first and last, and have more
+        ministages, can make the difference."""
+        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=FEW_ORDERS)
+        for order in orders:
+            found = self._explorer.glance(tuple(groups[i] for i in order), f"{name}, in another order")
+            if found:
+                return found
+        return []
+
+    def forget(self) -> None:
+        """What was found with other memory."""
+        self.found.clear()
+        self._best = None
+        self._effort.promised_actions = 0
+        self._effort.may_stop = False
+
+    def _keep(self, candidate: Candidate) -> None:
+        self.found.setdefault(candidate.sketch, candidate)
+        if self._best is None or candidate.rank < self._best.rank:
+            self._best = candidate
+            self._effort.promised_actions = candidate.sketch.num_actions
+        self._effort.may_stop = self._effort.may_stop or candidate.rank.is_allowed
+
+    def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
+        """Groupings, their groups in the paper's order."""
+        fixed = self._problem.fixed
+        if fixed.groups is not None:
+            yield fixed.groups, "fixed"
+            return
+        bandwidths = self._read_bandwidths(devices)
+        most = fixed.ministages or self._num_layers
+        groupings = find_groupings(bandwidths, max_groups=min(most, count_useful_groups(bandwidths)))
+        for grouping in sorted(groupings, key=lambda own: self._guess_s(bandwidths, own)):
+            order = order_by_bandwidth(bandwidths, grouping.groups)
+            yield tuple(grouping.groups[i] for i in order), grouping.name
+
+    def _guess_s(self, bandwidths: Bandwidths, grouping: Grouping) -> float:
+        """What speaks against a grouping before it is looked at, in seconds: all gradients of the slowest
+        group over its slowest link, and a microbatch's way through each group."""
+        speeds = [
+            sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in own) for own in grouping.groups
+        ]
+        model_bytes = self._problem.workload.num_parameters * find_gradient_itemsize(
+            self._problem.workload.itemsize
+        )
+        reduced_s = max(
+            model_bytes * speed / sum(speeds) / bandwidths.slowest_link(own)
+            for speed, own in zip(speeds, grouping.groups, strict=True)
+        )
+        fill_s = self._problem.global_batch / sum(speeds) * len(grouping.groups) / ASSUMED_ROUNDS
+        return reduced_s + fill_s
+
+    def _deepen(self, glance: Candidate, devices: DeviceSet) -> Iterator[Candidate]:
+        """One decision after the other, then the groups in other orders, and the best of these again."""
+        best = self._explorer.deepen(glance)
+        yield best
+        groups = tuple(own.devices for own in best.choice.groups)
+        if self._problem.fixed.groups is not None or len(groups) == 1:
+            return
+        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=MOST_ORDERS)
+        turned = best
+        for order in orders:
+            if self._effort.is_exploring_over():
+                return
+            choice = replace(best.choice, groups=tuple(best.choice.groups[i] for i in order))
+            found = self._explorer.try_choice(choice, f"{glance.grouping}, in another order")
+            if found is not None:
+                yield found
+                turned = min(turned, found, key=lambda candidate: candidate.rank)
+        if turned is not best:
+            yield self._explorer.deepen(turned)
+
+    def _read_bandwidths(self, devices: DeviceSet) -> Bandwidths:
+        return read_bandwidths(
+            self._problem.cluster, devices.devices, span_regions=self._problem.spans_regions
+        )
+
+
+def _take_best(glances: list[Candidate], number: int) -> list[Candidate]:
+    """So many of the best, and half as many of those with bounds on microbatches in flight."""
+    in_flight = [glance for glance in glances if glance.choice.slack is not None][: number // 2]
+    return [*glances[:number], *(glance for glance in in_flight if glance not in glances[:number])]

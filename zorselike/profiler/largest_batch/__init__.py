@@ -1,0 +1,1 @@
+"""The most rows of the whole model that fit on each device under each ZeRO stage (Poplar, Algorithm 1)."""

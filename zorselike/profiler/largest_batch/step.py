@@ -1,0 +1,194 @@
+"""One rank's part of a step of the whole model under a ZeRO stage, without its collectives.
+
+The runtime's own classes compute it: parameters, gradients and optimizer state are sharded over all ranks
+as in training, so that memory is what training takes. But a gather fills the whole from this rank's own
+shard, and a reduction keeps this rank's own part: nobody waits for anybody, a failure strands nobody,
+and what is timed is what Poplar's times are after it has taken the collectives off. With ZeRO 3 layers gather
+as they compute, so that the copies of a gather, at the speed of the device's memory, are in its times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.profiler.clock import Clock, median
+from zorselike.profiler.layers.probes import ModelFactory, materialise
+from zorselike.profiler.layers.row_search import TrialResult
+from zorselike.profiler.machine.device_memory import DeviceMemory
+from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.loss import LossFn
+from zorselike.runtime.memory.ledger import Ledger
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pending_offloads import Departures, Retired
+from zorselike.runtime.memory.streams import make_streams
+from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage
+from zorselike.runtime.model.partition import partition
+from zorselike.runtime.model.pruning import find_units
+
+WARMUPS = 2
+"""Steps before any that counts: the first makes the optimizer's state."""
+
+
+class ZeroStep:
+    """The whole model on this rank as one ministage of all ranks."""
+
+    def __init__(
+        self,
+        build: ModelFactory,
+        modules: Sequence[str],
+        *,
+        zero: int,
+        group: ProcessGroup,
+        alone: ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        recompute: Recompute,
+        loss_fn: LossFn,
+    ) -> None:
+        """`group`: all ranks; `alone`: this rank by itself. Materialises what ZeRO keeps of the model on one
+        rank, one unit after the other."""
+        # With ZeRO 0 a rank holds what it would hold alone.
+        own = alone if zero == 0 else group
+        ranks = tuple(range(dist.get_world_size(own)))
+        plan = _plan_of(modules, ranks, zero=zero, recompute=recompute)
+        self._zero = zero
+        self._device = device
+        self._loss_fn = loss_fn
+        self._clock = Clock(device)
+        part = partition(build().to(dtype=dtype), plan)[0]
+        for name in find_units(part.module, modules) if part.units else ():
+            if name not in part.units:  # It shares weights, so it is sharded with the root.
+                materialise(part.module.get_submodule(name), device)
+        self._memory = Memory.of(device, make_streams(device))
+        self._ministage = ShardedMinistage(
+            0,
+            part.module,
+            part.units,
+            group=plan.groups[0],
+            mesh=DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)),
+            rank=Rank(self._memory, None, Departures(), Departures(), Retired()),
+            receives_grad=False,
+            param_dtype=None,
+            compiles=False,
+            keeps_shards=True,
+            tied=(),
+            borrowed=(),
+            materialise=lambda module, _: materialise(module, device),
+        )
+        for module in part.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(OwnGather())  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(OwnReduction())  # type: ignore[arg-type]
+        self._ministage.warm_up()
+        named = list(self._ministage.trained.items())
+        self._optimizer = torch.optim.AdamW(named, lr=1e-5, fused=True)
+        self._ministage.state.attach(self._optimizer)
+
+    def run(self, rows: int, *, memory: DeviceMemory, tokens_per_row: int, repeats: int) -> TrialResult:
+        """Median times of `repeats` whole steps of one microbatch of `rows` rows, and the memory of a step
+        that has optimizer state. Raises what the device raises when memory does not suffice; this object
+        is then of no more use."""
+        tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64, device=self._device)
+        times = []
+        kept = peak = 0
+        for number in range(WARMUPS + repeats):
+            if number < WARMUPS:  # Memory is counted where time is not, last with optimizer state.
+                with memory.watching(self._ministage.module, self._held):
+                    kept = self._step(tokens, memory)[2]
+                peak = memory.peak_bytes
+            else:
+                forward_s, backward_s, _ = self._step(tokens, None)
+                times.append((forward_s, backward_s))
+        return TrialResult(
+            fits=True,
+            peak_bytes=peak,
+            limit_bytes=memory.limit_bytes,
+            forward_s=median([forward_s for forward_s, _ in times]),
+            backward_s=median([backward_s for _, backward_s in times]),
+            kept_bytes=kept,
+        )
+
+    def _step(self, tokens: Tensor, memory: DeviceMemory | None) -> tuple[float, float, int]:
+        """Seconds of forward and backward, and bytes that the forward kept if `memory` counts."""
+        ministage, clock = self._ministage, self._clock
+        gathers = self._zero in (1, 2)
+        self._memory.streams.begin()
+        if gathers:
+            ministage.unshard()
+            clock.wait()  # Gathers are no part of the times.
+        begin = clock.mark()
+        outputs = ministage.forward(0, (tokens,), [False], {}, train=True)
+        loss = self._loss_fn(outputs, tokens) / tokens.numel()
+        between = clock.mark()
+        ministage.keep_outputs(0, (loss,))
+        grad = torch.ones_like(loss)
+        del outputs, loss
+        kept = memory.kept_bytes() if memory is not None else 0
+        if self._zero == 2:
+            ministage.reshard()
+            ministage.unshard()
+            clock.wait()
+        start = clock.mark()
+        ministage.backward(0, [grad])
+        end = clock.mark()
+        if memory is not None:
+            memory.note()
+        if self._zero < 3:
+            ministage.reduce()
+        if gathers:
+            ministage.reshard()
+        with ministage.updating():
+            self._optimizer.step()
+        ministage.await_update()
+        return clock.seconds(begin, between), clock.seconds(start, end), kept
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has held, by purpose."""
+        return self._memory.ledger
+
+    def _held(self) -> int:
+        """Bytes that this rank's ledger knows of, and gradients that are whole; asked on a CPU."""
+        grads = [p.grad for p in self._ministage.module.parameters() if p.grad is not None]
+        whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+        return self.ledger.device_bytes + sum(grad.numel() * grad.itemsize for grad in whole)
+
+
+def _plan_of(modules: Sequence[str], ranks: tuple[int, ...], *, zero: int, recompute: Recompute) -> Plan:
+    rows = tuple(Microbatch(rank, rank, rank + 1) for rank in ranks)
+    group = Group(ranks=ranks, microbatches=rows, zero=zero, recompute=recompute)
+    return Plan(len(ranks), (group,), (Ministage(0, tuple(modules)),)).validate()
+
+
+class _OwnMemory:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OwnGather(_OwnMemory):
+    """In FSDP2's place for an all-gather: every rank's part is a copy of one's own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        # The input may be a view of the output, as FSDP2 lays them out.
+        own = input_tensor.flatten().clone()
+        output_tensor.view(-1, own.numel()).copy_(own)
+
+
+class OwnReduction(_OwnMemory):
+    """In FSDP2's place for a reduce-scatter: the first part of one's own gradients."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor.flatten()[: output_tensor.numel()].view_as(output_tensor))

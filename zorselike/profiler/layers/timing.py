@@ -1,0 +1,177 @@
+"""Seconds and bytes of one layer's forward and backward against rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zorselike.cost.profile import LayerTimes, Source
+from zorselike.plan.plan import Recompute
+from zorselike.profiler.clock import Clock, median
+from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, build_layer, make_inputs
+from zorselike.profiler.layers.row_search import MaxRows, TrialResult, find_max_rows
+from zorselike.profiler.machine.device_memory import DeviceMemory
+from zorselike.runtime.loss import LossFn
+from zorselike.runtime.model.tracing import tensors_in
+
+WARMUPS = 2
+"""Steps before any that counts: kernels are chosen, caches filled, clocks raised."""
+
+
+class LayerBench:
+    """One layer on the device, ready to be run with any number of rows."""
+
+    def __init__(
+        self,
+        build: ModelFactory,
+        probe: LayerProbe,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: DeviceMemory,
+        recompute: Recompute = "none",
+        loss_fn: LossFn,
+        num_tokens: int,
+    ) -> None:
+        """`loss_fn` follows the model's last layer; `num_tokens`: token ids are below it."""
+        self._probe = probe
+        self._device = device
+        self._memory = memory
+        self._clock = Clock(device)
+        self._loss_fn = loss_fn
+        self._num_tokens = num_tokens
+        self._recomputes = recompute == "layer" and probe.is_numbered
+        self._layer = build_layer(build, probe.module, dtype=dtype, device=device)
+
+    def try_rows(self, rows: int, *, repeats: int) -> TrialResult:
+        """Median times of `repeats` steps with so many rows, or that they do not fit; then everything but
+        the layer is given back."""
+        try:
+            result = self._run(rows, repeats)
+        except Exception as error:
+            if not self._memory.is_refusal(error):
+                raise
+            # What the traceback holds is freed when this block ends, and given back below.
+            result = TrialResult(fits=False, limit_bytes=self._memory.limit_bytes)
+        self._layer.zero_grad(set_to_none=True)
+        self._memory.release()
+        return result
+
+    def _run(self, rows: int, repeats: int) -> TrialResult:
+        inputs, kwargs = make_inputs(self._probe, rows, num_tokens=self._num_tokens, device=self._device)
+        grads = self._make_grads(inputs, kwargs)
+        marks = []
+        kept = peak = 0
+        for number in range(WARMUPS + repeats):
+            # Memory is counted where time is not: on a CPU counting itself takes time.
+            counts = number < WARMUPS
+            with self._memory.watching(self._layer, self._held) if counts else nullcontext():
+                begin = self._clock.mark()
+                outputs = self._forward(inputs, kwargs, grads)
+                between = self._clock.mark()
+                if counts:
+                    kept = self._memory.kept_bytes()
+                torch.autograd.backward(outputs, None if self._probe.is_last else grads)
+                marks.append((begin, between, self._clock.mark()))
+            if counts:
+                peak = self._memory.peak_bytes
+            del outputs
+            for tensor in tensors_in([inputs, kwargs]):
+                tensor.grad = None
+        timed = marks[WARMUPS:]
+        return TrialResult(
+            fits=True,
+            peak_bytes=peak,
+            limit_bytes=self._memory.limit_bytes,
+            forward_s=median([self._clock.seconds(begin, between) for begin, between, _ in timed]),
+            backward_s=median([self._clock.seconds(between, end) for _, between, end in timed]),
+            kept_bytes=kept,
+        )
+
+    def _make_grads(self, inputs: Any, kwargs: Any) -> list[Tensor]:
+        """Gradients of what the layer returns, or for the last layer the targets of its loss."""
+        with torch.no_grad():
+            outputs = tensors_in(self._layer(*inputs, **kwargs))
+        if self._probe.is_last:
+            targets = outputs[0]
+            return [torch.randint(targets.shape[-1], targets.shape[:-1], device=self._device)]
+        return [torch.randn_like(output) for output in outputs]
+
+    def _forward(self, inputs: Any, kwargs: Any, grads: list[Tensor]) -> list[Tensor]:
+        run: Callable[..., Any] = self._layer
+        if self._recomputes:
+            outputs = checkpoint(run, *inputs, use_reentrant=False, **kwargs)
+        else:
+            outputs = run(*inputs, **kwargs)
+        if self._probe.is_last:
+            return [self._loss_fn(outputs, grads[0])]
+        return tensors_in(outputs)
+
+    def _held(self) -> int:
+        return held_bytes(self._layer)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and of the gradients that they have."""
+    tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def measure_layer(
+    bench: LayerBench,
+    *,
+    kind: str,
+    device: str,
+    dtype: str,
+    sequence_length: int,
+    recompute: Recompute,
+    most_rows: int,
+    repeats: int,
+    source: Source,
+    time_in_step: Callable[[int, TrialResult], tuple[float, float] | None] = lambda rows, result: None,
+    told: Callable[[int, TrialResult], None] = lambda rows, result: None,
+) -> LayerTimes | None:
+    """The layer's times against 1, 2, 4, ... rows up to `most_rows`, or to the most that fit; None if
+    not even one row fits. `time_in_step` may have better ones than a layer alone; `told` hears of each
+    trial."""
+
+    def trial(rows: int) -> TrialResult:
+        result = bench.try_rows(rows, repeats=repeats)
+        told(rows, result)
+        return result
+
+    found = find_max_rows(trial, most_rows=most_rows)
+    if not found.measured:
+        return None
+    times = [
+        time_in_step(rows, result) or (result.forward_s, result.backward_s) for rows, result in found.measured
+    ]
+    return LayerTimes(
+        kind=kind,
+        device=device,
+        dtype=dtype,
+        sequence_length=sequence_length,
+        recompute=recompute,
+        rows=tuple(rows for rows, _ in found.measured),
+        forward_s=tuple(forward_s for forward_s, _ in times),
+        backward_s=tuple(backward_s for _, backward_s in times),
+        max_rows=found.max_rows if found.is_limit else None,
+        memory_bytes_per_row=kept_per_row(found),
+        source=source,
+    )
+
+
+def kept_per_row(found: MaxRows) -> float | None:
+    """Bytes of one row that a forward leaves for the backward: the growth between the fewest and the most
+    rows measured; None if memory was not counted."""
+    (few, less), (many, more) = found.measured[0], found.measured[-1]
+    if not more.kept_bytes:
+        return None
+    if few == many:
+        return more.kept_bytes / many
+    return (more.kept_bytes - less.kept_bytes) / (many - few)

@@ -1,0 +1,77 @@
+"""Seconds of a message between two ranks, by its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from zorselike.cost.profile import LinkTimes, Source
+from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
+from zorselike.profiler.machine.collective_timing import MORE_OF_SMALL, SMALL
+from zorselike.profiler.machine.compute_burst import Spell
+from zorselike.profiler.machine.link_pairs import Pair, make_rounds
+from zorselike.runtime.comm.ranks import ProcessGroup
+
+SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
+"""Bytes of a message: 1 KiB to 64 MiB."""
+
+
+def measure_links(
+    pairs: Iterable[Pair],
+    nodes: dict[str, list[int]],
+    *,
+    rank: int,
+    group: ProcessGroup,
+    device: torch.device,
+    repeats: int,
+    source: Source,
+    sizes: Sequence[int] = SIZES,
+) -> list[LinkTimes]:
+    """The times of those pairs in which this rank begins, round by round; collective over the group.
+
+    `nodes`: the ranks of each node; the first of each speaks for it, inside a node the first two.
+    """
+    found = []
+    for pairs_of_round in make_rounds(pairs):
+        for first, second in pairs_of_round:
+            begins = nodes[first][0]
+            answers = nodes[second][1] if first == second else nodes[second][0]
+            if rank not in (begins, answers):
+                continue
+            other = answers if rank == begins else begins
+            seconds = [
+                time_messages(size, other, begins=rank == begins, group=group, device=device, repeats=repeats)
+                for size in sizes
+            ]
+            if rank == begins:
+                between = (min(first, second), max(first, second))
+                found.append(
+                    LinkTimes(
+                        between=between, num_bytes=tuple(sizes), seconds=make_rising(seconds), source=source
+                    )
+                )
+        # Nobody begins a round while others still use its wires.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return found
+
+
+def time_messages(
+    num_bytes: int, other: int, *, begins: bool, group: ProcessGroup, device: torch.device, repeats: int
+) -> float:
+    """Mean seconds of a message one way: half of there and back. Both ranks call it at once."""
+    clock, spell = Clock(device), Spell(device)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(1 + repeats * (MORE_OF_SMALL if num_bytes <= SMALL else 1)):
+        spell()
+        begin = clock.mark()
+        if begins:
+            dist.send(message, other, group=group)
+            dist.recv(message, other, group=group)
+        else:
+            dist.recv(message, other, group=group)
+            dist.send(message, other, group=group)
+        seconds.append(clock.seconds(begin, clock.mark()) / 2)
+    return trimmed_mean(seconds[1:])  # In the first one connections are made.

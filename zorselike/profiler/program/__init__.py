@@ -1,0 +1,1 @@
+"""What the program itself costs: host seconds of actions, units and updates."""

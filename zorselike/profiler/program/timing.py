@@ -1,0 +1,235 @@
+"""What the program itself costs: host seconds of actions, of FSDP units and of a step.
+
+The real runtime takes real steps with a few layers of the model's most frequent kind, once with every rank
+in a group of its own and once, where there are several, with all ranks in one group; each with few and with
+many layers in a ministage. What a group of several ranks costs more is what sharing costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zorselike.cost.profile import Overheads, Source
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.profiler.clock import trimmed_mean
+from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, make_inputs
+from zorselike.profiler.machine.overlap_timing import measure_slowdown
+from zorselike.profiler.processes import Processes
+from zorselike.profiler.program.action_clock import ActionClock
+from zorselike.profiler.program.action_costs import (
+    FEW_UNITS,
+    MANY_UNITS,
+    ActionCosts,
+    ActionSamples,
+    draw_lines,
+    find_shared,
+    leave_out,
+)
+from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.schedule.actions import COMPUTE
+
+MICROBATCHES = 3
+"""Of each rank: the first one after a gather is not like the others."""
+WARMUPS = 2
+STEPS_PER_REPEAT = 3
+"""Short as they are, and noisy."""
+SILENCE_S = 60.0
+"""A rank on a crowded machine may be silent for long."""
+BYTES_PER_PARAMETER = 24
+"""At most: gathered, gradient, sum of gradients, master weight and two moments, in fp32 each."""
+_NEVER_CLIPS = 1e9
+"""A norm so large that gradients stay as they are; but it is found, as where they are clipped."""
+
+BetweenSteps = Callable[[], AbstractContextManager[Callable[[], object]]]
+"""Inside there is a call that does what the caller's program does between two steps."""
+
+
+@contextmanager
+def no_work() -> Iterator[Callable[[], object]]:
+    """A program that does nothing between steps."""
+    yield lambda: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Steps of one small pipeline."""
+
+    samples: ActionSamples
+    rest_s: float
+    """Of a step, beside its actions."""
+
+
+class ProgramBench:
+    """Small pipelines of one kind of layer on all ranks; every method is collective."""
+
+    def __init__(
+        self,
+        build: ModelFactory,
+        probe: LayerProbe,
+        processes: Processes,
+        *,
+        dtype: torch.dtype,
+        repeats: int,
+        between_steps: BetweenSteps,
+    ) -> None:
+        """`probe`: of layers that pass on what they take."""
+        self._between_steps = between_steps
+        self._work: Callable[[], object]
+        self._build, self._probe, self._processes = build, probe, processes
+        self._dtype, self._repeats = dtype, repeats
+        self._is_cpu = processes.device.type == "cpu"
+
+    @property
+    def least_bytes(self) -> int:
+        """What a rank may come to hold of parameters and optimizer state."""
+        return MANY_UNITS * BYTES_PER_PARAMETER * self._num_parameters
+
+    def measure(self, source: Source) -> Overheads:
+        """The same on every rank."""
+        with self._between_steps() as self._work:
+            return self._measure(source)
+
+    def _measure(self, source: Source) -> Overheads:
+        size = self._processes.size
+        own, rests = self._measure_layout([(rank,) for rank in range(size)], zero=2)
+        unit_s = dict(own.unit_s)
+        shared_unit_s: dict[str, float] = {}
+        slowdown = 1.0
+        if size > 1:
+            together = [tuple(range(size))]
+            zero2, more_rests = self._measure_layout(together, zero=2)
+            zero3, _ = self._measure_layout(together, zero=3)
+            shared_unit_s = find_shared(own, zero2, zero3)
+            rests += more_rests
+            slowdown = measure_slowdown(
+                self._processes.everyone,
+                self._processes.device,
+                num_bytes=self._num_parameters * self._dtype.itemsize,
+                repeats=self._repeats,
+            )
+        if self._is_cpu:  # Layers were timed with what their units cost.
+            unit_s = leave_out(unit_s, COMPUTE)
+        return Overheads(
+            action_s=tuple(own.action_s.items()),
+            unit_s=tuple(unit_s.items()),
+            shared_unit_s=tuple(shared_unit_s.items()),
+            step_s=statistics.median(rests),
+            overlap_slowdown=slowdown,
+            source=source,
+        )
+
+    @property
+    def _num_parameters(self) -> int:
+        """Of one layer."""
+        layer = self._build().get_submodule(self._probe.module)
+        return sum(parameter.numel() for parameter in layer.parameters())
+
+    def _measure_layout(
+        self, groups: Sequence[tuple[int, ...]], *, zero: int
+    ) -> tuple[ActionCosts, list[float]]:
+        """Costs by kind, and seconds of steps beside actions."""
+        few, many = (self._run(groups, zero=zero, num_units=count) for count in (FEW_UNITS, MANY_UNITS))
+        return draw_lines(few.samples.means(), many.samples.means()), [few.rest_s, many.rest_s]
+
+    def _run(self, groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -> _Run:
+        """Steps of a pipeline of these groups, each with one ministage of so many layers; what all ranks
+        saw, on every rank."""
+        samples = ActionSamples(self._is_cpu)
+        rests: list[float] = []
+        plan = make_plan(groups, zero=zero, num_units=num_units)
+        with HeteroPipeline(
+            self._make_model(plan),
+            plan,
+            optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True),
+            loss_fn=_sum_squares,
+            count_fn=len,
+            device=self._processes.device,
+            param_dtype=self._dtype if self._dtype in HALF else None,
+            max_norm=_NEVER_CLIPS,
+            silence_s=SILENCE_S,
+        ) as pipe:
+            inputs = self._make_hidden(len(pipe.input_rows)) if pipe.input_rows else None
+            targets = torch.zeros(len(pipe.target_rows)) if pipe.target_rows else None
+            for number in range(WARMUPS + STEPS_PER_REPEAT * self._repeats):
+                clock = ActionClock()
+                begin_s = self._now()
+                with clock.running():
+                    pipe.step(inputs, targets)
+                step_s = self._now() - begin_s
+                begin_s = time.monotonic()
+                self._work()
+                between_s = time.monotonic() - begin_s
+                if number >= WARMUPS:
+                    samples.add_step(clock.times)
+                    rests.append(between_s + step_s - sum(map(samples.find_seconds, clock.times)))
+        return self._pool(samples, rests)
+
+    def _now(self) -> float:
+        return time.thread_time() if self._is_cpu else time.monotonic()
+
+    def _pool(self, own: ActionSamples, rests: list[float]) -> _Run:
+        pooled = ActionSamples(self._is_cpu)
+        said = self._processes.gather((dict(own.seconds), trimmed_mean(rests)))
+        for seconds, _ in said:
+            for kind, values in seconds.items():
+                pooled.seconds[kind] += values
+        return _Run(samples=pooled, rest_s=max(0.0, *(rest for _, rest in said)))
+
+    def _make_model(self, plan: Plan) -> nn.Sequential:
+        """On meta; its layers are those of the probe, under the plan's names."""
+        layer = self._build().get_submodule(self._probe.module)
+        num_layers = sum(len(ministage.modules) for ministage in plan.ministages)
+        layers = [_Bound(copy.deepcopy(layer), self._probe) for _ in range(num_layers)]
+        inner = nn.Sequential(OrderedDict((str(i), bound) for i, bound in enumerate(layers)))
+        return nn.Sequential(OrderedDict([("layers", inner)]))
+
+    def _make_hidden(self, rows: int) -> Tensor:
+        inputs, _ = make_inputs(self._probe, rows, num_tokens=1, device=self._processes.device)
+        hidden: Tensor = inputs[0].detach()
+        return hidden
+
+
+class _Bound(nn.Module):
+    """A layer with all its arguments but the first."""
+
+    def __init__(self, layer: nn.Module, probe: LayerProbe) -> None:
+        super().__init__()
+        self.layer, self._others, self._kwargs = layer, probe.inputs[1:], dict(probe.kwargs)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return tensors_in(self.layer(hidden, *self._others, **self._kwargs))[0]
+
+
+def make_plan(groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -> Plan:
+    """One ministage a group; every rank of it computes `MICROBATCHES` microbatches of one row, and where
+    groups are larger than others, the batch is what all compute."""
+    global_batch = MICROBATCHES * max(map(len, groups))
+    made = tuple(
+        Group(
+            ranks=ranks,
+            microbatches=tuple(Microbatch(ranks[i % len(ranks)], i, i + 1) for i in range(global_batch)),
+            zero=zero,
+        )
+        for ranks in groups
+    )
+    ministages = tuple(
+        Ministage(g, tuple(f"layers.{i}" for i in range(g * num_units, (g + 1) * num_units)))
+        for g in range(len(groups))
+    )
+    return Plan(global_batch=global_batch, groups=made, ministages=ministages).validate()
+
+
+def _sum_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.float().square().sum()

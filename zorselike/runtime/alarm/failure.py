@@ -1,0 +1,175 @@
+"""Which rank failed first, found from what all ranks report; and how that is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zorselike.schedule.actions import COMPUTE, Kind, parse_action
+from zorselike.text.wording import list_few
+
+_MAX_REASON_LENGTH = 500
+
+_ECHOES = re.compile(
+    r"connection (was )?(closed|reset|refused)|closed by (peer|remote)|broken pipe|pair closure"
+    r"|connectFullMesh|remote process (has )?(exited|terminated)|(read|write) error|timed out waiting"
+    r"|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+
+_PHASES = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.SEND_F: "sending activations",
+    Kind.RECV_F: "receiving activations",
+    Kind.SEND_B: "sending gradients",
+    Kind.RECV_B: "receiving gradients",
+    Kind.UNSHARD: "all-gather of parameters",
+    Kind.RESHARD: "freeing parameters",
+    Kind.REDUCE_GRAD: "gradient reduction",
+    Kind.TIE_GRAD: "gradients of tied weights",
+    Kind.TIE_VALUE: "values of tied weights",
+    Kind.TIE_FETCH: "values of tied weights",
+    Kind.NORM: "gradient norm",
+    Kind.STEP: "optimizer step",
+    Kind.LOAD: "loading from host memory",
+    Kind.OFFLOAD: "offloading to host memory",
+    Kind.LOAD_STATE: "loading optimizer state from host memory",
+    Kind.OFFLOAD_STATE: "offloading optimizer state to host memory",
+    Kind.LOAD_GRAD: "loading gradients from host memory",
+    Kind.OFFLOAD_GRAD: "offloading gradients to host memory",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed: `place` is what it was at then, `reason` one line."""
+
+    rank: int
+    place: str
+    reason: str
+    is_echo: bool = False
+    """Whether it reads like the consequence of another rank's end."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a rank is."""
+
+    place: str
+    """The text of its action or label; empty between steps."""
+    rounds: int = 0
+    """How many steps (evaluations, ...) are behind it; the same on all ranks that keep up."""
+    age_s: float = 0.0
+    """How long it has been there."""
+    has_acted: bool = False
+    """Whether it was ever in an action of a schedule."""
+    call: str = ""
+    """What it called last of what all ranks must call together, ..."""
+    called_in: int = 0
+    """... and in which round."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.place)
+
+
+def first_of(failures: Sequence[Failure]) -> Failure:
+    """The failure that came first, given in order of arrival: an echo can outrun its cause."""
+    return min(failures, key=lambda failure: failure.is_echo)
+
+
+def find_absent(present: Mapping[int, State], left: Mapping[int, State]) -> Failure | None:
+    """A rank that left, though another works on a step that needs it; both by rank."""
+    furthest = max((state.rounds for state in present.values() if state.is_busy), default=-1)
+    for rank, state in left.items():
+        if furthest >= state.rounds:
+            return Failure(rank, state.place, "it ended while other ranks went on")
+    return None
+
+
+def find_mismatch(present: Mapping[int, State]) -> Failure | None:
+    """A rank whose call in some round is another than that of the others: all wait for ever."""
+    calls: dict[int, dict[str, list[int]]] = {}
+    for rank, state in sorted(present.items()):
+        if state.call:
+            calls.setdefault(state.called_in, {}).setdefault(state.call, []).append(rank)
+    for ranks_of in calls.values():
+        if len(ranks_of) > 1:
+            usual, *others = sorted(ranks_of, key=lambda call: (-len(ranks_of[call]), ranks_of[call]))
+            rank = ranks_of[others[0]][0]
+            reason = (
+                f"it called {others[0]}() where {list_few(ranks_of[usual], 'rank')} called {usual}(); all "
+                "ranks make the same calls in the same order"
+            )
+            return Failure(rank, present[rank].place, reason)
+    return None
+
+
+def find_stalled(present: Mapping[int, State], limit_s: float) -> Failure | None:
+    """The rank for which the others wait, if no rank has gone on for so long, and one is at work.
+
+    Before all a rank that has not begun the step that others work on; then one that computes
+    before one that may wait; then the one that is least far, for the longest time.
+    """
+    furthest = max((state.rounds for state in present.values() if state.is_busy), default=-1)
+    if furthest < 0 or min(state.age_s for state in present.values()) <= limit_s:
+        return None
+    suspects = {rank: state for rank, state in present.items() if state.is_busy or state.rounds <= furthest}
+    rank, state = max(
+        suspects.items(), key=lambda entry: (_blame(entry[1]), -entry[1].rounds, entry[1].age_s)
+    )
+    return Failure(rank, state.place, f"no progress for {state.age_s:.1f} s")
+
+
+def _blame(state: State) -> int:
+    if not state.is_busy:
+        return 3
+    try:
+        kind = parse_action(state.place).kind
+    except ValueError:
+        return 1
+    return 2 if kind in COMPUTE or kind is Kind.STEP else 0
+
+
+def is_echo(reason: str) -> bool:
+    """Whether an error reads like what remains when a peer has ended."""
+    return _ECHOES.search(reason) is not None
+
+
+def reason_of(error: BaseException | str) -> str:
+    """`OutOfMemoryError: CUDA out of memory. ...`: the first line of an error."""
+    text = str(error).strip()
+    line = text.splitlines()[0].rstrip() if text else ""
+    if isinstance(error, BaseException):
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return line[:_MAX_REASON_LENGTH]
+
+
+def describe_place(place: str) -> str:
+    """`in 3B1 (ministage 3, microbatch 1, backward)`, `in start-up`, or `between steps`."""
+    if not place:
+        return "between steps"
+    try:
+        action = parse_action(place)
+    except ValueError:
+        return f"in {place}"
+    details = [] if action.ministage is None else [f"ministage {action.ministage}"]
+    if action.microbatch is not None:
+        details.append(f"microbatch {action.microbatch}")
+    details.append(_PHASES.get(action.kind, action.kind.value))
+    return f"in {place} ({', '.join(details)})"
+
+
+def describe_failure(failure: Failure) -> str:
+    """`zorselike: rank 2 failed first, in 3B1 (ministage 3, ...): OutOfMemoryError: ...`."""
+    return f"zorselike: rank {failure.rank} failed first, {describe_place(failure.place)}: {failure.reason}"
+
+
+def last_line(failure: Failure, rank: int, place: str) -> str:
+    """What a rank that is at `place` says before it ends with the others."""
+    if rank == failure.rank:
+        return f"{describe_failure(failure)}; this is that rank."
+    here = f"in {place}" if place else "between steps"
+    return f"{describe_failure(failure)}; this rank ({rank}) was {here} and stops."

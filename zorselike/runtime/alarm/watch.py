@@ -1,0 +1,375 @@
+"""The thread by which ranks fail together: rank 0 watches all and judges, the others watch it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from zorselike.runtime.alarm.failure import (
+    Failure,
+    State,
+    find_absent,
+    find_mismatch,
+    find_stalled,
+    first_of,
+    is_echo,
+    last_line,
+    reason_of,
+)
+from zorselike.runtime.alarm.heartbeat import Message, Page, Peer
+
+START_UP = "start-up"
+"""The label of a rank that has not been told another yet."""
+
+_EXIT_CODE = 1
+_ECHO_WAIT_S = 1.0
+"""How long an error that reads like the echo of another rank's end waits for its cause."""
+_VERDICT_WAIT_S = 3.0
+"""How long a failed rank waits for rank 0's verdict before it gives its own."""
+_LAST_WORDS_S = 0.5
+"""Between a rank's last line and its end, so that no launcher kills a rank that has not printed."""
+_LINGER_S = 5.0
+"""How long rank 0 stays for ranks that are not at work and do not leave either."""
+_GOODBYE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds; None: never. See `Alarm`."""
+
+    interval_s: float
+    silence_s: float | None
+    start_silence_s: float | None
+    stall_s: float | None
+
+
+class Whereabouts:
+    """What a rank is at. The working thread writes, the watching thread and other ranks read."""
+
+    def __init__(self, page: Page | None) -> None:
+        self.label: object = START_UP
+        self.entered = 0
+        self.rounds = 0
+        self.has_acted = False
+        self.call = (0, "")
+        """A round, and what was called in it."""
+        self.page = page
+
+    @property
+    def place(self) -> str:
+        label = self.label  # Once: the working thread may change it in between.
+        return "" if label is None else str(label)
+
+
+@dataclass
+class _Watched:
+    """A peer as its heartbeats show it."""
+
+    peer: Peer
+    heard_s: float
+    state: State
+    left: bool = False
+    left_at: State | None = None
+    """Where it was when it said goodbye, if others may not go further without it."""
+
+    @property
+    def place(self) -> str:
+        return self.state.place if self.peer.page is None else self.peer.page.read()
+
+
+class Watch(threading.Thread):
+    """Ends the process once any rank has failed; ends itself once this rank or rank 0 has left."""
+
+    def __init__(
+        self,
+        rank: int,
+        peers: list[Peer],
+        whereabouts: Whereabouts,
+        limits: Limits,
+        exit: Callable[[int], object],
+    ) -> None:
+        super().__init__(name="zorselike-alarm", daemon=True)
+        now = time.monotonic()
+        self._rank = rank
+        self._is_judge = rank == 0
+        self._whereabouts = whereabouts
+        self._limits = limits
+        self._exit = exit
+        self._watched = {peer.rank: _Watched(peer, now, State(START_UP)) for peer in peers}
+        self._entered = -1
+        self._entered_s = now
+
+        self._lock = threading.Lock()
+        self._own_failure: Failure | None = None
+        self._own_traceback = ""
+        self._told = False
+        self._failures: list[Failure] = []
+        self._first_failure_s = now
+        self._verdict: Failure | None = None
+
+        self._leaving = False
+        self._left_at: State | None = None
+        self._last_busy_s = now
+        self._goodbye_s: float | None = None
+
+        self._woken, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        for watched in self._watched.values():
+            self._selector.register(watched.peer.link, selectors.EVENT_READ, watched)
+
+    def report(self, error: BaseException | str, *, is_printed: bool = False) -> None:
+        """Makes an error this rank's failure unless it has failed already; from any thread."""
+        with self._lock:
+            if self._own_failure is not None:
+                return
+            if isinstance(error, BaseException) and not is_printed:
+                self._own_traceback = "".join(traceback.format_exception(error))
+            reason = reason_of(error)
+            self._own_failure = Failure(self._rank, self._whereabouts.place, reason, is_echo(reason))
+        self.wake()
+
+    def leave(self, *, binding: bool) -> None:
+        """Says goodbye to the others, who have failed if they need this rank (`binding`) again."""
+        if binding:
+            self._left_at = State(self._whereabouts.place, self._whereabouts.rounds)
+        self._leaving = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the thread look, and tell the others, at once."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+
+    def run(self) -> None:
+        try:
+            next_beat_s = 0.0
+            while True:
+                was_woken = self._receive(max(0.0, next_beat_s - time.monotonic()))
+                now = time.monotonic()
+                if was_woken or now >= next_beat_s:
+                    next_beat_s = now + self._limits.interval_s
+                    self._beat(now)
+                self._notice_failures(now)
+                verdict = self._judge(now)
+                if verdict is not None:
+                    self._end(verdict)
+                    return
+                if self._has_left(now):
+                    return
+        finally:
+            self._close()
+
+    # Hearing and being heard.
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Waits for messages; whether this rank's own thread had something to say."""
+        was_woken = False
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._woken.recv(4096)
+                was_woken = True
+                continue
+            watched: _Watched = key.data
+            messages, closed = watched.peer.link.receive()
+            watched.heard_s = time.monotonic()
+            for message in messages:
+                self._understand(watched, message)
+            if closed:
+                self._selector.unregister(watched.peer.link)
+                if not watched.left and self._goodbye_s is None:
+                    self._lose(
+                        watched, "its process ended without a word (killed, out of host memory, or crashed)"
+                    )
+                watched.left = True
+        return was_woken
+
+    def _understand(self, watched: _Watched, message: Message) -> None:
+        content = message["content"]
+        match message["kind"]:
+            case "beat":
+                watched.state = State(**content)
+            case "fail":
+                self._add(Failure(**content))
+            case "verdict":
+                self._verdict = Failure(**content)
+            case "bye":
+                watched.left = True
+                watched.left_at = None if content is None else State(**content)
+                watched.peer.link.end_sending()
+
+    def _present(self) -> list[_Watched]:
+        return [watched for watched in self._watched.values() if not watched.left]
+
+    def _tell(self, kind: str, content: Failure | State | None) -> None:
+        message = {"kind": kind, "content": None if content is None else asdict(content)}
+        for watched in self._present():
+            watched.peer.link.send(message)
+
+    def _beat(self, now: float) -> None:
+        whereabouts = self._whereabouts
+        if self._entered != whereabouts.entered:
+            self._entered, self._entered_s = whereabouts.entered, now
+        # One that does not read for hours (a debugger) must not fill the memory.
+        message = {"kind": "beat", "content": asdict(self._own_state(now))}
+        for watched in self._present():
+            if watched.peer.link.is_congested:
+                watched.peer.link.flush()
+            else:
+                watched.peer.link.send(message)
+
+    def _own_state(self, now: float) -> State:
+        rounds = self._whereabouts.rounds  # Before the place: see `Alarm.idle`.
+        called_in, call = self._whereabouts.call
+        return State(
+            self._whereabouts.place,
+            rounds,
+            now - self._entered_s,
+            self._whereabouts.has_acted,
+            call,
+            called_in,
+        )
+
+    # Failures.
+
+    def _add(self, failure: Failure) -> None:
+        if not self._failures:
+            self._first_failure_s = time.monotonic()
+        self._failures.append(failure)
+
+    def _lose(self, watched: _Watched, reason: str) -> None:
+        watched.left = True
+        self._add(Failure(watched.peer.rank, watched.place, reason))
+
+    def _notice_failures(self, now: float) -> None:
+        with self._lock:
+            own = self._own_failure
+        if own is not None and not self._told:
+            self._told = True
+            self._add(own)
+            if not self._is_judge:
+                self._tell("fail", own)
+        for watched in self._present():
+            has_acted = watched.state.has_acted
+            limit_s = self._limits.silence_s if has_acted else self._limits.start_silence_s
+            silent_s = now - watched.heard_s
+            if limit_s is not None and silent_s > limit_s:
+                self._lose(
+                    watched,
+                    f"silent for {silent_s:.1f} s (its process is stopped, or its node or network lost)",
+                )
+        if self._is_judge and not self._failures:
+            self._notice_absence_or_stall(now)
+
+    def _notice_absence_or_stall(self, now: float) -> None:
+        present = {watched.peer.rank: watched.state for watched in self._present()}
+        left = {
+            watched.peer.rank: watched.left_at
+            for watched in self._watched.values()
+            if watched.left_at is not None
+        }
+        if not self._leaving:
+            present[self._rank] = self._own_state(now)
+        elif self._left_at is not None:
+            left[self._rank] = self._left_at
+        failure = find_absent(present, left) or find_mismatch(present)
+        if failure is None and self._limits.stall_s is not None:
+            failure = find_stalled(present, self._limits.stall_s)
+        if failure is not None:
+            self._add(failure)
+
+    def _judge(self, now: float) -> Failure | None:
+        """Which failure was first, once that is known."""
+        if self._verdict is not None or not self._failures:
+            return self._verdict
+        first = first_of(self._failures)
+        patience_s = _ECHO_WAIT_S if first.is_echo else 0.0
+        if not self._is_judge and self._present():
+            patience_s = _VERDICT_WAIT_S
+        return first if now - self._first_failure_s >= patience_s else None
+
+    def _end(self, verdict: Failure) -> None:
+        """Tells the others, prints the last line, and ends the process."""
+        if self._is_judge:
+            for watched in self._watched.values():  # A stopped rank reads it when it goes on.
+                watched.peer.link.send({"kind": "verdict", "content": asdict(verdict)})
+        own = self._own_failure
+        if own is not None and self._own_traceback and (own.rank == verdict.rank or not own.is_echo):
+            _print_error(self._own_traceback)
+        _print_error(last_line(verdict, self._rank, self._whereabouts.place) + "\n")
+        if self._exit is os._exit:
+            _silence_errors()
+        threading.Thread(target=_flush_output, daemon=True).start()
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < until_s:
+            for watched in self._watched.values():
+                watched.peer.link.flush()
+            time.sleep(0.02)
+        self._exit(_EXIT_CODE)
+
+    # Leaving in order.
+
+    def _has_left(self, now: float) -> bool:
+        """Whether nothing remains to watch or to say, after a goodbye of this rank or of rank 0."""
+        if not self._is_judge and not self._present():
+            return not self._failures
+        if not self._leaving:
+            return False
+        if self._goodbye_s is None:
+            if any(watched.state.is_busy for watched in self._present()):
+                self._last_busy_s = now
+            if self._is_judge and self._present() and now - self._last_busy_s < _LINGER_S:
+                return False
+            self._goodbye_s = now
+            self._tell("bye", self._left_at)
+            for watched in self._present():
+                watched.peer.link.end_sending()
+        # The other side's end of the connection says that the goodbye was read.
+        waits = any(key.data is not None for key in self._selector.get_map().values())
+        return not waits or now - self._goodbye_s > _GOODBYE_S
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._woken.close()
+        self._waker.close()
+        for watched in self._watched.values():
+            watched.peer.link.close()
+            if watched.peer.page is not None:
+                watched.peer.page.close()
+
+
+def _error_fd() -> int:
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return 2
+
+
+def _print_error(text: str) -> None:
+    """Writes past Python's buffers, whose locks the working thread may hold."""
+    # A progress bar may have left the cursor in mid-line.
+    rest = b"\n" + text.encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(_error_fd(), rest) :]
+
+
+def _silence_errors() -> None:
+    """Nothing that still runs in this process may print after its last line."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for fd in {2, _error_fd()}:
+            os.dup2(nowhere, fd)
+
+
+def _flush_output() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()

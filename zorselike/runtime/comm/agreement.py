@@ -1,0 +1,66 @@
+"""What all ranks must agree on before they work together; the same error on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zorselike.errors import ConfigError, PlanError
+from zorselike.plan.plan import Plan
+from zorselike.text.wording import list_few
+
+
+def check_same_plan(plan: Plan) -> None:
+    """Raises `PlanError` where processes run different plans (an old copy on one node, say)."""
+    everyone = _gather(torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64))
+    found = [format(int(value), "012x") for value in everyone[:, 0]]
+    others = [process for process, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if others:
+        raise PlanError(
+            f"process {others[0]} runs plan {found[others[0]]}, process 0 runs plan {found[0]}; "
+            "copy the same plan file to every node"
+        )
+
+
+def check_same_weights(model: nn.Module) -> None:
+    """Raises `ConfigError` where a model that has weights already has others on another rank.
+
+    Compares one sum a tensor; tensors on the meta device are initialised alike and skipped.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    sums = torch.tensor([_sum(p) for _, p in named], dtype=torch.float64)
+    counts = _gather(torch.tensor([len(named)]))[:, 0].tolist()
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"the model has weights on some ranks and is on the meta device on others ({counts} tensors "
+            "by process); build it alike on every rank"
+        )
+    if not named:
+        return
+    everyone = _gather(sums)
+    differing = [i for i in range(len(named)) if _differs(everyone[:, i])]
+    if differing:
+        names = [named[i][0] for i in differing]
+        raise ConfigError(
+            f"ranks were given different weights for {list_few(names)}; seed every rank alike, load one "
+            "checkpoint on all, or build the model on the meta device and let seed= initialise it"
+        )
+
+
+def _sum(parameter: Tensor) -> float:
+    return float(parameter.detach().sum(dtype=torch.float64))
+
+
+def _differs(values: Tensor) -> bool:
+    # Not bitwise: another kind of CPU may add in another order.
+    return bool((values - values[0]).abs().max() > 1e-9 * values[0].abs().clamp_min(1.0))
+
+
+def _gather(own: Tensor) -> Tensor:
+    """`[processes, ...]`, one row a process."""
+    group = dist.new_group(backend="gloo")
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own, group=group)
+    dist.destroy_process_group(group)
+    return torch.stack(everyone)

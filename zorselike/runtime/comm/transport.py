@@ -1,0 +1,303 @@
+"""Rows between groups: receives posted early, works waited in order, nothing polled.
+
+CPU ranks use Gloo. CUDA ranks use NCCL with a communicator of their own per directed pair and
+direction, and Gloo through pinned memory on the edges on which a blocking send could close a
+cycle (Zorse 5.2; the schedule's checker finds them).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zorselike.runtime.comm.ranks import Groups, ProcessGroup
+from zorselike.runtime.model.boundaries import Boundary, TensorSpec
+from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+
+Tensors = tuple[Tensor, ...]
+
+Arrived = tuple[Tensor, Tensor | None]
+"""A tensor on this rank's device, and the host memory through which it came."""
+
+Edge = tuple[int, int, str]
+"""A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
+
+
+def edge_of(rank: int, action: Action) -> Edge:
+    """The channel that a transfer of `rank` uses."""
+    assert action.peer is not None
+    direction = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+    if action.kind in SENDS:
+        return rank, action.peer, direction
+    return action.peer, rank, direction
+
+
+def edges_of(schedules: Iterable[Mapping[int, Sequence[Action]]]) -> list[Edge]:
+    """Every channel that any of the schedules uses, in one global order."""
+    return sorted(
+        {
+            edge_of(rank, action)
+            for actions_by_rank in schedules
+            for rank, actions in actions_by_rank.items()
+            for action in actions
+            if action.kind in SENDS
+        }
+    )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What is on its way; whoever holds this holds its memory."""
+
+    wait: Callable[[], None]
+    """Waits until the memory may be reused."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether it may be now, where that can be known without waiting."""
+
+
+class _Channel(ABC):
+    """One edge as its sender or its receiver sees it."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor) -> _Sent:
+        """Starts sending."""
+
+    @abstractmethod
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
+        """Posts a receive; the result waits for it and gives the tensor."""
+
+
+class _GlooChannel(_Channel):
+    """Host memory to host memory; sends buffer."""
+
+    def __init__(self, process: int, group: ProcessGroup, tag: int) -> None:
+        self._process, self._group, self._tag = process, group, tag
+
+    def send(self, tensor: Tensor) -> _Sent:
+        whole = tensor.contiguous()
+        work = _started(dist.isend(whole, self._process, group=self._group, tag=self._tag))
+
+        def wait() -> None:
+            work.wait()
+            whole.size()  # Keeps the tensor alive until it has left.
+
+        return _Sent(wait)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
+        buffer = torch.empty(tuple(shape), dtype=dtype)
+        work = _started(dist.irecv(buffer, self._process, group=self._group, tag=self._tag))
+
+        def wait() -> Arrived:
+            work.wait()
+            return buffer, buffer
+
+        return wait
+
+
+class _StagedChannel(_Channel):
+    """Device memory over Gloo through pinned host memory: what cannot block a GPU."""
+
+    def __init__(self, channel: _GlooChannel, device: torch.device) -> None:
+        self._channel, self._device = channel, device
+        # A copy off the device ends after the compute queued before it: a thread of the
+        # channel's own waits for that, so that the executor goes on.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zorselike-stage")
+
+    def send(self, tensor: Tensor) -> _Sent:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def pass_on() -> _Sent:
+            copied.synchronize()
+            return self._channel.send(host)
+
+        started: Future[_Sent] = self._thread.submit(pass_on)
+        return _Sent(lambda: started.result().wait())
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
+        host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        work = _started(
+            dist.irecv(host, self._channel._process, group=self._channel._group, tag=self._channel._tag)
+        )
+
+        def wait() -> Arrived:
+            work.wait()
+            return host.to(self._device, non_blocking=True), host
+
+        return wait
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+class _NcclChannel(_Channel):
+    """Device to device; matched by order alone, which the checker has proven."""
+
+    def __init__(self, process: int, group: ProcessGroup, device: torch.device) -> None:
+        self._process, self._group, self._device = process, group, device
+
+    def send(self, tensor: Tensor) -> _Sent:
+        whole = tensor.contiguous()
+        work = _started(dist.isend(whole, self._process, group=self._group))
+
+        def wait() -> None:
+            work.wait()
+            whole.size()  # Keeps the tensor alive until the stream has waited.
+
+        return _Sent(wait, work.is_completed)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        work = _started(dist.irecv(buffer, self._process, group=self._group))
+
+        def wait() -> Arrived:
+            work.wait()
+            return buffer, None
+
+        return wait
+
+
+@dataclass(frozen=True)
+class Received:
+    """A boundary's tensors, and for each the host memory that holds the same, if there is any."""
+
+    tensors: Tensors
+    hosts: tuple[Tensor | None, ...]
+
+
+@dataclass
+class _Piece:
+    """A posted receive: rows of one microbatch's boundary, one entry a tensor."""
+
+    start: int
+    waits: list[Callable[[], Arrived]]
+
+
+class Transport:
+    """All channels of one rank; those in `by_host` go over Gloo, the others over NCCL."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        edges: Sequence[Edge],
+        *,
+        by_host: frozenset[Edge],
+        device: torch.device,
+    ) -> None:
+        self._ranks = groups.ranks
+        self._channels: dict[Edge, _Channel] = {}
+        self._kinds: dict[Edge, str] = {}
+        self._receives: dict[tuple[Kind, int, int], list[_Piece]] = defaultdict(list)
+        self._sends: list[_Sent] = []
+        everyone = range(groups.ranks.world_size)
+        host = groups.make(everyone, "gloo")
+        assert host is not None
+        for edge in edges:
+            self._open(edge, groups, host, by_host=edge in by_host, device=device)
+        self._warm_up(device)
+
+    def _open(
+        self, edge: Edge, groups: Groups, host: ProcessGroup, *, by_host: bool, device: torch.device
+    ) -> None:
+        source, target, direction = edge
+        pair = None if by_host else groups.make((source, target), "nccl")
+        if self._ranks.rank not in (source, target):
+            return
+        process = self._ranks.process_of[target if self._ranks.rank == source else source]
+        channel: _Channel
+        if pair is not None:
+            channel = _NcclChannel(process, pair, device)
+            self._kinds[edge] = "NCCL"
+        else:
+            gloo = _GlooChannel(process, host, tag=0 if direction == "F" else 1)
+            channel = gloo if device.type == "cpu" else _StagedChannel(gloo, device)
+            self._kinds[edge] = "Gloo" if device.type == "cpu" else "Gloo through pinned memory"
+        self._channels[edge] = channel
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Makes lazily created communicators exist, in one global order: creating them against
+        a busy device can hang."""
+        for edge, channel in sorted(self._channels.items()):
+            if isinstance(channel, _NcclChannel):
+                if self._ranks.rank == edge[0]:
+                    channel.send(torch.zeros(1, device=device)).wait()
+                else:
+                    channel.receive((1,), torch.float32)()
+
+    def describe(self) -> dict[Edge, str]:
+        """What each of this rank's channels runs over."""
+        return dict(self._kinds)
+
+    # -- one step --------------------------------------------------------------------------
+
+    def post(self, action: Action, boundary: Boundary) -> None:
+        """Posts the receive of a `RECV_F` (of what enters a ministage) or `RECV_B` (of the
+        gradients of what leaves it)."""
+        assert action.kind in RECEIVES and action.start is not None and action.stop is not None
+        channel = self._channels[edge_of(self._ranks.rank, action)]
+        num_rows = action.stop - action.start
+        waits = [
+            channel.receive((num_rows, *spec.shape_per_row), spec.dtype)
+            for spec in _travelling(action.kind, boundary)
+        ]
+        self._receives[_key(action)].append(_Piece(action.start, waits))
+
+    def take(self, kind: Kind, ministage: int, microbatch: int) -> Received:
+        """Waits for a microbatch's posted pieces and joins them by row; no copy if there is one."""
+        pieces = sorted(self._receives.pop((kind, ministage, microbatch)), key=lambda piece: piece.start)
+        received = [[wait() for wait in piece.waits] for piece in pieces]
+        if len(received) == 1:
+            return Received(tuple(t for t, _ in received[0]), tuple(host for _, host in received[0]))
+        joined = tuple(torch.cat([tensor for tensor, _ in parts]) for parts in zip(*received, strict=True))
+        return Received(joined, (None,) * len(joined))
+
+    def send(self, action: Action, tensors: Tensors, boundary: Boundary, first_row: int) -> None:
+        """Sends an action's rows of `tensors`, whose row 0 is row `first_row` of the batch."""
+        assert action.start is not None and action.stop is not None
+        channel = self._channels[edge_of(self._ranks.rank, action)]
+        rows = slice(action.start - first_row, action.stop - first_row)
+        self._sends = [sent for sent in self._sends if not sent.is_over()]
+        for tensor, _ in zip(tensors, _travelling(action.kind, boundary), strict=True):
+            self._sends.append(channel.send(tensor.detach()[rows]))
+
+    def finish(self) -> None:
+        """Waits until everything sent has left; memory may be reused afterwards."""
+        for sent in self._sends:
+            sent.wait()
+        self._sends.clear()
+
+    def close(self) -> None:
+        self._sends.clear()
+        self._receives.clear()
+        for channel in self._channels.values():
+            if isinstance(channel, _StagedChannel):
+                channel.close()
+        self._channels.clear()
+
+
+def _travelling(kind: Kind, boundary: Boundary) -> tuple[TensorSpec, ...]:
+    """All of a boundary goes forward; only what carries gradients comes back."""
+    if kind in (Kind.SEND_F, Kind.RECV_F):
+        return boundary.tensors
+    return tuple(spec for spec in boundary.tensors if spec.requires_grad)
+
+
+def _key(action: Action) -> tuple[Kind, int, int]:
+    assert action.ministage is not None and action.microbatch is not None
+    return action.kind, action.ministage, action.microbatch
+
+
+def _started(work: Any) -> Any:
+    """isend and irecv give None to a process outside the group, which is our own mistake."""
+    assert work is not None, "this process is not in the group of the transfer"
+    return work

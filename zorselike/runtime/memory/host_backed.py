@@ -1,0 +1,152 @@
+"""Device tensors that live in host memory between uses.
+
+The tensor objects stay; the storage behind them is given back and refilled, so that whoever holds
+them (FSDP2's DTensors, an optimizer's state) sees nothing but their values. FSDP2's public API has
+no such offload: its `CPUOffloadPolicy` runs the optimizer on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zorselike.runtime.memory.ledger import Purpose
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.streams import Event, Stream
+
+
+class Mirror:
+    """Tensors with a host copy, moved together, by whatever names them.
+
+    All are on the device at first, and nobody else uses their storages.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[Any, Tensor],
+        *,
+        purpose: Purpose,
+        memory: Memory,
+        homes: Sequence[Stream],
+        inbound: Stream,
+    ) -> None:
+        """`homes`: streams of which one has allocated them; `inbound`: the one that brings them back.
+        Enters them in the ledger."""
+        filled = {key: t.detach() for key, t in tensors.items() if t.untyped_storage().nbytes()}
+        numbers: dict[int, int] = {}
+        self._number_of = {
+            key: numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers))
+            for key, tensor in filled.items()
+        }
+        """Several tensors may share a storage."""
+        self._storages = [tensor.untyped_storage() for tensor in filled.values()]
+        if len(numbers) < len(filled):
+            first = {number: key for key, number in reversed(self._number_of.items())}
+            self._storages = [filled[first[number]].untyped_storage() for number in range(len(numbers))]
+        self._device = next((tensor.device for tensor in filled.values()), torch.device("cpu"))
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._purpose = purpose
+        self._memory = memory
+        self._homes, self._inbound = tuple(homes), inbound
+        memory.pool.reserve(purpose, self._sizes)
+        self._host = [memory.pool.take(purpose, size) for size in self._sizes]
+        memory.ledger.hold(purpose, "device", self.num_bytes)
+        self._arrived: Event | None = None
+        self._left: Event | None = None
+        """The last copy to the host, which the next copy from it must follow."""
+        self.is_on_device = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes)
+
+    def load(self) -> None:
+        """Starts the copies to the device; users call `arrive` first."""
+        assert not self.is_on_device
+        load = self._inbound
+        if self._left is not None:
+            load.wait(self._left)
+        with load.use():
+            self._refill()
+            for whole, host in zip(self._bytes(), self._host, strict=True):
+                whole.copy_(host, non_blocking=True)
+        self._homes, self._arrived = (load,), load.record()
+
+    def make_room(self, stream: Stream) -> None:
+        """Storage without values, for a `stream` that is about to write all of them."""
+        assert not self.is_on_device
+        with stream.use():
+            self._refill()
+        self._homes, self._arrived = (stream,), None
+
+    def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
+        """Makes `stream` wait for the copies that `load` started, and if told so this thread."""
+        if self._arrived is not None:
+            stream.wait(self._arrived)
+            if on_host_too:
+                self._arrived.synchronize()
+
+    def store(self, written: Event) -> Event:
+        """Starts the copies to the host, after `written`; gives the event of their end."""
+        assert self.is_on_device
+        store = self._memory.streams.store
+        store.wait(written)
+        with store.use():
+            for whole, host in zip(self._bytes(), self._host, strict=True):
+                host.copy_(whole, non_blocking=True)
+        self._left = store.record()
+        return self._left
+
+    def free(self, last_use: Event) -> None:
+        """Gives the device memory back once `last_use` is over."""
+        assert self.is_on_device
+        self._wait_homes(last_use)
+        for storage in self._storages:
+            storage.resize_(0)
+        self._memory.ledger.drop(self._purpose, "device", self.num_bytes)
+        self.is_on_device = False
+        self._arrived = None
+
+    def _wait_homes(self, last_use: Event) -> None:
+        if self._storages:  # Else there is nothing to give back, and what follows there need not wait.
+            for home in self._homes:
+                home.wait(last_use)
+
+    def discard(self, last_use: Event) -> None:
+        """Lets go of the tensors after `last_use`, and of the host copy once nothing is on its way."""
+        self._wait_homes(last_use)
+        if self._left is not None:
+            self._left.synchronize()
+        for buffer in self._host:
+            self._memory.pool.give_back(self._purpose, buffer)
+        self._host = []
+        if self.is_on_device:
+            self._memory.ledger.drop(self._purpose, "device", self.num_bytes)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._number_of
+
+    def host_copy(self, key: Hashable, like: Tensor) -> Tensor:
+        """The host's values of tensor `key`, which looks like `like` and is not on the device; waits
+        for them."""
+        assert not self.is_on_device
+        if key not in self._number_of:
+            return torch.empty_like(like, device="cpu")
+        if self._left is not None:
+            self._left.synchronize()
+        values = self._host[self._number_of[key]].view(like.dtype)
+        offset = values.storage_offset() + like.storage_offset()
+        return values.as_strided(like.size(), like.stride(), offset)
+
+    def _refill(self) -> None:
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        self._memory.ledger.hold(self._purpose, "device", self.num_bytes)
+        self.is_on_device = True
+
+    def _bytes(self) -> list[Tensor]:
+        """Each storage as a tensor of bytes."""
+        return [torch.empty(0, dtype=torch.uint8, device=self._device).set_(s) for s in self._storages]

@@ -1,0 +1,459 @@
+"""One ministage on one rank: its microbatches, its updates, and where its memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zorselike.plan.plan import Group
+from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.memory.activation_offload import Stash
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pending_offloads import Departures, Retired
+from zorselike.runtime.memory.streams import Event
+from zorselike.runtime.ministage.gradients import Gradients
+from zorselike.runtime.ministage.optimizer_state import OptimizerState
+from zorselike.runtime.ministage.sharded_units import ShardedUnits
+from zorselike.runtime.ministage.sharding import gather_rows, local_tensor
+from zorselike.runtime.ministage.shards import Shards
+from zorselike.runtime.ministage.sizes import Sizes, measure
+from zorselike.runtime.ministage.unit import enter
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What all ministages of a rank share."""
+
+    memory: Memory
+    stash: Stash | None
+    """Where activations go, if the plan offloads them."""
+    leaving_shards: Departures
+    leaving_state: Departures
+    retired: Retired
+
+
+class ShardedMinistage:
+    """Layers of one ministage, their parameters sharded over the ranks of its group.
+
+    `receives_grad` says whether its inputs carry gradients (false for the lowest ministage
+    with a backward). With ZeRO 1 and 2 `unshard` and `reshard` gather and free it, with ZeRO 3
+    `forward` and `backward` do so layer by layer, with ZeRO 0 it is always whole.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        unit_names: Sequence[str],
+        *,
+        group: Group,
+        mesh: DeviceMesh,
+        rank: Rank,
+        receives_grad: bool,
+        param_dtype: torch.dtype | None,
+        compiles: bool,
+        keeps_shards: bool,
+        tied: Collection[str],
+        borrowed: Collection[str],
+        materialise: Callable[[nn.Module, str], None],
+    ) -> None:
+        """`keeps_shards`: its shards stay on the device though the plan offloads parameters, as those of
+        the weights `tied` do. The optimizer has no part in those of `borrowed`."""
+        self.index = index
+        self.module = module
+        self._group = group
+        self._rank = rank
+        self._streams = rank.memory.streams
+        self._device = rank.memory.device
+        self._receives_grad = receives_grad
+        self._gathered_by_schedule = group.zero in (1, 2)
+        self._reduces_in_backward = group.zero == 3
+        self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        """Of the model as it was given."""
+        self._units = ShardedUnits(
+            module,
+            unit_names,
+            group=group,
+            mesh=mesh,
+            memory=rank.memory,
+            stash=rank.stash,
+            receives_grad=receives_grad,
+            param_dtype=param_dtype,
+            compiles=compiles,
+            borrowed=borrowed,
+            materialise=materialise,
+        )
+        self.state = OptimizerState(
+            masters=self._units.masters,
+            mirrors=self._units.master_mirrors,
+            memory=rank.memory,
+            departures=rank.leaving_state,
+            offload="optimizer" in group.offload,
+        )
+        self._inputs: dict[int, list[Tensor | None]] = {}
+        """Per microbatch: leaves that collect the gradients of its inputs."""
+        self._dummies: dict[int, Tensor] = {}
+        self._edges: dict[int, list[GradientEdge | None]] = {}
+        """Per microbatch: where its backward starts; the outputs themselves are not needed."""
+        self._keeps_shards, self._tied = keeps_shards, tied
+        trained = [[(name, p) for name, p in unit if p.requires_grad] for unit in self._units.named]
+        units = list(zip(self._units.fsdp_modules, trained, strict=True))
+        self.gradients = Gradients(units, rank.memory, rank.retired)
+        self.trained = {
+            name: self.state.masters.get(name, p)
+            for unit in trained
+            for name, p in unit
+            if name not in borrowed
+        }
+        """What the optimizer updates, by global name in model order: fp32 masters where there are."""
+
+    def warm_up(self) -> None:
+        """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
+        without rows can take part in collectives, communicators exist, and shards may leave."""
+        self._units.gather(lambda unit, stream: None)
+        self._units.wait_gathered()
+        with torch.no_grad():
+            self._units.touch(requires_grad=False)
+        self._units.reshard()
+        self.sizes()  # While all storage is there.
+        self._shards = Shards(
+            self._units.named,
+            kept=self._tied,
+            offload="params" in self._group.offload and not self._keeps_shards,
+            memory=self._rank.memory,
+            departures=self._rank.leaving_shards,
+        )
+        if self._reduces_in_backward:
+            # ZeRO 3 gathers two layers of one ministage: one that computes, one ahead.
+            sizes, ledger = self.sizes(), self._rank.memory.ledger
+            two_layers = min(2 * sizes.largest_unit_bytes, sizes.gathered_bytes)
+            others = ledger.held("gathered parameters", "device")
+            ledger.hold("gathered parameters", "device", max(0, two_layers - others))
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of all its parameters, whole, in the dtype that they are gathered in."""
+        return self.sizes().gathered_bytes
+
+    def sizes(self) -> Sizes:
+        """Bytes of its parts on this rank; the same at any time."""
+        if self._sizes is None:
+            self._sizes = measure(self._units.named, kept=self._tied, masters=self.state.masters)
+        return self._sizes
+
+    _sizes: Sizes | None = None
+
+    # -- residency -------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Starts the all-gathers."""
+        self._enter_gathered()
+        self._units.gather(self.shards.arrive)
+
+    _is_gathered = False
+    _has_unreduced = False
+    """Whether a backward has left gradients whole."""
+    _is_inside = False
+    """Whether a backward has begun and not ended."""
+
+    def reshard(self) -> None:
+        """Frees gathered parameters."""
+        self._units.reshard()
+        self._leave_gathered()
+
+    def _enter_gathered(self) -> None:
+        if not self._is_gathered:
+            self._rank.memory.ledger.hold("gathered parameters", "device", self.gathered_bytes)
+            self._is_gathered = True
+
+    def _leave_gathered(self) -> None:
+        if self._is_gathered:
+            self._rank.memory.ledger.drop("gathered parameters", "device", self.gathered_bytes)
+            self._is_gathered = False
+
+    # -- between device and host -----------------------------------------------------------
+
+    @property
+    def shards(self) -> Shards:
+        assert self._shards is not None, "warm_up comes first"
+        return self._shards
+
+    _shards: Shards | None = None
+
+    def load_shards(self) -> None:
+        """Starts the shards' way to the device."""
+        self.shards.load()
+        self._shards_due = not self._gathered_by_schedule
+
+    _shards_due = False
+    """Whether FSDP2 itself gathers next, on streams of its own: the shards must be there by then."""
+
+    def offload_shards(self) -> None:
+        """Frees the shards once they are read; new values go to the host first."""
+        readers = self._streams.gather if self._gathered_by_schedule else self._streams.compute
+        last_use = readers.record()
+        self.shards.offload(last_use)
+
+    def _await_shards(self) -> None:
+        if self._group.zero == 0:
+            self._enter_gathered()  # As layers are called, until the reduction.
+        if self._shards_due:
+            self.shards.arrive_all(self._streams.compute, on_host_too=True)
+            self._shards_due = False
+
+    # -- update ----------------------------------------------------------------------------
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, on the update stream, the optimizer's parameters have their gradients and state; then
+        shards get the new values, and the gradients go."""
+        self._rank.retired.settle()
+        update = self._streams.update
+        update.wait(self._streams.compute.record())
+        self.state.arrive(update)
+        self.gradients.arrive(update)
+        if self.shards.are_away:
+            self.shards.make_room(update)
+        self.shards.arrive_all(update)
+        self.gradients.assign(self.trained)
+        with update.use():
+            yield
+            self._publish()
+            self.state.find_moments()
+        updated = update.record()
+        self.shards.note_update(updated)
+        self.gradients.drop(self.trained, updated)
+        self._updated = updated
+
+    _updated: Event | None = None
+
+    def _publish(self) -> None:
+        """Rounds the master weights into the shards."""
+        if self.state.masters:
+            sharded = dict(self.named_parameters())
+            for name, master in self.state.masters.items():
+                local_tensor(sharded[name].detach()).copy_(local_tensor(master.detach()))
+
+    def offload_state(self) -> None:
+        """Starts the optimizer state's way to the host after the update."""
+        assert self._updated is not None, "an update comes first"
+        self.state.offload(self._updated)
+
+    def await_update(self) -> None:
+        """Makes compute wait for the update."""
+        if self._updated is not None:
+            self._streams.compute.wait(self._updated)
+
+    # -- compute ---------------------------------------------------------------------------
+
+    def keeping(self, number: int) -> AbstractContextManager[None]:
+        """What a microbatch's forward, and its loss, save inside is for the stash, if there is one."""
+        stash = self._rank.stash
+        return nullcontext() if stash is None else stash.keeping((self.index, number))
+
+    def forward(
+        self,
+        number: int,
+        inputs: Tensors,
+        carries_grad: Sequence[bool],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+    ) -> Any:
+        """Runs one microbatch; with `train` keeps what its backward needs under `number`.
+
+        `carries_grad`: which inputs a gradient is wanted of.
+        """
+        self._await_shards()
+        self._units.call_order.begin()
+        if train:
+            inputs = self._enter(number, inputs, carries_grad)
+        outputs = self.module(*inputs, **kwargs)
+        self._units.call_order.end()
+        return outputs
+
+    def _enter(self, number: int, inputs: Tensors, carries_grad: Sequence[bool]) -> Tensors:
+        """Fresh autograd leaves of what enters."""
+        leaves: list[Tensor | None] = []
+        entered = []
+        for tensor, carries in zip(inputs, carries_grad, strict=True):
+            leaf = None
+            if not carries:
+                tensor = tensor.detach()
+            elif self._rank.stash is None:
+                tensor = leaf = tensor.detach().requires_grad_()
+            else:
+                leaf, tensor = enter(tensor)
+            leaves.append(leaf)
+            entered.append(tensor)
+        self._inputs[number] = leaves
+        return tuple(entered)
+
+    def keep_outputs(self, number: int, outputs: Tensors) -> None:
+        """What `backward` of this microbatch starts from: the outputs, or the loss."""
+        self._edges[number] = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+
+    def backward(self, number: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Backward of one microbatch; returns the gradients of its inputs (None: carries none)."""
+        leaves, edges = self._inputs.pop(number), self._edges.pop(number)
+        self._prepare_backward()
+        stash, key = self._rank.stash, (self.index, number)
+        if stash is not None:
+            stash.arrive(key)
+        self._units.synchronise(self._reduces_in_backward)
+        self._has_unreduced = self._is_inside = True
+        due = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in due], [grad for _, grad in due])
+        self._is_inside = False
+        self._collect_reduced()
+        if stash is not None:
+            del edges, due
+            stash.drop(key)
+        return tuple(map(_input_grad, leaves))
+
+    def _prepare_backward(self) -> None:
+        """Parameters are there, and, where a backward reduces, last reductions' results are used up."""
+        self._await_shards()
+        self._units.wait_gathered()
+        if self._reduces_in_backward:
+            self._rank.retired.settle()
+
+    def _collect_reduced(self) -> None:
+        if self._reduces_in_backward:
+            self.gradients.collect()
+            self._has_unreduced = False
+
+    def dummy_forward(self, number: int, *, train: bool) -> None:
+        """Joins a ZeRO 3 microbatch's gathers without computing."""
+        self._await_shards()
+        if train:
+            self._dummies[number] = self._units.touch(requires_grad=self._receives_grad)
+        else:
+            self._units.touch(requires_grad=False)
+
+    def dummy_backward(self, number: int) -> None:
+        """Joins a ZeRO 3 microbatch's gathers and reductions without computing."""
+        output = self._dummies.pop(number)
+        self._prepare_backward()
+        self._units.synchronise(True)
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.zeros_like(output))
+            self._collect_reduced()
+
+    def reduce(self) -> None:
+        """Sums the gradients over the group: one backward that touches every trainable parameter
+        with a zero gradient, so that ranks with fewer or no microbatches, and parameters that a
+        step did not use, take part alike."""
+        self._await_shards()
+        self._units.wait_gathered()
+        self._rank.retired.settle()
+        self._units.synchronise(True)
+        output = self._units.touch(requires_grad=True)
+        torch.autograd.backward(output, torch.zeros_like(output))
+        self.gradients.collect()
+        self._has_unreduced = False
+        if self._group.zero == 0:
+            self._leave_gathered()
+
+    # -- parameters ------------------------------------------------------------------------
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Sharded parameters under their global names, in model order."""
+        return list(self.module.named_parameters())
+
+    def gather_state(self, group: ProcessGroup, giver: int) -> dict[str, Tensor]:
+        """Collective over the ministage's ranks: `{name: whole CPU tensor}` on process `giver`,
+        `{}` elsewhere, in the dtypes that the model was given in. `group` is their Gloo group."""
+        first_name: dict[int, str] = {}
+        own_name = {
+            name: first_name.setdefault(id(parameter), name)
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+        }
+        state = {}
+        for name, tensor in self.module.state_dict().items():
+            known = own_name.get(name, name)
+            local = self._value_on_host(known, tensor.detach())
+            is_sharded = isinstance(tensor, DTensor) and not self.is_replicated
+            whole = gather_rows(local, tensor.shape[0] if is_sharded else None, group, giver)
+            if whole is not None:
+                state[name] = whole.to(self._dtypes.get(known, whole.dtype))
+        return state
+
+    def _value_on_host(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of this rank's values of a parameter (its master weight, if it has one) or buffer."""
+        local = local_tensor(tensor)
+        found = self.state.master_on_host(name)
+        if found is None and name in self.state.masters:
+            found = local_tensor(self.state.masters[name].detach())
+        if found is None:
+            found = self.shards.on_host(name, local)
+        return (local if found is None else found).to("cpu", copy=True)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Everything is on the device inside, for those who look at it, or change it, between steps."""
+        shards_away, state_away = self.shards.are_away, not self.state.is_on_device
+        if shards_away:
+            self.shards.load()
+        if state_away:
+            self.state.load()
+        compute = self._streams.compute
+        self.shards.arrive_all(compute)
+        self.state.arrive(compute)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._publish()
+            done = compute.record()
+            if shards_away:
+                self.shards.note_update(done)
+                self.shards.offload(done)
+            if state_away:
+                self.state.offload(done)
+            self._rank.leaving_shards.settle()
+            self._rank.leaving_state.settle()
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank of the group holds every gradient (ZeRO 0)."""
+        return self._group.zero == 0
+
+    def recover(self) -> None:
+        """After an unfinished step on a rank alone: whole and reduced gradients go, parameters are freed,
+        and what is offloaded is on the host again."""
+        self._inputs.clear()
+        self._edges.clear()
+        self._dummies.clear()
+        if self._is_inside:
+            self._is_inside = False
+            self._units.recover()
+            self._leave_gathered()
+        if self._has_unreduced:
+            if self.shards.are_away:
+                self.load_shards()
+            if self._gathered_by_schedule and not self._is_gathered:
+                self.unshard()
+            self.reduce()  # The only way to make FSDP2 give up what it has added up.
+        if self._is_gathered and self._gathered_by_schedule:
+            self.reshard()
+        self.gradients.forget(self.trained)
+        done = self._streams.compute.record()
+        self.shards.recover(done)
+        self.state.recover(done)
+
+
+def _input_grad(leaf: Tensor | None) -> Tensor | None:
+    if leaf is None:
+        return None
+    return torch.zeros_like(leaf, memory_format=torch.contiguous_format) if leaf.grad is None else leaf.grad

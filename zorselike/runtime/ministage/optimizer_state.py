@@ -1,0 +1,166 @@
+"""What only an optimizer's update needs: fp32 master weights and moments, on the device or the host."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pending_offloads import Departures
+from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.ministage.sharding import local_tensor
+
+MOMENTS_OF_ADAM = 2
+
+
+class OptimizerState:
+    """The state of one ministage's optimizer.
+
+    `masters` are its fp32 parameters where the layers compute in less, by global name; they may be
+    on the host already, as `mirrors` (one a unit) say. Moments are found after each update, so
+    that any optimizer's are.
+    """
+
+    def __init__(
+        self,
+        *,
+        masters: Mapping[str, nn.Parameter],
+        mirrors: list[Mirror],
+        memory: Memory,
+        departures: Departures,
+        offload: bool,
+    ) -> None:
+        self.masters = masters
+        self._optimizer: Optimizer | None = None
+        self._master_mirrors = mirrors
+        self._moments: Mirror | None = None
+        self._moment_ids: frozenset[int] = frozenset()
+        self._memory = memory
+        self._departures = departures
+        self._offload = offload
+        self._entered_bytes = 0
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """The optimizer whose moments are meant."""
+        self._optimizer = optimizer
+        optimizer.register_state_dict_pre_hook(self._refuse_on_host)
+        optimizer.register_load_state_dict_post_hook(self._own_state)
+
+    def _own_state(self, optimizer: Optimizer) -> None:
+        """A loaded state may be the caller's own tensors, whose memory is not ours to give up."""
+        if self._offload:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[key] = value.clone()
+
+    def _refuse_on_host(self, _: Optimizer) -> None:
+        if not self.is_on_device:
+            raise ConfigError(
+                "the state of this optimizer is in host memory between steps; read it inside "
+                "`with pipe.loaded():`, and copy what is to outlast that"
+            )
+
+    @property
+    def _mirrors(self) -> list[Mirror]:
+        return [*self._master_mirrors, *([self._moments] if self._moments else [])]
+
+    def load(self) -> None:
+        """Starts its way to the device."""
+        for mirror in self._mirrors:
+            mirror.load()
+
+    def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
+        """Makes `stream` wait for what `load` started."""
+        for mirror in self._mirrors:
+            mirror.arrive(stream, on_host_too=on_host_too)
+
+    def offload(self, updated: Event) -> None:
+        """Starts its way to the host after an update."""
+        gone = updated
+        for mirror in self._mirrors:
+            gone = mirror.store(updated)
+        self._departures.add(self._mirrors, gone)
+
+    def recover(self, last_use: Event) -> None:
+        """After an unfinished step: to the host with what is on the device."""
+        if self._offload:
+            for mirror in self._mirrors:
+                if mirror.is_on_device:
+                    mirror.free(mirror.store(last_use))
+
+    def find_moments(self) -> None:
+        """After an update: takes in moments that are new."""
+        moments = dict(self._find())
+        ids = frozenset(map(id, moments.values()))
+        if not self._offload:
+            num_bytes = sum(moment.numel() * moment.itemsize for moment in moments.values())
+            self._memory.ledger.hold("optimizer state", "device", num_bytes - self._entered_bytes)
+            self._entered_bytes = num_bytes
+            return
+        if ids == self._moment_ids:
+            return
+        streams = self._memory.streams
+        if self._moments is not None:
+            self._moments.discard(streams.update.record())
+        self._moment_ids = ids
+        # An update may have allocated them, or the optimizer's constructor, or an earlier load.
+        self._moments = Mirror(
+            moments,
+            purpose="optimizer state",
+            memory=self._memory,
+            homes=[streams.update, streams.compute, streams.load_state],
+            inbound=self._memory.streams.load_state,
+        )
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments; 0 before the first update."""
+        return self._moments.num_bytes if self._moments is not None else self._entered_bytes
+
+    def _find(self) -> Iterator[tuple[Hashable, Tensor]]:
+        """Every tensor of the optimizer's state that is as large as a parameter's shard may be."""
+        if self._optimizer is None:  # All that trains here is borrowed.
+            return
+        others = {
+            local_tensor(tensor.detach()).untyped_storage().data_ptr()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            for tensor in (parameter, parameter.grad)
+            if tensor is not None
+        }
+        """Memory of parameters and gradients, which a state may refer to."""
+        for number, state in enumerate(self._optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    local = local_tensor(value)
+                    is_own = local.untyped_storage().data_ptr() not in others
+                    if is_own and local.numel() and local.device.type == self._memory.device.type:
+                        yield (number, key), local
+
+    def master_on_host(self, name: str) -> Tensor | None:
+        """The host's values of a master weight; None where there is none, or it is on the device."""
+        if name in self.masters:
+            for mirror in self._master_mirrors:
+                if not mirror.is_on_device and name in mirror:
+                    return mirror.host_copy(name, local_tensor(self.masters[name].detach()))
+        return None
+
+    @property
+    def is_on_device(self) -> bool:
+        return all(mirror.is_on_device for mirror in self._mirrors)
+
+
+def count_moments(optimizer: Optimizer) -> int:
+    """How many tensors of a parameter's shape an optimizer keeps for each, from its settings: Adam's
+    two where they do not tell."""
+    settings = optimizer.defaults
+    if "betas" in settings:
+        return MOMENTS_OF_ADAM + bool(settings.get("amsgrad"))
+    if "momentum" in settings:
+        return 1 if settings["momentum"] else 0
+    return MOMENTS_OF_ADAM

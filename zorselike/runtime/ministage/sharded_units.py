@@ -1,0 +1,256 @@
+"""The modules of one ministage that FSDP2 gathers and reduces, on one rank.
+
+The only class that knows FSDP2. Everything is its public API; what each call yields, and the
+traps, were measured (collectives are counted in the tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from zorselike.cost.sizes import is_layer
+from zorselike.plan.plan import Group
+from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure
+from zorselike.runtime.memory.activation_offload import Stash
+from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.ministage.masters import place_masters, take_masters
+from zorselike.runtime.ministage.sharding import master_parameter
+from zorselike.runtime.ministage.shards import NamedParameters
+from zorselike.runtime.ministage.unit import Unit
+from zorselike.runtime.model.call_order import CallOrder
+
+
+class ShardedUnits:
+    """The units of one ministage, sharded over the mesh of its group."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unit_names: Sequence[str],
+        *,
+        group: Group,
+        mesh: DeviceMesh,
+        memory: Memory,
+        stash: Stash | None,
+        receives_grad: bool,
+        param_dtype: torch.dtype | None,
+        compiles: bool,
+        borrowed: Collection[str],
+        materialise: Callable[[nn.Module, str], None],
+    ) -> None:
+        """`receives_grad`: whether the ministage's inputs carry gradients; `borrowed`: weights that
+        another ministage's optimizer updates."""
+        self._module = module
+        self._group = group
+        self._memory = memory
+        self._streams = memory.streams
+        self._receives_grad = receives_grad
+        self._reduces_in_backward = group.zero == 3
+        self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
+        recompute = group.recompute == "layer"
+        unit_modules = [module.get_submodule(name) for name in unit_names]
+        self._units = [
+            Unit(
+                name,
+                unit,
+                (),
+                recompute=recompute and is_layer(name),
+                compiles=compiles and is_layer(name),
+                stash=stash,
+            )
+            for name, unit in zip(unit_names, unit_modules, strict=True)
+        ]
+        self._root = Unit("", module, unit_modules, recompute=recompute and not unit_names, stash=stash)
+        self._root.chain(self._units)
+        self._prefixes = {id(m): prefix for prefix, m in reversed(list(module.named_modules()))}
+        self.masters: dict[str, nn.Parameter] = {}
+        """fp32 master weights of what trains in half precision, by global name."""
+        self.master_mirrors: list[Mirror] = []
+        """Their host copies, one a unit, if the plan offloads optimizer state."""
+        self._shard(mesh, param_dtype, borrowed, materialise)
+        self._set_prefetch()
+        # With ZeRO 3 every rank gathers as its layers are called.
+        gathers_as_called = self._reduces_in_backward and len(group.flat_ranks) > 1
+        self.call_order = CallOrder(self._units if gathers_as_called else ())
+        if self._streams.is_concurrent:
+            for unit in self._owners:
+                unit.module.register_forward_pre_hook(partial(self._await_gather, unit), prepend=True)
+        self._handles: list[Any] = []
+        self._gathered: dict[str, Event] = {}
+        """Per unit: the end of its gather, until compute waits for it."""
+        self._sync_state: bool | None = None
+
+    # -- construction ----------------------------------------------------------------------
+
+    def _shard(
+        self,
+        mesh: DeviceMesh,
+        param_dtype: torch.dtype | None,
+        borrowed: Collection[str],
+        materialise: Callable[[nn.Module, str], None],
+    ) -> None:
+        """Materialises one unit at a time and shards it before the next, so that a rank never
+        holds more than one whole unit of a model that began on meta."""
+        computes_in = {param_dtype or p.dtype for p in self._module.parameters() if p.requires_grad}
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype,
+            # Without an explicit fp32, torch before 2.15 accumulates microbatches in bf16.
+            reduce_dtype=torch.float32 if computes_in & {*HALF} else None,
+        )
+        offloads = "optimizer" in self._group.offload
+        whole = [unit for unit in self._units if unit.owns_parameters]
+        for unit in [*self._units, self._root]:
+            materialise(unit.module, unit.name)
+            local = take_masters(self._named_parameters_of(unit), mesh, param_dtype, borrowed)
+            if unit.owns_parameters or unit is self._root:
+                fully_shard(
+                    unit.module, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
+                )
+            sharded = dict(self._named_parameters_of(unit))
+            self.masters |= {name: master_parameter(rows, sharded[name]) for name, rows in local.items()}
+            self.master_mirrors += place_masters(local, self._memory, offload=offloads)
+        owners = [*whole, self._root] if self._root.owns_parameters else whole
+        self._owners = owners
+        self._sharded: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
+        for fsdp in {id(m): m for m in [*self._sharded, _as_fsdp(self._module)]}.values():
+            # Rows, not ranks, weigh a gradient: the loss is a sum over the global batch.
+            fsdp.set_gradient_divide_factor(1.0)
+            fsdp.set_force_sum_reduction_for_comms(True)
+        self._fsdp_root = _as_fsdp(self._module)
+        if self._reduces_in_backward:
+            for unit in owners:
+                if unit.trains and not reduces_unused_parameters(_as_fsdp(unit.module)):
+                    unit.touches_real_forwards = True
+
+    def _named_parameters_of(self, unit: Unit) -> list[tuple[str, nn.Parameter]]:
+        """The unit's own parameters as they are registered now, each once, by global name."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for owner, key, parameter in unit.slots():
+            prefix = self._prefixes[id(owner)]
+            found.setdefault(id(parameter), (f"{prefix}.{key}" if prefix else key, parameter))
+        return list(found.values())
+
+    @property
+    def named(self) -> list[NamedParameters]:
+        """The sharded parameters of each unit that owns some."""
+        return [self._named_parameters_of(unit) for unit in self._owners]
+
+    @property
+    def fsdp_modules(self) -> list[FSDPModule]:
+        """The units that own parameters, as FSDP2 has them; in the order of `named`."""
+        return self._sharded
+
+    def _set_prefetch(self) -> None:
+        """Gathers happen where the schedule says: FSDP's guess at the order is wrong as soon as
+        several forwards precede a backward, or an evaluation came between. A list of the unit
+        itself turns it off; with ZeRO 3 it names the unit that the backward visits next."""
+        self._fsdp_root.set_modules_to_backward_prefetch([self._fsdp_root])
+        takes_part = self._receives_grad
+        previous: FSDPModule | None = None
+        for unit in self._units:
+            if not unit.owns_parameters:
+                continue
+            current = _as_fsdp(unit.module)
+            use_previous = self._reduces_in_backward and previous is not None and takes_part
+            current.set_modules_to_backward_prefetch([previous if use_previous and previous else current])
+            takes_part = takes_part or unit.trains
+            previous = current
+
+    # -- gathering -------------------------------------------------------------------------
+
+    def gather(self, shards_arrive: Callable[[int, Stream], None]) -> None:
+        """Starts the all-gathers, one a unit, in the order in which layers compute; `shards_arrive` makes a
+        stream wait for one unit's shards.
+
+        Each unit is gathered and copied out on one stream, and what `reshard` frees returns there.
+        FSDP2 orders only gathers that it starts itself; so these begin after all that compute has
+        been given, and compute waits for each."""
+        gather = self._streams.gather
+        gather.wait(self._streams.compute.record())
+        self._handles = []
+        for position, (unit, fsdp) in enumerate(zip(self._owners, self._sharded, strict=True)):
+            shards_arrive(position, gather)
+            with gather.use():
+                handle = fsdp.unshard(async_op=True)
+                if handle is not None and self._waits_at_once:
+                    handle.wait()
+                elif handle is not None:
+                    self._handles.append(handle)
+            if self._streams.is_concurrent:
+                self._gathered[unit.name] = gather.record()
+
+    def wait_gathered(self) -> None:
+        """Makes compute wait for all gathers."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        for gathered in self._gathered.values():
+            self._streams.compute.wait(gathered)
+        self._gathered.clear()
+
+    def _await_gather(self, unit: Unit, *_: Any) -> None:
+        """Before a unit computes."""
+        gathered = self._gathered.pop(unit.name, None)
+        if gathered is not None:
+            self._streams.compute.wait(gathered)
+
+    def reshard(self) -> None:
+        """Frees gathered parameters; a gather that nobody used is waited for first, since FSDP2 would
+        otherwise skip the next one."""
+        self.wait_gathered()
+        for fsdp in self._sharded:
+            fsdp.reshard()
+
+    def recover(self) -> None:
+        """After an exception inside a forward or backward; raises `RuntimeError` where torch cannot."""
+        self._sync_state = None
+        if not reset_after_failure(self._fsdp_root):
+            raise RuntimeError("this torch cannot leave an unfinished backward behind; 2.13 can")
+
+    # -- reducing --------------------------------------------------------------------------
+
+    def touch(self, *, requires_grad: bool) -> Tensor:
+        """A forward that runs no user code: its backward gives every trainable parameter a zero
+        gradient."""
+        self.call_order.begin()
+        x = torch.zeros(1, device=self._memory.device, requires_grad=requires_grad)
+        with self._touching():
+            touched: Tensor = self._module(x)
+        return touched
+
+    @contextmanager
+    def _touching(self) -> Iterator[None]:
+        units = [*self._units, self._root]
+        for unit in units:
+            unit.is_touching = True
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.is_touching = False
+
+    def synchronise(self, reduce_now: bool) -> None:
+        """Whether the next backward reduces, frees the parameters and ends FSDP's iteration."""
+        if self._sync_state is reduce_now:
+            return
+        self._sync_state = reduce_now
+        keeps_gathered = self._group.grad_reduce == "microbatch" and self._group.zero in (1, 2)
+        self._fsdp_root.set_requires_gradient_sync(reduce_now)
+        self._fsdp_root.set_reshard_after_backward(reduce_now and not keeps_gathered)
+        self._fsdp_root.set_is_last_backward(reduce_now)
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), f"{type(module).__name__} is not sharded"
+    return module

@@ -1,0 +1,64 @@
+"""How FSDP2 lays a parameter out over the ranks of a mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zorselike.runtime.comm.ranks import ProcessGroup
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds; a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def like_sharded(local: Tensor, sharded: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor that is distributed as `sharded` is."""
+    tensor = sharded.detach()
+    if not isinstance(tensor, DTensor):
+        return local
+    wrapped: Tensor = DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return wrapped
+
+
+def own_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a whole parameter: FSDP2 shards dimension 0 as `torch.chunk` does, over the
+    mesh's last dimension."""
+    dimension = mesh.ndim - 1
+    chunks = whole.detach().chunk(mesh.size(dimension))
+    index = mesh.get_local_rank(dimension)
+    return chunks[index] if index < len(chunks) else whole.detach()[:0]
+
+
+def master_parameter(local: Tensor, sharded: nn.Parameter) -> nn.Parameter:
+    """An fp32 parameter that is distributed as its half-precision twin is."""
+    return nn.Parameter(like_sharded(local, sharded), requires_grad=True)
+
+
+def gather_rows(local: Tensor, num_rows: int | None, group: ProcessGroup, giver: int) -> Tensor | None:
+    """The whole of a tensor of `num_rows` rows on process `giver`, out of CPU copies of what each rank
+    holds; collective. `num_rows` None: every rank holds all of it. (`DTensor.full_tensor` caches meshes
+    across pipelines, with groups that a closed one has destroyed.)"""
+    is_giver = dist.get_rank() == giver
+    if num_rows is None:
+        return local if is_giver else None
+    num_ranks = dist.get_world_size(group)
+    padded = local.new_zeros((-(-num_rows // num_ranks), *local.shape[1:]))
+    padded[: local.shape[0]] = local
+    parts = [torch.empty_like(padded) for _ in range(num_ranks)] if is_giver else None
+    dist.gather(padded, parts, dst=giver, group=group)
+    return None if parts is None else torch.cat(parts)[:num_rows]

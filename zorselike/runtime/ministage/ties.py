@@ -1,0 +1,238 @@
+"""Weights tied across layers that different ministages (or FSDP units) hold.
+
+FSDP2 unties them: two units cannot share a parameter. So the lowest holder owns the weight and
+alone has optimizer state; every other end borrows: it keeps a sharded copy, sends slices of its
+reduced gradient to the owner's shards, and receives the new values after the owner's step. Rows
+of dimension 0 are matched by interval intersection, so the two groups may differ in size and
+ZeRO stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zorselike.plan.plan import Plan
+from zorselike.runtime.comm.ranks import ProcessGroup, Ranks
+from zorselike.runtime.ministage.sharding import local_tensor
+from zorselike.runtime.model.partition import Tie
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Rows of a weight that one rank gives to another."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+@dataclass
+class _End:
+    """This rank's shard of a tied weight, at one end of the tie."""
+
+    parameter: nn.Parameter
+    gradient: Callable[[], Tensor]
+    """This rank's shard of the reduced gradient."""
+    first_row: int
+
+    @property
+    def value(self) -> Tensor:
+        """This rank's shard."""
+        return local_tensor(self.parameter.detach())
+
+    def rows(self, local: Tensor, piece: _Slice) -> Tensor:
+        return local[piece.start - self.first_row : piece.stop - self.first_row]
+
+
+class TiedWeights:
+    """All ties of a model, as one rank takes part in them."""
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        plan: Plan,
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        ranks: Ranks,
+        group: ProcessGroup | None,
+        *,
+        gradient: Callable[[int, str], Tensor],
+    ) -> None:
+        """`parameters`: the sharded ones of this rank's ministages by global name; `gradient`: this
+        rank's shard of a ministage's reduced gradient."""
+        self._ties = tuple(ties)
+        self._is_starting = False
+        self._plan = plan
+        self._ranks = ranks
+        self._process_group = group
+        self._ends: dict[tuple[int, str], _End] = {}
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._kept: dict[tuple[int, str], list[tuple[_Slice, Tensor]]] = {}
+        for index, tie in enumerate(self._ties):
+            for end, ministage, name in (
+                ("owner", tie.owner_ministage, tie.owner_fqn),
+                ("borrower", tie.borrower_ministage, tie.borrower_fqn),
+            ):
+                if ministage in parameters:
+                    parameter = parameters[ministage][name]
+                    holders = self._holders(ministage, parameter.shape[0])
+                    self._ends[index, end] = _End(
+                        parameter, partial(gradient, ministage, name), holders[ranks.rank][0]
+                    )
+
+    def synchronise(self) -> None:
+        """Gives every borrower its owner's values; collective, at construction."""
+        self._is_starting = True
+        for ministage in range(self._plan.num_ministages):
+            self.send_values(ministage)
+        for ministage in range(self._plan.num_ministages):
+            self.receive_values(ministage)
+        self.finish()
+        self._is_starting = False
+
+    def exchange_grads(self, ministage: int) -> None:
+        """As a borrower sends reduced gradients; as an owner waits for them and adds them."""
+        for index, tie in enumerate(self._ties):
+            if tie.borrower_ministage == ministage:
+                self._send(index, "borrower", "owner", lambda end: end.gradient())
+        for index, tie in enumerate(self._ties):
+            if tie.owner_ministage == ministage:
+                self._receive(index, "borrower", "owner", lambda end: end.gradient(), _add)
+
+    def send_values(self, ministage: int) -> None:
+        """As an owner sends the values that its step gave."""
+        for index, tie in enumerate(self._ties):
+            if tie.owner_ministage == ministage:
+                self._send(index, "owner", "borrower", lambda end: end.value)
+
+    def receive_values(self, ministage: int) -> None:
+        """As a borrower takes over the owner's values."""
+        for index, tie in enumerate(self._ties):
+            if tie.borrower_ministage == ministage:
+                self._receive(index, "owner", "borrower", lambda end: end.value, Tensor.copy_)
+
+    def finish(self) -> None:
+        """Waits until everything sent has left."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def recover(self) -> None:
+        """After an unfinished step on a rank alone: drops what one end has handed to another."""
+        self._sends.clear()
+        self._kept.clear()
+
+    # ---------------------------------------------------------------------------------------
+
+    def _send(self, index: int, source: str, target: str, read: Callable[[_End], Tensor]) -> None:
+        end = self._ends.get((index, source))
+        if end is None or not self._changes(end):
+            return
+        for piece in self._slices(index, source, target):
+            if piece.source != self._ranks.rank:
+                continue
+            # A copy: the shard changes, or is freed, while the slice is on its way.
+            content = end.rows(read(end), piece).detach().to("cpu", copy=True)
+            if piece.target == self._ranks.rank:
+                self._kept.setdefault((index, target), []).append((piece, content))
+            else:
+                work = dist.isend(
+                    content,
+                    self._ranks.process_of[piece.target],
+                    group=self._process_group,
+                    tag=_tag(index, target),
+                )
+                self._sends.append((work, content))
+
+    def _receive(
+        self,
+        index: int,
+        source: str,
+        target: str,
+        read: Callable[[_End], Tensor],
+        apply: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        end = self._ends.get((index, target))
+        if end is None or not self._changes(end):
+            return
+        local = read(end)
+        pending = []
+        for piece in self._slices(index, source, target):
+            if piece.target == self._ranks.rank and piece.source != self._ranks.rank:
+                shape = (piece.stop - piece.start, *end.parameter.shape[1:])
+                buffer = torch.empty(shape, dtype=local.dtype)
+                work = dist.irecv(
+                    buffer,
+                    self._ranks.process_of[piece.source],
+                    group=self._process_group,
+                    tag=_tag(index, target),
+                )
+                assert work is not None
+                pending.append((piece, buffer, work))
+        for piece, content in self._kept.pop((index, target), []):
+            apply(end.rows(local, piece), content)
+        for piece, buffer, work in pending:
+            work.wait()
+            apply(end.rows(local, piece), buffer)
+
+    def _changes(self, end: _End) -> bool:
+        """Whether there is anything to exchange: a frozen weight only has its first values."""
+        return self._is_starting or end.parameter.requires_grad
+
+    def _slices(self, index: int, source: str, target: str) -> Iterator[_Slice]:
+        """Who gives which rows to whom, in an order that both ends derive alike."""
+        tie = self._ties[index]
+        ministage = {"owner": tie.owner_ministage, "borrower": tie.borrower_ministage}
+        ends = [self._ends[index, end] for end in ministage if (index, end) in self._ends]
+        num_rows = ends[0].parameter.shape[0]
+        sources = self._holders(ministage[source], num_rows)
+        targets = self._holders(ministage[target], num_rows)
+        is_replicated = self._plan.group_of(ministage[source]).zero == 0
+        for position, (target_rank, (start, stop)) in enumerate(targets.items()):
+            givers = list(sources.items())
+            if is_replicated:
+                # Everyone holds everything: one of them gives, so that nothing is added twice.
+                givers = [givers[position % len(givers)]]
+                if target_rank in sources:
+                    givers = [(target_rank, sources[target_rank])]
+            for source_rank, (low, high) in givers:
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    yield _Slice(source_rank, target_rank, first, last)
+
+    def _holders(self, ministage: int, num_rows: int) -> dict[int, tuple[int, int]]:
+        """Rows of dimension 0 that each rank of a ministage's group holds: FSDP2 shards as
+        `torch.chunk` does, over processes in ascending order."""
+        group = self._plan.group_of(ministage)
+        if group.zero == 0:
+            return dict.fromkeys(group.flat_ranks, (0, num_rows))
+        ranks = sorted(group.flat_ranks, key=lambda rank: self._ranks.process_of[rank])
+        size = -(-num_rows // len(ranks))
+        return {
+            rank: (min(i * size, num_rows), min((i + 1) * size, num_rows)) for i, rank in enumerate(ranks)
+        }
+
+
+def _tag(index: int, target: str) -> int:
+    return 2 * index + (1 if target == "owner" else 0)
+
+
+def _add(rows: Tensor, content: Tensor) -> Tensor:
+    return rows.add_(content.to(rows.device))
+
+
+def borrowed_names(ties: Sequence[Tie]) -> frozenset[str]:
+    """Global names of the weights that somebody else owns."""
+    return frozenset(tie.borrower_fqn for tie in ties)
+
+
+def tied_names(ties: Sequence[Tie]) -> frozenset[str]:
+    """Global names of all ends of ties."""
+    return borrowed_names(ties) | {tie.owner_fqn for tie in ties}

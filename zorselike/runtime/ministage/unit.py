@@ -1,0 +1,135 @@
+"""A module that FSDP2 gathers and reduces as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zorselike.runtime.memory.activation_offload import Stash
+from zorselike.runtime.ministage.zero_gradient import touch
+
+Forward = Callable[..., Any]
+
+
+class Unit:
+    """Replaces the module's `forward` by one that recomputes, keeps activations on the host, and
+    can pretend to compute so that FSDP2 reduces."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        nested: Sequence[nn.Module],
+        *,
+        recompute: bool,
+        compiles: bool = False,
+        stash: Stash | None = None,
+    ) -> None:
+        inside_others = {id(m) for other in nested for m in other.modules()}
+        self.name = name
+        self.module = module
+        self._own_modules = [m for m in module.modules() if id(m) not in inside_others]
+        self._slots = [
+            (owner, key)
+            for owner in self._own_modules
+            for key, value in owner._parameters.items()
+            if value is not None
+        ]
+        self.owns_parameters = bool(self._slots)
+        self.trains = any(p.requires_grad for p in self.parameters())
+        self.touches_real_forwards = False
+        self.is_touching = False
+        self._recomputes = recompute
+        self._stash = stash
+        forward: Forward = module.forward
+        # One graph a row count: of graphs that fit several, a layer might be computed again by another
+        # than computed it, which may save other tensors or in another order.
+        self._run: Forward = torch.compile(forward, dynamic=False) if compiles else forward
+        self._pass_through: Callable[[Tensor], Tensor] = lambda x: x
+        module.forward = self._forward
+
+    def slots(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Where the unit's own parameters are registered, and what is registered there now."""
+        for owner, key in self._slots:
+            parameter = owner._parameters[key]
+            if parameter is not None:
+                yield owner, key, parameter
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The unit's own parameters as they are registered now: whole while gathered."""
+        return [parameter for _, _, parameter in self.slots()]
+
+    def trainable_parameters(self) -> list[Tensor]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def chain(self, units: Sequence[Unit]) -> None:
+        """Makes touching this unit (a ministage's root) touch `units` in order."""
+
+        def pass_through(x: Tensor) -> Tensor:
+            for unit in units:
+                x = unit.module(x)
+            return x
+
+        self._pass_through = pass_through
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_touching:
+            # A copy: FSDP warns of modules that return a view, or their input itself.
+            return touch(self._pass_through(args[0]).clone(), self.trainable_parameters())
+        outputs = self._compute(*args, **kwargs)
+        if self.touches_real_forwards and torch.is_grad_enabled():
+            return touch(outputs, self.trainable_parameters())
+        return outputs
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        stash = self._stash
+        if stash is None or not stash.is_keeping:
+            if self._recomputes:
+                return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+            return self._run(*args, **kwargs)
+        with stash.leaving_out([*self.parameters(), *self._buffers()]):
+            if not self._recomputes:
+                return self._run(*args, **kwargs)
+            restore = stash.save_inputs((args, kwargs))
+            # The anchor tells the checkpoint which device's random numbers to restore; the inputs
+            # themselves must not be its arguments, or it would hold them on the device.
+            run = partial(_run_saved, self._run, [(args, kwargs)], restore)
+            return checkpoint(run, stash.anchor, use_reentrant=False)
+
+    def _buffers(self) -> list[Tensor]:
+        found = (buffer for module in self._own_modules for buffer in module._buffers.values())
+        return [buffer for buffer in found if buffer is not None]
+
+
+def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _anchor: Tensor) -> Any:
+    """The first time on the inputs as they came, when recomputing on what the stash has."""
+    args, kwargs = live.pop() if live else restore()
+    return run(*args, **kwargs)
+
+
+class Enter(torch.autograd.Function):
+    """A ministage's input whose gradient goes to a stand-in without memory.
+
+    Autograd holds the leaves of a graph until its backward; this leaf is a single number,
+    expanded, so that the input itself can wait on the host.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def enter(value: Tensor) -> tuple[Tensor, Tensor]:
+    """`(stand-in leaf, input)`: the leaf's `grad` is what the backward leaves of the input's."""
+    stand_in = value.detach().new_zeros(()).expand(value.shape).requires_grad_()
+    entered: Tensor = Enter.apply(stand_in, value.detach())  # type: ignore[no-untyped-call]
+    return stand_in, entered

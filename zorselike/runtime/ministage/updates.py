@@ -1,0 +1,201 @@
+"""Optimizer updates: one optimizer a ministage, exact clipping by norm, loss scaling.
+
+A ministage steps as soon as it is reduced, on a stream of its own beside the next one's backward.
+Two things are known only after the last backward, and defer all updates until then: the global
+norm (`max_norm` with `clip="global"`), and with fp16 whether every gradient of the step is finite.
+`clip="ministage"` clips each ministage by its own norm.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.ministage.loss_scale import LossScale
+from zorselike.runtime.ministage.ministage import ShardedMinistage
+
+Clip = Literal["global", "ministage"]
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+
+_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`, so that clipping equals a single process."""
+
+
+class Updates:
+    """Norms, clipping and optimizers of the ministages of one rank."""
+
+    def __init__(
+        self,
+        ministages: Mapping[int, ShardedMinistage],
+        factory: OptimizerFactory,
+        *,
+        max_norm: float | None,
+        clip: Clip,
+        scale: LossScale | None,
+        counts_replicated: bool,
+        device: torch.device,
+        world: ProcessGroup,
+        own_group: ProcessGroup,
+    ) -> None:
+        """`counts_replicated`: whether this rank is the one of its group whose whole gradients
+        (ZeRO 0) enter the norm; `world` and `own_group` are Gloo groups of this object alone.
+        `scale`: what losses are multiplied by, with fp16."""
+        self._ministages = ministages
+        self._max_norm = max_norm
+        self._clip = clip
+        self._counts_replicated = counts_replicated
+        self._device = device
+        self._world = world
+        self._own_group = own_group
+        self._scale = scale
+        self.optimizers: dict[int, Optimizer] = {
+            i: factory(list(ministage.trained.items()))
+            for i, ministage in ministages.items()
+            if ministage.trained
+        }
+        for i, optimizer in self.optimizers.items():
+            _refuse_closure(optimizer)
+            ministages[i].state.attach(optimizer)
+        self.begin()
+
+    @property
+    def defers(self) -> bool:
+        """Whether updates wait until all gradients of the step are there."""
+        return defers_updates(self._max_norm, self._clip, self._scale)
+
+    def begin(self) -> None:
+        """Starts a step: no norm yet."""
+        if self._scale is not None:
+            self._scale.begin()
+        self._squares_of: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
+
+    def squares(self) -> Tensor:
+        """Sum of squares of the gradients that this rank answers for, in float64 and unscaled."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for ministage in self._ministages:  # In one order, whenever each was measured.
+            if ministage in self._squares_of:
+                total = total + self._squares_of[ministage]
+        return total if self._scale is None else total / self._scale.value_of_step**2
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no update of this step takes place: a gradient of it overflowed on some rank."""
+        return self._scale is not None and self._total is not None and not bool(self._total.isfinite())
+
+    def measure(self, ministage: int) -> None:
+        """Takes the squares of a ministage's final gradients, which are on the device."""
+        if ministage in self._squares_of:
+            return
+        grads = self._grads(ministage)
+        if not grads or (self._ministages[ministage].is_replicated and not self._counts_replicated):
+            squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        else:
+            # An overflow of the norm itself must not look like one of the gradients.
+            squares = torch.nn.utils.get_total_norm(grads).to(torch.float64).square()
+        self._squares_of[ministage] = squares
+
+    def find_global_norm(self) -> None:
+        """Sums the squares over all ranks; deferred updates need it."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for ministage in self._ministages:
+            self.measure(ministage)
+            total = total + self._squares_of[ministage]
+        self._total = total.to("cpu", copy=True)
+        dist.all_reduce(self._total, group=self._world)
+        if self._scale is not None:
+            self._scale.update(overflowed=self.is_skipped)
+
+    def step(self, ministage: int) -> None:
+        """Clips, updates and drops the gradients of one ministage."""
+        owner = self._ministages[ministage]
+        if self.defers:
+            assert self._total is not None, "NORM comes before deferred updates"
+            total = self._total
+        else:
+            self.measure(ministage)
+            total = None
+        if self._max_norm is not None and self._clip == "ministage":
+            total = self._squares_of[ministage].to("cpu", copy=True)
+            dist.all_reduce(total, group=self._own_group)
+        with owner.updating():
+            if ministage in self.optimizers and not self.is_skipped:
+                self._multiply(ministage, self._factor(total))
+                self.optimizers[ministage].step()
+
+    def _factor(self, squares: Tensor | None) -> float:
+        """What gradients are multiplied by: the clipping, and the inverse of the loss scale."""
+        unscaling = 1.0 if self._scale is None else 1.0 / self._scale.value_of_step
+        if self._max_norm is None:
+            return unscaling
+        assert squares is not None
+        norm = float(squares.sqrt()) * unscaling
+        return min(1.0, self._max_norm / (norm + _EPSILON)) * unscaling
+
+    def _grads(self, ministage: int) -> list[Tensor]:
+        owner = self._ministages[ministage]
+        return [owner.gradients.local(name) for name in owner.trained if owner.gradients.has(name)]
+
+    def _multiply(self, ministage: int, factor: float) -> None:
+        if factor != 1.0:
+            for grad in self._grads(ministage):
+                grad.mul_(factor)
+
+
+def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> bool:
+    """Whether updates wait until all gradients of the step are there."""
+    return scale is not None or (max_norm is not None and clip == "global")
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for an optimizer that evaluates the model itself."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.default is p.empty and p.kind not in variadic for p in parameters):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.step needs a closure that evaluates the model again, "
+            "which a pipeline cannot; use one that steps on gradients, such as torch.optim.AdamW"
+        )
+
+
+class LRSchedulers:
+    """One learning-rate scheduler per local optimizer, stepped together."""
+
+    def __init__(
+        self, optimizers: Mapping[int, Optimizer], factory: Callable[[Optimizer], LRScheduler]
+    ) -> None:
+        self.schedulers = {ministage: factory(optimizer) for ministage, optimizer in optimizers.items()}
+
+    def step(self) -> None:
+        """Steps every scheduler once."""
+        for scheduler in self.schedulers.values():
+            scheduler.step()
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates of the first local optimizer's groups; [] on a rank without one."""
+        for scheduler in self.schedulers.values():
+            return [float(rate) for rate in scheduler.get_last_lr()]
+        return []
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """State of each scheduler by ministage."""
+        return {ministage: scheduler.state_dict() for ministage, scheduler in self.schedulers.items()}
+
+    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """Restores what `state_dict` gave."""
+        for ministage, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(state[ministage])
+
+
+def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """AdamW with torch's defaults."""
+    return torch.optim.AdamW(list(named_parameters))

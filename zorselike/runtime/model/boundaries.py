@@ -1,0 +1,493 @@
+"""What crosses the boundaries of ministages: shapes, dtypes and whether gradients come back.
+
+Found once, by running copies of all ministages on fake tensors with two row counts: nothing is
+negotiated at run time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zorselike.errors import ConfigError
+from zorselike.plan.plan import Plan
+from zorselike.runtime.model.layer_inputs import InputBytes, measure_layer_inputs
+from zorselike.runtime.model.tracing import (
+    FakeMode,
+    Recorder,
+    fake_copies,
+    first_line,
+    map_leaves,
+    tensors_in,
+)
+from zorselike.text.wording import list_few, show_modules, suggest
+
+if TYPE_CHECKING:
+    from zorselike.runtime.model.partition import ModelPart
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor `[rows, *shape_per_row]` and whether its gradient is wanted."""
+
+    shape_per_row: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        shape = ", ".join(["rows", *map(str, self.shape_per_row)])
+        return f"{str(self.dtype).removeprefix('torch.')} [{shape}]"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors that enter one ministage, in order."""
+
+    tensors: tuple[TensorSpec, ...]
+    is_tuple: bool
+    """Whether the ministage before returns them as a tuple."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What enters the model: a tensor or several, of any number of rows."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, inputs: Tensor | Sequence[Tensor]) -> Signature:
+        """The signature of inputs `[rows, ...]`; `ConfigError` for one without dimensions."""
+        tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        for i, tensor in enumerate(tensors):
+            if not tensor.dim():
+                raise ConfigError(f"inputs: tensor {i} has no dimensions; dimension 0 must be rows")
+        return cls(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in tensors))
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back equal."""
+        return json.dumps([[str(t.dtype).removeprefix("torch."), t.shape_per_row] for t in self.tensors])
+
+    @classmethod
+    def from_json(cls, text: str) -> Signature:
+        """Reads what `to_json` wrote."""
+        return cls(
+            tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for dtype, shape in json.loads(text))
+        )
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.tensors))
+
+
+# -- keyword arguments ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Marks a keyword argument that every microbatch gets whole, instead of its rows of it."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class KwargTensor:
+    """A tensor within a keyword argument; `shape` is that of one row if it is cut by rows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_rows: bool
+
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """The whole shape, for a microbatch of `rows` rows."""
+        return (rows, *self.shape) if self.has_rows else self.shape
+
+
+KwargSpecs = Mapping[str, Any]
+"""Keyword arguments with a `KwargTensor` in place of each tensor."""
+
+
+def describe_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's keyword arguments look like. Tensors are cut in dimension 0, unless they are
+    marked `Broadcast`; other values are passed as they are.
+
+    Raises `ConfigError` for a tensor without dimensions, or tensors inside a container, if they
+    are not marked.
+    """
+    specs = {}
+    for name, value in kwargs.items():
+        if isinstance(value, Broadcast):
+            specs[name] = map_leaves(value.value, _describe_whole)
+        elif isinstance(value, Tensor):
+            if not value.dim():
+                raise ConfigError(f"{name}= is a tensor without rows; pass Broadcast({name})")
+            specs[name] = KwargTensor(tuple(value.shape[1:]), value.dtype, has_rows=True)
+        else:
+            if tensors_in(value):
+                raise ConfigError(
+                    f"{name}= is a {type(value).__name__} of tensors, which is not cut into rows; pass each "
+                    "tensor by its own name, or Broadcast(...) if every microbatch gets the whole"
+                )
+            specs[name] = value
+    return specs
+
+
+def _describe_whole(leaf: Any) -> Any:
+    return KwargTensor(tuple(leaf.shape), leaf.dtype, has_rows=False) if isinstance(leaf, Tensor) else leaf
+
+
+def make_kwargs(specs: KwargSpecs, rows: int) -> dict[str, Any]:
+    """Keyword arguments of `rows` rows as described; zeros for tensors."""
+
+    def make(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape_at(rows), dtype=leaf.dtype) if isinstance(leaf, KwargTensor) else leaf
+
+    return {name: map_leaves(spec, make) for name, spec in specs.items()}
+
+
+def check_kwargs(names: Collection[str], parts: Sequence[ModelPart]) -> None:
+    """Raises `ConfigError` for a keyword argument that no ministage's forward names."""
+    for name in names:
+        if not any(name in part.accepts for part in parts):
+            known = sorted({known for part in parts for known in part.accepts})
+            takes = f"they take {list_few(known)}" if known else "they take none"
+            raise ConfigError(
+                f"no ministage's forward has a keyword argument '{name}'{suggest(name, known)}; {takes}"
+            )
+
+
+# -- tracing -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run over all ministages showed."""
+
+    boundaries: tuple[Boundary, ...]
+    """Entry i enters ministage i; the last entry is what the last ministage returns."""
+    unit_calls: tuple[tuple[str, ...], ...]
+    """Names of the units of each ministage in the order of their calls."""
+    layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
+    """What the numbered layers of each ministage are given, each tensor once."""
+
+
+def trainable_ministages(parts: Sequence[ModelPart]) -> tuple[bool, ...]:
+    """Whether each ministage has a parameter that requires a gradient."""
+    return tuple(any(p.requires_grad for p in part.module.parameters()) for part in parts)
+
+
+def trace_boundaries(
+    parts: Sequence[ModelPart],
+    plan: Plan,
+    inputs: Signature,
+    kwargs: Mapping[str, Any],
+    *,
+    trainable: Sequence[bool],
+    param_dtype: torch.dtype | None = None,
+) -> Trace:
+    """Finds what crosses every boundary, by running the parts' copies on fake tensors.
+
+    `kwargs` are a step's own, of any number of rows; `param_dtype` is what layers compute in
+    (floating-point inputs of units are cast to it, as FSDP2 does). For a model that
+    `torch.export` cuts, its graphs are made here.
+
+    Raises `ConfigError`, naming the ministage, where one returns something other than a tensor
+    or a tuple of them, where dimension 0 of a tensor is not rows, where no gradient can come back
+    to a ministage that trains, or where a model does not follow the convention it is cut by; and
+    for a keyword argument that no forward names.
+    """
+    check_kwargs(kwargs, parts)
+    specs = describe_kwargs(kwargs)
+    skeleton = parts[0].skeleton
+    with torch.enable_grad():
+        skeleton.bind(inputs, specs, param_dtype)
+        modules = fake_copies(skeleton.parts, skeleton.mode, param_dtype=param_dtype)
+        if param_dtype is not None:
+            for part, module in zip(parts, modules, strict=True):
+                _cast_inputs(module, part, param_dtype)
+        runs = [
+            run_parts(parts, modules, inputs, specs, rows, mode=skeleton.mode) for rows in skeleton.probe_rows
+        ]
+    boundaries = [Boundary(inputs.tensors, is_tuple=len(inputs.tensors) > 1)]
+    for index, (few, more) in enumerate(zip(*(run.outputs for run in runs), strict=True)):
+        rows = skeleton.probe_rows
+        where = name_ministage(plan, index)
+        boundary = _compare(few, more, rows, where, is_last=index == len(parts) - 1)
+        if not any(trainable[: index + 1]):
+            boundary = _without_grad(boundary)
+        elif not any(spec.requires_grad for spec in boundary.tensors):
+            raise ConfigError(
+                f"{where} returns nothing that carries a gradient, so it and those before it cannot "
+                "train; do not detach there, or freeze their parameters"
+            )
+        boundaries.append(boundary)
+    return Trace(
+        tuple(boundaries),
+        tuple(runs[0].unit_calls),
+        measure_layer_inputs(*(run.recorders for run in runs), rows=skeleton.probe_rows),
+    )
+
+
+@dataclass
+class PartsRun:
+    """Outputs and records of one run over all ministages."""
+
+    outputs: list[Any]
+    recorders: list[Recorder]
+
+    @property
+    def unit_calls(self) -> list[tuple[str, ...]]:
+        return [tuple(call.name for call in recorder.calls) for recorder in self.recorders]
+
+
+def run_parts(
+    parts: Sequence[ModelPart],
+    modules: Sequence[nn.Module],
+    inputs: Signature,
+    specs: KwargSpecs,
+    rows: int,
+    *,
+    mode: FakeMode,
+    all_trainable: bool = False,
+) -> PartsRun:
+    """Runs copies of the parts one after the other; each gets leaves of what the one before gave.
+
+    `all_trainable`: every floating-point boundary carries a gradient.
+    Raises `ConfigError` where one fails, or uses a unit's parameters without calling the unit.
+    """
+    outputs: list[Any] = []
+    recorders: list[Recorder] = []
+    with mode:
+        tensors = tuple(torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors)
+        for part, module in zip(parts, modules, strict=True):
+            where = part.name
+            kwargs = {k: v for k, v in make_kwargs(specs, rows).items() if k in part.accepts}
+            recorder = Recorder({name: module.get_submodule(name) for name in part.units})
+            output = run_module(module, tensors, kwargs, where, recorder)
+            for unit, parameter in recorder.strays.items():
+                raise ConfigError(
+                    f"{where} uses '{parameter}' outside the forward of '{unit}', so it is not gathered "
+                    f"there; call '{unit}', or name a module in the plan that contains all of its uses"
+                )
+            outputs.append(output)
+            recorders.append(recorder)
+            if part is parts[-1]:
+                break
+            tensors, _ = as_boundary(output, where)
+            _check_rows(tensors, rows, where, _CUT_MEND)
+            tensors = tuple(
+                t.detach().requires_grad_(t.is_floating_point() and (t.requires_grad or all_trainable))
+                for t in tensors
+            )
+    return PartsRun(outputs, recorders)
+
+
+def run_module(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    kwargs: Mapping[str, Any],
+    where: str,
+    recorder: Recorder,
+) -> Any:
+    """What a copy returns, recorded; `ConfigError` with shapes and the first line where it fails."""
+    shapes = _spell_shapes(tensors)
+    try:
+        with recorder.recording():
+            return module(*tensors, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:
+        hint = ""
+        if "leaf Variable" in str(error):
+            hint = "; it changes its input in place: write x = x + y instead of x += y"
+        raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
+
+
+def check_crossing(tensors: Sequence[Tensor], boundary: Boundary, rows: int, where: str) -> None:
+    """Raises `ConfigError` where a ministage returned something else than it did when its shapes were
+    found: the next rank waits for just those bytes and gradients."""
+    found = [(tuple(t.shape), t.dtype) for t in tensors]
+    expected = [((rows, *spec.shape_per_row), spec.dtype) for spec in boundary.tensors]
+    if found != expected:
+        raise ConfigError(
+            f"{where} returns {_spell_shapes(tensors)} for {rows} rows, but "
+            f"{' and '.join(map(str, boundary.tensors))} when its shapes were found; they may depend "
+            "neither on values nor on what changes between calls (an autocast, a keyword argument)"
+        )
+    for i, (tensor, spec) in enumerate(zip(tensors, boundary.tensors, strict=True)):
+        if tensor.requires_grad and not spec.requires_grad:
+            raise ConfigError(
+                f"tensor {i} that {where} returns carries a gradient, and carried none when its shapes were "
+                "found; detach it always or never"
+            )
+
+
+def as_boundary(output: Any, where: str) -> tuple[tuple[Tensor, ...], bool]:
+    """What a ministage returned as a tuple of tensors, and whether it was a tuple.
+
+    Raises `ConfigError` for anything but a tensor or a tuple of tensors, by its type.
+    """
+    entries = output if isinstance(output, tuple) else (output,)
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, Tensor):
+            place = f"a tuple with {_name_type(entry)} at {i}" if entries is output else _name_type(entry)
+            raise ConfigError(
+                f"{where} returns {place}; only tensors, or a tuple of them, cross to the next ministage"
+            )
+    if not entries:
+        raise ConfigError(f"{where} returns an empty tuple; nothing crosses to the next ministage")
+    return tuple(entries), isinstance(output, tuple)
+
+
+def as_model_output(output: Any, where: str) -> tuple[tuple[Tensor, ...], bool]:
+    """What the model returned (after `unpack`), as `as_boundary` does.
+
+    Raises `ConfigError` with the hint `unpack=`, also for a loss computed inside the model.
+    """
+    hint = "pass unpack=, a function that takes the tensors out, such as unpack=lambda out: out.logits"
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    entries = output if isinstance(output, tuple) else (output,)
+    has_scalar = any(isinstance(t, Tensor) and not t.dim() for t in entries)
+    if has_scalar or (isinstance(loss, Tensor) and not isinstance(output, Tensor)):
+        raise ConfigError(
+            f"{where} returns a loss computed inside the model, which knows nothing of the global batch; "
+            f"do not pass labels to the model; {hint}, and loss_fn= computes the loss"
+        )
+    try:
+        return as_boundary(output, where)
+    except ConfigError as error:
+        raise ConfigError(f"{where} returns {_name_output(output)}; {hint}") from error
+
+
+def _name_output(output: Any) -> str:
+    if isinstance(output, tuple) and output:
+        return f"a tuple of {list_few(_name_type(entry) for entry in output)}"
+    return _name_type(output)
+
+
+def _name_type(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = "Tensor" if isinstance(value, Tensor) else type(value).__name__
+    inside = f" of {_name_type(value[0]).split()[-1]}" if isinstance(value, list | tuple) and value else ""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}{inside}"
+
+
+def name_ministage(plan: Plan, index: int) -> str:
+    """`ministage 2 (layers.4 .. layers.7)`."""
+    return f"ministage {index} ({show_modules(plan.ministages[index].modules)})"
+
+
+_CUT_MEND = "cut elsewhere, or pass split="
+_OUTPUT_MEND = "pass unpack= to give it rows"
+
+
+def _compare(few: Any, more: Any, rows: tuple[int, int], where: str, *, is_last: bool) -> Boundary:
+    """What one ministage returned for two row counts, as a boundary."""
+    convert = as_model_output if is_last else as_boundary
+    mend = _OUTPUT_MEND if is_last else _CUT_MEND
+    (tensors, is_tuple), (others, _) = convert(few, where), convert(more, where)
+    _check_rows(tensors, rows[0], where, mend)
+    _check_rows(others, rows[1], where, mend)
+    first, second = ([(tuple(t.shape[1:]), t.dtype) for t in side] for side in (tensors, others))
+    if first != second:
+        raise ConfigError(
+            f"{where} returns {_spell_shapes(tensors)} for {rows[0]} rows, but {_spell_shapes(others)} for "
+            f"{rows[1]}; nothing but dimension 0 may depend on the rows; {mend}"
+        )
+    specs = (TensorSpec(tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in tensors)
+    return Boundary(tuple(specs), is_tuple)
+
+
+def _check_rows(tensors: Sequence[Tensor], rows: int, where: str, mend: str) -> None:
+    for i, tensor in enumerate(tensors):
+        if not tensor.dim() or tensor.shape[0] != rows:
+            raise ConfigError(
+                f"tensor {i} that {where} returns is {list(tensor.shape)} for {rows} rows; dimension 0 must "
+                f"be rows; {mend}"
+            )
+
+
+def _spell_shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
+
+
+def _without_grad(boundary: Boundary) -> Boundary:
+    specs = (TensorSpec(spec.shape_per_row, spec.dtype) for spec in boundary.tensors)
+    return Boundary(tuple(specs), boundary.is_tuple)
+
+
+def _cast_inputs(module: nn.Module, part: ModelPart, dtype: torch.dtype) -> None:
+    """Casts what enters the ministage and its units, as FSDP2's mixed precision does."""
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_leaves(args, to_dtype), map_leaves(kwargs, to_dtype)
+
+    def to_dtype(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    units = [module.get_submodule(name) for name in part.units]
+    for target in [module, *(unit for unit in units if any(True for _ in unit.parameters()))]:
+        target.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+# -- loss ----------------------------------------------------------------------------------
+
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-6}
+"""Relative to the summed parts: far above round-off, far below what a mean would show."""
+
+
+def check_additive(
+    loss_fn: Callable[[Any, Any], Any], count_fn: Callable[[Any], Any], outputs: Any, targets: Any
+) -> None:
+    """Splits one batch in two and proves that loss and count are sums over rows.
+
+    `outputs` and `targets`: tensors `[rows, ...]`, or nested tuples, lists and dictionaries of
+    them. One row is taken twice. Raises `ConfigError` otherwise.
+    """
+    rows = min((t.shape[0] for t in tensors_in((outputs, targets)) if t.dim()), default=0)
+    if rows == 0:
+        return
+    if rows == 1:
+        outputs, targets = _repeat(outputs), _repeat(targets)
+        rows = 2
+    halves = [slice(0, rows // 2), slice(rows // 2, rows)]
+    with torch.no_grad():
+        for what, whole, split in (
+            (
+                "loss_fn",
+                loss_fn(outputs, targets),
+                [loss_fn(_cut(outputs, half), _cut(targets, half)) for half in halves],
+            ),
+            ("count_fn", count_fn(targets), [count_fn(_cut(targets, half)) for half in halves]),
+        ):
+            _require_sum(what, whole, split, rows)
+
+
+def _repeat(value: Any) -> Any:
+    return map_leaves(value, lambda leaf: torch.cat((leaf, leaf)) if isinstance(leaf, Tensor) else leaf)
+
+
+def _cut(value: Any, rows: slice) -> Any:
+    return map_leaves(value, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+
+
+def _require_sum(what: str, whole: Any, split: Sequence[Any], rows: int) -> None:
+    dtype = whole.dtype if isinstance(whole, Tensor) else torch.float64
+    values = [float(value) for value in (whole, *split)]
+    if not all(abs(value) < float("inf") for value in values):  # also false for NaN
+        return
+    total, parts = values[0], values[1:]
+    if abs(total - sum(parts)) > _TOLERANCE.get(dtype, 0.0) * sum(map(abs, parts)):
+        mend = (
+            "sum over rows and tokens (reduction='sum'); the mean is taken over the global batch"
+            if what == "loss_fn"
+            else "return how many targets the loss sums over"
+        )
+        raise ConfigError(
+            f"{what} is not additive over rows: {total:g} for {rows} rows, but "
+            f"{' + '.join(f'{part:g}' for part in parts)} for their halves; {mend}"
+        )

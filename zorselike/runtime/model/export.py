@@ -1,0 +1,331 @@
+"""Ministages of a model that no structure cuts, out of the graph that `torch.export` makes of it.
+
+The graph is captured when the model's inputs are known, once per number of rows that a rank
+computes, since what is captured of `view(b, t, -1, d)` holds for one number only. Each ministage
+begins where the first of its modules is called, marked with
+`torch.distributed.pipelining.pipe_split`. `zorselike/runtime/model/graphs.py` cuts the graph there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zorselike.errors import ConfigError
+from zorselike.plan.plan import Plan
+from zorselike.runtime.model.boundaries import (
+    KwargSpecs,
+    KwargTensor,
+    Signature,
+    as_model_output,
+    make_kwargs,
+    name_ministage,
+)
+from zorselike.runtime.model.graphs import CannotCut, Flow, find_layout
+from zorselike.runtime.model.pruning import find_units, loose_parameters, plan_module, prune
+from zorselike.runtime.model.stage_graph import StageGraph
+from zorselike.runtime.model.tracing import Skeleton, fake_copies, first_line, leaves, map_leaves, tensors_in
+
+_INNER = "model"
+"""Attribute of `_Flat` that holds the captured model, the first part of every captured name."""
+
+
+class Exporter(Skeleton):
+    """Cuts one model; its `modules` hold a ministage's parameters each and run its graphs."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, *, unpack: Callable[[Any], Any] | None, why_needed: str
+    ) -> None:
+        """`why_needed`: why no other way took the model, for messages."""
+        super().__init__()
+        self._model = model
+        self._plan = plan
+        self._unpack = unpack
+        self._why_needed = why_needed
+        self._aliases = _find_aliases(model)
+        self._replicas = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
+        self.modules = prune(model, [m.modules for m in plan.ministages], homes=_place_loose(model, plan))
+        self._held = [_names_held(module) for module in self.modules]
+        for index, module in enumerate(self.modules):
+            module.forward = ExportedForward(module, self, index)  # type: ignore[method-assign]
+        self._bound: tuple[Signature, KwargSpecs, torch.dtype | None] | None = None
+        self._flows: dict[tuple[int, bool | None], Flow] = {}
+        self._graphs: dict[tuple[int, int, bool | None, torch.device], StageGraph] = {}
+        self._layout: list[list[bool]] = []
+        self.kwarg_places: list[tuple[str, int]] = []
+        """Of every tensor in keyword arguments: the argument, and its number within."""
+        self.returns_tuple = False
+
+    @property
+    def probe_rows(self) -> tuple[int, int]:
+        """Two of the plan's row counts where it has two (their graphs are needed anyway)."""
+        planned = {m.num_rows for group in self._plan.groups for m in group.microbatches} - {1}
+        few, more, *_ = [*sorted(planned), *sorted({2, 3} - planned)]
+        return few, more
+
+    def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
+        """Captures the model on its true inputs; `ConfigError` where it cannot be captured or cut."""
+        if self._bound == (inputs, kwargs, param_dtype):
+            return
+        self._bound = (inputs, kwargs, param_dtype)
+        self._flows.clear()
+        self._graphs.clear()
+        self.kwarg_places = [
+            (name, number) for name, spec in kwargs.items() for number in range(len(_tensors_of(spec)))
+        ]
+        few, more = self.probe_rows
+        try:
+            self._layout = find_layout(self._flow(few, None), self._flow(more, None), (few, more))
+        except CannotCut as error:
+            raise self._refuse(str(error)) from error
+
+    def graph(self, index: int, rows: int, *, training: bool, device: torch.device) -> StageGraph:
+        """A ministage's graph for microbatches of `rows` rows; captured when first asked for."""
+        mode = None if training else False
+        key = (index, rows, mode, device)
+        if key not in self._graphs:
+            # The first forward of a microbatch asks: whoever keeps what that saves for its backward (a
+            # checkpoint, an offload) must not see what the capture saves.
+            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+                flow = self._flow(rows, mode)
+            try:
+                graph = flow.build(index, self._layout, device)
+            except CannotCut as error:
+                raise self._refuse(str(error)) from error
+            self._resolve(graph, index)
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+    def _flow(self, rows: int, training: bool | None) -> Flow:
+        """The captured graph for a row count; `training` None: each module in its own mode."""
+        key = (rows, training)
+        if key not in self._flows:
+            self._flows[key] = self._capture(rows, training)
+        return self._flows[key]
+
+    def _capture(self, rows: int, training: bool | None) -> Flow:
+        assert self._bound is not None, "the exporter knows no inputs yet"
+        inputs, kwargs, param_dtype = self._bound
+        (whole,) = fake_copies([self.whole], self.mode, param_dtype=param_dtype)
+        if training is False:
+            whole.eval()
+        for names in self._starts(whole):
+            whole.get_submodule(names).register_forward_pre_hook(_mark_start)
+        with self.mode:
+            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
+            tensors += tensors_in(make_kwargs(kwargs, rows))
+            if param_dtype is not None:
+                tensors = [t.to(param_dtype) if t.is_floating_point() else t for t in tensors]
+        flat = _Flat(whole, len(inputs.tensors), kwargs, self._unpack)
+        try:
+            program = torch.export.export(flat, tuple(tensors), strict=False)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._refuse(first_line(error)) from error
+        self.returns_tuple = flat.returns_tuple
+        has_rows = [True] * len(inputs.tensors) + [leaf.has_rows for leaf in _tensors_of(dict(kwargs))]
+        try:
+            return Flow(
+                program,
+                [name_ministage(self._plan, i) for i in range(len(self.modules))],
+                num_inputs=len(inputs.tensors),
+                has_rows=has_rows,
+                rows=rows,
+                is_replica=lambda name: self._is_everywhere(_strip(name)),
+            )
+        except CannotCut as error:
+            raise self._refuse(str(error)) from error
+
+    def _is_everywhere(self, buffer: str) -> bool:
+        """Whether every ministage has a buffer, or can have its values."""
+        return buffer in self._replicas or all(buffer in buffers for _, buffers in self._held)
+
+    def _starts(self, whole: nn.Module) -> list[str]:
+        """Where each ministage but the first begins: at the first of its units with parameters."""
+        starts = []
+        for index, ministage in list(enumerate(self._plan.ministages))[1:]:
+            units = find_units(whole, ministage.modules)
+            with_parameters = [u for u in units if any(True for _ in whole.get_submodule(u).parameters())]
+            if not units:
+                raise self._refuse(f"{name_ministage(self._plan, index)} has no module that is called")
+            starts.append((with_parameters or units)[0])
+        return starts
+
+    def _resolve(self, graph: StageGraph, index: int) -> None:
+        """Replaces captured names by those that the ministage's module has."""
+        where = name_ministage(self._plan, index)
+        parameters, buffers = self._held[index]
+        for i, name in enumerate(map(_strip, graph.parameters)):
+            here = [alias for alias in self._aliases[name] if alias in parameters]
+            if not here:
+                raise self._refuse(f"{where} uses '{name}', which the plan gives to another ministage")
+            graph.parameters[i] = here[0]
+        for i, name in enumerate(map(_strip, graph.buffers)):
+            if name not in buffers and (name in graph.mutated_buffers or name not in self._replicas):
+                raise self._refuse(
+                    f"{where} uses the buffer '{name}', which the plan gives to another ministage"
+                )
+            graph.buffers[i] = name
+        for i, (name, value) in enumerate(graph.constants):
+            if _is_fake(value):  # an attribute of some module: its contents are the model's
+                graph.constants[i] = (name, attrgetter(_strip(name))(self._model))
+
+    def buffer(self, module: nn.Module, index: int, name: str) -> Tensor:
+        """A buffer of the ministage's, or of another's if it never changes."""
+        if name in self._held[index][1]:
+            return module.get_buffer(name)
+        return self._replicas[name]
+
+    def check_kwargs(self, kwargs: dict[str, Any], rows: int) -> None:
+        """Raises `ConfigError` where arguments differ from those that the graphs were made for."""
+        assert self._bound is not None
+        for name in self._bound[1].keys() | kwargs.keys():
+            spec = self._bound[1].get(name)
+            expected = map_leaves(spec, lambda x: x.shape_at(rows) if isinstance(x, KwargTensor) else x)
+            found = map_leaves(kwargs.get(name), lambda x: tuple(x.shape) if isinstance(x, Tensor) else x)
+            if found != expected:
+                raise ConfigError(
+                    f"{name}= is {found}, but the model's graphs were made for {expected}; pass the same "
+                    "values and shapes in every step, or pass split="
+                )
+
+    def _refuse(self, reason: str) -> ConfigError:
+        tried = f" (tried because: {self._why_needed})" if self._why_needed else ""
+        return ConfigError(
+            f"torch.export cannot cut this model: {reason.rstrip('.')}; pass split=, a function that makes "
+            f"each ministage's module{tried}"
+        )
+
+
+class ExportedForward:
+    """The forward of one ministage's module: the graph for the rows at hand, on its parameters."""
+
+    def __init__(self, module: nn.Module, exporter: Exporter, index: int) -> None:
+        self._module = module
+        self._exporter = exporter
+        self._index = index
+
+    def __call__(self, *tensors: Tensor, **kwargs: Any) -> Any:
+        rows, device = tensors[0].shape[0], tensors[0].device
+        exporter = self._exporter
+        exporter.check_kwargs(kwargs, rows)
+        graph = exporter.graph(self._index, rows, training=self._module.training, device=device)
+        passed = {name: tensors_in(value) for name, value in kwargs.items()}
+        places = [exporter.kwarg_places[number] for number in graph.kwargs]
+        given = [*tensors, *(passed[name][number] for name, number in places)]
+        arguments = [
+            # Mixed precision casts what enters a module; the graph has casts of its own.
+            tensor if tensor.dtype == dtype else tensor.to(dtype)
+            for tensor, dtype in zip(given, graph.dtypes, strict=True)
+        ]
+        fixed = [exporter.buffer(self._module, self._index, name) for name in graph.buffers]
+        fixed += [value for _, value in graph.constants]
+        outputs = graph.module(
+            *arguments,
+            # Looked up now: FSDP2 puts whole parameters in the place of sharded ones.
+            *(attrgetter(name)(self._module) for name in graph.parameters),
+            *(_like(value, tensors[0]) for value in fixed),
+        )
+        is_last = self._index == len(exporter.modules) - 1
+        as_tuple = exporter.returns_tuple if is_last else len(outputs) > 1
+        return tuple(outputs) if as_tuple else outputs[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExportedForward:
+        return ExportedForward(copy.deepcopy(self._module, memo), self._exporter, self._index)
+
+
+class _Flat(nn.Module):
+    """A model that takes tensors in one row and returns tensors, as the graph shall."""
+
+    def __init__(
+        self, model: nn.Module, num_inputs: int, kwargs: KwargSpecs, unpack: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__()
+        setattr(self, _INNER, model)
+        self._num_inputs = num_inputs
+        self._kwargs = kwargs
+        self._unpack = unpack
+        self.returns_tuple = False
+
+    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(flat[self._num_inputs :])
+        kwargs = {
+            name: map_leaves(spec, lambda leaf: next(rest) if isinstance(leaf, KwargTensor) else leaf)
+            for name, spec in self._kwargs.items()
+        }
+        output = getattr(self, _INNER)(*flat[: self._num_inputs], **kwargs)
+        if self._unpack is not None:
+            output = self._unpack(output)
+        tensors, returns_tuple = as_model_output(output, "the last ministage")
+        # Export forbids new attributes on a module, not on what is no module.
+        vars(self)["returns_tuple"] = returns_tuple
+        return tensors
+
+
+def _mark_start(*_: Any) -> None:
+    from torch.distributed.pipelining import pipe_split  # a second, which few models need
+
+    pipe_split()  # type: ignore[no-untyped-call]
+
+
+def _strip(name: str) -> str:
+    """A captured name as the model has it."""
+    return name.removeprefix(f"{_INNER}.")
+
+
+def _tensors_of(spec: Any) -> list[KwargTensor]:
+    """Descriptions of the tensors within keyword arguments, in order."""
+    return [leaf for leaf in leaves(spec) if isinstance(leaf, KwargTensor)]
+
+
+def _find_aliases(model: nn.Module) -> dict[str, list[str]]:
+    """All names of the parameter that each name means."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: same for same in names.values() for name in same}
+
+
+def _names_held(module: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the parameters and buffers of a ministage."""
+    return (
+        frozenset(name for name, _ in module.named_parameters(remove_duplicate=False)),
+        frozenset(name for name, _ in module.named_buffers(remove_duplicate=False)),
+    )
+
+
+def _place_loose(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """A ministage for parameters outside the plan's modules: that of the module before them."""
+    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
+    loose = set(loose_parameters(model, plan))
+    homes: dict[str, int] = {}
+    current = 0
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module = plan_module(name, ministage_of)
+        if module is not None:
+            current = ministage_of[module]
+        elif name in loose:
+            homes[name] = current
+    return homes
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return hasattr(tensor, "fake_mode")
+
+
+def _like(value: Tensor, example: Tensor) -> Tensor:
+    """A tensor where the example is: on its device, or fake as it is."""
+    if _is_fake(example):
+        return value if _is_fake(value) else example.fake_mode.from_tensor(value)  # type: ignore[attr-defined]
+    return value.to(example.device)

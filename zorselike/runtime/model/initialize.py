@@ -1,0 +1,307 @@
+"""Weights that depend on a seed and on names alone, so on no plan.
+
+A model built on the meta device is materialised one named unit at a time. What draws its random
+numbers is always the same module, whatever the unit, with a seed made of (seed, that module's
+fully qualified name): walking down, a module that defines `init_weights` initialises everything
+below it; otherwise one that defines `reset_parameters` does; what they leave out, the modules
+below initialise in the same way. The model's root is never asked to initialise everything, since
+no rank holds everything.
+
+Numbers are drawn on the CPU and then moved, so they are the same on every device. Parameters are
+drawn in fp32 and then rounded to their dtype; fp64 ones are drawn in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from zorselike.errors import ConfigError
+
+M = TypeVar("M", bound=nn.Module)
+Callback = Callable[[nn.Module], object]
+
+_INITIALISERS = ("init_weights", "reset_parameters", "_reset_parameters")
+"""What a module may call the method that initialises it; the last is `nn.MultiheadAttention`'s."""
+
+
+def initialize(
+    model: M, *, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> M:
+    """Materialises and initialises a whole model, in place, as any plan's ranks would their parts.
+
+    See `initialize_unit`. Returns the model.
+    """
+    initialize_unit(model, "", seed=seed, device=device, dtype=dtype)
+    return model
+
+
+def initialize_unit(
+    module: nn.Module,
+    fqn: str,
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    root: nn.Module | None = None,
+) -> None:
+    """Materialises and initialises the submodule `module` of a model, in place.
+
+    `fqn` is its fully qualified name in the model, `""` for the model itself. `dtype` is that of
+    its floating-point parameters, by default the one they have; buffers keep theirs. `root` is the
+    model: with it, a unit inside a module that initialises itself as a whole gets the weights it
+    would get there, and the `_init_weights(module)` of a Hugging Face model is used, module by
+    module, instead of `init_weights`.
+
+    Parameters and buffers that are not on the meta device keep their values and are moved. Tensors
+    used twice stay one tensor. The caller's random numbers are not touched.
+    Raises `ConfigError` for a parameter or buffer that nothing initialises.
+    """
+    if root is None and not fqn:
+        root = module
+    callback: Callback | None = getattr(root, "_init_weights", None)
+    unit = _Unit(module, root=root, seed=seed, device=torch.device(device), dtype=dtype)
+    if unit.has_pending(module):
+        # The CPU context overrides a caller's `with torch.device("meta")`.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            owner = _owner_above(root, fqn) if root is not None and callback is None else None
+            if root is None or owner is None:
+                unit.initialise(module, fqn, callback)
+            else:
+                whole = copy.deepcopy(root.get_submodule(owner))
+                initialize_unit(whole, owner, seed=seed, device="cpu", dtype=dtype)
+                unit.take_values(whole.get_submodule(fqn.removeprefix(f"{owner}.")))
+    unit.move_rest()
+
+
+def unit_seed(seed: int, fqn: str) -> int:
+    """The seed of a module's random numbers: 63 bits of SHA-256 over (seed, name)."""
+    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A tensor without values yet; holding it keeps its `id` from being given to another."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    """The one that it ends with."""
+
+
+class _Unit:
+    """One unit on its way from the meta device to its own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        root: nn.Module | None,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._module = module
+        self._scope = [module] if root is None else [module, root]
+        self._seed = seed
+        self._device = device
+        self._dtype = dtype
+        self._pending = {
+            id(t): _Pending(t, self._final_dtype(t)) for _, t in _named_tensors(module) if t.is_meta
+        }
+
+    def has_pending(self, module: nn.Module, *, recurse: bool = True) -> bool:
+        """Whether `module` has tensors without values, or only itself, without its children."""
+        return any(id(t) in self._pending for _, t in _named_tensors(module, recurse=recurse))
+
+    def initialise(self, module: nn.Module, fqn: str, callback: Callback | None) -> None:
+        """Initialises what is pending in `module`, each tensor by the outermost module that can."""
+        is_root = not fqn and any(True for _ in module.children())
+        for method, is_for_all_below in _initialisers(module, callback):
+            recurse = is_for_all_below and not is_root
+            if self.has_pending(module, recurse=recurse):
+                self._draw(module, fqn, method, recurse=not is_root)
+        for name, child in module.named_children():
+            if self.has_pending(child):
+                self.initialise(child, _join(fqn, name), callback)
+        for name, tensor in _named_tensors(module, recurse=False):
+            if id(tensor) in self._pending:
+                raise _nothing_initialises(module, _join(fqn, name), tensor)
+
+    def take_values(self, other: nn.Module) -> None:
+        """Takes the values of what is pending from an initialised copy of the module."""
+        values = dict(_named_tensors(other))
+        for name, tensor in list(_named_tensors(self._module)):
+            if id(tensor) in self._pending:
+                self._finish(tensor, values[name].detach())
+
+    def move_rest(self) -> None:
+        """Moves what had its values from the start, or was put in place of a buffer."""
+        for _, tensor in _named_tensors(self._module):
+            dtype = self._final_dtype(tensor)
+            is_there = tensor.device.type == self._device.type and (
+                self._device.index is None or tensor.device.index == self._device.index
+            )
+            if not is_there or tensor.dtype != dtype:
+                tensor.data = tensor.data.to(self._device, dtype)
+
+    def _draw(self, module: nn.Module, fqn: str, method: Callable[[], object], *, recurse: bool) -> None:
+        """Calls an initialiser with all that it may write to on the CPU; keeps what was pending."""
+        lent: list[tuple[Tensor, Tensor]] = []
+        for _, tensor in list(_named_tensors(module, recurse=recurse)):
+            drawn_dtype = self._drawn_dtype(tensor)
+            if id(tensor) not in self._pending:
+                # Values that exist must neither change nor change which numbers the others draw.
+                stand_in = _like(tensor, tensor.detach().to("cpu", drawn_dtype, copy=True))
+                lent.append(self._replace(tensor, stand_in))
+            elif tensor.is_meta:
+                blank = torch.empty_like(tensor, device="cpu", dtype=drawn_dtype)
+                _mark_blank(blank)
+                self._replace(tensor, _like(tensor, blank))
+        torch.default_generator.manual_seed(unit_seed(self._seed, fqn))
+        method()
+        for stand_in, original in lent:
+            self._replace(stand_in, original)
+        for _, tensor in list(_named_tensors(module, recurse=recurse)):
+            if id(tensor) in self._pending and not _is_blank(tensor):
+                self._finish(tensor, tensor.detach())
+
+    def _finish(self, tensor: Tensor, values: Tensor) -> None:
+        """Gives a pending tensor its values, on its device and in its dtype."""
+        dtype = self._pending.pop(id(tensor)).dtype
+        final = values.to(self._device, dtype)
+        if tensor.is_meta or final is not values:
+            self._replace(tensor, _like(tensor, final))
+
+    def _replace(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts `new` where `old` was; returns what to replace with what to undo it."""
+        try:
+            # Keeps the object, so every place that uses it, of whatever unit, sees the new values.
+            swap_tensors(old, new)  # type: ignore[no-untyped-call]
+            return old, new
+        except RuntimeError:  # weakly referenced, as an `nn.LSTM` does
+            for owner in itertools.chain.from_iterable(top.modules() for top in self._scope):
+                for key, value in [*owner._parameters.items(), *owner._buffers.items()]:
+                    if value is old:
+                        setattr(owner, key, new)
+            if id(old) in self._pending:
+                self._pending[id(new)] = _Pending(new, self._pending.pop(id(old)).dtype)
+            return new, old
+
+    def _final_dtype(self, tensor: Tensor) -> torch.dtype:
+        if self._dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return tensor.dtype
+        return self._dtype
+
+    def _drawn_dtype(self, tensor: Tensor) -> torch.dtype:
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return tensor.dtype
+        pending = self._pending.get(id(tensor))
+        final = pending.dtype if pending else self._final_dtype(tensor)
+        return torch.float64 if final == torch.float64 else torch.float32
+
+
+def _initialisers(
+    module: nn.Module, callback: Callback | None
+) -> Iterator[tuple[Callable[[], object], bool]]:
+    """The ways to initialise a module, best first, and whether each is for all below it too."""
+    if callback is not None:
+        yield partial(callback, module), True
+    for name in _INITIALISERS:
+        method = _plain_method(module, name)
+        # Every Hugging Face submodel has an `init_weights`; it is not meant for one of its layers.
+        if method is not None and not (callback is not None and name == "init_weights"):
+            yield method, callback is None
+            break
+    method = _plain_method(module, "init_buffers")
+    if method is not None:
+        yield method, True
+
+
+def _owner_above(root: nn.Module, fqn: str) -> str | None:
+    """The outermost module, the root left out, that initialises `fqn` as a part of itself."""
+    path = fqn.split(".")
+    module: nn.Module | None = root
+    for depth, child in enumerate(path[:-1], start=1):
+        module = getattr(module, child, None)
+        if module is None:  # a name of the caller's own making: no module is above it
+            return None
+        if any(_plain_method(module, method) for method in _INITIALISERS):
+            return ".".join(path[:depth])
+    return None
+
+
+def _plain_method(module: nn.Module, name: str) -> Callable[[], Any] | None:
+    """A method that can be called without arguments, None if there is none."""
+    method = getattr(module, name, None)
+    if not inspect.ismethod(method):
+        return None
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    needs_arguments = any(p.default is p.empty and p.kind not in optional for p in parameters)
+    return None if needs_arguments else method
+
+
+def _named_tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
+
+
+def _like(old: Tensor, values: Tensor) -> Tensor:
+    """`values` as the same kind of thing as `old`: a parameter or buffer with its attributes."""
+    is_parameter = isinstance(old, nn.Parameter)
+    new = nn.Parameter(values, requires_grad=old.requires_grad) if is_parameter else values.detach()
+    vars(new).update(vars(old))
+    return new
+
+
+def _mark_blank(tensor: Tensor) -> None:
+    """Fills a tensor with what no initialiser writes."""
+    if _holds_nan(tensor):
+        tensor.fill_(torch.nan)
+    else:
+        tensor.view(_INTEGERS[tensor.itemsize]).fill_(_BLANK[tensor.itemsize])
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Whether a marked tensor still has no values, or lacks some."""
+    if tensor.numel() == 0:
+        return False
+    if _holds_nan(tensor):
+        return bool(tensor.sum().isnan())
+    return bool((tensor.view(_INTEGERS[tensor.itemsize]) == _BLANK[tensor.itemsize]).all())
+
+
+def _holds_nan(tensor: Tensor) -> bool:
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLANK = {size: int.from_bytes(b"\2" * size, "little") for size in _INTEGERS}
+"""Bytes of 2: not a bool, and no likely integer."""
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _nothing_initialises(module: nn.Module, fqn: str, tensor: Tensor) -> ConfigError:
+    kind, method = (
+        ("parameter", "reset_parameters()")
+        if isinstance(tensor, nn.Parameter)
+        else ("buffer", "init_buffers()")
+    )
+    return ConfigError(
+        f"model: nothing initialises the {kind} '{fqn}', which is on the meta device: give "
+        f"{type(module).__name__} a method {method} that writes it, or build the model on a real device"
+    )

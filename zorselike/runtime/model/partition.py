@@ -1,0 +1,417 @@
+"""How a model becomes ministages: by its structure, by its convention, by the user, or by export.
+
+Whatever the way, a part's parameters and buffers keep the names that they have in the model, and
+parts share them with the model: nothing is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from zorselike.errors import ConfigError, PlanError
+from zorselike.plan.plan import Plan
+from zorselike.plan.validate import validate_modules
+from zorselike.runtime.model.boundaries import (
+    KwargSpecs,
+    Signature,
+    TensorSpec,
+    make_kwargs,
+    name_ministage,
+    run_module,
+    run_parts,
+)
+from zorselike.runtime.model.export import Exporter
+from zorselike.runtime.model.pruning import (
+    find_units,
+    is_above,
+    loose_parameters,
+    plan_module,
+    plan_modules,
+    prune,
+    separate_units,
+    sequential_order,
+)
+from zorselike.runtime.model.tracing import Recorder, Skeleton, fake_copies, first_line
+from zorselike.text.wording import count, list_few
+
+Split = Callable[[nn.Module, tuple[str, ...]], nn.Module] | Literal["decoder", "export"]
+"""`(model, module names of one ministage) -> nn.Module`, or the way to insist on."""
+
+_GUESSED_SEQUENCE = 8
+
+
+class Keywords(Collection[str]):
+    """The keyword arguments that a forward takes: all, if it ends in `**kwargs`."""
+
+    def __init__(self, names: Sequence[str], *, takes_any: bool = False) -> None:
+        self._names = dict.fromkeys(names)
+        self._takes_any = takes_any
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> Keywords:
+        """What a forward names, its first argument left out: that is what enters."""
+        parameters = list(inspect.signature(forward).parameters.values())
+        named = [p.name for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)] + [
+            p.name for p in parameters[:1] if p.kind is p.KEYWORD_ONLY
+        ]
+        return cls(named, takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+    def __contains__(self, name: object) -> bool:
+        return self._takes_any or name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Keywords({', '.join([*self._names, *(['**'] if self._takes_any else [])])})"
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """One ministage of a model."""
+
+    index: int
+    module: nn.Module
+    """`forward(*tensors, **kwargs)` takes what enters the ministage and returns what leaves it: a
+    tensor or a tuple; that of the last ministage, what `unpack` makes of the model's output."""
+    units: tuple[str, ...]
+    """Submodules, in order, that become FSDP units; none if the whole part is one."""
+    accepts: Keywords
+    """Keyword arguments that `forward` takes."""
+    name: str = ""
+    """For messages."""
+    skeleton: Skeleton = field(default_factory=Skeleton, repr=False, compare=False)
+    """Copies on fake tensors, one for all parts of a model."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter in two ministages of a plan."""
+
+    owner_fqn: str
+    borrower_fqn: str
+    owner_ministage: int
+    borrower_ministage: int
+
+
+def partition(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    split: Split | None = None,
+    unpack: Callable[[Any], Any] | None = None,
+) -> list[ModelPart]:
+    """Divides a model into the plan's ministages, all of them.
+
+    Without `split`, a plan of one ministage takes the model as it is; an `nn.Sequential`, nested
+    ones too, is cut between its children; a model on TorchTitan's convention, where missing
+    parts are `None` and their input passes through, loses what other ministages have (tried out
+    on fake token ids, and proven to call what the whole model calls); any other is cut by
+    `torch.export` when its inputs are known. `split="decoder"` and `split="export"` insist on
+    one of the last two; a callable makes each ministage's module itself, with parameters under
+    their global names. Modules are planned in the order in which the model registers them; for
+    export and a callable, in the order in which it runs them. `unpack` turns the model's output
+    into a tensor or a tuple of tensors.
+
+    Raises `PlanError` where plan and model disagree, `ConfigError` where the model cannot be
+    trained in pieces or `split` is wrong.
+    """
+    if not callable(split) and split not in (None, "decoder", "export"):
+        raise ConfigError(f"split = {split!r} is neither 'decoder', 'export' nor a function")
+    refuse_batch_statistics(model)
+    loose = loose_parameters(model, plan)
+    alone = len(plan.ministages) == 1
+    _check_modules(
+        model,
+        plan,
+        allow_loose=alone or split != "decoder",
+        any_order=callable(split) or split == "export",
+    )
+    if callable(split):
+        return _split_by_user(model, plan, split, unpack)
+    if split == "export":
+        return _split_by_export(model, plan, unpack, why_needed="")
+    if split == "decoder":
+        return _split_by_pruning(model, plan, unpack, skeleton=_Decoder(plan))
+    if alone:
+        return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
+    if sequential_order(model, plan) is not None:
+        return _split_sequential(model, plan, unpack)
+    if loose:
+        return _split_by_export(model, plan, unpack, why_needed=f"'{loose[0]}' belongs to no ministage")
+    decoder = _Decoder(plan)
+    parts = _split_by_pruning(model, plan, unpack, skeleton=decoder)
+    reason = decoder.try_tokens()
+    return parts if reason is None else _split_by_export(model, plan, unpack, why_needed=reason)
+
+
+def find_ties(model: nn.Module, plan: Plan) -> tuple[Tie, ...]:
+    """Parameters that several ministages share, one entry for each ministage but the owner.
+
+    The lowest ministage owns; of several names in one ministage the first counts. Sharing within
+    one ministage is not listed: it ends up in one FSDP unit, which keeps it by itself.
+    """
+    holders: dict[int, dict[int, str]] = {}
+    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        module = plan_module(fqn, ministage_of)
+        if module is not None:
+            holders.setdefault(id(parameter), {}).setdefault(ministage_of[module], fqn)
+    ties = []
+    for names in holders.values():
+        (owner, owner_fqn), *borrowers = sorted(names.items())
+        ties += [Tie(owner_fqn, fqn, owner, ministage) for ministage, fqn in borrowers]
+    return tuple(ties)
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Raises `ConfigError` for a layer whose result depends on how the batch is cut."""
+    for name, module in model.named_modules():
+        is_batch = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+        is_instance = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+        mends = "put it in eval mode, or use GroupNorm or LayerNorm"
+        if is_batch and (module.training or module.running_mean is None):
+            raise ConfigError(
+                f"model: '{name}' is a {type(module).__name__} in training mode: its statistics are those "
+                f"of a microbatch, so results would depend on the plan; {mends}"
+            )
+        if is_instance and module.training and module.track_running_stats:
+            raise ConfigError(
+                f"model: '{name}' is a {type(module).__name__} that tracks running statistics, which "
+                f"would depend on the plan; set track_running_stats=False, {mends}"
+            )
+
+
+# -- what every way needs ------------------------------------------------------------------
+
+
+def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool, any_order: bool) -> None:
+    planned = plan_modules(plan)
+    modules = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if n]
+    names = [name for name, _ in modules]
+    owners = [
+        name
+        for name, module in [*modules, ("", model)]
+        if any(True for _ in module.parameters(recurse=False))
+        and not (allow_loose and name not in planned and is_above(name, planned))
+    ]
+    try:
+        validate_modules(plan, _in_order_of(planned, names) if any_order else names, owners)
+    except PlanError as error:
+        if any_order:
+            raise
+        validate_modules(plan, _in_order_of(planned, names), owners)
+        # The order alone is wrong, by the only order that is known without running the model.
+        raise PlanError(
+            f"{error}; if the model runs them in the plan's order, pass split='export'"
+        ) from error
+
+
+def _in_order_of(planned: Sequence[str], names: Sequence[str]) -> list[str]:
+    """All names, those that are planned in the plan's order."""
+    known = iter([name for name in planned if name in set(names)])
+    return [next(known) if name in set(planned) else name for name in names]
+
+
+class _Forward:
+    """A part's forward between others: several tensors enter as the tuple that they left as, and
+    what the model returns is unpacked."""
+
+    def __init__(
+        self, inner: Callable[..., Any], *, packs: bool, unpack: Callable[[Any], Any] | None
+    ) -> None:
+        self._inner = inner
+        self._packs = packs
+        self._unpack = unpack
+
+    def __call__(self, *tensors: Tensor, **kwargs: Any) -> Any:
+        inputs = (tensors,) if self._packs and len(tensors) > 1 else tensors
+        output = self._inner(*inputs, **kwargs)
+        return output if self._unpack is None else self._unpack(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(copy.deepcopy(self._inner, memo), packs=self._packs, unpack=self._unpack)
+
+
+def _make_parts(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    plan: Plan,
+    skeleton: Skeleton,
+    *,
+    unpack: Callable[[Any], Any] | None,
+    packs: bool = False,
+) -> list[ModelPart]:
+    parts = []
+    for index, module in enumerate(modules):
+        is_last = index == len(modules) - 1
+        accepts = Keywords(()) if packs else Keywords.of(module.forward)
+        if packs or (is_last and unpack is not None):
+            module.forward = _Forward(  # type: ignore[method-assign]
+                module.forward, packs=packs, unpack=unpack if is_last else None
+            )
+        units = separate_units(module, find_units(module, plan.ministages[index].modules))
+        parts.append(ModelPart(index, module, units, accepts, name_ministage(plan, index), skeleton))
+    skeleton.draw(model, modules)
+    return parts
+
+
+# -- nn.Sequential, and a model as it is ---------------------------------------------------
+
+
+def _split_sequential(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None) -> list[ModelPart]:
+    order = sequential_order(model, plan)
+    assert order is not None
+    modules = prune(model, order)
+    return _make_parts(model, modules, plan, Skeleton(), unpack=unpack, packs=True)
+
+
+def _split_by_pruning(
+    model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None, *, skeleton: Skeleton
+) -> list[ModelPart]:
+    modules = prune(model, [ministage.modules for ministage in plan.ministages])
+    parts = _make_parts(model, modules, plan, skeleton, unpack=unpack)
+    if isinstance(skeleton, _Decoder):
+        skeleton.model_parts = parts
+    return parts
+
+
+# -- TorchTitan's convention ---------------------------------------------------------------
+
+
+class _Decoder(Skeleton):
+    """Proves that the pruned copies compute together what the whole model computes."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+        self.model_parts: list[ModelPart] = []
+        self._proven: tuple[Signature, KwargSpecs] | None = None
+
+    def try_tokens(self) -> str | None:
+        """Runs on guessed token ids; returns why the model does not follow the convention, if so."""
+        length = self._plan.sequence_length or _GUESSED_SEQUENCE
+        try:
+            with torch.enable_grad():
+                self.bind(Signature((TensorSpec((length,), torch.int64),)), {}, None)
+        except Exception as error:
+            return first_line(error)
+        return None
+
+    def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
+        """Raises `ConfigError` where the parts do something else than the model."""
+        if self._proven == (inputs, kwargs):
+            return
+        whole, *modules = fake_copies([self.whole, *self.parts], self.mode, all_trainable=True)
+        rows = self.probe_rows[0]
+        recorder = Recorder({n: whole.get_submodule(n) for part in self.model_parts for n in part.units})
+        with self.mode:
+            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
+            run_module(whole, tensors, make_kwargs(kwargs, rows), "the model", recorder)
+        run = run_parts(self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True)
+        told = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
+        self._compare_calls(recorder, run.recorders, told)
+        outside = sum((r.outside for r in run.recorders), Counter())
+        for name in recorder.outside.keys() | outside.keys():
+            if outside[name] != recorder.outside[name]:
+                raise ConfigError(
+                    f"outside the modules of the plan the model computes '{name}' "
+                    f"{count(recorder.outside[name], 'time')}, its ministages together "
+                    f"{count(outside[name], 'time')}; {told}"
+                )
+        self._proven = (inputs, kwargs)
+
+    def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], told: str) -> None:
+        calls = [(i, call) for i, recorder in enumerate(parts) for call in recorder.calls]
+        for position in range(max(len(calls), len(whole.calls))):
+            index, found = calls[position] if position < len(calls) else (len(parts) - 1, None)
+            expected = whole.calls[position] if position < len(whole.calls) else None
+            if found != expected:
+                where = self.model_parts[index].name
+                this = f"'{found.name}' with {found.arguments}" if found else "nothing more"
+                that = f"'{expected.name}' with {expected.arguments}" if expected else "nothing more"
+                raise ConfigError(f"{where} calls {this} where the whole model calls {that}; {told}")
+
+
+# -- the user's own ------------------------------------------------------------------------
+
+
+def _split_by_user(
+    model: nn.Module,
+    plan: Plan,
+    split: Callable[[nn.Module, tuple[str, ...]], nn.Module],
+    unpack: Callable[[Any], Any] | None,
+) -> list[ModelPart]:
+    modules: list[nn.Module] = []
+    for index, ministage in enumerate(plan.ministages):
+        module = split(model, ministage.modules)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"split= returned a {type(module).__name__} for {name_ministage(plan, index)}; "
+                "return an nn.Module"
+            )
+        if any(module is other for other in modules):
+            raise ConfigError(f"split= returned the same module again for {name_ministage(plan, index)}")
+        modules.append(module)
+    _check_split(model, plan, modules)
+    return _make_parts(model, modules, plan, Skeleton(), unpack=unpack)
+
+
+def _check_split(model: nn.Module, plan: Plan, modules: Sequence[nn.Module]) -> None:
+    """Raises `ConfigError` unless every parameter is in its ministage, under its global name."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
+    held: dict[str, int] = {}
+    for index, module in enumerate(modules):
+        where = f"split=: {name_ministage(plan, index)}"
+        for fqn, parameter in module.named_parameters(remove_duplicate=False):
+            if fqn not in known:
+                raise ConfigError(
+                    f"{where} has a parameter '{fqn}', which the model lacks; keep global names, such as "
+                    f"'{next(iter(known))}'"
+                )
+            if parameter.shape != known[fqn].shape:
+                raise ConfigError(
+                    f"{where}: '{fqn}' is {list(parameter.shape)}, and {list(known[fqn].shape)} in the model"
+                )
+            planned = plan_module(fqn, ministage_of)
+            home = index if planned is None else ministage_of[planned]
+            if home != index or fqn in held:
+                other = held.get(fqn, home)
+                raise ConfigError(
+                    f"{where} has '{fqn}', which belongs to ministage {other}; give it to one ministage"
+                )
+            held[fqn] = index
+    missing = [fqn for fqn in known if fqn not in held]
+    if missing:
+        planned = plan_module(missing[0], ministage_of)
+        home_name = "any ministage" if planned is None else name_ministage(plan, ministage_of[planned])
+        raise ConfigError(
+            f"split=: {list_few(map(repr, missing), 'parameter')} not in what split returned for {home_name}"
+        )
+
+
+# -- torch.export --------------------------------------------------------------------------
+
+
+def _split_by_export(
+    model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None, *, why_needed: str
+) -> list[ModelPart]:
+    accepts = Keywords.of(model.forward)
+    exporter = Exporter(model, plan, unpack=unpack, why_needed=why_needed)
+    exporter.draw(model, exporter.modules)
+    return [
+        ModelPart(index, module, (), accepts, name_ministage(plan, index), exporter)
+        for index, module in enumerate(exporter.modules)
+    ]

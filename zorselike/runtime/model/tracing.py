@@ -1,0 +1,240 @@
+"""What a model does, found out without its memory: copies on fake tensors, and a recorder.
+
+Fake tensors have shapes, dtypes, autograd flags and a device type, but no contents
+(docs: `torch.compiler_fake_tensor`). Meta tensors would do, were it not for models that ask for
+the device's type: `torch.autocast(x.device.type)` refuses "meta".
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from zorselike.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zorselike.runtime.model.boundaries import KwargSpecs, Signature
+
+FakeMode = AbstractContextManager[Any]
+
+
+def make_fake_mode() -> FakeMode:
+    """A mode in which tensors are made without memory. Has `from_tensor(t)` for those that exist."""
+    modes: list[FakeMode] = []
+
+    def keep(x: Any) -> Any:
+        modes.append(x.fake_mode)
+        return x
+
+    # The public way to one: torch exports no name for the class itself.
+    make_fx(keep, tracing_mode="fake")(torch.empty(0))
+    return modes[0]
+
+
+def fake_copies(
+    modules: Sequence[nn.Module],
+    mode: FakeMode,
+    *,
+    param_dtype: torch.dtype | None = None,
+    all_trainable: bool = False,
+) -> list[nn.Module]:
+    """Copies of modules whose tensors are all fake; what they share, their copies share too.
+
+    `param_dtype`: of the copies' floating-point parameters. `all_trainable`: every floating-point
+    parameter of the copies requires a gradient.
+    Raises `ConfigError` for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    kept: list[Tensor] = []  # ids stay unique only while their objects live
+
+    def enter(tensor: Tensor) -> None:
+        if id(tensor) not in memo:
+            kept.append(tensor)
+            memo[id(tensor)] = _fake(tensor, param_dtype=param_dtype, all_trainable=all_trainable)
+
+    with mode:
+        for module in modules:
+            for tensor in _all_tensors(module):
+                enter(tensor)
+    try:
+        return [copy.deepcopy(module, memo) for module in modules]
+    except Exception as error:
+        raise ConfigError(
+            f"model: a copy of {type(modules[0]).__name__} to find shapes with cannot be made "
+            f"({first_line(error)}); let its attributes be copyable by copy.deepcopy"
+        ) from error
+
+
+def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and tensors that modules hold as plain attributes."""
+    for owner in module.modules():
+        for value in vars(owner).values():
+            yield from tensors_in(value)
+
+
+def _fake(tensor: Tensor, *, param_dtype: torch.dtype | None, all_trainable: bool) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    dtype = tensor.dtype
+    if is_parameter and param_dtype is not None and tensor.is_floating_point():
+        dtype = param_dtype
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    if is_parameter:
+        trainable = tensor.requires_grad or (all_trainable and tensor.is_floating_point())
+        fake = nn.Parameter(fake, requires_grad=trainable)
+    return fake
+
+
+class Skeleton:
+    """Copies on fake tensors of a model and its ministages, made before anything is sharded."""
+
+    def __init__(self) -> None:
+        self.mode = make_fake_mode()
+        self.whole: nn.Module = nn.Module()
+        self.parts: list[nn.Module] = []
+
+    @property
+    def probe_rows(self) -> tuple[int, int]:
+        """Two row counts to run the copies with; what differs between the outputs is rows."""
+        return 2, 3
+
+    def draw(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Copies the model and the modules of its ministages."""
+        self.whole, *self.parts = fake_copies([model, *modules], self.mode)
+
+    def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
+        """Prepares for, and checks, a model's true inputs; called before the copies run."""
+
+
+# -- nested values -------------------------------------------------------------------------
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same nesting of tuples, lists and dictionaries, with `function` of every entry."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(map_leaves(entry, function) for entry in value))
+    if type(value) in (tuple, list):
+        return type(value)(map_leaves(entry, function) for entry in value)
+    if type(value) is dict:
+        return {key: map_leaves(entry, function) for key, entry in value.items()}
+    return function(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The entries of nested tuples, lists and dictionaries, in the order of `map_leaves`."""
+    if isinstance(value, tuple | list):
+        for entry in value:
+            yield from leaves(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from leaves(entry)
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors within nested tuples, lists and dictionaries, in order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+# -- what runs -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a named module, and what it was given: shapes and dtypes for tensors."""
+
+    name: str
+    arguments: str
+    input_bytes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """`(identity, bytes)` of each tensor that it was given."""
+
+
+class Recorder(TorchFunctionMode):
+    """Records, while it is entered, how modules are called and what is computed outside them."""
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[UnitCall] = []
+        self._given: list[Tensor] = []
+        """All tensors that units were given, alive so that no identity is used twice."""
+        self.outside: Counter[str] = Counter()
+        """Operations outside all units whose result carries a gradient, by name."""
+        self.strays: dict[str, str] = {}
+        """Units of which a parameter was used outside their own forward, and which parameter."""
+        self._active: list[str] = []
+        # A tied parameter has several owners: each has its own once units are sharded.
+        self._owners: dict[int, dict[str, str]] = {}
+        for unit, module in units.items():
+            for name, p in module.named_parameters():
+                self._owners.setdefault(id(p), {})[unit] = f"{unit}.{name}"
+        self._units = units
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Records what runs inside."""
+        hooks = []
+        for name, module in self._units.items():
+            hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leave))
+        # What fails is reported by the error; torch would log it to the screen besides.
+        disabled = logging.root.manager.disable
+        logging.disable(max(disabled, logging.ERROR))
+        try:
+            with self:
+                yield self
+        finally:
+            logging.disable(disabled)
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._active:
+                tensors = tensors_in((args, kwargs))
+                self._given += tensors
+                given = tuple((id(tensor), tensor.nbytes) for tensor in tensors)
+                self.calls.append(UnitCall(name, f"{_describe(args)} {_describe(kwargs)}", given))
+            self._active.append(name)
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._active.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            owners = self._owners.get(id(tensor))
+            if owners and not any(unit in owners for unit in self._active):
+                unit, name = next(iter(owners.items()))
+                self.strays.setdefault(unit, name)
+        result = func(*args, **(kwargs or {}))
+        if not self._active and any(t.requires_grad for t in tensors_in(result)):
+            self.outside[getattr(func, "__name__", str(func))] += 1
+        return result
+
+
+def _describe(value: Any) -> str:
+    """An argument as far as two runs of the same model must agree in it."""
+
+    def leaf(entry: Any) -> Any:
+        if isinstance(entry, Tensor):
+            return f"{entry.dtype}{list(entry.shape)}"
+        return repr(entry) if isinstance(entry, str | int | float | bool | None) else type(entry).__name__
+
+    return str(map_leaves(value, leaf))

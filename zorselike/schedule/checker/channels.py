@@ -1,0 +1,85 @@
+"""Every send meets its receive, in the same order at both ends.
+
+A channel leads from one rank to another in one direction, forward or backward. It has no tags:
+its n-th send meets its n-th receive.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.checker.steps import Step
+from zorselike.schedule.errors import ScheduleError, wrong_at
+
+
+class Channel(NamedTuple):
+    """An edge of the transport; `direction` is `F` for activations and `B` for gradients."""
+
+    source: int
+    target: int
+    direction: str
+
+
+class Match(NamedTuple):
+    """Positions of a send in its source's list and of its receive in its target's list."""
+
+    sent: int
+    received: int
+
+
+def match_transfers(
+    actions: Mapping[int, Sequence[Action]], steps: Mapping[int, Sequence[Step]]
+) -> dict[Channel, list[Match]]:
+    """Every channel's transfers in order; raises `ScheduleError` where two ends differ."""
+    sends: defaultdict[Channel, list[int]] = defaultdict(list)
+    receives: defaultdict[Channel, list[int]] = defaultdict(list)
+    for rank, own in steps.items():
+        for position, step in enumerate(own):
+            if step.kind in SENDS:
+                sends[Channel(rank, step.peer, _direction(step.kind))].append(position)
+            elif step.kind in RECEIVES:
+                receives[Channel(step.peer, rank, _direction(step.kind))].append(position)
+    matches = {}
+    for channel in sorted(sends.keys() | receives.keys()):
+        sent, received = sends[channel], receives[channel]
+        for turn in range(max(len(sent), len(received))):
+            both = turn < len(sent) and turn < len(received)
+            if not both or not _fit(steps, channel, sent[turn], received[turn]):
+                raise _misfit(actions, channel, turn, sent, received)
+        matches[channel] = [Match(*pair) for pair in zip(sent, received, strict=True)]
+    return matches
+
+
+def _direction(kind: Kind) -> str:
+    return "F" if kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+
+
+def _fit(steps: Mapping[int, Sequence[Step]], channel: Channel, sent: int, received: int) -> bool:
+    send, receive = steps[channel.source][sent], steps[channel.target][received]
+    neighbour = send.ministage + (1 if channel.direction == "F" else -1)
+    return (neighbour, send.start, send.stop) == (receive.ministage, receive.start, receive.stop)
+
+
+def _misfit(
+    actions: Mapping[int, Sequence[Action]],
+    channel: Channel,
+    turn: int,
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> ScheduleError:
+    source, target = channel.source, channel.target
+    send_at = sent[turn] if turn < len(sent) else len(actions[source])
+    receive_at = received[turn] if turn < len(received) else len(actions[target])
+    send = actions[source][send_at].text if turn < len(sent) else "nothing more"
+    receive = actions[target][receive_at].text if turn < len(received) else "nothing more"
+    places = ((target, receive_at), (source, send_at))
+    return wrong_at(
+        actions,
+        f"transfer {turn} from rank {source} to rank {target} ({channel.direction}): the source lists {send} "
+        f"where the target lists {receive}; a channel has no tags, so both ends must list the same rows in "
+        "the same order",
+        *(places if turn < len(received) else places[::-1]),
+    )

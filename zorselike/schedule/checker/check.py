@@ -1,0 +1,77 @@
+"""The checker: proves before a run that a schedule does what its plan asks and cannot hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zorselike.plan.plan import Plan
+from zorselike.schedule.actions import Action
+from zorselike.schedule.checker.channels import match_transfers
+from zorselike.schedule.checker.collectives import check_collectives
+from zorselike.schedule.checker.order import check_order
+from zorselike.schedule.checker.rendezvous import check_ends, find_buffered_edges
+from zorselike.schedule.checker.steps import flatten
+from zorselike.schedule.checker.waits import find_waits
+from zorselike.schedule.errors import name_place, wrong_at
+from zorselike.schedule.spec import work_out_demands
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What the checker found out about a schedule that is right."""
+
+    buffered_edges: frozenset[tuple[int, int, str]]
+    """(source rank, target rank, "F" or "B") on which a send must not wait for its receive."""
+    cycles: tuple[str, ...]
+    """The cycles that made them so, in words, one rank a line."""
+    num_actions: int
+
+
+def check(
+    plan: Plan,
+    actions: Mapping[int, Sequence[Action]],
+    *,
+    trainable: Sequence[bool] | None = None,
+    ties: Sequence[tuple[int, int]] = (),
+    forward_only: bool = False,
+    defer_steps: bool = False,
+    masters: bool = False,
+) -> CheckReport:
+    """Proves a schedule complete, ordered, within its memory bound and free of deadlock.
+
+    Each in turn: every row goes forward and, where due, backward exactly once in every
+    ministage, with its input rows there, reduced and stepped after; parameters are gathered
+    while they compute and no more ministages than the ZeRO stage allows; all ranks of a group
+    issue the same collectives in the same order; what is offloaded is back before it is used;
+    every send meets its receive; all lists end if sends buffer. Then it finds the edges on which
+    sends must buffer for them to end.
+
+    Takes the same options as `build`.
+
+    Raises:
+        ScheduleError: at the first fault, with a table of the lists around it.
+    """
+    demands = work_out_demands(
+        plan,
+        trainable=trainable,
+        ties=ties,
+        forward_only=forward_only,
+        defer_steps=defer_steps,
+        masters=masters,
+    )
+    steps = flatten(plan, actions)
+    for rank, own in steps.items():
+        fault = check_order(demands, rank, own)
+        if fault is not None:
+            place = (rank, fault.position)
+            raise wrong_at(actions, f"{name_place(actions, place)}: {fault.message}", place)
+    check_collectives(demands, actions, steps)
+    waits = find_waits(demands, steps, match_transfers(actions, steps))
+    check_ends(waits, actions)
+    buffered, cycles = find_buffered_edges(plan, waits, actions)
+    return CheckReport(
+        buffered_edges=frozenset((edge.source, edge.target, edge.direction) for edge in buffered),
+        cycles=cycles,
+        num_actions=sum(map(len, actions.values())),
+    )

@@ -1,0 +1,51 @@
+"""All ranks of a group issue the same collectives in the same order.
+
+A collective is a rendezvous: two in opposite order on two ranks hang, even past Gloo's timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.checker.steps import Step
+from zorselike.schedule.errors import wrong_at
+from zorselike.schedule.spec import Demands
+
+_ALWAYS = frozenset(
+    {Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.NORM, Kind.TIE_GRAD, Kind.TIE_VALUE, Kind.TIE_FETCH}
+)
+_WITH_ZERO_3 = _ALWAYS | {Kind.F, Kind.B}
+"""With ZeRO 3 a computation gathers and reduces by itself."""
+
+
+def check_collectives(
+    demands: Demands, actions: Mapping[int, Sequence[Action]], steps: Mapping[int, Sequence[Step]]
+) -> None:
+    """Raises `ScheduleError` at the first collective in which two ranks of a group differ."""
+    for g, group in enumerate(demands.plan.groups):
+        kinds = _WITH_ZERO_3 if group.zero == 3 else _ALWAYS
+        first, *others = group.flat_ranks
+        expected = _positions(steps[first], kinds)
+        for rank in others:
+            found = _positions(steps[rank], kinds)
+            for turn in range(max(len(expected), len(found))):
+                mine = found[turn] if turn < len(found) else len(steps[rank])
+                theirs = expected[turn] if turn < len(expected) else len(steps[first])
+                if steps[rank][mine : mine + 1] != steps[first][theirs : theirs + 1]:
+                    raise wrong_at(
+                        actions,
+                        f"group {g}, collective {turn}: rank {rank} issues {_name(actions[rank], mine)} "
+                        f"where rank {first} issues {_name(actions[first], theirs)}; all ranks of a group "
+                        "must issue the same collectives in the same order",
+                        (rank, mine),
+                        (first, theirs),
+                    )
+
+
+def _positions(steps: Sequence[Step], kinds: frozenset[Kind]) -> list[int]:
+    return [position for position, step in enumerate(steps) if step.kind in kinds]
+
+
+def _name(actions: Sequence[Action], position: int) -> str:
+    return actions[position].text if position < len(actions) else "no more"

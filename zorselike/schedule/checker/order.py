@@ -1,0 +1,331 @@
+"""One rank's list by itself: complete, in dependency order, within the memory its ZeRO stage promises."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from zorselike.schedule.actions import HOST_COPIES, Kind
+from zorselike.schedule.checker.host_residence import HostResidence
+from zorselike.schedule.checker.residency import Fault, Residency
+from zorselike.schedule.checker.steps import NONE, Step
+from zorselike.schedule.spec import Demands
+
+
+class OrderFault(NamedTuple):
+    """What is wrong in a rank's list, and where: past the last position if something is missing."""
+
+    position: int
+    message: str
+
+
+def check_order(demands: Demands, rank: int, steps: Sequence[Step]) -> OrderFault | None:
+    """The first fault in a rank's list, or None once it is proven right.
+
+    Proves that the rank computes each of its rows once, forward and backward, out of rows that
+    it has or receives; that it reduces, exchanges tied weights and steps after that; and that
+    it gathers and frees as its ZeRO stage says.
+    """
+    order = _RankOrder(demands, rank, steps)
+    position = 0
+    try:
+        for position, step in enumerate(steps):  # noqa: B007
+            order.read(step)
+        position = len(steps)
+        order.finish()
+    except Fault as fault:
+        return OrderFault(position, str(fault))
+    return None
+
+
+class _RankOrder:
+    """The state of a rank while its list is read once, front to back."""
+
+    def __init__(self, demands: Demands, rank: int, steps: Sequence[Step]) -> None:
+        group = demands.group_of_rank(rank)
+        self._demands = demands
+        self._own = demands.plan.ministages_of_rank(rank)
+        self._rows = demands.rows_of_rank(rank)
+        self._zero = group.zero
+        self._reduces_once = not group.reduces_per_microbatch
+        self._most = group.max_microbatches
+        self._num_computed = self._most if group.zero == 3 else len(self._rows)
+        """Microbatches of each ministage that run, dummies of ZeRO 3 among them."""
+        self._norm_due = demands.defer_steps and demands.has_backward
+        self._residency = Residency(group, demands.lowest_backward)
+        self._host = HostResidence(group, self._own, masters=demands.masters)
+        self._following_backward = _following_backward(steps)
+        self._done: set[tuple[Kind, int, int]] = set()
+        """All so far of the kinds that come once for a (ministage, microbatch)."""
+        self._num_done: defaultdict[tuple[Kind, int], int] = defaultdict(int)
+        self._max_in_flight = group.max_in_flight
+        self._num_in_flight = 0
+        """Microbatches with rows that are forward and not yet backward, of all ministages."""
+        self._received: defaultdict[tuple[Kind, int, int], list[tuple[int, int]]] = defaultdict(list)
+        self._readers: dict[Kind, Callable[[Step], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.UNSHARD: self._gather,
+            Kind.RESHARD: self._release,
+            Kind.REDUCE_GRAD: self._reduce,
+            Kind.TIE_GRAD: self._tie_grad,
+            Kind.NORM: self._norm,
+            Kind.STEP: self._step,
+            Kind.TIE_VALUE: lambda step: self._tie_new_values(step, self._demands.owners),
+            Kind.TIE_FETCH: lambda step: self._tie_new_values(step, self._demands.borrowers),
+            **dict.fromkeys(HOST_COPIES, self._copy),
+        }
+
+    def read(self, step: Step) -> None:
+        self._readers[step.kind](step)
+
+    def _gather(self, step: Step) -> None:
+        self._residency.gather(step.ministage)
+        self._host.read_shards(step.ministage)
+
+    def _release(self, step: Step) -> None:
+        self._residency.release(step.ministage)
+        self._num_done[Kind.RESHARD, step.ministage] += 1
+        turns = self._turns(step.ministage) and self._num_done[Kind.RESHARD, step.ministage] == 1
+        if not self._rows and not turns:
+            self._host.check_shards_left(step.ministage, updates_next=False)
+
+    def _turns(self, ministage: int) -> bool:
+        """Whether it is gathered twice running, at the turn from forward to backward."""
+        return self._zero == 2 and ministage == self._own[-1] and self._demands.has_backward
+
+    def _copy(self, step: Step) -> None:
+        """Between device and host."""
+        ministage, microbatch = step.ministage, step.microbatch
+        match step.kind:
+            case Kind.LOAD | Kind.OFFLOAD if microbatch != NONE:
+                if (Kind.F, ministage, microbatch) not in self._done or microbatch >= len(self._rows):
+                    raise Fault(f"{ministage}F{microbatch} must come first")
+                if (Kind.B, ministage, microbatch) in self._done or ministage < self._demands.lowest_backward:
+                    raise Fault(f"no backward of ministage {ministage} needs it any more")
+                self._host.move_activations(ministage, microbatch, load=step.kind is Kind.LOAD)
+            case Kind.LOAD | Kind.OFFLOAD:
+                self._host.move_shards(ministage, load=step.kind is Kind.LOAD)
+            case Kind.LOAD_STATE | Kind.OFFLOAD_STATE:
+                self._check_trains(ministage)
+                self._host.move_state(ministage, load=step.kind is Kind.LOAD_STATE)
+            case _:
+                self._check_gradients_final(ministage)
+                self._host.move_gradients(ministage, load=step.kind is Kind.LOAD_GRAD)
+
+    # -- computation -----------------------------------------------------------------------
+
+    def _forward(self, step: Step) -> None:
+        self._compute(step, step.ministage - 1, Kind.RECV_F)
+        if step.ministage >= self._demands.lowest_backward and step.microbatch < len(self._rows):
+            self._num_in_flight += 1
+            if self._max_in_flight is not None and self._num_in_flight > self._max_in_flight:
+                raise Fault(
+                    f"{self._num_in_flight} microbatches would be in flight, and the plan's max_in_flight is "
+                    f"{self._max_in_flight}: a backward must come first"
+                )
+
+    def _backward(self, step: Step) -> None:
+        ministage, microbatch = step.ministage, step.microbatch
+        if ministage < self._demands.lowest_backward:
+            raise Fault(f"ministage {ministage} runs no backward: nothing trains in it or below it")
+        if (Kind.F, ministage, microbatch) not in self._done:
+            raise Fault(f"{ministage}F{microbatch} must come first")
+        if self._num_done[Kind.B, ministage] == 0:
+            self._residency.start_backward(ministage, self._following_backward.get(ministage))
+        self._compute(step, ministage + 1, Kind.RECV_B)
+        self._num_in_flight -= step.microbatch < len(self._rows)
+        if self._demands.trains[ministage]:
+            if (Kind.REDUCE_GRAD, ministage, NONE if self._reduces_once else microbatch) in self._done:
+                raise Fault("its gradients were already reduced")
+            self._residency.make_gradients(ministage, microbatch)
+
+    def _compute(self, step: Step, source: int, receive: Kind) -> None:
+        """What both directions share; rows or their gradients come from ministage `source`."""
+        kind, ministage, microbatch = step.kind, step.ministage, step.microbatch
+        self._note(step)
+        if microbatch >= self._num_computed:
+            raise Fault(f"this rank computes {self._num_computed} microbatches of a ministage")
+        self._residency.use(ministage)
+        self._use_host_copies(step, is_first=self._num_done[kind, ministage] == 1)
+        is_dummy = microbatch >= len(self._rows)
+        if is_dummy or not 0 <= source < self._demands.plan.num_ministages:
+            return
+        if self._demands.remote_neighbour(ministage, source - ministage) is not None:
+            self._check_received(receive, ministage, microbatch)
+        elif (kind, source, microbatch) not in self._done:
+            raise Fault(f"{source}{kind.value}{microbatch} must come first")
+
+    def _use_host_copies(self, step: Step, *, is_first: bool) -> None:
+        """With ZeRO 0 and 3 a computation gathers by itself; with the others shards have gone by then."""
+        kind, ministage = step.kind, step.ministage
+        gathers = self._zero == 3 or (self._zero == 0 and kind is Kind.F and is_first)
+        if gathers:
+            self._host.read_shards(ministage)
+        if not gathers and not (kind is Kind.F and self._turns(ministage)):
+            self._host.check_shards_left(ministage, updates_next=kind is Kind.B)
+        if kind is Kind.B:
+            self._host.read_activations(ministage, step.microbatch)
+
+    def _check_received(self, receive: Kind, ministage: int, microbatch: int) -> None:
+        start, stop = self._rows[microbatch]
+        covered = start
+        for first, last in sorted(self._received.pop((receive, ministage, microbatch), ())):
+            if first != covered:
+                break
+            covered = last
+        if covered != stop:
+            raise Fault(
+                f"it needs rows [{start}:{stop}), and no {receive.value} ahead of it brings "
+                f"those from {covered} on exactly once"
+            )
+
+    # -- transfers -------------------------------------------------------------------------
+
+    def _send(self, step: Step) -> None:
+        forward = step.kind is Kind.SEND_F
+        compute = Kind.F if forward else Kind.B
+        self._check_transfer(step, 1 if forward else -1)
+        if (compute, step.ministage, step.microbatch) not in self._done:
+            raise Fault(f"{step.ministage}{compute.value}{step.microbatch} must come first")
+        if not forward and step.ministage <= self._demands.lowest_backward:
+            raise Fault(f"ministage {step.ministage - 1} runs no backward and takes no gradients")
+
+    def _receive(self, step: Step) -> None:
+        forward = step.kind is Kind.RECV_F
+        compute = Kind.F if forward else Kind.B
+        self._check_transfer(step, -1 if forward else 1)
+        if (compute, step.ministage, step.microbatch) in self._done:
+            raise Fault(f"it comes after {step.ministage}{compute.value}{step.microbatch}, which needs it")
+        self._received[step.kind, step.ministage, step.microbatch].append((step.start, step.stop))
+
+    def _check_transfer(self, step: Step, direction: int) -> None:
+        """The peer belongs to the neighbouring ministage's group, the rows to the microbatch."""
+        plan = self._demands.plan
+        neighbour = step.ministage + direction
+        group = self._demands.remote_neighbour(step.ministage, direction)
+        if group is None:
+            raise Fault(f"no other group owns ministage {neighbour}: nothing travels there")
+        if plan.group_of_rank[step.peer] != group:
+            ranks = list(plan.groups[group].flat_ranks)
+            raise Fault(f"rank {step.peer} does not compute ministage {neighbour}, ranks {ranks} do")
+        if step.microbatch >= len(self._rows):
+            raise Fault(f"this rank has {len(self._rows)} microbatches with rows")
+        start, stop = self._rows[step.microbatch]
+        if not start <= step.start < step.stop <= stop:
+            raise Fault(f"microbatch {step.microbatch} has rows [{start}:{stop})")
+
+    # -- gradients and updates -------------------------------------------------------------
+
+    def _reduce(self, step: Step) -> None:
+        ministage, microbatch = step.ministage, step.microbatch
+        self._check_trains(ministage)
+        if self._zero == 3:
+            raise Fault("with ZeRO 3 every B reduces by itself")
+        if self._reduces_once != (microbatch == NONE):
+            raise Fault("the plan reduces " + ("once" if self._reduces_once else "after every microbatch"))
+        if self._reduces_once and self._num_done[Kind.B, ministage] < self._num_computed:
+            raise Fault(f"a backward of ministage {ministage} is still to come")
+        if microbatch >= self._most:
+            raise Fault(f"the group has {self._most} microbatches at most")
+        if 0 <= microbatch < len(self._rows) and (Kind.B, ministage, microbatch) not in self._done:
+            raise Fault(f"{ministage}B{microbatch} must come first")
+        self._note(step)
+        # The reducing pass touches every parameter: were they freed, FSDP would gather unseen.
+        self._residency.use(ministage)
+        if self._zero == 0 and not self._rows:
+            self._host.read_shards(ministage)
+        self._residency.reduce(ministage)
+
+    def _check_reduced(self, ministage: int) -> None:
+        if self._zero == 3:
+            reduced = self._num_done[Kind.B, ministage] == self._num_computed
+        else:
+            due = 1 if self._reduces_once else self._most
+            reduced = self._num_done[Kind.REDUCE_GRAD, ministage] == due
+        if not reduced:
+            raise Fault(f"ministage {ministage} must be reduced first")
+
+    def _tie_grad(self, step: Step) -> None:
+        self._note(step)
+        if step.ministage not in self._demands.tied:
+            raise Fault(f"ministage {step.ministage} has no tied weight")
+        self._check_reduced(step.ministage)
+
+    def _norm(self, step: Step) -> None:
+        self._note(step)
+        if not self._norm_due:
+            raise Fault("no update waits for a norm")
+        for ministage in self._own:
+            if self._demands.trains[ministage]:
+                self._check_gradients_final(ministage)
+
+    def _step(self, step: Step) -> None:
+        self._note(step)
+        self._check_trains(step.ministage)
+        self._check_gradients_final(step.ministage)
+        if self._norm_due and (Kind.NORM, NONE, NONE) not in self._done:
+            raise Fault("updates wait for NORM, which must come first")
+        self._host.update(step.ministage)
+
+    def _check_gradients_final(self, ministage: int) -> None:
+        self._check_reduced(ministage)
+        if ministage in self._demands.tied and (Kind.TIE_GRAD, ministage, NONE) not in self._done:
+            raise Fault(f"{ministage}TIE_GRAD must come first")
+
+    def _tie_new_values(self, step: Step, ends: frozenset[int]) -> None:
+        self._note(step)
+        if step.ministage not in ends:
+            raise Fault(f"ministage {step.ministage} is not that end of a tied weight")
+        if (Kind.STEP, step.ministage, NONE) not in self._done:
+            raise Fault(f"{step.ministage}STEP must come first")
+
+    def _check_trains(self, ministage: int) -> None:
+        if not self._demands.trains[ministage]:
+            raise Fault(f"nothing trains in ministage {ministage}")
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Raises `Fault` for what the list has left out."""
+        demands = self._demands
+        for ministage in self._own:
+            trains, backward = demands.trains[ministage], ministage >= demands.lowest_backward
+            reduces = (NONE,) if self._reduces_once else range(self._most)
+            self._expect(Kind.F, ministage, range(self._num_computed))
+            self._expect(Kind.B, ministage, range(self._num_computed) if backward else ())
+            self._expect(Kind.REDUCE_GRAD, ministage, reduces if trains and self._zero != 3 else ())
+            self._expect(Kind.TIE_GRAD, ministage, (NONE,) if ministage in demands.tied else ())
+            self._expect(Kind.STEP, ministage, (NONE,) if trains else ())
+            self._expect(Kind.TIE_VALUE, ministage, (NONE,) if ministage in demands.owners else ())
+            self._expect(Kind.TIE_FETCH, ministage, (NONE,) if ministage in demands.borrowers else ())
+        if self._norm_due:
+            self._expect(Kind.NORM, NONE, (NONE,))
+        if self._residency.gathered:
+            raise Fault(f"{min(self._residency.gathered)}RESHARD is missing")
+        self._host.finish()
+
+    def _expect(self, kind: Kind, ministage: int, microbatches: Sequence[int]) -> None:
+        for microbatch in microbatches:
+            if (kind, ministage, microbatch) not in self._done:
+                numbers = ("" if number == NONE else number for number in (ministage, microbatch))
+                raise Fault("{}{kind}{} is missing".format(*numbers, kind=kind.value))
+
+    def _note(self, step: Step) -> None:
+        key = (step.kind, step.ministage, step.microbatch)
+        if key in self._done:
+            raise Fault("it was already done")
+        self._done.add(key)
+        self._num_done[step.kind, step.ministage] += 1
+
+
+def _following_backward(steps: Sequence[Step]) -> dict[int, int]:
+    """For each ministage with a backward, the ministage whose first backward comes next."""
+    order = dict.fromkeys(step.ministage for step in steps if step.kind is Kind.B)
+    return dict(pairwise(order))

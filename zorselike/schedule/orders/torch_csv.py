@@ -1,0 +1,165 @@
+"""Schedules as CSV in the form of `torch.distributed.pipelining`, out and in.
+
+A row is a rank, a cell an action such as `0F0`, `1B2`, `2UNSHARD` or `0SEND_F2`; an empty cell
+is a bubble. Source: `_Action`, `_dump_csv` and `_load_csv` in torch's
+`distributed/pipelining/schedules.py`. There a stage has one rank and all stages have the same
+microbatches, so only plans of that shape go either way.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from zorselike.plan.plan import Plan
+from zorselike.schedule.actions import COMPUTE, TRANSFERS, Action, Kind, parse_action
+from zorselike.schedule.checker.check import check
+from zorselike.schedule.errors import ScheduleError
+from zorselike.schedule.lowering.complete import add_surroundings, add_transfers, direction, pin_rows
+from zorselike.schedule.lowering.host_copies import add_host_copies
+from zorselike.schedule.spec import work_out_demands
+
+_KNOWN_TO_TORCH = COMPUTE | TRANSFERS | {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
+
+
+def to_torch_csv(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> str:
+    """The schedule as torch's CSV with communication (`format="compute_comms"`).
+
+    What torch does not know is left out: row ranges and peers of transfers, `STEP`, `NORM`, copies
+    between device and host, and exchanges of tied weights.
+
+    Raises:
+        ScheduleError: torch cannot express the plan; says why.
+    """
+    _refuse_other_shapes(plan)
+    for g, group in enumerate(plan.groups):
+        if group.reduces_per_microbatch:
+            raise ScheduleError(
+                f"torch's CSV cannot express group {g}: it reduces after every microbatch, and torch once; "
+                'set zero to 0, 1 or 2 and grad_reduce = "once"'
+            )
+    file = io.StringIO()
+    writer = csv.writer(file)
+    for rank in sorted(actions):
+        known = (action for action in actions[rank] if action.kind in _KNOWN_TO_TORCH)
+        writer.writerow([replace(action, peer=None, start=None, stop=None).text for action in known])
+    return file.getvalue()
+
+
+def from_torch_csv(
+    plan: Plan,
+    text: str,
+    *,
+    trainable: Sequence[bool] | None = None,
+    ties: Sequence[tuple[int, int]] = (),
+    forward_only: bool = False,
+    defer_steps: bool = False,
+    masters: bool = False,
+) -> dict[int, list[Action]]:
+    """Every rank's actions, with computations (and transfers, if it has any) in the file's order.
+
+    Gathers and reductions of the file are replaced by those that the plan's ZeRO stage asks for,
+    and updates and copies are added, as `build` would place them. A file that only computes gets its
+    transfers too. The result has passed `check`; the options are those of `build`.
+
+    Args:
+        plan: a plan with one rank a group and the same microbatches in all groups; microbatch
+            `k` of the file is the `k`-th of these.
+        text: the file's content.
+
+    Raises:
+        ScheduleError: the file does not fit the plan, or its schedule is wrong; says where.
+    """
+    _refuse_other_shapes(plan)
+    demands = work_out_demands(
+        plan,
+        trainable=trainable,
+        ties=ties,
+        forward_only=forward_only,
+        defer_steps=defer_steps,
+        masters=masters,
+    )
+    rows = list(csv.reader(io.StringIO(text)))
+    if len(rows) != plan.num_ranks:
+        raise ScheduleError(
+            f"the file has {len(rows)} rows and the plan {plan.num_ranks} ranks: give a row each"
+        )
+    lists = {rank: _read_row(plan, rank, cells) for rank, cells in enumerate(rows)}
+    if not any(action.kind in TRANSFERS for own in lists.values() for action in own):
+        lists = add_transfers(demands, lists)
+    actions = {
+        rank: add_host_copies(
+            plan,
+            rank,
+            add_surroundings(demands, rank, own),
+            lowest_backward=demands.lowest_backward,
+            masters=masters,
+        )
+        for rank, own in lists.items()
+    }
+    check(
+        plan,
+        actions,
+        trainable=trainable,
+        ties=ties,
+        forward_only=forward_only,
+        defer_steps=defer_steps,
+        masters=masters,
+    )
+    return actions
+
+
+def _refuse_other_shapes(plan: Plan) -> None:
+    """A stage of torch's is one rank, and microbatch `k` is the same rows in all of them."""
+    rows: list[tuple[int, int]] = []
+    for g, group in enumerate(plan.groups):
+        if len(group.flat_ranks) > 1:
+            raise ScheduleError(
+                f"torch's CSV cannot express group {g}: it has {len(group.flat_ranks)} ranks, and a stage of "
+                "torch's pipelining one; give every group a single rank"
+            )
+        own = [(microbatch.start, microbatch.stop) for microbatch in group.microbatches]
+        if g and own != rows:
+            raise ScheduleError(
+                f"torch's CSV cannot express group {g}: its microbatches differ from those of group 0, and "
+                "there microbatch k is the same rows in every stage; give all groups the same"
+            )
+        rows = own
+
+
+def _read_row(plan: Plan, rank: int, cells: Iterable[str]) -> list[Action]:
+    """The computations and transfers of a row, transfers completed by their peer and rows."""
+    actions = []
+    for column, cell in enumerate(cells):
+        if not cell.strip():
+            continue
+        try:
+            action = parse_action(cell)
+        except ValueError as error:
+            raise ScheduleError(
+                f"row {rank}, cell {column}: '{cell.strip()}' is no action that runs here; a backward is one "
+                "B (I, W and OVERLAP_F_B are not supported)"
+            ) from error
+        if action.kind in _KNOWN_TO_TORCH - COMPUTE - TRANSFERS:
+            continue
+        fault = _find_misfit(plan, rank, action)
+        if fault:
+            raise ScheduleError(f"row {rank}, cell {column}: '{cell.strip()}' does not fit the plan: {fault}")
+        actions.append(pin_rows(plan, rank, action) if action.kind in TRANSFERS else action)
+    return actions
+
+
+def _find_misfit(plan: Plan, rank: int, action: Action) -> str | None:
+    ministages = plan.ministages_of_rank(rank)
+    if action.kind not in _KNOWN_TO_TORCH or action.peer is not None:
+        return "torch's CSV has no such action"
+    if action.ministage not in ministages:
+        return f"rank {rank} owns ministages {list(ministages)}"
+    count = len(plan.microbatches_of_rank(rank))
+    if action.microbatch is None or action.microbatch >= count:
+        return f"microbatches are 0..{count - 1}"
+    if action.kind in TRANSFERS and not 0 <= action.ministage + direction(action.kind) < plan.num_ministages:
+        return "nothing comes before the first ministage or after the last"
+    return None

@@ -1,0 +1,234 @@
+"""What several ranks bring about together: transfers between them, and collectives.
+
+Each is made by the rank that comes to it first, and found again by the others. Collectives of one
+group run one after the other, in the order in which all its ranks start them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from zorselike.cost.network import CollectiveOp, Flow
+from zorselike.cost.step_costs import StepCosts
+from zorselike.plan.plan import Plan
+from zorselike.schedule.actions import Kind
+from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
+
+Edge = tuple[int, int, str]
+"""A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
+
+NORM_BYTES = 8
+"""One number in float64."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The collectives of one ZeRO 3 computation: gathers of its first unit and of the others (`in_turn`: of
+    all but the last, and of the last), reductions of all but its last unit, and of that. `NOTHING` where
+    there is none."""
+
+    first_gather: int
+    other_gathers: int
+    other_reductions: int
+    last_reduction: int
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The transfers of one edge so far, each after the one before it."""
+
+    edge: Edge
+    transfers: list[int] = field(default_factory=list)
+
+
+class Meetings:
+    """All meetings of one step."""
+
+    def __init__(self, plan: Plan, costs: StepCosts, tasks: Tasks) -> None:
+        self._plan, self._costs, self._tasks = plan, costs, tasks
+        self._found: dict[Hashable, tuple[int, ...]] = {}
+        self._insides: dict[tuple[int, Kind, int, int], Inside] = {}
+        self._channels: dict[Edge, Channel] = {}
+        self._last: dict[int, int] = {}
+        """The last collective of a group."""
+        self._bundles: dict[Hashable, int] = {}
+        self._ties: dict[tuple[tuple[int, int], bool], list[tuple[int, int, int]]] = {}
+        self._ranks = [tuple(sorted(group.flat_ranks)) for group in plan.groups]
+        self._everyone = tuple(sorted(plan.group_of_rank))
+        self.is_alone = [len(ranks) == 1 for ranks in self._ranks]
+
+    # -- transfers -------------------------------------------------------------------------
+
+    def channel(self, edge: Edge) -> Channel:
+        if edge not in self._channels:
+            self._channels[edge] = Channel(edge)
+        return self._channels[edge]
+
+    def transfer(self, channel: Channel, turn: int, num_bytes: float) -> int:
+        """The `turn`-th one of a channel."""
+        transfers = channel.transfers
+        if turn == len(transfers):
+            source, target, _ = channel.edge
+            task = self._add_transfer(source, target, num_bytes)
+            if turn:
+                self._tasks.wait(task, transfers[-1])
+            transfers.append(task)
+        return transfers[turn]
+
+    def _add_transfer(self, source: int, target: int, num_bytes: float) -> int:
+        key = (source, target, num_bytes)
+        bundle = self._bundles.get(key)
+        if bundle is None:
+            flow = self._costs.network.transfer(source, target, num_bytes)
+            bundle = self._bundles[key] = self._tasks.bundle_of((flow,))
+        return self._meet(self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
+
+    def _meet(self, task: int, ranks: Sequence[int]) -> int:
+        """A task to which all of these ranks must come."""
+        self._tasks.parties[task] = ranks
+        self._tasks.num_awaited[task] += len(ranks)
+        return task
+
+    # -- collectives -----------------------------------------------------------------------
+
+    def gather(self, group: int, ministage: int, turn: int) -> tuple[int, ...]:
+        """The `turn`-th all-gathers of a ministage, one a unit; none in a group of one rank."""
+        if self.is_alone[group]:
+            return ()
+        key = ("gather", group, ministage, turn)
+        if key not in self._found:
+            units = self._costs.units[ministage]
+            bundles = [self._collective(group, "all_gather", [unit.gathered_bytes]) for unit in units]
+            self._found[key] = tuple(self._chain(group, bundle) for bundle in bundles if bundle != NOTHING)
+        return self._found[key]
+
+    def reduce(self, group: int, ministage: int, microbatch: int | None) -> int:
+        """The reductions of a ministage, all units one after the other; `NOTHING` in a group of one."""
+        key = ("reduce", group, ministage, microbatch)
+        if key not in self._found:
+            op: CollectiveOp = "all_reduce" if self._plan.groups[group].zero == 0 else "reduce_scatter"
+            sizes = [unit.reduced_bytes for unit in reversed(self._costs.units[ministage])]
+            bundle = self._collective(group, op, sizes)
+            self._found[key] = (NOTHING if bundle == NOTHING else self._chain(group, bundle),)
+        return self._found[key][0]
+
+    def inside(self, group: int, kind: Kind, ministage: int, microbatch: int, *, in_turn: bool) -> Inside:
+        """The collectives of a ZeRO 3 computation, which run in the order of its units; `in_turn`: of a
+        forward whose units are gathered one after the other's computation."""
+        key = (group, kind, ministage, microbatch)
+        if key not in self._insides:
+            units = self._costs.units[ministage]
+            units = units if kind is Kind.F else units[::-1]
+            gathered = [unit.gathered_bytes for unit in units if unit.gathered_bytes]
+            reduced = [unit.reduced_bytes for unit in units] if kind is Kind.B else []
+            cut = max(len(gathered) - 1, 1) if in_turn else 1
+            gathers = [
+                self._collective(group, "all_gather", part) for part in (gathered[:cut], gathered[cut:])
+            ]
+            reductions = [
+                self._collective(group, "reduce_scatter", part) for part in (reduced[:-1], reduced[-1:])
+            ]
+            first, others, early, last = (
+                NOTHING if bundle == NOTHING else self._add(group, bundle) for bundle in gathers + reductions
+            )
+            for before, after in ((first, others), (early, last)):
+                if after != NOTHING:
+                    self._tasks.wait(after, before)
+            self._insides[key] = Inside(first, others, early, last)
+        return self._insides[key]
+
+    def norm(self) -> int:
+        """The sum over all ranks."""
+        if "norm" not in self._found:
+            flows = self._costs.network.collective("all_reduce", self._everyone, NORM_BYTES)
+            task = self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=self._tasks.bundle_of(flows))
+            self._found["norm"] = (self._meet(task, self._everyone),)
+        return self._found["norm"][0]
+
+    def _collective(self, group: int, op: CollectiveOp, sizes: Sequence[int]) -> int:
+        """The bundle of collectives that follow one another; `NOTHING` if they move nothing."""
+        sizes = tuple(size for size in sizes if size)
+        if not sizes or self.is_alone[group]:
+            return NOTHING
+        key = (group, op, sizes)
+        if key not in self._bundles:
+            network, ranks = self._costs.network, self._ranks[group]
+            flows = [network.collective(op, ranks, size) for size in sizes]
+            self._bundles[key] = self._tasks.bundle_of(join_flows(flows))
+        return self._bundles[key]
+
+    def _chain(self, group: int, bundle: int) -> int:
+        """A collective after the group's last one."""
+        task = self._add(group, bundle)
+        self._tasks.wait(task, self._last.get(group, NOTHING))
+        self._last[group] = task
+        return task
+
+    def _add(self, group: int, bundle: int) -> int:
+        return self._meet(self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._ranks[group])
+
+    # -- tied weights ----------------------------------------------------------------------
+
+    def ties(self, ministage: int, *, as_owner: bool) -> list[tuple[int, int]]:
+        """Ties of a ministage, as (owner, borrower)."""
+        end = 0 if as_owner else 1
+        return [tie for tie in sorted(self._costs.tie_bytes) if tie[end] == ministage]
+
+    def tie(self, tie: tuple[int, int], *, to_owner: bool) -> list[tuple[int, int, int]]:
+        """Slices of a tied weight, `(source rank, target rank, transfer)`: gradients to its owner, or new
+        values from it. Each rank gives what it holds to those that hold the same rows."""
+        if (tie, to_owner) not in self._ties:
+            source, target = tie[::-1] if to_owner else tie
+            num_bytes = self._costs.tie_bytes[tie]
+            if to_owner:
+                num_bytes = self._costs.tie_gradient_bytes.get(tie, num_bytes)
+            self._ties[tie, to_owner] = [
+                (giver, taker, self._add_transfer(giver, taker, share * num_bytes))
+                for giver, taker, share in self._slices(source, target)
+            ]
+        return self._ties[tie, to_owner]
+
+    def _slices(self, source: int, target: int) -> list[tuple[int, int, float]]:
+        """Who gives which share of a weight to whom, other ranks only."""
+        givers, takers = self._holders(source), self._holders(target)
+        is_whole = self._plan.group_of(source).zero == 0
+        slices = []
+        for position, (taker, (start, stop)) in enumerate(takers.items()):
+            sources = list(givers.items())
+            if is_whole:  # One of them gives, itself if it can.
+                sources = [(taker, givers[taker])] if taker in givers else [sources[position % len(sources)]]
+            for giver, (low, high) in sources:
+                share = min(stop, high) - max(start, low)
+                if share > 0 and giver != taker:
+                    slices.append((giver, taker, share))
+        return slices
+
+    def _holders(self, ministage: int) -> dict[int, tuple[float, float]]:
+        """The part of a weight that each rank of a ministage's group holds."""
+        group = self._plan.ministages[ministage].group
+        ranks = self._ranks[group]
+        if self._plan.groups[group].zero == 0:
+            return dict.fromkeys(ranks, (0.0, 1.0))
+        return {rank: (i / len(ranks), (i + 1) / len(ranks)) for i, rank in enumerate(ranks)}
+
+
+def join_flows(collectives: Sequence[tuple[Flow, ...]]) -> tuple[Flow, ...]:
+    """Collectives over the same wires, one after the other, as flows of all their bytes: alone each takes
+    the time of all, and on shared wires as much of them."""
+    if len(collectives) == 1:
+        return collectives[0]
+    joined = []
+    for flows in zip(*collectives, strict=True):
+        num_bytes = sum(flow.num_bytes for flow in flows)
+        moving_s = sum(flow.num_bytes / flow.max_rate for flow in flows)
+        joined.append(
+            Flow(
+                num_bytes,
+                flows[0].capacities,
+                num_bytes / moving_s if moving_s > 0 else flows[0].max_rate,
+                sum(flow.latency_s for flow in flows),
+                flows[0].egress,
+            )
+        )
+    return tuple(joined)

@@ -1,0 +1,49 @@
+"""The compute-bound limit: what a step would take if every device computed all the time."""
+
+from __future__ import annotations
+
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.sizes import find_degrees
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.plan import Plan
+from zorselike.plan.workload import Workload
+
+
+def measure_speeds(
+    plan: Plan, workload: Workload, cluster: Cluster, clock: LayerTimeModel
+) -> tuple[float, ...]:
+    """Rows per second at which each rank alone would take the whole model forward and backward, nothing
+    recomputed, if memory were no matter.
+
+    In microbatches of the size at which it is fastest, of those that the plan gives it and of powers of two
+    up to an even share of the rows. Of a tensor-parallel replica each rank has its part.
+    """
+    places = cluster.place_ranks(plan)
+    most = -(-plan.global_batch // len(places))
+    powers = {2**power for power in range(most.bit_length())} | {most}
+    speeds = []
+    for rank, place in enumerate(places):
+        degree = find_degrees(plan.groups[plan.group_of_rank[rank]])[rank]
+        device = cluster.device_type(place)
+        sizes = {microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)}
+        seconds = {
+            rows: _time_model(workload, clock, device, rows, degree)
+            for rows in powers | sizes
+            if rows in sizes or _is_known(workload, clock, device, rows, degree)
+        }
+        speeds.append(max(rows / seconds[rows] for rows in seconds) / degree)
+    return tuple(speeds)
+
+
+def _time_model(workload: Workload, clock: LayerTimeModel, device: str, rows: int, degree: int) -> float:
+    return sum(
+        clock.forward_s(kind, device, rows, "none", degree)
+        + clock.backward_s(kind, device, rows, "none", degree)
+        for _, kind in workload.layers
+    )
+
+
+def _is_known(workload: Workload, clock: LayerTimeModel, device: str, rows: int, degree: int) -> bool:
+    """Whether a profile does not say that so many rows do not fit; one row always may."""
+    most = (clock.max_rows(kind, device, "none", degree) for kind in workload.kinds)
+    return rows == 1 or all(limit is None or rows <= limit for limit in most)

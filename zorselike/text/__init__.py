@@ -1,0 +1,1 @@
+"""Text for people and files: units, wording, tables, TOML. Free of torch."""

@@ -1,0 +1,49 @@
+"""Text files that people edit: whole or not at all, and with errors that say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from pathlib import Path
+
+from zorselike.errors import FileError
+
+
+def read_text(path: str | Path, noun: str) -> str:
+    """The text of a file that holds a `noun` (`plan`, `cluster`); `FileError` if there is none."""
+    try:
+        # A byte-order mark is no error: some editors write one unasked.
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise FileError(f"there is no such file; check the path of the {noun}") from None
+    except IsADirectoryError:
+        raise FileError(f"is a directory; give the {noun} file in it") from None
+    except OSError as error:
+        raise FileError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise FileError(f"is not a text file (byte {error.start}); a {noun} is text in UTF-8") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file so that whoever reads it sees the old one or the new one, whole.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    target = Path(path).resolve()
+    if target.is_dir():
+        raise FileError("is a directory; give the name of a file in it")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise FileError(f"cannot be written: {error.strerror}") from None
+
+
+def hash_content(content: object) -> str:
+    """Twelve hex digits of nested lists, tuples, dictionaries, strings and numbers."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -1,0 +1,159 @@
+"""Where `[hetero] plan = "auto"` keeps its three files, and whether those that are there fit the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zorselike.cost.profile import Profile
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.plan import Plan
+from zorselike.plan.workload import Workload
+from zorselike.train.config.config import Config, check_against_plan
+
+Machines = Mapping[str, Sequence[str]]
+"""The types of the devices of each node, by local rank."""
+
+
+@dataclass(frozen=True)
+class AutoFiles:
+    """One recipe's files; paths of the machine of rank 0."""
+
+    plan: Path
+    profile: Path
+    cluster: Path
+    profile_is_given: bool
+    """By the recipe, so that it is not ours to put aside."""
+    cluster_is_given: bool
+
+    @classmethod
+    def of(cls, config: Config, recipe: Path | None) -> AutoFiles:
+        """Those of `[hetero]`; what it does not name is in `<dump_folder>/<recipe>-plan`."""
+        folder = Path(config.job.dump_folder) / f"{recipe.stem if recipe else 'run'}-plan"
+        hetero = config.hetero
+        return cls(
+            plan=folder / "plan.toml",
+            profile=Path(hetero.profile) if hetero.profile else folder / "profile.json",
+            cluster=Path(hetero.cluster) if hetero.cluster else folder / "cluster.toml",
+            profile_is_given=bool(hetero.profile),
+            cluster_is_given=bool(hetero.cluster),
+        )
+
+    def make_folders(self) -> None:
+        """Raises `ConfigError` where they cannot be made."""
+        for path in (self.plan, self.profile, self.cluster):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{path.parent}: cannot be made: {error.strerror}") from error
+
+    def read(self) -> dict[str, str]:
+        """The text of those that are there, by the names that they have in a run's folder."""
+        named = {"plan.toml": self.plan, "profile.json": self.profile, "cluster.toml": self.cluster}
+        return {name: path.read_text(encoding="utf-8") for name, path in named.items() if path.exists()}
+
+
+def name_written_plan(config: Config, files: AutoFiles) -> Config:
+    """The job as if its recipe named the plan that was written."""
+    return replace(config, hetero=replace(config.hetero, plan=str(files.plan), profile="", cluster=""))
+
+
+def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here: Machines) -> Plan | None:
+    """The plan of an earlier run of this recipe, None if there is none.
+
+    Raises:
+        PlanError: It is malformed, or for another model or other machines; names the mend.
+        ConfigError: The recipe has changed and contradicts it.
+    """
+    if not files.plan.exists():
+        return None
+    mend = f"or remove {files.plan}, and a plan is made for what runs"
+    plan = Plan.load(files.plan)
+    try:
+        check_against_plan(name_written_plan(config, files), plan)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {mend}") from None
+    if plan.workload_fingerprint != workload.fingerprint:
+        raise PlanError(
+            f"{files.plan} was made for another workload ({plan.model}, {plan.workload_fingerprint}) than "
+            f"the recipe's ({workload.model} in {workload.dtype}, {workload.fingerprint}): undo what has "
+            f"changed, {mend}"
+        )
+    planned = _planned_machines(plan, files)
+    if planned != {node: tuple(types) for node, types in here.items()}:
+        raise PlanError(
+            f"{files.plan} was made for other machines ({list_machines(planned)}) than run here "
+            f"({list_machines(here)}): start it on those, {mend}"
+        )
+    return plan
+
+
+def put_unfitting_aside(files: AutoFiles, workload: Workload, here: Machines) -> list[str]:
+    """Makes room where a profile or cluster file of ours is of something else; a line for each.
+
+    Raises:
+        ProfileError, ClusterError: One that the recipe names is.
+    """
+    told = []
+    if (mistake := _find_profile_mistake(files.profile, workload)) is not None:
+        if files.profile_is_given:
+            raise ProfileError(
+                f"[hetero] profile = {files.profile}: {mistake}; name another file, or leave the key out and "
+                "what is missing is measured"
+            )
+        told.append(_put_aside(files.profile, mistake))
+    if (mistake := _find_cluster_mistake(files.cluster, here)) is not None:
+        if files.cluster_is_given:
+            raise ClusterError(
+                f"[hetero] cluster = {files.cluster}: {mistake}; name another file, or leave the key out and "
+                "it is written for what runs"
+            )
+        told.append(_put_aside(files.cluster, mistake))
+    return told
+
+
+def list_machines(machines: Machines) -> str:
+    """`a: T4 T4, b: V100-16`."""
+    return ", ".join(f"{node}: {' '.join(types)}" for node, types in sorted(machines.items()))
+
+
+def _planned_machines(plan: Plan, files: AutoFiles) -> dict[str, tuple[str, ...]]:
+    """All that ran when the plan was made: it may leave devices out, which only the cluster file names."""
+    used: dict[str, tuple[str, ...]] = {}
+    for device in sorted(plan.devices, key=lambda each: (each.node, each.local_rank)):
+        used[device.node] = (*used.get(device.node, ()), device.type)
+    if files.cluster.exists():
+        nodes = {node.name: node.devices for node in Cluster.load(files.cluster).nodes}
+        if all((d.local_rank, d.type) in enumerate(nodes.get(d.node, ())) for d in plan.devices):
+            return nodes
+    return used
+
+
+def _find_profile_mistake(path: Path, workload: Workload) -> str | None:
+    """Why a profile cannot be continued for a workload, if it is there."""
+    try:
+        if path.exists():
+            own = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
+            Profile.load(path).merge(own)
+    except ProfileError as error:
+        return str(error)
+    return None
+
+
+def _find_cluster_mistake(path: Path, here: Machines) -> str | None:
+    """Why a cluster file is not of the machines that run, if it is there."""
+    try:
+        known = {node.name: node.devices for node in Cluster.load(path).nodes} if path.exists() else None
+    except ClusterError as error:
+        return str(error)
+    if known is None or known == {node: tuple(types) for node, types in here.items()}:
+        return None
+    return f"is of other machines ({list_machines(known)}) than run here ({list_machines(here)})"
+
+
+def _put_aside(path: Path, why: str) -> str:
+    old = path.with_name(f"{path.stem}.old{path.suffix}")
+    path.replace(old)
+    return f"{path}: {why}; kept as {old.name} and made anew"

@@ -1,0 +1,289 @@
+"""`[hetero] plan = "auto"`: measures what is missing, plans, and keeps the plan for later runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from zorselike.cost.curves import CurveWarning
+from zorselike.cost.profile import Profile
+from zorselike.errors import ClusterError
+from zorselike.models import Decoder, DecoderConfig, build_model
+from zorselike.models.workload import make_workload
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.plan import Plan, Recompute
+from zorselike.plan.toml import parse_plan
+from zorselike.plan.workload import Workload
+from zorselike.planner.answer import OnProgress, Progress
+from zorselike.planner.problem import Fixed, PlanProblem
+from zorselike.planner.search.search import search_plans
+from zorselike.profiler.joined import measure_in_job
+from zorselike.profiler.layers.probes import find_probes
+from zorselike.profiler.processes import device_type
+from zorselike.profiler.session import measure
+from zorselike.profiler.tasks import Job, Part
+from zorselike.runtime.loss import token_cross_entropy
+from zorselike.runtime.ministage.updates import defers_updates
+from zorselike.runtime.processes.precision import choose_dtype
+from zorselike.runtime.processes.world import (
+    LOCAL_RANKS_VARIABLE,
+    ProcessInfo,
+    check_world,
+    describe_process,
+    gather_world,
+)
+from zorselike.text.wording import count, list_few
+from zorselike.train.auto.files import (
+    AutoFiles,
+    Machines,
+    load_written_plan,
+    name_written_plan,
+    put_unfitting_aside,
+)
+from zorselike.train.config.config import Config, plan_budget_s
+from zorselike.train.config.param_dtype import find_param_dtype
+from zorselike.train.data.loading_work import loading_rows
+from zorselike.train.world import World
+
+logger = logging.getLogger("zorselike")
+
+MOST_ROWS = 64
+"""Of one layer at once, that are tried."""
+
+PARTS: frozenset[Part] = frozenset(get_args(Part)) - {"max_rows"}
+"""What planning reads: all but the most rows of the whole model."""
+
+_REPEATS = 5
+_LARGEST_MESSAGE_BYTES = 2**26
+_TELLING_S = 5.0
+"""Between two lines about a search."""
+
+RECOMPUTE: Mapping[str, Recompute | None] = {"plan": None, "none": "none", "full": "layer"}
+"""What `[activation_checkpoint] mode` demands of every group."""
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """A plan for the processes that run, and where it is."""
+
+    plan: Plan
+    config: Config
+    """The job's, naming the plan's file."""
+    members: tuple[int, ...]
+    """The processes that the plan uses, rising."""
+    texts: Mapping[str, str]
+    """Plan, profile and cluster by file name, for the run's folder."""
+
+
+def find_auto_plan(config: Config, shape: DecoderConfig, world: World, recipe: Path | None) -> AutoPlan:
+    """The plan of an earlier run of this recipe, or a new one; the same on every rank. Collective.
+
+    Raises:
+        PlanError, ConfigError, ClusterError, ProfileError: On every rank alike: measuring failed, nothing
+            fits, or what an earlier run left is for something else.
+    """
+    infos = gather_world(describe_process(world.device))
+    check_world(infos)
+    workload = make_auto_workload(config, shape, infos)
+    files = AutoFiles.of(config, recipe)
+    here = _list_devices(infos)
+    written = world.from_first(lambda: _read_written(config, files, workload, here))
+    if written is None:
+        if config.compile.enable:
+            logger.info(
+                "layers are measured without torch.compile, with which steps may take less than planned"
+            )
+        _measure(config, shape, workload, files, infos, world)
+        written = world.from_first(lambda: _plan_and_write(config, workload, files))
+    plan = parse_plan(written["plan.toml"])
+    used = {(device.node, device.local_rank) for device in plan.devices}
+    members = tuple(info.rank for info in infos if (info.node, info.local_rank) in used)
+    _tell_left_out(infos, members)
+    return AutoPlan(plan, name_written_plan(config, files), members, written)
+
+
+def make_auto_workload(config: Config, shape: DecoderConfig, infos: Sequence[ProcessInfo]) -> Workload:
+    """What the recipe trains; `auto` precision is that of the devices."""
+    dtype = choose_dtype(find_param_dtype(config), infos) or torch.float32
+    return make_workload(
+        shape,
+        sequence_length=config.training.seq_len,
+        dtype=str(dtype).removeprefix("torch."),
+        model=f"{config.model.name} {config.model.flavor}",
+    )
+
+
+def make_problem(config: Config, workload: Workload, cluster: Cluster, profile: Profile) -> PlanProblem:
+    """The question that a recipe asks."""
+    scale = 1.0 if workload.dtype == "float16" else None
+    return PlanProblem(
+        workload=workload,
+        cluster=cluster,
+        profile=profile,
+        global_batch=config.training.global_batch_size,
+        defer_updates=defers_updates(config.training.max_norm or None, config.hetero.clip, scale),
+        fixed=Fixed(recompute=RECOMPUTE[config.activation_checkpoint.mode]),
+    )
+
+
+def _list_devices(infos: Sequence[ProcessInfo]) -> Machines:
+    """By node and local rank; raises `ClusterError` where one is missing."""
+    found: dict[str, list[str]] = {}
+    for info in sorted(infos, key=lambda each: (each.node, each.local_rank)):
+        types = found.setdefault(info.node, [])
+        if info.local_rank != len(types):
+            raise ClusterError(
+                f"node {info.node} runs local rank {info.local_rank} and no local rank {len(types)}; with "
+                '[hetero] plan = "auto" a node counts its processes from 0: unset '
+                f"{LOCAL_RANKS_VARIABLE}, which is for plans that are there"
+            )
+        types.append(device_type(info))
+    return found
+
+
+def _read_written(
+    config: Config, files: AutoFiles, workload: Workload, here: Machines
+) -> dict[str, str] | None:
+    """The files of an earlier run with its plan; where there is none, makes room for new ones."""
+    if load_written_plan(config, files, workload, here) is not None:
+        logger.info("plan: %s, made by an earlier run; remove it to plan anew", files.plan)
+        return files.read()
+    files.make_folders()
+    for line in put_unfitting_aside(files, workload, here):
+        logger.info("%s", line)
+    return None
+
+
+def _measure(
+    config: Config,
+    shape: DecoderConfig,
+    workload: Workload,
+    files: AutoFiles,
+    infos: Sequence[ProcessInfo],
+    world: World,
+) -> None:
+    """Brings profile and cluster file up to what planning needs; collective."""
+
+    def build() -> Decoder:
+        with torch.device("meta"):
+            return build_model(config.model.name, config.model.flavor)
+
+    job = Job(
+        workload=workload,
+        build=build,
+        num_tokens=shape.vocab_size,
+        probes=find_probes(build, workload, workload.sequence_length),
+        # Where nothing is said, planning adds a forward to what is measured without.
+        recompute=(RECOMPUTE[config.activation_checkpoint.mode] or "none",),
+        loss_fn=token_cross_entropy,
+        most_rows=min(MOST_ROWS, config.training.global_batch_size),
+        repeats=_REPEATS,
+        stages=(0, 1, 2, 3),
+        parts=PARTS,
+        between_steps=lambda: loading_rows(config.training.seq_len),
+        largest_message_bytes=_LARGEST_MESSAGE_BYTES,
+        again=False,
+    )
+    with (
+        measure_in_job(infos, device=world.device, control=world.control) as processes,
+        _counting_noise(),  # Of which planning tells.
+    ):
+        measure(job, processes, path=files.profile, cluster_path=files.cluster, memory_bytes=None)
+
+
+def _plan_and_write(config: Config, workload: Workload, files: AutoFiles) -> dict[str, str]:
+    """Plans with what was measured, on rank 0."""
+    began = time.perf_counter()
+    problem = make_problem(config, workload, Cluster.load(files.cluster), Profile.load(files.profile))
+    with _counting_noise() as noisy:
+        plan = _search(config, problem)
+    if noisy:
+        logger.info(
+            "the profile is noisy: in %s times fall while sizes rise, and the least of each size and all "
+            "larger ones is taken; remove %s to measure anew",
+            count(len(noisy), "curve"),
+            files.profile,
+        )
+    plan.save(files.plan)
+    logger.info("planned in %.1f s: %s", time.perf_counter() - began, _describe(plan, workload))
+    for reason in plan.estimates.limited_by:
+        logger.info("what limits it: %s", reason)
+    logger.info("plan: %s; later runs of this recipe take it again, remove it to plan anew", files.plan)
+    return files.read()
+
+
+def _search(config: Config, problem: PlanProblem) -> Plan:
+    """The best plan found in time; raises `NothingFitsError`."""
+    budget_s = plan_budget_s(config.hetero)
+    assert budget_s is not None, "check_config has seen it"
+    answer = search_plans(
+        problem, budget_s=budget_s, top=1, seed=config.debug.seed, on_progress=_make_teller()
+    )
+    if answer.ending == "interrupted":
+        raise KeyboardInterrupt  # Of the job, not of the search alone.
+    for note in answer.notes:
+        logger.info("%s", note)
+    return answer.best.case.plan
+
+
+def _make_teller() -> OnProgress:
+    """Logs now and then how far a search is."""
+    told_s = 0.0
+
+    def tell(progress: Progress) -> None:
+        nonlocal told_s
+        if progress.best_s is not None and progress.elapsed_s >= told_s + _TELLING_S:
+            told_s = progress.elapsed_s
+            logger.info(
+                "planning for %.0f s: a step of %.3g s so far, none takes less than %.3g s",
+                progress.elapsed_s,
+                progress.best_s,
+                progress.bound_s,
+            )
+
+    return tell
+
+
+@contextmanager
+def _counting_noise() -> Iterator[set[str]]:
+    """Collects what would be a page of warnings about curves that do not rise; other warnings are shown."""
+    noisy: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CurveWarning)
+        show = warnings.showwarning
+
+        def collect(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, CurveWarning):
+                noisy.add(str(message))
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = collect
+        yield noisy
+
+
+def _describe(plan: Plan, workload: Workload) -> str:
+    """What it is estimated to reach."""
+    step_s, share = plan.estimates.iteration_s, plan.estimates.share_of_ideal
+    assert step_s is not None, "planned plans have estimates"
+    tokens_per_s = plan.global_batch * workload.sequence_length / step_s
+    ideal = "" if share is None else f", {share:.0%} of what its devices could do at most"
+    return f"a step should take {step_s:.3g} s, {tokens_per_s:,.0f} tokens/s{ideal}"
+
+
+def _tell_left_out(infos: Sequence[ProcessInfo], members: Sequence[int]) -> None:
+    left_out = [
+        f"{device_type(info)} {info.local_rank} of node {info.node}"
+        for info in infos
+        if info.rank not in members
+    ]
+    if left_out:
+        logger.info("faster without %s: there is nothing to do for it and it waits", list_few(left_out))

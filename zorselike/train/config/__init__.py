@@ -1,0 +1,1 @@
+"""The job's settings: dataclasses, TOML recipes with TorchTitan's keys, the command line."""

@@ -1,0 +1,1 @@
+"""Data: documents to tokens to rows, whose order depends on seed and step alone."""

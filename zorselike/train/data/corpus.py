@@ -1,0 +1,181 @@
+"""A corpus: one long stream of tokens on disk, mapped into memory, cut into rows.
+
+Text is tokenized once into a file under `<dump_folder>/dataset_cache`, so that ranks read only
+the rows they need and data loading starts at any row at once. `.bin` files are mapped as they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from zorselike.errors import ConfigError
+from zorselike.train.config.config import Config
+from zorselike.train.data.text_files import TOKEN_SUFFIX, list_files, list_standard_library, read_pieces
+from zorselike.train.data.tokenizer import Tokenizer, load_tokenizer
+
+_SAMPLED_BLOCKS = 64
+_BLOCK_TOKENS = 1024
+
+
+class Corpus:
+    """A stream of tokens over one or more files, in rows of `seq_len` + 1 that overlap by one.
+
+    Row `i` is tokens `[i * seq_len, (i + 1) * seq_len]`: inputs all but its last, targets all but
+    its first. Nothing is padded; the rest of the stream that fills no row is left out.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], *, dtype: str, seq_len: int, vocab_size: int, source: str
+    ) -> None:
+        """`vocab_size` is the model's: a token that it lacks raises `ConfigError` when read."""
+        self._settings: dict[str, Any] = {
+            "dtype": dtype,
+            "seq_len": seq_len,
+            "vocab_size": vocab_size,
+            "source": source,
+        }
+        itemsize = np.dtype(dtype).itemsize
+        for file in files:
+            if file.stat().st_size % itemsize:
+                raise ConfigError(
+                    f"{file}: {file.stat().st_size} bytes are no whole number of {dtype}; "
+                    "[training] dataset_dtype must say what the file holds"
+                )
+        self._files = [file for file in files if file.stat().st_size]
+        self._parts = [np.memmap(file, dtype=dtype, mode="r") for file in self._files]
+        self._stops = np.cumsum([len(part) for part in self._parts], dtype=np.int64).tolist()
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.source = source
+        self.num_tokens: int = self._stops[-1] if self._stops else 0
+        self.num_rows = max(self.num_tokens - 1, 0) // seq_len
+        if self.num_rows == 0:
+            raise ConfigError(
+                f"{source}: {self.num_tokens} tokens do not fill one row of [training] seq_len = {seq_len} "
+                "tokens and the one after it; give more data or a smaller seq_len"
+            )
+
+    def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[()]]:
+        """Travels to a data worker as its files' names; a mapped array would travel with its content."""
+        return partial(Corpus, self._files, **self._settings), ()
+
+    def read_row(self, row: int) -> NDArray[np.int64]:
+        """`seq_len` + 1 tokens."""
+        start = row * self.seq_len
+        return self._read(start, start + self.seq_len + 1)
+
+    def fingerprint(self) -> str:
+        """Equal for equal streams: their length, and tokens sampled all along them.
+
+        Raises:
+            ConfigError: A sampled token is not in the model's vocabulary.
+        """
+        digest = hashlib.sha256(str(self.num_tokens).encode())
+        last = max(self.num_tokens - _BLOCK_TOKENS, 0)
+        for block in range(_SAMPLED_BLOCKS):
+            start = last * block // (_SAMPLED_BLOCKS - 1)
+            digest.update(self._read(start, min(start + _BLOCK_TOKENS, self.num_tokens)).tobytes())
+        return f"{self.num_tokens:,} tokens with hash {digest.hexdigest()[:12]}"
+
+    def _read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens `[start, stop)` of the stream, wherever its files end."""
+        pieces = []
+        part = bisect.bisect_right(self._stops, start)
+        while start < stop:
+            first = self._stops[part] - len(self._parts[part])
+            piece = self._parts[part][start - first : stop - first].astype(np.int64)
+            if piece.max() >= self.vocab_size:
+                offender = int(piece.argmax())
+                raise ConfigError(
+                    f"{self._files[part]}: token {piece[offender]} at {start - first + offender} is not in "
+                    f"the model's vocabulary of {self.vocab_size}; the file is of another tokenizer, or of "
+                    "another [training] dataset_dtype"
+                )
+            pieces.append(piece)
+            start += len(piece)
+            part += 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def open_corpus(config: Config, *, vocab_size: int) -> Corpus:
+    """The corpus that `[training]` names, tokenized first if it has not been yet.
+
+    Args:
+        config: the job's configuration.
+        vocab_size: that of the model.
+
+    Raises:
+        ConfigError: No data, data of the wrong kind, or tokens that the model does not know.
+    """
+    training = config.training
+    if training.dataset_path:
+        source = f"[training] dataset_path = {training.dataset_path}"
+        files = list_files(training.dataset_path)
+    else:
+        source = f'[training] dataset = "{training.dataset}"'
+        files = list_standard_library()
+    if files[0].suffix == TOKEN_SUFFIX:
+        dtype: str = training.dataset_dtype
+    else:
+        tokenizer = load_tokenizer(config.model.hf_assets_path)
+        if tokenizer.vocab_size > vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, [model] {config.model.name} "
+                f"{config.model.flavor} only {vocab_size}: use a model with a larger vocabulary, or another "
+                "[model] hf_assets_path"
+            )
+        dtype = _dtype_for(tokenizer)
+        folder = Path(config.job.dump_folder) / "dataset_cache"
+        files = [_tokenize(files, tokenizer, dtype=dtype, folder=folder)]
+    return Corpus(files, dtype=dtype, seq_len=training.seq_len, vocab_size=vocab_size, source=source)
+
+
+def _dtype_for(tokenizer: Tokenizer) -> str:
+    return (
+        "uint8" if tokenizer.vocab_size <= 2**8 else "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    )
+
+
+def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder: Path) -> Path:
+    """The token file of these files, written by whichever process on the machine comes first."""
+    digest = hashlib.sha256(f"{tokenizer.fingerprint} {dtype}".encode())
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{digest.hexdigest()[:16]}.{dtype}.bin"
+    with (folder / f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            # The process id keeps machines apart that share a folder without sharing its locks.
+            partial = folder / f"{target.name}.{os.uname().nodename}.{os.getpid()}"
+            try:
+                with partial.open("wb") as stream:
+                    _write_tokens(files, tokenizer, dtype=dtype, stream=stream)
+                partial.replace(target)
+            finally:
+                partial.unlink(missing_ok=True)
+    return target
+
+
+def _write_tokens(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, stream: BinaryIO) -> None:
+    end = b"" if tokenizer.end_of_document is None else np.array(tokenizer.end_of_document, dtype).tobytes()
+    total = sum(file.stat().st_size for file in files)
+    # `delay` keeps quiet about what is done within seconds.
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=5) as progress:
+        for file in files:
+            for piece in read_pieces(file):
+                stream.write(tokenizer.encode(piece.text).astype(dtype).tobytes())
+                stream.write(end if piece.ends_document else b"")
+            progress.update(file.stat().st_size)

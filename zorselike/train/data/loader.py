@@ -1,0 +1,145 @@
+"""Batches for one rank: of every step, the rows that it feeds and those that it compares with.
+
+What is read depends on (seed, step) and the rank's rows of the global batch; the loader's state
+is the step alone, so that it serves any plan and any number of workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import signal
+import sys
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from zorselike.errors import ConfigError
+from zorselike.train.config.config import DataLoader
+from zorselike.train.data.corpus import Corpus
+from zorselike.train.data.row_order import row_at
+
+Batch = tuple[Tensor | None, Tensor | None]
+"""Inputs and targets of one step, `[rows, seq_len]` of int64; `None` where the rank has no rows."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class StepDataset(Dataset[Batch | ConfigError]):
+    """One item a step: the rows of that step's global batch that this rank needs.
+
+    An error is an item too, because a worker would wrap it into its own traceback.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        global_batch: int,
+        seed: int,
+        input_rows: Sequence[int],
+        target_rows: Sequence[int],
+    ) -> None:
+        self._corpus = corpus
+        self._global_batch = global_batch
+        self._seed = seed
+        self._input_rows = tuple(input_rows)
+        self._target_rows = tuple(target_rows)
+
+    def __getitem__(self, step: int) -> Batch | ConfigError:
+        try:
+            tokens = {row: self._read(step, row) for row in {*self._input_rows, *self._target_rows}}
+        except ConfigError as error:
+            return error
+        inputs = [tokens[row][:-1] for row in self._input_rows]
+        targets = [tokens[row][1:] for row in self._target_rows]
+        return _stack(inputs), _stack(targets)
+
+    def _read(self, step: int, row: int) -> np.ndarray:
+        position = step * self._global_batch + row
+        return self._corpus.read_row(row_at(position, num_rows=self._corpus.num_rows, seed=self._seed))
+
+
+class RowLoader:
+    """Endless batches of one rank, from any step on.
+
+    One iteration at a time: starting another, or `close`, ends the workers of the one before.
+    """
+
+    def __init__(self, dataset: StepDataset, settings: DataLoader) -> None:
+        self._dataset = dataset
+        self._settings = settings
+        self._next_step = 0
+        self._batches: Generator[Batch] | None = None
+        # Before multiprocessing's own exit handler, which waits for workers that ignore SIGTERM.
+        atexit.register(self.close)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        self._batches = self._read()
+        return self._batches
+
+    def close(self) -> None:
+        """Ends the workers; may be called again."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def state_dict(self) -> dict[str, int]:
+        """The step of the next batch: all there is to know, whatever the plan and the workers."""
+        return {"step": self._next_step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration starts at the state's step."""
+        self._next_step = state["step"]
+
+    def _read(self) -> Generator[Batch]:
+        for batch in self._build_loader():
+            if isinstance(batch, ConfigError):
+                raise batch
+            self._next_step += 1
+            yield batch
+
+    def _build_loader(self) -> StatefulDataLoader[Batch | ConfigError]:
+        settings = self._settings
+        workers = settings.num_workers > 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's own affair.
+            return StatefulDataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=_StepSampler(self._next_step),
+                num_workers=settings.num_workers,
+                pin_memory=settings.pin_memory,
+                prefetch_factor=(settings.prefetch_factor or 2) if workers else None,
+                worker_init_fn=_prepare_worker if workers else None,
+            )
+
+
+class _StepSampler(Sampler[int]):
+    """The steps from one on."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self._start)
+
+
+def _stack(rows: Sequence[np.ndarray]) -> Tensor | None:
+    return torch.from_numpy(np.stack(rows)) if rows else None
+
+
+def _prepare_worker(worker: int) -> None:
+    """Ties a worker's life to its rank's: signals to the job are the rank's to answer, and a worker
+    that outlived a killed rank would keep its connections open, so that no peer would notice."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,90 @@
+"""Finds and reads documents: `.txt` and `.jsonl` files, folders of them, the standard library."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from zorselike.errors import ConfigError
+
+TEXT_SUFFIXES = (".txt", ".jsonl")
+TOKEN_SUFFIX = ".bin"
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_PIECE_BYTES = 16 * 2**20
+"""Large files are read and tokenized in pieces of about this size, cut at line ends."""
+
+
+class Piece(NamedTuple):
+    """Consecutive text of one document."""
+
+    text: str
+    ends_document: bool
+
+
+def list_files(dataset_path: str) -> list[Path]:
+    """The text or token files that `[training] dataset_path` names; a folder's in sorted order.
+
+    Raises:
+        ConfigError: There is no such file, none of a known kind, or text beside token files.
+    """
+    where = f"[training] dataset_path = {dataset_path}"
+    known = (*TEXT_SUFFIXES, TOKEN_SUFFIX)
+    path = Path(dataset_path).expanduser()
+    if path.is_file():
+        if path.suffix not in known:
+            raise ConfigError(
+                f"{where}: must be a {', '.join(known[:-1])} or {known[-1]} file, or a folder of them"
+            )
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{where}: there is no such file or folder")
+    files = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
+    if not files:
+        raise ConfigError(f"{where}: the folder holds no {', '.join(known[:-1])} or {known[-1]} file")
+    if len({file.suffix == TOKEN_SUFFIX for file in files}) > 1:
+        raise ConfigError(f"{where}: the folder holds text and {TOKEN_SUFFIX} token files; keep them apart")
+    return files
+
+
+def list_standard_library() -> list[Path]:
+    """The sources of Python's standard library in sorted order, without its tests."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        file
+        for file in root.rglob("*.py")
+        if not _NOT_LIBRARY.intersection(file.relative_to(root).parts) and file.is_file()
+    ]
+    if not files:
+        raise ConfigError(
+            f'[training] dataset = "stdlib": no Python sources under {root}; give dataset_path instead'
+        )
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def read_pieces(file: Path) -> Iterator[Piece]:
+    """The documents of a file: the lines of a `.jsonl`, else the whole file."""
+    if file.suffix == ".jsonl":
+        yield from _read_json_lines(file)
+        return
+    with file.open(encoding="utf-8", errors="replace", newline="") as stream:
+        while lines := stream.readlines(_PIECE_BYTES):
+            yield Piece("".join(lines), ends_document=False)
+    yield Piece("", ends_document=True)
+
+
+def _read_json_lines(file: Path) -> Iterator[Piece]:
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f'{file}, line {number}: is not a JSON object with a key "text"') from error
+            if not isinstance(text, str):
+                raise ConfigError(f'{file}, line {number}: "text" is not a string')
+            yield Piece(text, ends_document=True)

@@ -1,0 +1,102 @@
+"""Text into tokens: bytes, or a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zorselike.errors import ConfigError
+
+Tokens = NDArray[np.integer]
+
+
+class Tokenizer(Protocol):
+    """What turning documents into one stream of tokens needs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are in `[0, vocab_size)`."""
+        ...
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The token that ends every document; `None` if the vocabulary has none."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that changes what `encode` returns."""
+        ...
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text, without any token for its start or end."""
+        ...
+
+
+class ByteTokenizer:
+    """A token is a UTF-8 byte; byte 0, which text does not contain, ends a document."""
+
+    vocab_size = 256
+    end_of_document: int | None = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`; what ends a document is the `eos_token` of the
+    `tokenizer_config.json` beside it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise ConfigError(
+                f"[model] hf_assets_path = {path} needs the package tokenizers: "
+                "pip install 'zorselike[tokenizers]'"
+            ) from error
+        try:
+            content = path.read_bytes()
+            self._library = Library.from_buffer(content)
+        except Exception as error:  # The library raises bare Exception for a file that it cannot parse.
+            raise ConfigError(f"[model] hf_assets_path: {path} is not a tokenizer.json: {error}") from error
+        self.vocab_size: int = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_of_document = self._find_end(path.parent / "tokenizer_config.json")
+        digest = hashlib.sha256(content + str(self.end_of_document).encode())
+        self.fingerprint = digest.hexdigest()[:12]
+
+    def encode(self, text: str) -> Tokens:
+        return np.asarray(self._library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def _find_end(self, config_path: Path) -> int | None:
+        if not config_path.exists():
+            return None
+        try:
+            token = json.loads(config_path.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"[model] hf_assets_path: {config_path} is not a JSON object: {error}"
+            ) from error
+        content = token.get("content") if isinstance(token, dict) else token
+        return None if content is None else self._library.token_to_id(str(content))
+
+
+def load_tokenizer(hf_assets_path: str) -> Tokenizer:
+    """The tokenizer of `[model] hf_assets_path`, a folder or the file itself; bytes if it is empty.
+
+    Raises:
+        ConfigError: There is no such file, it is none, or the package `tokenizers` is absent.
+    """
+    if not hf_assets_path:
+        return ByteTokenizer()
+    path = Path(hf_assets_path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"[model] hf_assets_path = {hf_assets_path}: there is no file {path}")
+    return FileTokenizer(path)

@@ -1,0 +1,1 @@
+"""What a run says of itself: log, metrics, traces, memory, estimates against what was measured."""

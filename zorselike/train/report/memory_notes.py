@@ -1,0 +1,52 @@
+"""What a run says of its memory at the start, from the reports of all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from zorselike.plan.plan import Plan
+from zorselike.runtime.memory.report import MemoryReport
+
+_MIB = 2**20
+
+
+def describe_deferral(plan: Plan, reports: Iterable[MemoryReport], *, in_fp16: bool) -> str:
+    """One line: why updates wait for the end of the step, and what is kept until then."""
+    why = (
+        "float16 skips a step as a whole if a gradient of it overflows"
+        if in_fp16
+        else 'max_norm clips by the norm of all gradients (max_norm = 0 or clip = "ministage" would not)'
+    )
+    kept = ", ".join(
+        f"group {group} {_describe_kept(members)}" for group, members in _by_group(plan, reports).items()
+    )
+    return (
+        f"updates wait for all gradients of a step, since {why}; until then each rank keeps those of "
+        f"all its ministages: {kept}"
+    )
+
+
+def describe_fullest(plan: Plan, reports: Iterable[MemoryReport]) -> str:
+    """A table for each group, of the rank whose device is planned to hold most."""
+    fullest = (
+        max(members, key=lambda report: report.device_planned_bytes)
+        for members in _by_group(plan, reports).values()
+    )
+    return "\n".join(["after the first step, of each group the fullest rank:", *map(str, fullest)])
+
+
+def _by_group(plan: Plan, reports: Iterable[MemoryReport]) -> dict[int, list[MemoryReport]]:
+    members: defaultdict[int, list[MemoryReport]] = defaultdict(list)
+    for report in reports:
+        members[plan.group_of_rank[report.rank]].append(report)
+    return dict(sorted(members.items()))
+
+
+def _describe_kept(members: Iterable[MemoryReport]) -> str:
+    """Reduced gradients of the rank that has most of them."""
+    lines = [line for report in members for line in report.lines if line.purpose == "gradient shards"]
+    on_host = max(line.host_planned or 0 for line in lines)
+    on_device = max(line.device_planned or 0 for line in lines)
+    where = "in host memory" if on_host else "on the device"
+    return f"{(on_host or on_device) / _MIB:,.1f} MiB {where}"

@@ -1,0 +1,273 @@
+"""What a run says of itself: TorchTitan's log line and TensorBoard names, and our own `hetero/...`.
+
+Two things differ from TorchTitan because devices do: tokens per second and TFLOP/s are those of
+the whole job, and utilization is over the sum of the devices' peaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zorselike.train.config.config import Metrics as MetricsConfig
+from zorselike.train.report.colors import Colors
+from zorselike.train.report.estimates import RankFacts
+from zorselike.train.report.memory import count_out_of_memory, read_footprint, read_peak, reset_peak
+from zorselike.train.report.work import StepWork
+
+logger = logging.getLogger("zorselike")
+
+_GIB = 2**30
+
+T = TypeVar("T")
+
+
+class Numbers(Protocol):
+    """What a step came to (`zorselike.runtime.result.StepResult`)."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def is_skipped(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's share in an interval between two log lines."""
+
+    rank: int
+    memory_bytes: float
+    memory_percent: float
+    data_s: float
+    busy_percent: float
+    """Share of the interval's last step in which it computed."""
+    num_ooms: float
+
+
+class MetricsLog:
+    """Counts steps and writes a log line and events every `log_freq` of them.
+
+    Every rank has one and calls the same methods at the same steps; rank 0 prints.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        *,
+        rank: int,
+        steps: int,
+        work: StepWork,
+        peak_flops: float | None,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        events_folder: Path | None,
+        estimated_step_s: float | None = None,
+    ) -> None:
+        """
+        Args:
+            rank: this process's rank in the plan.
+            steps: those of the whole run, for the time left.
+            peak_flops: sum over all ranks, `None` where one is unknown.
+            group: a Gloo group of all ranks; only used between steps.
+            events_folder: where this rank writes TensorBoard events; `None`: nowhere.
+            estimated_step_s: the plan's estimate, to hold the run against.
+        """
+        self._log_freq = config.log_freq
+        self._rank = rank
+        self._steps = steps
+        self._work = work
+        self._peak_flops = peak_flops
+        self._device = device
+        self._group = group
+        self._estimated_step_s = estimated_step_s
+        self._colors = Colors.for_terminal(disabled=config.disable_color_printing)
+        self._num_skipped = 0
+        self._num_intervals = 0
+        self._num_steady_steps = 0
+        self._steady_s = 0.0
+        """Of the steps behind the first interval, which starts everything up."""
+        self._footprint_bytes: int | None = None
+        self._writer = None
+        if events_folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(events_folder), max_queue=1000)
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts an interval now."""
+        self._num_steps = 0
+        self._results: list[Numbers] = []
+        self._data_s = 0.0
+        self._began = self._step_began = time.perf_counter()
+        reset_peak(self._device)
+
+    def begin_step(self) -> None:
+        """A step begins now."""
+        self._num_steps += 1
+        self._step_began = time.perf_counter()
+
+    def end_step(self, result: Numbers) -> None:
+        """What a step came to; nothing of it is read, and so waited for, before `log`."""
+        self._results.append(result)
+
+    def wait_for_data(self, batches: Iterator[T]) -> T:
+        """The next of `batches`, and how long it took."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self._data_s += time.perf_counter() - asked
+        return batch
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step, counted from 1, is logged."""
+        return step == 1 or step % self._log_freq == 0 or step == self._steps
+
+    def log(self, step: int, *, lr: float, busy_s: float, loss_scale: float | None) -> None:
+        """Writes the interval that ends with `step`; every rank calls it, for ranks report to each other.
+
+        `busy_s`: seconds that this rank computed in that step. `loss_scale`: fp16's, of the next step.
+        """
+        result = self._results[-1]
+        loss, grad_norm = result.loss, result.grad_norm  # Waits for the step's end.
+        self._num_skipped += sum(result.is_skipped for result in self._results)
+        now = time.perf_counter()
+        interval_s = now - self._began
+        self._note_facts(interval_s)
+        reports = self._exchange(100 * busy_s / (now - self._step_began))
+        values = self._summarise(reports, interval_s) | self._describe_scaling(loss_scale)
+        if dist.get_rank() == 0:
+            logger.info(self._format_line(step, loss, grad_norm, values, reports, interval_s))
+        if self._writer is not None:
+            head = {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr}
+            for name, value in (head | values).items():
+                self._writer.add_scalar(name, value, step)
+        self.restart()
+
+    def facts(self) -> RankFacts:
+        """What this rank's run has come to so far, in what was logged."""
+        step_s = self._steady_s / self._num_steady_steps if self._num_steady_steps else None
+        return RankFacts(self._rank, step_s, self._footprint_bytes)
+
+    def close(self) -> None:
+        """Writes out what is still in memory."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _note_facts(self, interval_s: float) -> None:
+        if self._num_intervals:
+            self._num_steady_steps += self._num_steps
+            self._steady_s += interval_s
+        self._num_intervals += 1
+        footprint = read_footprint(self._device)
+        if footprint is not None:
+            self._footprint_bytes = max(footprint, self._footprint_bytes or 0)
+
+    def _exchange(self, busy_percent: float) -> list[RankReport]:
+        """The reports of all ranks, by their rank in the plan."""
+        peak = read_peak(self._device)
+        own = torch.tensor(
+            (
+                self._rank,
+                peak.num_bytes,
+                peak.percent,
+                self._data_s,
+                busy_percent,
+                count_out_of_memory(self._device),
+            ),
+            dtype=torch.float64,
+        )
+        reports = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(reports, own, group=self._group)
+        rows = sorted(report.tolist() for report in reports)
+        return [RankReport(int(row[0]), *row[1:]) for row in rows]
+
+    def _summarise(self, reports: list[RankReport], interval_s: float) -> dict[str, float]:
+        """Everything but the step's own numbers; names without a value are left out."""
+        steps_per_s = self._num_steps / interval_s
+        fullest = max(reports, key=lambda report: report.memory_percent)
+        data_s = max(report.data_s for report in reports)
+        values = {
+            "throughput(tps)": self._work.num_tokens * steps_per_s,
+            "tflops": self._work.model_flops * steps_per_s / 1e12,
+            "time_metrics/end_to_end(s)": 1 / steps_per_s,
+            "time_metrics/data_loading(s)": data_s / self._num_steps,
+            "time_metrics/data_loading(%)": 100 * data_s / interval_s,
+            "memory/max_reserved(GiB)": fullest.memory_bytes / _GIB,
+            "memory/max_reserved(%)": fullest.memory_percent,
+            "memory/num_ooms": sum(report.num_ooms for report in reports),
+        }
+        if self._peak_flops is not None:
+            values["mfu(%)"] = 100 * self._work.model_flops * steps_per_s / self._peak_flops
+            values["hetero/hfu(%)"] = 100 * self._work.hardware_flops * steps_per_s / self._peak_flops
+        if self._estimated_step_s is not None:
+            values["hetero/step_time_over_estimate"] = 1 / steps_per_s / self._estimated_step_s
+        for report in reports:
+            where = f"hetero/rank_{report.rank}"
+            values[f"{where}/memory(GiB)"] = report.memory_bytes / _GIB
+            values[f"{where}/data_loading(%)"] = 100 * report.data_s / interval_s
+            values[f"{where}/busy(%)"] = report.busy_percent
+        return values
+
+    def _describe_scaling(self, loss_scale: float | None) -> dict[str, float]:
+        if loss_scale is None:
+            return {}
+        return {"hetero/loss_scale": loss_scale, "hetero/num_skipped_steps": self._num_skipped}
+
+    def _format_line(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        values: dict[str, float],
+        reports: list[RankReport],
+        interval_s: float,
+    ) -> str:
+        color = self._colors
+        mfu = f"{values['mfu(%)']:.2f}%" if "mfu(%)" in values else "n/a"
+        scaling = ""
+        if "hetero/loss_scale" in values:
+            scale, skipped = values["hetero/loss_scale"], values["hetero/num_skipped_steps"]
+            scaling = f"scale: {scale:g}  skipped: {skipped:.0f}  "
+        hfu = f"  hfu: {values['hetero/hfu(%)']:.2f}%" if self._shows_hfu else ""
+        busy = "/".join(f"{report.busy_percent:.0f}" for report in reports)
+        left = timedelta(seconds=round((self._steps - step) * interval_s / self._num_steps))
+        return (
+            f"{color.red}step: {step:2}  "
+            f"{color.green}loss: {loss:8.5f}  "
+            f"{color.orange}grad_norm: {grad_norm:7.4f}  "
+            f"{scaling}"
+            f"{color.turquoise}memory: {values['memory/max_reserved(GiB)']:5.2f}GiB"
+            f"({values['memory/max_reserved(%)']:.2f}%)  "
+            f"{color.blue}tps: {round(values['throughput(tps)']):,}  "
+            f"{color.cyan}tflops: {values['tflops']:,.2f}  "
+            f"{color.magenta}mfu: {mfu}{hfu}  "
+            + (f"{color.yellow}busy: {busy}%  " if len(reports) <= _MAX_SHOWN else "")
+            + f"{color.reset}left: {left}"
+        )
+
+    @property
+    def _shows_hfu(self) -> bool:
+        return self._peak_flops is not None and self._work.hardware_flops != self._work.model_flops
+
+
+_MAX_SHOWN = 16
+"""Ranks whose busy shares fit into a log line; TensorBoard has them all."""
+
+
+def sum_peak_flops(own: float | None, *, group: dist.ProcessGroup) -> float | None:
+    """The sum of all ranks' peaks; `None` where one rank's is unknown."""
+    total = torch.tensor(math.nan if own is None else own, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return None if total.isnan() else float(total)

@@ -1,0 +1,64 @@
+"""Chrome traces of every rank at intervals, as TorchTitan's `[profiling]` has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
+
+from zorselike.runtime.result import StepResult
+from zorselike.train.config.config import Profiling
+from zorselike.train.report.trace import write_readable
+
+logger = logging.getLogger("zorselike")
+
+
+@contextmanager
+def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable[[StepResult], None]]:
+    """What to call after each step; nothing happens then unless `[profiling]` wants traces.
+
+    When a trace ends nothing may be under way over Gloo: torch would note its end in memory that went
+    with the trace. So whoever calls waits for what he started, and the step's own sums are waited for.
+
+    Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`.
+    """
+    if not config.enable_profiling:
+        yield lambda result: None
+        return
+
+    def write(finished: profile) -> None:
+        target = folder / config.save_traces_folder / f"iteration_{finished.step_num}"
+        target.mkdir(parents=True, exist_ok=True)
+        raw = target / f"rank{rank}_trace.json"
+        finished.export_chrome_trace(str(raw))
+        write_readable(raw, raw.with_name(f"{raw.name}.gz"), rank=rank)
+        raw.unlink()
+        logger.info("trace written to %s", target)
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    wait = config.profile_freq - config.profiler_active - config.profiler_warmup
+    phases = schedule(wait=wait, warmup=config.profiler_warmup, active=config.profiler_active)
+    # Shapes, which TorchTitan records, would double what is written.
+    with profile(activities=activities, schedule=phases, on_trace_ready=write) as running:
+        last: StepResult | None = None
+
+        def end_step(result: StepResult) -> None:
+            nonlocal last
+            last = result
+            if phases(running.step_num) is ProfilerAction.RECORD_AND_SAVE:
+                _wait(result)
+            running.step()
+
+        yield end_step
+        if last is not None:
+            _wait(last)
+
+
+def _wait(result: StepResult) -> None:
+    _ = result.loss
