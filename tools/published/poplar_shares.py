@@ -11,7 +11,6 @@ from zorselike.cost.catalogue import find_device
 from zorselike.errors import PlanError
 from zorselike.planner.by_shares import apportion
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
-from zorselike.planner.rows.proportional_batches import share_in_equal_rounds, share_in_proportion
 from zorselike.planner.rows.split import (
     BatchSplit,
     Card,
@@ -20,6 +19,7 @@ from zorselike.planner.rows.split import (
     split_by_sizes,
 )
 
+from .poplar_algorithms import share_in_equal_rounds, share_in_proportion
 from .poplar_runs import Job, deal_rounds
 from .zorse_plans import cut_evenly
 

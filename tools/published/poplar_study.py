@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zorselike.errors import PlanError
-from zorselike.planner.rows.zero_stage import raise_zero
 
+from .poplar_algorithms import raise_zero
 from .poplar_paper import CLUSTERS, LLAMA_OVER_EVEN, LLAMA_OVER_WHALE, NUMBERS, SPEEDUP_RANGE, PoplarCluster
 from .poplar_runs import Job, make_job
 from .poplar_shares import Neighbours, Run, run_even, run_ours, run_poplar, run_whale, try_neighbours

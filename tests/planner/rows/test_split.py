@@ -6,39 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
+from batch_splits import RISING, card_lists, check, larger_lists, line, rounds_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zorselike.errors import PlanError, ProfileError
-from zorselike.plan.plan import Group, Ministage, Plan
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
-from zorselike.planner.rows.proportional_batches import share_in_equal_rounds, share_in_proportion
 from zorselike.planner.rows.split import (
     BatchSplit,
     Card,
     share_once,
     share_per_microbatch,
-    tabulate_seconds,
 )
-from zorselike.planner.rows.zero_stage import raise_zero
-
-RISING = st.lists(st.integers(0, 20), min_size=0, max_size=4).map(
-    lambda steps: tuple(0.1 + 0.1 * own for own in accumulate(steps))
-)
-"""Seconds of microbatches of 1, 2, ... rows: any that do not fall; none where not one row fits."""
-
 
 ROOM = st.sampled_from([None, None, 0, 1, 2, 3, 5])
-
-
-@st.composite
-def card_lists(draw: st.DrawFn) -> list[Card]:
-    """Up to three cards, some of them alike; one row fits on at least one."""
-    curves = draw(st.lists(RISING, min_size=1, max_size=3).filter(any))
-    return [Card(rank, seconds) for rank, seconds in enumerate(curves)]
 
 
 @st.composite
@@ -47,52 +31,8 @@ def roomy_lists(draw: st.DrawFn) -> list[Card]:
     return [replace(card, most_rows=draw(ROOM)) for card in draw(card_lists())]
 
 
-@st.composite
-def larger_lists(draw: st.DrawFn) -> list[Card]:
-    """As measured: a start, then about proportional, with bumps; up to 24 cards of three types."""
-    types = []
-    for _ in range(draw(st.integers(1, 3))):
-        start, slope = draw(st.floats(0, 2)), draw(st.floats(0.1, 5))
-        bumps = draw(st.lists(st.floats(0, 0.3), min_size=1, max_size=16))
-        types.append(
-            tuple(accumulate((slope * (n + start + bump) for n, bump in enumerate(bumps, start=1)), max))
-        )
-    return [
-        Card(rank, draw(st.sampled_from(types)))
-        for rank in draw(st.lists(st.integers(0, 99), min_size=1, max_size=24, unique=True))
-    ]
-
-
-def check(split: BatchSplit, cards: Sequence[Card], num_rows: int, *, heeds_room: bool = True) -> None:
-    """Rows add up, in order, within what fits, and as a plan's group they are valid."""
-    assert [(m.start, m.stop) for m in split.microbatches] == [
-        (0 if i == 0 else split.microbatches[i - 1].stop, m.stop) for i, m in enumerate(split.microbatches)
-    ]
-    assert sum(split.rows.values()) == num_rows == split.microbatches[-1].stop
-    assert list(split.sizes) == [card.rank for card in cards]
-    for card in cards:
-        own = tuple(m.num_rows for m in split.microbatches if m.rank == card.rank)
-        assert own == split.sizes[card.rank]
-        assert all(1 <= size <= card.max_rows for size in own)
-        if heeds_room and card.most_rows is not None:
-            assert sum(own) <= card.most_rows
-    renumbered = {card.rank: i for i, card in enumerate(cards)}
-    moved = tuple(type(m)(renumbered[m.rank], m.start, m.stop) for m in split.microbatches)
-    Plan(num_rows, (Group(tuple(renumbered.values()), moved),), (Ministage(0, ("all",)),)).validate()
-
-
 def busiest_s(split: BatchSplit, cards: Sequence[Card]) -> float:
     return max(sum(card.seconds[size - 1] for size in split.sizes[card.rank]) for card in cards)
-
-
-def rounds_s(split: BatchSplit, cards: Sequence[Card], collective_s: float, hidden_s: float = 0.0) -> float:
-    """The j-th microbatches of all ranks run together, as the schedule has them."""
-    num_rounds = max(len(own) for own in split.sizes.values())
-    slowest = [
-        max(card.seconds[split.sizes[card.rank][j] - 1] for card in cards if j < len(split.sizes[card.rank]))
-        for j in range(num_rounds)
-    ]
-    return sum(collective_s + max(time, hidden_s) for time in slowest)
 
 
 def least_sum(seconds: tuple[float, ...], num_rows: int) -> float:
@@ -236,24 +176,6 @@ def test_a_card_that_is_full_leaves_the_rest_to_slow_ones() -> None:
 
 
 @settings(deadline=None)
-@given(larger_lists(), st.integers(1, 200), st.floats(0, 3))
-def test_proportion_and_equal_rounds_are_never_faster(
-    cards: list[Card], num_rows: int, collective_s: float
-) -> None:
-    once, shared = share_once(cards, num_rows), share_in_proportion(cards, num_rows)
-    rounds = share_per_microbatch(cards, num_rows, collective_s=collective_s)
-    equal = share_in_equal_rounds(cards, num_rows, collective_s=collective_s)
-    for split in (once, shared, rounds, equal):
-        check(split, cards, num_rows)
-    assert once.seconds <= shared.seconds * (1 + 1e-9)
-    assert rounds.seconds <= equal.seconds * (1 + 1e-9)
-    assert rounds.seconds == pytest.approx(rounds_s(rounds, cards, collective_s))
-    assert equal.seconds == pytest.approx(rounds_s(equal, cards, collective_s))
-    # Waiting for others in each round costs time, if anything.
-    assert once.seconds <= rounds.seconds * (1 + 1e-9)
-
-
-@settings(deadline=None)
 @given(larger_lists(), st.integers(1, 100), st.integers(0, 23), st.floats(0.1, 1), st.integers(0, 3))
 def test_a_faster_or_larger_card_never_makes_it_slower(
     cards: list[Card], num_rows: int, which: int, factor: float, more: int
@@ -271,15 +193,10 @@ def test_a_faster_or_larger_card_never_makes_it_slower(
     )
 
 
-def line(each: float, max_rows: int, *, start: float = 0.0) -> tuple[float, ...]:
-    return tabulate_seconds(lambda rows: start + each * rows, max_rows)
-
-
 def test_a_card_that_would_only_slow_the_others_gets_no_rows() -> None:
     cards = [Card(0, line(1, 4)), Card(1, line(1, 4)), Card(2, line(100, 4)), Card(3, ())]
     for split in (share_once(cards, 8), share_per_microbatch(cards, 8)):
         assert split.rows == {0: 4, 1: 4, 2: 0, 3: 0}
-    assert share_in_proportion(cards, 8).rows[3] == 0
 
 
 def test_microbatches_come_in_order_of_time() -> None:
@@ -302,46 +219,10 @@ def test_sizes_differ_between_cards_and_avoid_bad_ones() -> None:
     assert split.sizes[1] == (4,) and split.seconds == 6
 
 
-@settings(deadline=None)
-@given(card_lists(), st.integers(1, 30), st.sampled_from([0.0, 0.05, 1.0]))
-def test_equal_rounds_take_the_best_time_for_a_round(
-    cards: list[Card], num_rows: int, collective_s: float
-) -> None:
-    times = sorted({time for card in cards for time in card.seconds})
-    fits = {time: sum(own <= time for card in cards for own in card.seconds) for time in times}
-    totals = []
-    for time in times:
-        num_full, rest = divmod(num_rows, fits[time])
-        last = [min(each for each in times if fits[each] >= rest)] if rest else []
-        totals.append(sum(each + collective_s for each in [time] * num_full + last))
-    found = share_in_equal_rounds(cards, num_rows, collective_s=collective_s).seconds
-    assert found == pytest.approx(min(totals))
-
-
-def test_the_last_round_is_timed_on_its_own() -> None:
-    """Poplar's second branch: 10 rows in rounds of 4 end with one of 2, which is shorter."""
+def test_the_last_round_is_timed_by_itself() -> None:
+    """10 rows in rounds of 4 end with one of 2, which is shorter."""
     cards = [Card(0, line(1, 2)), Card(1, line(1, 2))]
-    assert share_in_equal_rounds(cards, 10, collective_s=1).seconds == 2 * 3 + 2
     assert share_per_microbatch(cards, 10, collective_s=1).seconds == 2 * 3 + 2
-
-
-def test_rounds_of_different_sizes_beat_equal_ones() -> None:
-    """Ten rows as 4 + 3 + 3; equal rounds of 4 end with one of 2, of 3 with one of 1."""
-    card = Card(0, (3.0, 3.5, 4.0, 5.2))
-    assert share_per_microbatch([card], 10).sizes == {0: (4, 3, 3)}
-    assert share_per_microbatch([card], 10).seconds == pytest.approx(13.2)
-    assert share_in_equal_rounds([card], 10).seconds == pytest.approx(13.9)
-
-
-def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
-    rows = {0: [0, 4], 1: [0, 8], 2: [1, 8], 3: [2, 8]}
-    assert raise_zero(rows) == 2
-    assert raise_zero(rows, least=3) == 3
-    assert raise_zero({1: [0, 1, 0], 2: [0, 2, 1], 3: [0, 2, 1]}) == 2
-    with pytest.raises(PlanError, match="not one row fits on any card at ZeRO 2, 3"):
-        raise_zero({1: [1], 2: [0], 3: [0]}, least=2)
-    with pytest.raises(PlanError, match="at a ZeRO stage of 4 or more"):
-        raise_zero(rows, least=4)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +235,7 @@ def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
     ],
 )
 def test_what_no_split_can_be_made_of_is_refused(cards: list[Card], num_rows: int, message: str) -> None:
-    for share in (share_once, share_per_microbatch, share_in_proportion, share_in_equal_rounds):
+    for share in (share_once, share_per_microbatch):
         with pytest.raises(PlanError, match=message):
             share(cards, num_rows)
 
@@ -364,8 +245,6 @@ def test_wrong_times_are_refused() -> None:
         Card(4, (2.0, 1.0))
     with pytest.raises(ProfileError, match="negative or not finite"):
         Card(4, (1.0, math.inf))
-    with pytest.raises(ProfileError, match="a row takes no time"):
-        share_in_proportion([Card(0, (0.0, 1.0))], 3)
     with pytest.raises(PlanError, match="take -1 s; give 0 or more"):
         share_per_microbatch([Card(0, (1.0,))], 3, collective_s=-1)
     with pytest.raises(PlanError, match="take inf s; give 0 or more"):

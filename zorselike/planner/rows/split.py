@@ -2,8 +2,8 @@
 
 Two cases. Where a group's collectives come once a step, every card goes through its own microbatches and the
 slowest card counts. Where they come with each microbatch (ZeRO 3, or `grad_reduce = "microbatch"`), the cards
-wait for each other each time, and the slowest microbatch of each round counts. Both are solved exactly; the
-paper's own ways are in `planner/rows/proportional_batches.py`.
+wait for each other each time, and the slowest microbatch of each round counts. Both are solved
+exactly.
 """
 
 from __future__ import annotations

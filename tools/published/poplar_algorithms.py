@@ -1,20 +1,20 @@
-"""Rows to ranks as Poplar's Algorithm 2 has it, its printed slips corrected: the baseline of
-`planner/rows/split.py`.
+"""Poplar's two algorithms, printed slips corrected: the ZeRO stage at which a row fits (Algorithm 1), and
+rows to ranks (Algorithm 2), the baseline of `planner/rows/split.py`.
 
-First branch (ZeRO 0 and 1): as printed, the card with the least `u_i` takes the next row, where the text and
-Eqs. 2 and 3 mean the most under-used one; line 9 divides a time by a speed; line 12 adds up B, which is
-empty, where the rows given so far are meant. With `u_i = (T - t_i) * speed_i`, the rows that a card could
-still compute, what remains goes out by Hamilton's method. Second branch (ZeRO 2 and 3): as printed, the
+Algorithm 2, first branch (ZeRO 0 and 1): as printed, the card with the least `u_i` takes the next row, where
+the text and Eqs. 2 and 3 mean the most under-used one; line 9 divides a time by a speed; line 12 adds up B,
+which is empty, where the rows given so far are meant. With `u_i = (T - t_i) * speed_i`, the rows that a card
+could still compute, what remains goes out by Hamilton's method. Second branch (ZeRO 2 and 3): as printed, the
 number of rounds is not whole and the last one takes as long as the others; here it is rounded up and the last
-timed on its own.
+timed by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zorselike.errors import ProfileError
+from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.by_shares import apportion
 from zorselike.planner.rows.split import (
     BatchSplit,
@@ -26,12 +26,33 @@ from zorselike.planner.rows.split import (
 )
 
 
+def raise_zero(max_rows: Mapping[int, Sequence[int]], *, least: int = 0) -> int:
+    """The first stage from `least` on at which one row fits on every card; where there is none, the first of
+    those at which it fits on most (the other cards then hold shards only).
+
+    Args:
+        max_rows: for each ZeRO stage in question, the rows that fit at once on each card of the group.
+
+    Raises:
+        PlanError: No stage was given, or a row fits on no card at any.
+    """
+    stages = sorted(stage for stage in max_rows if stage >= least)
+    fits = {stage: sum(rows >= 1 for rows in max_rows[stage]) for stage in stages}
+    if not any(fits.values()):
+        tried = f"ZeRO {', '.join(map(str, stages))}" if stages else f"a ZeRO stage of {least} or more"
+        raise PlanError(
+            f"batches: not one row fits on any card at {tried}; recompute, offload, or give the group "
+            "fewer layers"
+        )
+    return max(stages, key=lambda stage: (fits[stage], -stage))
+
+
 def share_in_proportion(cards: Sequence[Card], num_rows: int) -> BatchSplit:
     """Rows in proportion to each card's greatest speed and the remainder to the most under-used; each card
     computes them in microbatches of the size at which it is fastest, the last one smaller.
 
     Raises:
-        PlanError: As `batches.share_once`.
+        PlanError: As `rows.split.share_once`.
         ProfileError: A microbatch takes no time.
     """
     check_cards(cards, num_rows)
@@ -52,7 +73,7 @@ def share_in_proportion(cards: Sequence[Card], num_rows: int) -> BatchSplit:
 
 def share_in_equal_rounds(cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0) -> BatchSplit:
     """All rounds are equal but the last; in each, every card computes the most that it can in the round's
-    time, the best of those that occur. Raises as `batches.share_once`."""
+    time, the best of those that occur. Raises as `rows.split.share_once`."""
     check_cards(cards, num_rows)
     rounds = list_rounds(cards, num_rows)
 

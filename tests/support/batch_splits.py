@@ -1,0 +1,71 @@
+"""Random cards to split rows among, and what every split has to meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from hypothesis import strategies as st
+
+from zorselike.plan.plan import Group, Ministage, Plan
+from zorselike.planner.rows.split import BatchSplit, Card, tabulate_seconds
+
+RISING = st.lists(st.integers(0, 20), min_size=0, max_size=4).map(
+    lambda steps: tuple(0.1 + 0.1 * own for own in accumulate(steps))
+)
+"""Seconds of microbatches of 1, 2, ... rows: any that do not fall; none where not one row fits."""
+
+
+@st.composite
+def card_lists(draw: st.DrawFn) -> list[Card]:
+    """Up to three cards, some of them alike; one row fits on at least one."""
+    curves = draw(st.lists(RISING, min_size=1, max_size=3).filter(any))
+    return [Card(rank, seconds) for rank, seconds in enumerate(curves)]
+
+
+@st.composite
+def larger_lists(draw: st.DrawFn) -> list[Card]:
+    """As measured: a start, then about proportional, with bumps; up to 24 cards of three types."""
+    types = []
+    for _ in range(draw(st.integers(1, 3))):
+        start, slope = draw(st.floats(0, 2)), draw(st.floats(0.1, 5))
+        bumps = draw(st.lists(st.floats(0, 0.3), min_size=1, max_size=16))
+        types.append(
+            tuple(accumulate((slope * (n + start + bump) for n, bump in enumerate(bumps, start=1)), max))
+        )
+    return [
+        Card(rank, draw(st.sampled_from(types)))
+        for rank in draw(st.lists(st.integers(0, 99), min_size=1, max_size=24, unique=True))
+    ]
+
+
+def check(split: BatchSplit, cards: Sequence[Card], num_rows: int, *, heeds_room: bool = True) -> None:
+    """Rows add up, in order, within what fits, and as a plan's group they are valid."""
+    assert [(m.start, m.stop) for m in split.microbatches] == [
+        (0 if i == 0 else split.microbatches[i - 1].stop, m.stop) for i, m in enumerate(split.microbatches)
+    ]
+    assert sum(split.rows.values()) == num_rows == split.microbatches[-1].stop
+    assert list(split.sizes) == [card.rank for card in cards]
+    for card in cards:
+        own = tuple(m.num_rows for m in split.microbatches if m.rank == card.rank)
+        assert own == split.sizes[card.rank]
+        assert all(1 <= size <= card.max_rows for size in own)
+        if heeds_room and card.most_rows is not None:
+            assert sum(own) <= card.most_rows
+    renumbered = {card.rank: i for i, card in enumerate(cards)}
+    moved = tuple(type(m)(renumbered[m.rank], m.start, m.stop) for m in split.microbatches)
+    Plan(num_rows, (Group(tuple(renumbered.values()), moved),), (Ministage(0, ("all",)),)).validate()
+
+
+def rounds_s(split: BatchSplit, cards: Sequence[Card], collective_s: float, hidden_s: float = 0.0) -> float:
+    """The j-th microbatches of all ranks run together, as the schedule has them."""
+    num_rounds = max(len(own) for own in split.sizes.values())
+    slowest = [
+        max(card.seconds[split.sizes[card.rank][j] - 1] for card in cards if j < len(split.sizes[card.rank]))
+        for j in range(num_rounds)
+    ]
+    return sum(collective_s + max(time, hidden_s) for time in slowest)
+
+
+def line(each: float, max_rows: int, *, start: float = 0.0) -> tuple[float, ...]:
+    return tabulate_seconds(lambda rows: start + each * rows, max_rows)

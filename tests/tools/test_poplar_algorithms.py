@@ -1,0 +1,97 @@
+"""Poplar's own ways to deal rows: never faster than ours, and as the corrected algorithms have them."""
+
+from __future__ import annotations
+
+import pytest
+from batch_splits import card_lists, check, larger_lists, line, rounds_s
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.published.poplar_algorithms import raise_zero, share_in_equal_rounds, share_in_proportion
+from zorselike.errors import PlanError, ProfileError
+from zorselike.planner.rows.split import Card, share_once, share_per_microbatch
+
+
+@settings(deadline=None)
+@given(larger_lists(), st.integers(1, 200), st.floats(0, 3))
+def test_proportion_and_equal_rounds_are_never_faster(
+    cards: list[Card], num_rows: int, collective_s: float
+) -> None:
+    once, shared = share_once(cards, num_rows), share_in_proportion(cards, num_rows)
+    rounds = share_per_microbatch(cards, num_rows, collective_s=collective_s)
+    equal = share_in_equal_rounds(cards, num_rows, collective_s=collective_s)
+    for split in (once, shared, rounds, equal):
+        check(split, cards, num_rows)
+    assert once.seconds <= shared.seconds * (1 + 1e-9)
+    assert rounds.seconds <= equal.seconds * (1 + 1e-9)
+    assert rounds.seconds == pytest.approx(rounds_s(rounds, cards, collective_s))
+    assert equal.seconds == pytest.approx(rounds_s(equal, cards, collective_s))
+    # Waiting for others in each round costs time, if anything.
+    assert once.seconds <= rounds.seconds * (1 + 1e-9)
+
+
+def test_no_rows_go_where_none_fits() -> None:
+    cards = [Card(0, line(1, 4)), Card(1, line(1, 4)), Card(2, line(100, 4)), Card(3, ())]
+    assert share_in_proportion(cards, 8).rows[3] == 0
+
+
+@settings(deadline=None)
+@given(card_lists(), st.integers(1, 30), st.sampled_from([0.0, 0.05, 1.0]))
+def test_equal_rounds_take_the_best_time_for_a_round(
+    cards: list[Card], num_rows: int, collective_s: float
+) -> None:
+    times = sorted({time for card in cards for time in card.seconds})
+    fits = {time: sum(own <= time for card in cards for own in card.seconds) for time in times}
+    totals = []
+    for time in times:
+        num_full, rest = divmod(num_rows, fits[time])
+        last = [min(each for each in times if fits[each] >= rest)] if rest else []
+        totals.append(sum(each + collective_s for each in [time] * num_full + last))
+    found = share_in_equal_rounds(cards, num_rows, collective_s=collective_s).seconds
+    assert found == pytest.approx(min(totals))
+
+
+def test_the_last_round_is_timed_on_its_own() -> None:
+    """Poplar's second branch: 10 rows in rounds of 4 end with one of 2, which is shorter."""
+    cards = [Card(0, line(1, 2)), Card(1, line(1, 2))]
+    assert share_in_equal_rounds(cards, 10, collective_s=1).seconds == 2 * 3 + 2
+    assert share_per_microbatch(cards, 10, collective_s=1).seconds == 2 * 3 + 2
+
+
+def test_rounds_of_different_sizes_beat_equal_ones() -> None:
+    """Ten rows as 4 + 3 + 3; equal rounds of 4 end with one of 2, of 3 with one of 1."""
+    card = Card(0, (3.0, 3.5, 4.0, 5.2))
+    assert share_per_microbatch([card], 10).sizes == {0: (4, 3, 3)}
+    assert share_per_microbatch([card], 10).seconds == pytest.approx(13.2)
+    assert share_in_equal_rounds([card], 10).seconds == pytest.approx(13.9)
+
+
+def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
+    rows = {0: [0, 4], 1: [0, 8], 2: [1, 8], 3: [2, 8]}
+    assert raise_zero(rows) == 2
+    assert raise_zero(rows, least=3) == 3
+    assert raise_zero({1: [0, 1, 0], 2: [0, 2, 1], 3: [0, 2, 1]}) == 2
+    with pytest.raises(PlanError, match="not one row fits on any card at ZeRO 2, 3"):
+        raise_zero({1: [1], 2: [0], 3: [0]}, least=2)
+    with pytest.raises(PlanError, match="at a ZeRO stage of 4 or more"):
+        raise_zero(rows, least=4)
+
+
+@pytest.mark.parametrize(
+    ("cards", "num_rows", "message"),
+    [
+        ([Card(0, ()), Card(1, ())], 4, "not one row fits on ranks 0 and 1"),
+        ([], 4, "no cards to share rows among"),
+        ([Card(3, (1.0,)), Card(3, (1.0,))], 4, "rank 3 given twice"),
+        ([Card(0, (1.0,))], 0, "0 rows to share"),
+    ],
+)
+def test_what_no_split_can_be_made_of_is_refused(cards: list[Card], num_rows: int, message: str) -> None:
+    for share in (share_in_proportion, share_in_equal_rounds):
+        with pytest.raises(PlanError, match=message):
+            share(cards, num_rows)
+
+
+def test_a_row_that_takes_no_time_is_refused() -> None:
+    with pytest.raises(ProfileError, match="a row takes no time"):
+        share_in_proportion([Card(0, (0.0, 1.0))], 3)
