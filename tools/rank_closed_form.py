@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -22,9 +23,11 @@ from pathlib import Path
 
 from scipy.stats import spearmanr
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
+
+from tools.published.zorse_closed_form import estimate_step_s
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.catalogue import find_device
-from zorselike.cost.closed_form import estimate_step_s
 from zorselike.cost.profile import Profile
 from zorselike.models import get_config, module_names
 from zorselike.models.workload import make_workload

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 from zorselike.cost.assemble import make_costs
-from zorselike.cost.closed_form import estimate_step_s
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.memory import walk_memory
 from zorselike.cost.profile import Overheads, Profile, Source
@@ -23,6 +22,7 @@ from zorselike.schedule.lowering.build import build
 from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
 from zorselike.simulator import Simulation, simulate
 
+from .zorse_closed_form import estimate_step_s
 from .zorse_paper import CONTEXT_BYTES, PEAK_TFLOPS, PaperCluster, intra_bandwidth
 from .zorse_plans import Options, lay_plan, share_out
 from .zorse_times import read_profile, read_workload
