@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,12 +31,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench.forked import RankFailedError, run_forked
-from bench.report import Figure, describe_machine, format_figures
-from offload_bench.job import Job, Outcome, Shape, spell_bytes
-from offload_bench.launch import hand_back, spawn
-from offload_bench.llama import build_model, count_parameters, make_batch, make_plan
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
+
+from tools.bench.forked import RankFailedError, run_forked
+from tools.bench.report import Figure, describe_machine, format_figures
+from tools.offload_bench.job import Job, Outcome, Shape, spell_bytes
+from tools.offload_bench.launch import hand_back, spawn
+from tools.offload_bench.llama import build_model, count_parameters, make_batch, make_plan
 from zorselike import HeteroPipeline
 from zorselike.runtime.ministage.updates import Clip
 

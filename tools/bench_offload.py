@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.forked import RankFailedError, run_forked
-from bench.report import Figure, describe_machine, format_figures
-from offload_bench.child import do
-from offload_bench.figures import find_ratios
-from offload_bench.job import Job, Outcome, Shape
-from offload_bench.launch import hand_back, spawn
-from offload_bench.sections import SECTIONS, OffloadBench
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
+
+from tools.bench.forked import RankFailedError, run_forked
+from tools.bench.report import Figure, describe_machine, format_figures
+from tools.offload_bench.child import do
+from tools.offload_bench.figures import find_ratios
+from tools.offload_bench.job import Job, Outcome, Shape
+from tools.offload_bench.launch import hand_back, spawn
+from tools.offload_bench.sections import SECTIONS, OffloadBench
 
 QUICK_CPU = Shape(
     num_layers=4, dim=64, num_heads=4, ffn_hidden=192, vocab_size=256, sequence=16, microbatch_rows=2

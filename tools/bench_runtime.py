@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +22,13 @@ from pathlib import Path
 # Before torch is imported, here and in every rank forked from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from bench.contest import Bench
-from bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal
-from bench.overhead import run_cycles, run_growth, run_overhead
-from bench.ragged import run_hand_tuned
-from bench.report import describe_machine, format_figures, format_runs, to_json
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
+
+from tools.bench.contest import Bench
+from tools.bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal
+from tools.bench.overhead import run_cycles, run_growth, run_overhead
+from tools.bench.ragged import run_hand_tuned
+from tools.bench.report import describe_machine, format_figures, format_runs, to_json
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "unequal": run_unequal,

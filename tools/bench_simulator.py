@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.report import Figure, describe_machine, format_figures
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
+from tools.bench.report import Figure, describe_machine, format_figures
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Profile
 from zorselike.cost.step_costs import StepCosts

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.published.sailor_library import Library, find_library
+from tools.papers.sailor.library import Library, find_library
 
 NUM_LAYERS = 5
 """Embedding, three blocks, head; the head gives four times as much."""

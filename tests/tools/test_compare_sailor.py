@@ -21,11 +21,11 @@ from made_up_sailor import (
     write_library,
 )
 
-from tools.published.sailor_arithmetic import Place, SailorArithmetic, SailorPlan, SailorStage
-from tools.published.sailor_cases import CASES, Case, answer
-from tools.published.sailor_library import Library, find_library
-from tools.published.sailor_pipelines import Quotas, make_problems, to_sailor_plan
-from tools.published.sailor_planning import format_plan
+from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorPlan, SailorStage
+from tools.papers.sailor.cases import CASES, Case, answer
+from tools.papers.sailor.library import Library, find_library
+from tools.papers.sailor.pipelines import Quotas, make_problems, to_sailor_plan
+from tools.papers.sailor.planning import format_plan
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.planner.devices.allocation import AllocationGoal, allocate
 
@@ -149,7 +149,7 @@ def test_what_must_be_reached_is(case: Case) -> None:
 
 
 def test_without_the_data_the_tool_says_so(tmp_path: Path) -> None:
-    given = [sys.executable, ROOT / "tools" / "compare_sailor.py", "--data", tmp_path / "none"]
+    given = [sys.executable, ROOT / "tools" / "papers" / "compare_sailor.py", "--data", tmp_path / "none"]
     done = subprocess.run(given, capture_output=True, text=True)
     assert done.returncode == 2
     assert "there is no such folder" in done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tools.published.zorse_baselines import (
+from tools.papers.zorse.baselines import (
     OURS,
     PAPER,
     SYSTEMS,
@@ -18,7 +18,7 @@ from tools.published.zorse_baselines import (
     format_baselines,
     make_problem,
 )
-from tools.published.zorse_comparison import (
+from tools.papers.zorse.comparison import (
     AIMS,
     CELLS,
     Comparison,
@@ -27,10 +27,10 @@ from tools.published.zorse_comparison import (
     format_comparison,
     format_summary,
 )
-from tools.published.zorse_paper import TABLE_5, make_cluster, make_nodes
-from tools.published.zorse_plans import Options
-from tools.published.zorse_runs import Setup, compute_bound_tflops, search
-from tools.published.zorse_times import make_workload
+from tools.papers.zorse.paper import TABLE_5, make_cluster, make_nodes
+from tools.papers.zorse.plans import Options
+from tools.papers.zorse.runs import Setup, compute_bound_tflops, search
+from tools.papers.zorse.times import make_workload
 from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster.cluster import Place
 from zorselike.planner.answer import PlanAnswer, Planned, Progress
@@ -179,7 +179,7 @@ def test_a_plan_is_a_line(setup: Setup) -> None:
 
 
 def test_the_tool_says_what_it_lacks(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "tools" / "compare_zorse.py"
+    script = Path(__file__).parents[2] / "tools" / "papers" / "compare_zorse.py"
     done = subprocess.run(
         [sys.executable, str(script), "--data", str(tmp_path)], capture_output=True, text=True, check=False
     )

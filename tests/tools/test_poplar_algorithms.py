@@ -7,7 +7,7 @@ from batch_splits import card_lists, check, larger_lists, line, rounds_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.published.poplar_algorithms import raise_zero, share_in_equal_rounds, share_in_proportion
+from tools.papers.poplar.algorithms import raise_zero, share_in_equal_rounds, share_in_proportion
 from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.rows.split import Card, share_once, share_per_microbatch
 

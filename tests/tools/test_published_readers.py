@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.published.sailor_library import find_library
-from tools.published.sailor_links import (
+from tools.papers.sailor.library import find_library
+from tools.papers.sailor.links import (
     LARGEST_BYTES,
     Machine,
     MachineLinks,
@@ -20,11 +20,11 @@ from tools.published.sailor_links import (
     read_fabrics,
     read_region_links,
 )
-from tools.published.sailor_profiles import read_profile as read_sailor_profile
-from tools.published.sailor_profiles import read_shapes
-from tools.published.sailor_profiles import read_workload as read_sailor_workload
-from tools.published.sailor_runs import read_run, to_cluster, to_plan
-from tools.published.zorse_times import read_profile, read_workload
+from tools.papers.sailor.profiles import read_profile as read_sailor_profile
+from tools.papers.sailor.profiles import read_shapes
+from tools.papers.sailor.profiles import read_workload as read_sailor_workload
+from tools.papers.sailor.runs import read_run, to_cluster, to_plan
+from tools.papers.zorse.times import read_profile, read_workload
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ClusterError, PlanError, ProfileError

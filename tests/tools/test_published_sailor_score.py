@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tools.published.sailor_costs import prepare, simulate_run
-from tools.published.sailor_library import Library, find_library
-from tools.published.sailor_runs import read_run
-from tools.published.sailor_score import score_folder, summarise
+from tools.papers.sailor.costs import prepare, simulate_run
+from tools.papers.sailor.library import Library, find_library
+from tools.papers.sailor.runs import read_run
+from tools.papers.sailor.score import score_folder, summarise
 from zorselike.cost.curves import CurveWarning
 from zorselike.errors import ProfileError
 from zorselike.schedule.checker.check import check
@@ -218,7 +218,12 @@ def test_the_tool_writes_what_it_prints(library: Library, tmp_path: Path) -> Non
     runs = tmp_path / "sailor" / "measured" / "Tiny-GH"
     write_run(runs, "a", N=4, real=0.2)
     out = tmp_path / "figures.json"
-    command = [sys.executable, str(ROOT / "tools" / "check_sailor_runs.py"), "--data", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "papers" / "check_sailor_runs.py"),
+        "--data",
+        str(tmp_path),
+    ]
     done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=True)
     found = json.loads(out.read_text())
     assert set(found) >= {"time_mape", "time_mape_large", "memory_mape"}

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.published.zorse_figures import Figure, Panel
-from tools.published.zorse_paper import (
+from tools.papers.zorse.figures import Figure, Panel
+from tools.papers.zorse.paper import (
     FABRIC_BYTES_PER_S,
     GBIT,
     TABLE_5,
@@ -25,11 +25,11 @@ from tools.published.zorse_paper import (
     make_nodes,
     sum_peaks,
 )
-from tools.published.zorse_pictures import draw_figure
-from tools.published.zorse_plans import Options, cut_evenly, lay_plan, loop, share_out
-from tools.published.zorse_runs import Setup, compute_bound_tflops, fit_plan, make_setup, run_plan, search
-from tools.published.zorse_study import Cell, mean_error
-from tools.published.zorse_times import make_workload
+from tools.papers.zorse.pictures import draw_figure
+from tools.papers.zorse.plans import Options, cut_evenly, lay_plan, loop, share_out
+from tools.papers.zorse.runs import Setup, compute_bound_tflops, fit_plan, make_setup, run_plan, search
+from tools.papers.zorse.study import Cell, mean_error
+from tools.papers.zorse.times import make_workload
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.plan.cluster.cluster import Place
@@ -312,7 +312,7 @@ def test_a_figure_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_tool_says_what_it_lacks(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "tools" / "reproduce_zorse.py"
+    script = Path(__file__).parents[2] / "tools" / "papers" / "reproduce_zorse.py"
     done = subprocess.run(
         [sys.executable, str(script), "--data", str(tmp_path)], capture_output=True, text=True, check=False
     )

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from made_up_sailor import NUM_LAYERS, write, write_library
 
-from tools.published.sailor_arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
-from tools.published.sailor_library import Library, find_library
-from tools.published.sailor_pipelines import Quotas
-from tools.published.sailor_planning import Planned, lay_even_mesh
-from tools.published.sailor_replay import A100, V100, Event, Policy, Replay, replay
-from tools.published.sailor_traces import Period, read_trace
+from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
+from tools.papers.sailor.library import Library, find_library
+from tools.papers.sailor.pipelines import Quotas
+from tools.papers.sailor.planning import Planned, lay_even_mesh
+from tools.papers.sailor.replay import A100, V100, Event, Policy, Replay, replay
+from tools.papers.sailor.traces import Period, read_trace
 from zorselike.errors import ConfigError, ProfileError
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-TOOL = ROOT / "tools" / "replay_trace.py"
+TOOL = ROOT / "tools" / "papers" / "replay_trace.py"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
 ZONE = "us-central1-a"
 

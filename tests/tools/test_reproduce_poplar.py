@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.published.poplar_paper import CLUSTERS, NUMBERS, TOKENS_PER_STEP, PoplarCluster
-from tools.published.poplar_runs import Job, deal_rounds, make_job
-from tools.published.poplar_shares import (
+from tools.papers.poplar.paper import CLUSTERS, NUMBERS, TOKENS_PER_STEP, PoplarCluster
+from tools.papers.poplar.runs import Job, deal_rounds, make_job
+from tools.papers.poplar.shares import (
     Run,
     list_neighbours,
     run_even,
@@ -23,15 +23,15 @@ from tools.published.poplar_shares import (
     run_whale,
     try_neighbours,
 )
-from tools.published.poplar_study import STAGES, WAYS, Study, find_stage, list_claims
-from tools.published.zorse_times import make_workload
+from tools.papers.poplar.study import STAGES, WAYS, Study, find_stage, list_claims
+from tools.papers.zorse.times import make_workload
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.schedule.checker.check import check
 from zorselike.schedule.orders.fixed_order import as_checked
 
-TOOL = Path(__file__).parents[2] / "tools" / "reproduce_poplar.py"
+TOOL = Path(__file__).parents[2] / "tools" / "papers" / "reproduce_poplar.py"
 DATA = Path(__file__).parents[3] / "shared" / "data" / "zorse"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
 
@@ -255,7 +255,7 @@ def test_the_a100s_compute_equally_fast_where_one_stands_for_the_other() -> None
 
 def make_study(monkeypatch: pytest.MonkeyPatch, paper: PoplarCluster, model: str, *, tokens: int) -> Study:
     """Of one model on one cluster."""
-    monkeypatch.setattr("tools.published.poplar_study.CLUSTERS", (replace(paper, models=(model,)),))
+    monkeypatch.setattr("tools.papers.poplar.study.CLUSTERS", (replace(paper, models=(model,)),))
     return Study(
         DATA,
         clusters=(paper.name,),
@@ -267,7 +267,7 @@ def make_study(monkeypatch: pytest.MonkeyPatch, paper: PoplarCluster, model: str
 
 @needs_data
 def test_cells_and_claims_of_cluster_a(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.published.poplar_study.STAGES", (0, 3))
+    monkeypatch.setattr("tools.papers.poplar.study.STAGES", (0, 3))
     study = make_study(monkeypatch, A, "0.5b", tokens=TOKENS_PER_STEP)
     for cell in study.cells:
         assert set(cell.runs) == set(WAYS) and all(cell.runs.values())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from plans import plans
 
-from tools.published.zorse_closed_form import estimate_step_s
+from tools.papers.zorse.closed_form import estimate_step_s
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import make_network

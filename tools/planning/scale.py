@@ -12,9 +12,9 @@ from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.problem import PlanProblem
 
-from ..published.zorse_paper import CONTEXT_BYTES, make_clusters
-from ..published.zorse_runs import make_setup
-from ..published.zorse_times import TIMES_FILE, read_workload
+from ..papers.zorse.paper import CONTEXT_BYTES, make_clusters
+from ..papers.zorse.runs import make_setup
+from ..papers.zorse.times import TIMES_FILE, read_workload
 from .workloads import REAL_DECODERS, make_workload
 
 ZORSE_PLANNING_S = 180.0

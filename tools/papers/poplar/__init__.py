@@ -1,0 +1,1 @@
+"""Poplar: its clusters, its planner's shares of rows and its figures."""

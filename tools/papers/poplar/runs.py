@@ -1,0 +1,216 @@
+"""Simulated steps of Poplar's experiments: one data-parallel group, rows dealt in several ways."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.memory import walk_memory
+from zorselike.cost.profile import Overheads, Profile, Source
+from zorselike.cost.sizes import measure_ministages
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.shares import deal_rows
+from zorselike.plan.workload import Workload
+from zorselike.planner.rows.split import Card, tabulate_seconds
+from zorselike.simulator.engine import simulate
+from zorselike.simulator.inputs import SimulationInputs
+from zorselike.simulator.simulated_plan import Schedule, SimulatedPlan
+
+from ..zorse.paper import CONTEXT_BYTES
+from ..zorse.times import read_profile, read_workload, spell_model
+from .paper import MODELS, STAND_INS, PoplarCluster
+
+ORDER: Schedule = "1f1b"
+"""A microbatch's backward right after its forward, as where gradients are accumulated."""
+LONG = 4.0
+"""Computing so many times longer than collectives hides what of them can be hidden."""
+
+
+class RoundTimes(NamedTuple):
+    """Seconds of the collectives of one round of microbatches."""
+
+    alone: float
+    """Beside nothing else."""
+    exposed: float
+    """What they add to a long computation."""
+    hidden: float
+    """What of them runs beside it."""
+
+
+def deal_rounds(sizes: Sequence[Sequence[int]]) -> tuple[Microbatch, ...]:
+    """Microbatches of these rows for ranks 0, 1, ...: the first of each, then the second of each."""
+    return deal_rows((turn, rank, size) for rank, own in enumerate(sizes) for turn, size in enumerate(own))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on a cluster at one ZeRO stage."""
+
+    workload: Workload
+    cluster: Cluster
+    profile: Profile
+    num_rows: int
+    """Of a step."""
+    zero: int
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether collectives come with each microbatch."""
+        return self.zero >= 2
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Of each rank."""
+        return tuple(self.cluster.device_type(place) for place in self.cluster.places)
+
+    @cached_property
+    def clock(self) -> LayerTimeModel:
+        return LayerTimeModel(self.profile, self.workload)
+
+    @cached_property
+    def setting(self) -> SimulationInputs:
+        return SimulationInputs(workload=self.workload, cluster=self.cluster, profile=self.profile)
+
+    @cached_property
+    def cards(self) -> tuple[Card, ...]:
+        """Of all ranks; those of one type have the same table."""
+        most = self._find_max_rows()
+        tables = {
+            device: tabulate_seconds(partial(self._time_microbatch, device), number)
+            for device, number in most.items()
+        }
+        return tuple(Card(rank, tables[device]) for rank, device in enumerate(self.devices))
+
+    @cached_property
+    def round_s(self) -> RoundTimes:
+        """Of the collectives of one round, by simulating rounds in which nothing is computed, and rounds in
+        which computing takes longer than they do."""
+        alone_s = self._simulate_round(0.0)
+        long_s = LONG * alone_s
+        exposed_s = max(0.0, self._simulate_round(long_s) - long_s)
+        return RoundTimes(alone_s, exposed_s, max(0.0, alone_s - exposed_s))
+
+    def lay_plan(self, microbatches: Sequence[Microbatch]) -> Plan:
+        """All layers on one group of all devices."""
+        group = Group(
+            ranks=tuple(range(len(self.devices))),
+            microbatches=tuple(microbatches),
+            zero=self.zero,
+            grad_reduce="microbatch" if self.has_rounds else "once",
+        )
+        modules = tuple(name for name, _ in self.workload.layers)
+        num_rows = sum(each.num_rows for each in microbatches)
+        return Plan(num_rows, (group,), (Ministage(0, modules),), model=self.workload.model)
+
+    def simulate(self, microbatches: Sequence[Microbatch]) -> SimulatedPlan:
+        """A step."""
+        return self.setting.simulate(self.lay_plan(microbatches).validate(), schedule=ORDER)
+
+    def tflops(self, case: SimulatedPlan) -> float:
+        """Of all devices together."""
+        return self.workload.flops_per_row() * self.num_rows / case.simulation.iteration_s / 1e12
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _time_microbatch(self, device: str, rows: float) -> float:
+        """Forward and backward of a microbatch through the whole model."""
+        layers = Counter(kind for _, kind in self.workload.layers)
+        return sum(
+            number
+            * (
+                self.clock.forward_s(kind, device, int(rows), "none")
+                + self.clock.backward_s(kind, device, int(rows), "none")
+            )
+            for kind, number in layers.items()
+        )
+
+    def _find_max_rows(self) -> dict[str, int]:
+        """Rows that fit at once while microbatches of so many follow each other, by device type."""
+        plan = self.lay_plan(deal_rounds([(1, 1)] * len(self.devices)))
+        actions = self.setting.list_actions(plan, ORDER)
+        costs = self.setting.find_costs(plan)
+        sizes = measure_ministages(plan, self.workload)
+
+        def peak_bytes(rank: int, rows: int) -> int:
+            own = self.lay_plan(deal_rounds([(rows, rows)] * len(self.devices)))
+            walk = walk_memory(own, rank, actions[rank], sizes[rank], context_bytes=costs.context_bytes[rank])
+            return walk.device_peak_bytes
+
+        return {
+            device: bisect_right(
+                range(1, self.num_rows + 1),
+                costs.memory_bytes[rank],
+                key=partial(peak_bytes, rank),
+            )
+            for rank, device in enumerate(self.devices)
+            if rank == self.devices.index(device)
+        }
+
+    def _simulate_round(self, compute_s: float) -> float:
+        """Seconds of a round in which every card computes so long, a third of it forward."""
+        steps_s = []
+        for number in (1, 2):
+            plan = self.lay_plan(deal_rounds([(1,) * number] * len(self.devices)))
+            costs = self.setting.find_costs(plan)
+            timed = replace(
+                costs,
+                forward_s=dict.fromkeys(costs.forward_s, compute_s / 3),
+                backward_s=dict.fromkeys(costs.backward_s, 2 * compute_s / 3),
+            )
+            steps_s.append(simulate(plan, self.setting.list_actions(plan, ORDER), timed).iteration_s)
+        return max(0.0, steps_s[1] - steps_s[0])
+
+
+def make_job(folder: Path, paper: PoplarCluster, model: str, zero: int) -> Job:
+    """A cell of the paper's figures.
+
+    Args:
+        folder: with the files of Zorse's authors.
+        model: of `MODELS`.
+
+    Raises:
+        ProfileError: The files lack the model, or its times at that length and dtype.
+    """
+    source = MODELS[model]
+    length, dtype = paper.sequence_length, paper.dtype
+    whole = read_workload(folder, source.measured, length, dtype=dtype)
+    overheads = Overheads(context_bytes=CONTEXT_BYTES, source=Source("given", note="assumed"))
+    profile = Profile(model=spell_model(model), overheads=overheads)
+    if paper.times == "measured":
+        found = read_profile(folder, source.measured, length, dtype=dtype)
+        profile = replace(profile, layers=_with_stand_ins(found).layers)
+    return Job(
+        workload=replace(_keep_layers(whole, source.num_layers), model=spell_model(model)),
+        cluster=paper.cluster,
+        profile=profile,
+        num_rows=paper.num_rows,
+        zero=zero,
+    )
+
+
+def _keep_layers(workload: Workload, number: int | None) -> Workload:
+    """The first so many of the equal layers, and what is around them."""
+    if number is None:
+        return workload
+    dropped = {name for name, kind in workload.layers if kind == "layer"}
+    dropped -= {name for name, kind in [each for each in workload.layers if each[1] == "layer"][:number]}
+    return replace(workload, layers=tuple(each for each in workload.layers if each[0] not in dropped))
+
+
+def _with_stand_ins(profile: Profile) -> Profile:
+    """With the times of a device that computes as fast, for those that were not measured."""
+    measured = {times.device for times in profile.layers}
+    added = [
+        replace(times, device=device, source=Source("given", note=f"as on the {other}"))
+        for device, other in STAND_INS.items()
+        for times in profile.layers
+        if times.device == other and device not in measured
+    ]
+    return replace(profile, layers=(*profile.layers, *added))

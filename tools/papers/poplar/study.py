@@ -1,0 +1,267 @@
+"""All cells of Poplar's figures, simulated, and what the paper's text says of them beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zorselike.errors import PlanError
+
+from .algorithms import raise_zero
+from .paper import CLUSTERS, LLAMA_OVER_EVEN, LLAMA_OVER_WHALE, NUMBERS, SPEEDUP_RANGE, PoplarCluster
+from .runs import Job, make_job
+from .shares import Neighbours, Run, run_even, run_ours, run_poplar, run_whale, try_neighbours
+
+STAGES = (0, 1, 2, 3)
+WAYS = ("weak", "strong", "even", "Whale", "Poplar", "ours")
+"""Fig. 3's five bars, and the exact shares."""
+SHOWN = 3
+"""Exceptions to a claim."""
+PAPER_SIZES = ("0.5b", "tiny")
+"""Models of about the sizes that the paper ran."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One ZeRO stage of one model on one cluster."""
+
+    paper: PoplarCluster
+    model: str
+    job: Job
+    runs: Mapping[str, Run | None]
+    """By way; None: it does not fit."""
+    neighbours: Mapping[str, Neighbours]
+    """Of Poplar's shares and of ours."""
+
+    @property
+    def max_rows(self) -> dict[str, int]:
+        """Rows that fit at once, by device type."""
+        return {device: card.max_rows for device, card in zip(self.job.devices, self.job.cards, strict=True)}
+
+    def ratio(self, way: str, other: str) -> float | None:
+        """Of throughputs; None where one of them does not fit."""
+        first, second = self.runs[way], self.runs[other]
+        return None if first is None or second is None else first.tflops / second.tflops
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cluster": self.paper.name,
+            "devices": self.paper.describe(),
+            "model": self.model,
+            "zero": self.job.zero,
+            "max_rows": self.max_rows,
+            "tflops": {way: None if run is None else run.tflops for way, run in self.runs.items()},
+            "iteration_s": {way: None if run is None else run.iteration_s for way, run in self.runs.items()},
+            "planning_s": {way: None if run is None else run.planning_s for way, run in self.runs.items()},
+            "sizes": {way: None if run is None else run.sizes for way, run in self.runs.items()},
+            "neighbours": {
+                way: {"number": found.number, "best_gain": found.best_gain}
+                for way, found in self.neighbours.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper, and what comes out here."""
+
+    what: str
+    paper: str
+    ours: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything that is simulated."""
+
+    folder: Path
+    """With the files of Zorse's authors."""
+    clusters: tuple[str, ...]
+    """Names of those of Table 1 to simulate."""
+    network_bytes_per_s: float
+    tokens_per_step: int
+    say: Callable[[str], None] = print
+
+    @cached_property
+    def papers(self) -> tuple[PoplarCluster, ...]:
+        return tuple(
+            replace(paper, network_bytes_per_s=self.network_bytes_per_s, tokens_per_step=self.tokens_per_step)
+            for paper in CLUSTERS
+            if paper.name in self.clusters
+        )
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """Figs. 3 and 4."""
+        return tuple(
+            self.make_cell(paper, model, zero)
+            for paper in self.papers
+            for model in paper.models
+            for zero in STAGES
+        )
+
+    @cached_property
+    def by_numbers(self) -> dict[tuple[int, int], tuple[float | None, ...]]:
+        """Fig. 5: TFLOP/s by numbers of strong and weak GPUs of cluster C and ZeRO stage."""
+        found: dict[tuple[int, int], tuple[float | None, ...]] = {}
+        for paper in self.papers:
+            if paper.name != "C":
+                continue
+            for numbers in NUMBERS:
+                self.say(f"cluster C: {numbers[0]} + {numbers[1]}")
+                own = paper.with_numbers(*numbers)
+                runs = [run_ours(make_job(self.folder, own, PAPER_SIZES[0], zero)) for zero in STAGES]
+                found[numbers] = tuple(None if run is None else run.tflops for run in runs)
+        return found
+
+    def make_cell(self, paper: PoplarCluster, model: str, zero: int) -> Cell:
+        """All ways, and what is one row away from the last two."""
+        self.say(f"cluster {paper.name}: Llama {model}, ZeRO {zero}")
+
+        def job(own: PoplarCluster) -> Job:
+            return make_job(self.folder, own, model, zero)
+
+        whole = job(paper)
+        runs = {
+            "weak": run_even(job(paper.with_numbers(0, paper.num_weak))),
+            "strong": run_even(job(paper.with_numbers(paper.num_strong, 0))),
+            "even": run_even(whole),
+            "Whale": run_whale(whole),
+            "Poplar": run_poplar(whole),
+            "ours": run_ours(whole),
+        }
+        neighbours = {
+            way: try_neighbours(whole, run)
+            for way, run in runs.items()
+            if way in ("Poplar", "ours") and run is not None
+        }
+        return Cell(paper, model, whole, runs, neighbours)
+
+
+def find_stage(cells: Sequence[Cell]) -> str:
+    """The ZeRO stage to which Algorithm 1 comes for one model on one cluster, in words."""
+    by_stage = {cell.job.zero: [card.max_rows for card in cell.job.cards] for cell in cells}
+    try:
+        stage = raise_zero(by_stage)
+    except PlanError:
+        return "a row fits on no card at any stage"
+    if all(by_stage[stage]):
+        return f"from ZeRO {stage} on a row fits on every card"
+    return f"with ZeRO {stage} a row fits on most cards, on all at no stage"
+
+
+# -- what the text says --------------------------------------------------------------------
+
+
+def list_claims(study: Study) -> list[Claim]:
+    """Those that can be looked at with what was simulated."""
+    cells = study.cells
+    return [
+        *_claim_speedups(cells),
+        *_claim_whale_on_a(cells),
+        *_claim_optimum(cells),
+        *_claim_numbers(study),
+    ]
+
+
+def _ratios(cells: Sequence[Cell], way: str, *others: str) -> list[float]:
+    found = [cell.ratio(way, other) for cell in cells for other in others]
+    return [ratio for ratio in found if ratio is not None]
+
+
+def _claim_speedups(cells: Sequence[Cell]) -> Iterator[Claim]:
+    low, high = SPEEDUP_RANGE
+    small = [cell for cell in cells if cell.model in PAPER_SIZES]
+    all_ratios = _ratios(small, "Poplar", "even", "Whale")
+    if all_ratios:
+        yield Claim(
+            "Poplar's throughput over the other systems' (abstract; also BERT, which is left out here)",
+            f"{low:.2f} to {high:.2f}",
+            f"{min(all_ratios):.2f} to {max(all_ratios):.2f}; ours {_span(small, 'even', 'Whale')}",
+        )
+    tiny = [cell for cell in cells if cell.model == "tiny"]
+    for other, most, name in (("even", LLAMA_OVER_EVEN, "DeepSpeed"), ("Whale", LLAMA_OVER_WHALE, "Whale")):
+        for paper in dict.fromkeys(cell.paper for cell in tiny):
+            own = [cell for cell in tiny if cell.paper == paper]
+            if ratios := _ratios(own, "Poplar", other):
+                yield Claim(
+                    f"Llama 1.1B, the most over {name} (Fig. 4 b, cluster not named); here tiny on cluster "
+                    f"{paper.name}",
+                    f"{most:.2f}",
+                    f"{max(ratios):.2f}",
+                )
+    for paper in dict.fromkeys(cell.paper for cell in small):
+        own = [cell for cell in small if cell.paper == paper]
+        few = _ratios([cell for cell in own if not cell.job.has_rounds], "Poplar", "even")
+        many = _ratios([cell for cell in own if cell.job.has_rounds], "Poplar", "even")
+        if few and many:
+            yield Claim(
+                f"cluster {paper.name}: ZeRO 2 and 3 gain substantially over even shares",
+                "yes",
+                f"{min(many):.2f} to {max(many):.2f}, with ZeRO 0 and 1 {min(few):.2f} to {max(few):.2f}",
+            )
+
+
+def _span(cells: Sequence[Cell], *others: str) -> str:
+    ratios = _ratios(cells, "ours", *others)
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _claim_whale_on_a(cells: Sequence[Cell]) -> Iterator[Claim]:
+    ratios = _ratios([cell for cell in cells if cell.paper.name == "A"], "Whale", "even")
+    if ratios:
+        yield Claim(
+            "cluster A: Whale over DeepSpeed", "about the same", f"{min(ratios):.2f} to {max(ratios):.2f}"
+        )
+
+
+def _claim_optimum(cells: Sequence[Cell]) -> Iterator[Claim]:
+    for way in ("Poplar", "ours"):
+        tried = [cell.neighbours[way] for cell in cells if way in cell.neighbours]
+        if not tried:
+            continue
+        better = [found.best_gain for found in tried if found.best_gain > 0]
+        most = f", the most by {max(better):.2%}" if better else ""
+        yield Claim(
+            f"shares one row away from {'its' if way == 'Poplar' else 'our'} answer that are faster",
+            "none, in all experiments" if way == "Poplar" else "",
+            f"in {len(better)} of {len(tried)} cells{most}; {sum(found.number for found in tried)} tried",
+        )
+    ratios = _ratios(cells, "ours", "Poplar")
+    if ratios:
+        yield Claim("our throughput over Poplar's", "", f"{min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def _claim_numbers(study: Study) -> Iterator[Claim]:
+    found = study.by_numbers
+    if not found:
+        return
+    larger = [(a, b) for a in found for b in found if a != b and a[0] <= b[0] and a[1] <= b[1]]
+    pairs = [(zero, a, b) for zero in STAGES for a, b in larger]
+    slower = [
+        f"{b[0]} + {b[1]} is slower than {a[0]} + {a[1]} with ZeRO {zero}"
+        for zero, a, b in pairs
+        if _or_zero(found[b][zero]) <= _or_zero(found[a][zero])
+    ]
+    yield Claim(
+        "cluster C: more GPUs of either type are faster (Fig. 5)",
+        "yes",
+        f"not in {len(slower)} of {len(pairs)} pairs: {', '.join(slower[:SHOWN])}" if slower else "yes",
+    )
+    costs_more = all(
+        _or_zero(found[number, 4][zero]) < _or_zero(found[4, number][zero])
+        for number in (1, 2, 3)
+        for zero in STAGES
+    )
+    yield Claim(
+        "cluster C: fewer A800 cost more than fewer V100S (Fig. 5)",
+        "yes, significantly",
+        "yes" if costs_more else "no",
+    )
+
+
+def _or_zero(tflops: float | None) -> float:
+    return 0.0 if tflops is None else tflops

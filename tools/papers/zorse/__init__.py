@@ -1,0 +1,1 @@
+"""Zorse: its clusters, plans, measured times and figures."""

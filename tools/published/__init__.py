@@ -1,1 +1,0 @@
-"""Readers of other people's published measurements into our profiles, workloads, clusters and plans."""
