@@ -15,8 +15,8 @@ from ranks import RunRanks
 
 from zorselike import HeteroPipeline
 from zorselike.cost.memory import MinistageBytes
+from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.sizes import (
-    Holding,
     KeptBytes,
     RowBytes,
     UnitSize,
@@ -296,5 +296,5 @@ def test_shares_of_all_ranks_hold_everything_and_little_more(plan: Plan) -> None
 
 
 def test_adding_up_nothing_is_nothing() -> None:
-    empty = add_up([], RowBytes(), Holding(itemsize=2, num_moments=2))
+    empty = add_up([], RowBytes(), ParameterBytes(2, num_moments=2), num_shards=2)
     assert empty.shard_bytes == empty.largest_unit_bytes == empty.state_bytes == 0

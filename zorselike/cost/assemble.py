@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU, find_memory_bytes
 from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerTimeModel
+from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.sizes import (
     count_updated,
     find_boundary_bytes,
     find_degrees,
-    find_gradient_itemsize,
     find_tie_bytes,
     is_layer,
     list_units,
@@ -67,7 +67,7 @@ def make_costs(
     clock = LayerTimeModel(profile, workload, reached_of_peak=reached_of_peak)
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
     overheads = profile.overheads
-    units = _list_unit_bytes(plan, workload)
+    units, each = _list_unit_bytes(plan, workload), ParameterBytes.of(workload)
     return StepCosts(
         places=places,
         network=make_network(cluster, places, profile),
@@ -80,8 +80,8 @@ def make_costs(
         row_bytes=find_boundary_bytes(plan, workload),
         units=units,
         sizes=measure_ministages(plan, workload, devices=devices, measured=clock.kept_bytes),
-        tie_bytes=find_tie_bytes(plan, workload, workload.itemsize),
-        tie_gradient_bytes=find_tie_bytes(plan, workload, find_gradient_itemsize(workload.itemsize)),
+        tie_bytes=find_tie_bytes(plan, workload, each.weight),
+        tie_gradient_bytes=find_tie_bytes(plan, workload, each.gradient),
         host_s=dict(overheads.action_s),
         unit_host_s=_add_up_units(plan, units, overheads),
         step_host_s=overheads.step_s,
@@ -214,11 +214,10 @@ def _check_rows(clock: LayerTimeModel, layer: _Layer, rank: int, rows: int, devi
 
 
 def _list_unit_bytes(plan: Plan, workload: Workload) -> tuple[tuple[UnitBytes, ...], ...]:
-    gradient_itemsize = find_gradient_itemsize(workload.itemsize)
+    each = ParameterBytes.of(workload)
     return tuple(
         tuple(
-            UnitBytes(unit.num_parameters * workload.itemsize, unit.num_trainable * gradient_itemsize)
-            for unit in units
+            UnitBytes(unit.num_parameters * each.weight, unit.num_trainable * each.gradient) for unit in units
         )
         for units in list_units(plan, workload)
     )

@@ -11,12 +11,11 @@ from itertools import accumulate, pairwise
 
 from zorselike.cost.activations import TokenBytes, count_embedding
 from zorselike.cost.memory import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
-from zorselike.cost.sizes import Holding, RowBytes, UnitSize, add_up
+from zorselike.cost.parameter_bytes import ParameterBytes
+from zorselike.cost.sizes import RowBytes, UnitSize, add_up
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.schedule import build
 from zorselike.text.wording import count
-
-_FP32 = 4
 
 NAMED_SHARE = 2 / 3
 """What limits a model is named by the largest purposes that together hold this share."""
@@ -88,7 +87,7 @@ class Job:
 
     @property
     def masters(self) -> bool:
-        return self.itemsize < _FP32
+        return ParameterBytes(self.itemsize).masters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +247,7 @@ def _measure(
         for name, number in part
         if borrows or not shape.is_tied or name != "output"
     ]
-    return add_up(units, rows, Holding(itemsize=job.itemsize, num_moments=job.num_moments))
+    return add_up(units, rows, ParameterBytes(job.itemsize, job.num_moments))
 
 
 def _count_tokens(name: str, shape: ModelShape, job: Job, setting: Setting) -> TokenBytes:

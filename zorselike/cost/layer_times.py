@@ -8,6 +8,7 @@ from typing import Literal
 
 from zorselike.cost.catalogue import DeviceSpec, find_device
 from zorselike.cost.curves import Curve, fit_curve
+from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
 from zorselike.cost.profile import LayerTimes, Profile
 from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.plan import Recompute
@@ -19,8 +20,6 @@ REACHED_OF_PEAK = 0.45
 
 REACHED_OF_MEMORY = 0.7
 """What an optimizer's update reaches of the catalogue's memory bandwidth."""
-
-_FP32 = 4
 
 Pass = Literal["forward", "backward"]
 
@@ -243,9 +242,10 @@ class LayerTimeModel:
 def _update_bytes(workload: Workload) -> int:
     """What AdamW and its like read and write of a parameter: gradient, weight and moments, in fp32, and
     the shard in half precision that is rounded anew."""
+    each = ParameterBytes.of(workload)
     read = 2 + workload.num_moments
     written = 1 + workload.num_moments
-    return _FP32 * (read + written) + (workload.itemsize if workload.masters else 0)
+    return FP32_BYTES * (read + written) + each.weight * each.masters
 
 
 def name_times(times: LayerTimes) -> str:

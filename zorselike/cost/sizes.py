@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zorselike.cost.memory import MinistageBytes
+from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
 from zorselike.plan.plan import Group, Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
-
-_FP32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +34,10 @@ class UnitSize:
     def divide(self, degree: int) -> UnitSize:
         """What each rank of a tensor-parallel replica has of it."""
         return UnitSize(
-            num_parameters=-(-self.num_parameters // degree),
-            num_trainable=-(-self.num_trainable // degree),
-            num_borrowed=-(-self.num_borrowed // degree),
-            num_tied=-(-self.num_tied // degree),
+            num_parameters=largest_shard(self.num_parameters, degree),
+            num_trainable=largest_shard(self.num_trainable, degree),
+            num_borrowed=largest_shard(self.num_borrowed, degree),
+            num_tied=largest_shard(self.num_tied, degree),
         )
 
 
@@ -51,41 +50,24 @@ class RowBytes:
     boundary_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """How a rank holds parameters."""
+def add_up(
+    units: Sequence[UnitSize], rows: RowBytes, each: ParameterBytes, *, num_shards: int = 1
+) -> MinistageBytes:
+    """The sizes of a ministage of these units on one rank, whose parameters so many ranks share."""
 
-    itemsize: int
-    """Bytes of an element in the compute dtype; in half precision updates change fp32 master weights."""
-    num_moments: int
-    num_shards: int = 1
-    """Ranks that a parameter is divided over."""
+    def shard(number: int) -> int:
+        return largest_shard(number, num_shards)
 
-    @property
-    def masters(self) -> bool:
-        return self.itemsize < _FP32
-
-    def share(self, number: int) -> int:
-        """The largest share of a number of elements."""
-        return -(-number // self.num_shards)
-
-
-def add_up(units: Sequence[UnitSize], rows: RowBytes, holding: Holding) -> MinistageBytes:
-    """The sizes of a ministage of these units on one rank."""
-    gradient_itemsize = find_gradient_itemsize(holding.itemsize)
-    whole = [unit.num_parameters * holding.itemsize for unit in units]
-    gradients = [unit.num_trainable * gradient_itemsize for unit in units]
-    trained = sum(holding.share(unit.num_trainable) for unit in units)
-    updated = sum(holding.share(unit.num_updated) for unit in units)
-    state_itemsize = holding.num_moments * gradient_itemsize + _FP32 * holding.masters
+    whole = [unit.num_parameters * each.weight for unit in units]
+    gradients = [unit.num_trainable * each.gradient for unit in units]
     return MinistageBytes(
         gathered_bytes=sum(whole),
-        shard_bytes=holding.itemsize * sum(holding.share(unit.num_parameters) for unit in units),
-        kept_shard_bytes=holding.itemsize * sum(holding.share(unit.num_tied) for unit in units),
+        shard_bytes=each.weight * sum(shard(unit.num_parameters) for unit in units),
+        kept_shard_bytes=each.weight * sum(shard(unit.num_tied) for unit in units),
         gradient_bytes=sum(gradients),
-        gradient_shard_bytes=gradient_itemsize * trained,
-        state_bytes=state_itemsize * updated,
-        masters=holding.masters,
+        gradient_shard_bytes=each.gradient * sum(shard(unit.num_trainable) for unit in units),
+        state_bytes=each.state * sum(shard(unit.num_updated) for unit in units),
+        masters=each.masters,
         activation_bytes_per_row=rows.activation_bytes,
         working_bytes_per_row=rows.working_bytes,
         boundary_bytes_per_row=rows.boundary_bytes,
@@ -95,8 +77,7 @@ def add_up(units: Sequence[UnitSize], rows: RowBytes, holding: Holding) -> Minis
 
 
 def find_gradient_itemsize(itemsize: int) -> int:
-    """Bytes of an element of a gradient as it is added up: half precision in fp32."""
-    return max(itemsize, _FP32)
+    return ParameterBytes(itemsize).gradient
 
 
 def is_layer(module: str) -> bool:
@@ -210,7 +191,8 @@ def measure_ministages(
             i: add_up(
                 [unit.divide(degree) for unit in units[i]],
                 find_row_bytes(plan, workload, i, types[rank], measured),
-                _find_holding(plan, workload, i),
+                ParameterBytes.of(workload),
+                num_shards=_count_shards(plan, i),
             )
             for i in plan.ministages_of_rank(rank)
         }
@@ -223,7 +205,7 @@ def count_updated(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
     units = list_units(plan, workload)
     return {
         (rank, i): sum(
-            _find_holding(plan, workload, i).share(unit.divide(degree).num_updated) for unit in units[i]
+            largest_shard(unit.divide(degree).num_updated, _count_shards(plan, i)) for unit in units[i]
         )
         for rank, degree in sorted(_degrees(plan).items())
         for i in plan.ministages_of_rank(rank)
@@ -240,10 +222,9 @@ def _degrees(plan: Plan) -> dict[int, int]:
     return {rank: degree for group in plan.groups for rank, degree in find_degrees(group).items()}
 
 
-def _find_holding(plan: Plan, workload: Workload, ministage: int) -> Holding:
+def _count_shards(plan: Plan, ministage: int) -> int:
     group = plan.group_of(ministage)
-    num_shards = 1 if group.zero == 0 else len(group.ranks)
-    return Holding(itemsize=workload.itemsize, num_moments=workload.num_moments, num_shards=num_shards)
+    return count_shards(group.zero, len(group.ranks))
 
 
 def find_tie_bytes(plan: Plan, workload: Workload, itemsize: int) -> dict[tuple[int, int], int]:

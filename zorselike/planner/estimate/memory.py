@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU, find_memory_bytes
 from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MinistageBytes, walk_memory
+from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.sizes import (
-    Holding,
     KeptBytes,
     add_up,
     find_gradient_itemsize,
@@ -257,14 +257,16 @@ class RankMemory:
     def _measure(self, plan: Plan, num_ranks: int, device: str) -> dict[int, MinistageBytes]:
         """Of each ministage of the device's own group."""
         workload = self._problem.workload
-        holding = Holding(
-            itemsize=workload.itemsize,
-            num_moments=workload.num_moments,
-            num_shards=1 if plan.groups[_OWN].zero == 0 else num_ranks,
-        )
+        each = ParameterBytes.of(workload)
+        num_shards = count_shards(plan.groups[_OWN].zero, num_ranks)
         units = list_units(plan, workload)
         return {
-            i: add_up(units[i], find_row_bytes(plan, workload, i, device, self._kept_bytes), holding)
+            i: add_up(
+                units[i],
+                find_row_bytes(plan, workload, i, device, self._kept_bytes),
+                each,
+                num_shards=num_shards,
+            )
             for i in plan.ministages_of_group(_OWN)
         }
 

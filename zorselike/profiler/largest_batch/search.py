@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
 from zorselike.cost.profile import Source, ZeroBatch
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Recompute
@@ -28,7 +29,6 @@ from zorselike.runtime.model.tracing import first_line
 
 STAGES = (0, 1, 2, 3)
 
-_FP32 = 4
 _MOMENTS = 2
 
 
@@ -117,13 +117,12 @@ class StepTrials:
 def least_bytes(num_parameters: int, *, itemsize: int, zero: int, num_ranks: int) -> int:
     """What a rank holds of parameters, gradients and optimizer state whatever its rows, at least: shards
     with AdamW's state, and beside them, up to ZeRO 2, whole gathered parameters and gradients."""
-    masters = _FP32 if itemsize < _FP32 else 0
-    gradient = _FP32 if masters else itemsize
-    kept = itemsize + masters + gradient + _MOMENTS * _FP32
-    shards = num_ranks if zero else 1
-    held = -(-num_parameters // shards) * kept
+    each = ParameterBytes(itemsize, _MOMENTS)
+    held = largest_shard(num_parameters, count_shards(zero, num_ranks)) * (
+        each.weight + each.gradient + each.state
+    )
     if 1 <= zero <= 2 and num_ranks > 1:
-        held += num_parameters * itemsize
+        held += num_parameters * each.weight
     return held
 
 
