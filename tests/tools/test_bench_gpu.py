@@ -1,4 +1,4 @@
-"""The offloading benchmark: its arithmetic, its sections on made-up jobs, and one tiny run."""
+"""The GPU benchmark: its arithmetic, its sections on made-up jobs, and one tiny run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.offload_bench.capacity import guess_layers, search
-from tools.offload_bench.child import classify
-from tools.offload_bench.exposure import clip, find_exposure, subtract, total, union
-from tools.offload_bench.figures import compare_ministages, exposed_shares, find_ratios, is_same_loss
-from tools.offload_bench.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
-from tools.offload_bench.launch import spawn
-from tools.offload_bench.llama import build_model, fill, make_plan, split_evenly
-from tools.offload_bench.sections import SECTIONS, OffloadBench
+from tools.gpu.child import classify, run_job
+from tools.gpu.exposure import clip, find_exposure, subtract, total, union
+from tools.gpu.figures import find_exposed_shares, find_ratios, is_same_loss, search_largest
+from tools.gpu.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
+from tools.gpu.sections import SECTIONS, GpuBench
+from tools.gpu.trainers import build_model, fill, make_plan
+from tools.report import list_figures, to_plain
 from zorselike import initialize
 from zorselike.errors import ConfigError
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "bench_offload.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
 TINY = Shape(num_layers=4, dim=32, num_heads=2, ffn_hidden=48, vocab_size=64, sequence=8, microbatch_rows=2)
 interval = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
 intervals = st.lists(interval)
@@ -83,7 +82,6 @@ def measurement(variant: str, num_tokens: int = 65_536, step_s: float = 1.0, **m
         "num_ministages": 8,
         "num_layers": 4,
         "num_parameters": 10,
-        "wall_s": step_s,
         "loss": 5.0,
         "device_bytes": 100,
         "reserved_bytes": None,
@@ -118,19 +116,6 @@ def test_offloading_must_not_change_the_loss() -> None:
     assert is_same_loss({("a", 8): measurement("a", 8)}) is None
 
 
-def test_the_sweep_is_relative_to_one_ministage() -> None:
-    rows = compare_ministages(
-        [
-            measurement("c", step_s=1.25, num_ministages=8, device_bytes=60),
-            measurement("c", step_s=1.0, num_ministages=1, device_bytes=100),
-        ]
-    )
-    assert [(row.num_ministages, row.throughput, row.memory) for row in rows] == [
-        (1, 1.0, 1.0),
-        (8, 0.8, 0.6),
-    ]
-
-
 def test_repetitions_are_merged() -> None:
     both = merge([measurement("a", step_s=1.0), measurement("a", step_s=3.0, device_bytes=120)])
     assert both.step_s == (1.0, 3.0) and both.median_s == 2.0 and both.device_bytes == 120
@@ -138,7 +123,7 @@ def test_repetitions_are_merged() -> None:
 
 def test_exposed_ends_by_arithmetic() -> None:
     # 10^9 parameters in 8 ministages, 2 bytes each at 50 GB/s, of 8 * 10^9 FLOPs a token at 500 TFLOP/s.
-    first, all_of_it = exposed_shares(500e12, 50e9, 8, 65_536)
+    first, all_of_it = find_exposed_shares(500e12, 50e9, 8, 65_536)
     step_s = 8e9 * 65_536 / 500e12
     assert first == pytest.approx(2e9 / 8 / 50e9 / step_s)
     assert all_of_it == pytest.approx(26e9 / 8 / 50e9 / step_s)
@@ -156,24 +141,18 @@ def test_the_search_finds_the_most_that_fits(fitting: int, guess: int, resolutio
         tried.append(layers)
         return "" if layers <= fitting else "device memory"
 
-    trials = search(try_layers, guess=guess, lowest=1, highest=highest, resolution=resolution)
+    reasons = search_largest(try_layers, guess=guess, highest=highest, resolution=resolution)
     assert len(tried) == len(set(tried)) and all(1 <= layers <= highest for layers in tried)
+    trained = [layers for layers, reason in reasons.items() if not reason]
     if fitting == 0:
-        assert trials.largest is None and trials.limit == "1 layers: device memory"
+        assert not trained and min(reasons) == 1
     else:
-        assert trials.largest is not None
-        assert min(fitting, highest) - resolution < trials.largest <= min(fitting, highest)
+        assert min(fitting, highest) - resolution < max(trained) <= min(fitting, highest)
 
 
 def test_the_search_ends_when_time_does() -> None:
     answers = iter(["", None])
-    trials = search(lambda layers: next(answers), guess=4, lowest=1, highest=80, resolution=1)
-    assert trials.largest == 4 and trials.limit == ""
-
-
-def test_layers_by_arithmetic() -> None:
-    assert guess_layers(1600, 16, 10, 20) == 8
-    assert guess_layers(10, 16, 10, 20) == 1
+    assert search_largest(lambda layers: next(answers), guess=4, highest=80, resolution=1) == {4: ""}
 
 
 def test_what_ran_out_is_told_apart() -> None:
@@ -184,16 +163,6 @@ def test_what_ran_out_is_told_apart() -> None:
 
 
 # -- the model -----------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.data())
-def test_modules_are_split_into_parts_none_empty(weights: list[int], data: st.DataObject) -> None:
-    num_parts = data.draw(st.integers(1, len(weights)))
-    cuts = split_evenly(weights, num_parts)
-    assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
-    assert cuts[-1][1] == len(weights) and all(start < stop for start, stop in cuts)
-    heaviest = max(sum(weights[start:stop]) for start, stop in cuts)
-    assert heaviest <= sum(weights) / num_parts + max(weights)
 
 
 def test_a_plan_offloads_what_its_variant_says() -> None:
@@ -224,26 +193,31 @@ def fake(job: Job, timeout_s: float) -> Outcome:
     """Jobs of a card that holds 40 layers with everything offloaded, 20 without."""
     if job.kind == "machine":
         rates = dict.fromkeys(("to_device", "to_host", "both_to_device", "both_to_host", "matmul"), 1e9)
-        return Outcome({**rates, "matmuls": {}, "device": "card", "device_bytes": 2**30})
+        return Outcome(values={**rates, "matmuls": {}, "device": "card", "device_bytes": 2**30})
     if job.kind == "trace":
-        return Outcome({"exposure": None, "num_events": 7})
+        return Outcome(values={"exposure": None, "num_events": 7})
     if job.shape.num_layers > (40 if job.variant == "c" else 20):
-        return Outcome(None, "device memory", "OutOfMemoryError: all gone")
-    step_s = {"a": 1.0, "b": 1.0, "c": 1.25, "d": 4.0, "d_kept": 2.0, "e": 1.0}[job.variant]
-    made = measurement(job.variant, job.num_tokens, step_s, num_ministages=job.num_ministages)
-    return Outcome(replace(made, num_layers=job.shape.num_layers).to_json())
+        return Outcome(failure="device memory", reason="OutOfMemoryError: all gone")
+    step_s = {"a": 1.0, "b": 1.0, "c": 1.25, "o": 1.5, "d": 4.0, "d_kept": 2.0, "e": 1.0}[job.variant]
+    step_s *= (0.5 if job.compiles else 1.0) * (2.0 if job.updates == "deferred" else 1.0)
+    held = 100 if job.num_ministages == 1 else 60
+    made = measurement(
+        job.variant, job.num_tokens, step_s, num_ministages=job.num_ministages, device_bytes=held
+    )
+    peaks = {"gradient shards": (4 * 2**20, 2**20), "optimizer state": (0, 12 * 2**20)}
+    return Outcome(replace(made, num_layers=job.shape.num_layers, peaks=peaks))
 
 
-def make_bench(**options: Any) -> tuple[OffloadBench, list[str]]:
+def make_bench(**options: Any) -> tuple[GpuBench, list[str]]:
     said: list[str] = []
-    return OffloadBench(TINY, run=fake, tokens=(8, 16), say=said.append, **options), said
+    return GpuBench(TINY, run=fake, tokens=(8, 16), say=said.append, **options), said
 
 
 def test_all_sections_on_made_up_jobs() -> None:
     bench, said = make_bench()
     for section in SECTIONS.values():
         section(bench)
-    assert set(bench.measured) == {(variant, n) for variant in VARIANTS for n in (8, 16)}
+    assert set(bench.measured) == {(variant, n) for variant in VARIANTS if variant != "o" for n in (8, 16)}
     assert len(bench.measured["a", 16].step_s) == bench.rounds
     assert {ratio.name: ratio.value for ratio in find_ratios(bench.measured)}["c_over_a"] == 0.8
     assert [m.num_ministages for m in bench.sweep] == [1, 2, 4, 8]
@@ -252,9 +226,15 @@ def test_all_sections_on_made_up_jobs() -> None:
         "e": 20,
         "d": 20,
     }
+    figures = {figure.name: figure.value for figure in bench.figures}
+    assert figures["compiled_c_over_c"] == 2.0
+    assert figures["deferred_over_at_once_o"] == figures["deferred_over_at_once_clipped_a"] == 0.5
+    # The sweep is relative to one ministage.
+    assert [line.split()[-1] for line in said if line.split()[:1] in (["1"], ["8"])] == ["1.000", "0.600"]
+    assert any("12.00 MiB of state" in line for line in said)
     assert bench.is_sound
     assert any("losses with and without offloading are equal" in line for line in said)
-    json.dumps(bench.to_json())
+    json.dumps(to_plain(bench) | list_figures(bench.figures))
 
 
 def test_nothing_starts_when_the_time_is_over() -> None:
@@ -266,7 +246,7 @@ def test_nothing_starts_when_the_time_is_over() -> None:
 
 def test_a_job_that_fails_for_its_own_reason_is_no_measurement() -> None:
     bench, said = make_bench()
-    bench.run = lambda job, timeout_s: Outcome(None, "other", "ValueError: a mistake")
+    bench.run = lambda job, timeout_s: Outcome(failure="other", reason="ValueError: a mistake")
     SECTIONS["throughput"](bench)
     assert not bench.is_sound and not bench.measured
     assert "ValueError: a mistake" in said[0]
@@ -277,9 +257,10 @@ def test_a_job_that_fails_for_its_own_reason_is_no_measurement() -> None:
 
 def test_a_job_runs_in_a_process_of_its_own() -> None:
     job = Job("train", TINY, "cpu", "c", num_tokens=16, num_ministages=2, num_warm_up=0, num_steps=1)
-    outcome = spawn(job, SCRIPT, 120.0)
-    assert outcome.failure == "", outcome.reason
-    assert outcome.measurement is not None and outcome.measurement.variant == "c"
+    outcome = run_job(replace(job, updates="deferred"), 120.0)
+    assert outcome.measurement is not None, outcome.reason
+    assert outcome.measurement.variant == "c" and outcome.measurement.peaks["optimizer state"][1] > 0
+    assert run_job(replace(job, num_tokens=17), 120.0).reason.startswith("ValueError: --tokens 17")
 
 
 def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
@@ -290,8 +271,7 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "speeds mean nothing" in finished.stdout
     found = json.loads(path.read_text())
-    ratios = {"b_over_a", "c_over_a", "c_over_d", "a_over_e", "peak_memory_c_over_a"}
-    names = ratios | {"device", "versions"}
-    assert names <= found.keys()
-    assert not found["failures"]
-    assert {m["variant"] for m in found["measurements"]} == set(VARIANTS)
+    names = {"b_over_a", "c_over_a", "c_over_d", "a_over_e", "peak_memory_c_over_a"}
+    assert names <= found["figures"].keys()
+    assert found["machine"]["device"] == "CPU" and not found["bench"]["failures"]
+    assert {m["variant"] for m in found["bench"]["measured"].values()} == {*VARIANTS} - {"o"}

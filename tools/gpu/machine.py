@@ -9,15 +9,11 @@ from typing import Any
 import torch
 
 from .job import Job
+from .trainers import device_of
 
 _COPY_BYTES = 256 * 2**20
 _COPIES = 16
 _PRODUCTS = 30
-
-
-def device_of(job: Job) -> torch.device:
-    """The first GPU, or the CPU."""
-    return torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
 
 
 def measure_machine(job: Job) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""What one process is asked to do, and what it hands back; both travel as JSON."""
+"""What one process is asked to measure, and what it hands back."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 OFFLOAD_OF = {
     "a": (),
     "b": ("params", "activations"),
     "c": ("params", "optimizer", "activations"),
+    "o": ("optimizer",),
 }
 """What our variants keep in host memory."""
 CPU_OFFLOADING = ("d", "d_kept")
@@ -19,11 +20,13 @@ VARIANTS = {
     "a": "zorselike, all resident",
     "b": "zorselike, offload params + activations",
     "c": "zorselike, offload everything",
+    "o": "zorselike, offload optimizer",
     "d": "FSDP2 with CPUOffloadPolicy",
     "d_kept": "FSDP2 with CPUOffloadPolicy, weights kept for the step",
     "e": "FSDP2",
 }
-FAILURES = ("device memory", "host memory", "time", "other")
+Updates = Literal["at once", "at once, clipped", "deferred"]
+Failure = Literal["", "device memory", "host memory", "time", "other"]
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One process's work: `train` (time steps), `trace` (where its copies are), or `machine` (what
-    the device and its link can do)."""
+    """One process's work: `train` (time steps), `trace` (where its copies are), or `machine` (what the device
+    and its link can do)."""
 
     kind: str
     shape: Shape = field(default_factory=Shape)
     device: str = "cuda"
     variant: str = "a"
     num_tokens: int = 65_536
-    """Of a step."""
+    """Tokens of a step."""
     num_ministages: int = 8
     num_warm_up: int = 2
     num_steps: int = 5
@@ -58,8 +61,9 @@ class Job:
     """FSDP2 only: gathers and reduces for every microbatch, which holds most layers and is slower."""
     compiles: bool = False
     """Ours only: `torch.compile` of each layer."""
+    updates: Updates = "at once"
+    """Ours only: without clipping, clipped by each ministage's norm, or by the norm of all gradients."""
     trace_file: str = ""
-    """Where the Chrome trace of a `trace` is kept."""
 
     @property
     def num_rows(self) -> int:
@@ -68,18 +72,10 @@ class Job:
             raise ValueError(f"--tokens {self.num_tokens} is no multiple of --sequence {self.shape.sequence}")
         return rows
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        values = json.loads(text)
-        return cls(**{**values, "shape": Shape(**values["shape"])})
-
 
 @dataclass(frozen=True)
 class Measurement:
-    """Timed steps of one variant in one process."""
+    """Timed steps of one variant."""
 
     variant: str
     num_tokens: int
@@ -87,10 +83,7 @@ class Measurement:
     num_layers: int
     num_parameters: int
     step_s: tuple[float, ...]
-    wall_s: float
-    """Of all timed steps until the device was idle."""
     loss: float
-    """Of the last step."""
     device_bytes: int | None
     """The most that was allocated on the device during the timed steps; None: not counted."""
     reserved_bytes: int | None
@@ -99,6 +92,8 @@ class Measurement:
     """Host memory of the offloading."""
     set_up_s: float
     device_name: str
+    peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Most bytes on device and host by purpose; ours only."""
     memory: str = ""
     """The memory report as a table."""
 
@@ -110,49 +105,30 @@ class Measurement:
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.median_s
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"median_s": self.median_s, "tokens_per_s": self.tokens_per_s}
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Measurement:
-        known = {key: values[key] for key in cls.__dataclass_fields__}
-        return cls(**{**known, "step_s": tuple(values["step_s"])})
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job: values, or why there are none."""
+    """What came of a job: a measurement or other values, or why there are none."""
 
+    measurement: Measurement | None = None
     values: dict[str, Any] | None = None
-    failure: str = ""
-    """One of `FAILURES`; empty if there are values."""
+    failure: Failure = ""
     reason: str = ""
 
-    @property
-    def measurement(self) -> Measurement | None:
-        return None if self.values is None else Measurement.of(self.values)
+
+def merge(measurements: Sequence[Measurement]) -> Measurement:
+    """Repetitions of one measurement as one: all steps, the largest peaks."""
+
+    def largest(name: str) -> int | None:
+        return max((n for m in measurements if (n := getattr(m, name)) is not None), default=None)
+
+    names = ("device_bytes", "reserved_bytes", "host_bytes")
+    steps = tuple(seconds for m in measurements for seconds in m.step_s)
+    return replace(measurements[0], step_s=steps, **{name: largest(name) for name in names})
 
 
-def spell_bytes(count: float) -> str:
+def spell_bytes(count: float | None) -> str:
     """In GiB, or in MiB where that is little."""
+    if count is None:
+        return "-"
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
-
-
-def merge(measurements: list[Measurement]) -> Measurement:
-    """Repetitions of one measurement as one: all steps, the largest peak."""
-    first = measurements[0]
-    return Measurement(
-        **{
-            **vars(first),
-            "step_s": tuple(seconds for m in measurements for seconds in m.step_s),
-            "wall_s": sum(m.wall_s for m in measurements),
-            "device_bytes": _largest([m.device_bytes for m in measurements]),
-            "reserved_bytes": _largest([m.reserved_bytes for m in measurements]),
-            "host_bytes": _largest([m.host_bytes for m in measurements]),
-        }
-    )
-
-
-def _largest(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return max(known) if known else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,6 @@ class Exposure:
     def share(self) -> float:
         """Exposed copies of the time of a step."""
         return self.exposed_ms / self.step_ms if self.step_ms else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"share": self.share}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -1,0 +1,114 @@
+"""One GPU: what offloading, compiling and deferred updates cost and save, and how large a model trains.
+
+    python tools/bench_gpu.py --json figures.json                 # everything
+    python tools/bench_gpu.py --layers 8 --seconds 500            # what fits that time, in this order
+    python tools/bench_gpu.py --only throughput exposed --layers 20
+    python tools/bench_gpu.py --device cpu --quick                # tiny, to see that it runs
+
+A Llama of h = 4096 on one rank, in 8 ministages, bf16, recomputation by layer, fused AdamW: (a) all resident,
+(b) parameters and activations offloaded, (c) everything offloaded, (d) FSDP2 with CPUOffloadPolicy, (e) plain
+FSDP2. Sections: `machine` (links and matrix products), `throughput` (a to e, and their memory), `exposed`
+(copies that no computing hides, from a trace), `ministages` (c in 1, 2, 4, 8), `compile` (a and c with each
+layer compiled; on a CPU only if asked for), `defer` (updates at the end of the step against updates at once,
+resident and offloaded), `largest` (the most layers that train). Each variant runs in a fresh process,
+repetitions interleaved. One rank issues no collective: this measures computing, copies and streams only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
+
+from tools.gpu.child import run_job
+from tools.gpu.figures import find_ratios
+from tools.gpu.job import Shape
+from tools.gpu.sections import SECTIONS, GpuBench
+from tools.report import (
+    describe_machine,
+    format_figures,
+    format_machine,
+    list_figures,
+    make_parser,
+    write_json,
+)
+
+QUICK_CPU = Shape(
+    num_layers=4, dim=64, num_heads=4, ffn_hidden=192, vocab_size=256, sequence=16, microbatch_rows=2
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the sections asked for; the exit status says whether every target was met."""
+    options = parse(arguments)
+    bench = GpuBench(
+        options.shape,
+        run=run_job,
+        device=options.device,
+        tokens=tuple(options.tokens),
+        num_ministages=options.ministages,
+        init=options.init,
+        rounds=options.rounds,
+        num_steps=options.steps,
+        is_quick=options.quick,
+        max_layers=options.max_layers,
+        trace_file=str(options.trace.resolve()) if options.trace else "",
+        seconds=options.seconds,
+    )
+    if options.device == "cpu":
+        bench.say("on a CPU the copies are immediate: speeds mean nothing, bytes are counted")
+    try:
+        for name in options.only:
+            bench.say(f"\n{name} ({bench.elapsed_s:.0f} s so far)")
+            SECTIONS[name](bench)
+    except KeyboardInterrupt:
+        bench.say("stopped; what was measured until now:")
+    figures = find_ratios(bench.measured, has_targets=options.device == "cuda") + bench.figures
+    if figures:
+        print("\n" + format_figures(figures))
+    machine = describe_machine() | {"device": bench.device_name}
+    print(f"\n{format_machine(machine)}\n{bench.elapsed_s:.0f} s" + (" (quick)" if options.quick else ""))
+    write_json(options.json, list_figures(figures) | {"machine": machine, "bench": bench})
+    return int(any(figure.is_met is False for figure in figures) or not bench.is_sound)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="one repetition, few steps; on a CPU tiny")
+    parser.add_argument("--seconds", type=float, help="start nothing new after so long")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--layers", type=int, help="of the Llama (default 16)")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a step (default 32768 65536)")
+    parser.add_argument("--sequence", type=int, help="tokens of a row (default 4096)")
+    parser.add_argument("--microbatch-rows", type=int, help="rows of a microbatch (default 1)")
+    parser.add_argument("--ministages", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="interleaved repetitions (default 2)")
+    parser.add_argument("--steps", type=int, default=5, help="timed in each (default 5)")
+    parser.add_argument("--max-layers", type=int, default=128, help="of the search for the largest")
+    parser.add_argument(
+        "--init", choices=("tile", "random"), default="tile", help="tile: a million random numbers, repeated"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the Chrome trace of `exposed`")
+    options = parser.parse_args(arguments)
+    is_cpu = options.device == "cpu"
+    options.only = options.only or [name for name in SECTIONS if not (is_cpu and name == "compile")]
+    is_tiny = is_cpu and options.quick
+    options.tokens = options.tokens or ([128, 256] if is_tiny else [32_768, 65_536])
+    if is_tiny:
+        options.max_layers = min(options.max_layers, 5)
+        options.ministages = min(options.ministages, 4)
+    if options.quick:
+        options.rounds, options.steps = 1, min(options.steps, 2)
+    given = {"num_layers": "layers", "sequence": "sequence", "microbatch_rows": "microbatch_rows"}
+    changes = {name: value for name, key in given.items() if (value := getattr(options, key)) is not None}
+    options.shape = replace(QUICK_CPU if is_tiny else Shape(), **changes)
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

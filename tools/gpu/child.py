@@ -1,0 +1,168 @@
+"""Runs one job in a process of its own: CUDA keeps memory, streams and kernels of whatever ran before."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zorselike.errors import ConfigError
+from zorselike.models.flops import num_parameters
+
+from .exposure import find_exposure, read_trace
+from .job import Failure, Job, Measurement, Outcome
+from .machine import measure_machine
+from .trainers import OurTrainer, Trainer, config_of, make_trainer
+
+
+def run_job(job: Job, timeout_s: float) -> Outcome:
+    """Runs a job in a new process; on a CPU in a fork of this one, which starts at once."""
+    context = multiprocessing.get_context("spawn" if job.device == "cuda" else "fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=_live, args=(job, sending))  # type: ignore[attr-defined]
+    child.start()
+    sending.close()
+    try:
+        if not receiving.poll(timeout_s):
+            return Outcome(failure="time", reason=f"not over after {timeout_s:.0f} s")
+        outcome: Outcome = receiving.recv()
+        return outcome
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGKILL:
+            return Outcome(failure="host memory", reason="ended by the system (SIGKILL)")
+        return Outcome(failure="other", reason=f"ended with code {child.exitcode} and without a result")
+    finally:
+        child.kill()
+        child.join()
+
+
+def _live(job: Job, sending: Connection) -> None:
+    """Does not return: a process that only ends need not first unlock what it locked."""
+    sending.send(do(job))
+    os._exit(0)
+
+
+def do(job: Job) -> Outcome:
+    """The job's values, or why there are none."""
+    try:
+        _prepare(job)
+        match job.kind:
+            case "machine":
+                return Outcome(values=measure_machine(job))
+            case "trace":
+                return Outcome(values=_trace(job))
+            case _:
+                return Outcome(_train(job))
+    except Exception as error:
+        failure = classify(error)
+        if failure == "other":
+            traceback.print_exc()
+        return Outcome(failure=failure, reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def classify(error: Exception) -> Failure:
+    """What ran out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device memory"
+    text = str(error)
+    is_host = isinstance(error, MemoryError) or "can't allocate memory" in text
+    if is_host or (isinstance(error, ConfigError) and ("host memory" in text or "locked-memory" in text)):
+        return "host memory"
+    # What pinning says where the driver can lock no more; the device's own shortage is another class.
+    return "host memory" if "CUDA error: out of memory" in text else "other"
+
+
+def _prepare(job: Job) -> None:
+    os.environ["LOCAL_RANK"] = "0"
+    # Where host memory runs out, the system is to end this process and not its parent.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if job.device == "cuda":
+        torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _train(job: Job) -> Measurement:
+    begin_s = time.perf_counter()
+    trainer = make_trainer(job)
+    for _ in range(job.num_warm_up):
+        trainer.step()
+    set_up_s = time.perf_counter() - begin_s
+    is_cuda = job.device == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step_s = _time_on_gpu(trainer, job) if is_cuda else _time_on_cpu(trainer, job)
+    report = trainer.pipe.memory_report() if isinstance(trainer, OurTrainer) else None
+    return Measurement(
+        variant=job.variant,
+        num_tokens=job.num_tokens,
+        num_ministages=job.num_ministages,
+        num_layers=job.shape.num_layers,
+        num_parameters=num_parameters(config_of(job.shape)),
+        step_s=step_s,
+        loss=trainer.loss(),
+        device_bytes=torch.cuda.max_memory_allocated() if is_cuda else report and report.device_planned_bytes,
+        reserved_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
+        host_bytes=report and report.host_peak_bytes,
+        set_up_s=set_up_s,
+        device_name=torch.cuda.get_device_name() if is_cuda else "CPU",
+        peaks={own.purpose: (own.device_peak or 0, own.host_peak or 0) for own in report.lines}
+        if report
+        else {},
+        memory=str(report or ""),
+    )
+
+
+def _time_on_gpu(trainer: Trainer, job: Job) -> tuple[float, ...]:
+    """Between two steps nothing waits: what a step leaves to be copied runs beside the next."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(job.num_steps + 1)]
+    events[0].record()
+    events[0].synchronize()
+    for event in events[1:]:
+        trainer.step()
+        event.record()
+    torch.cuda.synchronize()
+    return tuple(begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events))
+
+
+def _time_on_cpu(trainer: Trainer, job: Job) -> tuple[float, ...]:
+    """Processor time: all work is this process's, on cores that others may use too."""
+    times = [time.process_time()]
+    for _ in range(job.num_steps):
+        trainer.step()
+        times.append(time.process_time())
+    return tuple(end - begin for begin, end in pairwise(times))
+
+
+def _trace(job: Job) -> dict[str, Any]:
+    """`Exposure` of some steps, and how many events it was found in."""
+    trainer = make_trainer(job)
+    for _ in range(job.num_warm_up):
+        trainer.step()
+    is_cuda = job.device == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profiler:
+        for _ in range(job.num_steps):
+            trainer.step()
+        if is_cuda:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(job.trace_file or f"{folder}/trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = read_trace(path)
+    return {"exposure": find_exposure(events, job.num_steps), "num_events": len(events)}

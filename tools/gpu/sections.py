@@ -1,0 +1,368 @@
+"""What the benchmark runs, section by section."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, get_args
+
+from zorselike.models.flops import flops_per_token, num_parameters
+from zorselike.runtime.memory.host_room import find_host_room
+
+from ..report import Figure
+from .exposure import Exposure
+from .figures import (
+    PAPER_MEMORY,
+    PAPER_THROUGHPUT,
+    find_exposed_shares,
+    is_same_loss,
+    search_largest,
+)
+from .job import VARIANTS, Job, Measurement, Outcome, Shape, Updates, merge, spell_bytes
+from .trainers import config_of
+
+Key = TypeVar("Key", bound=tuple[Any, Any])
+_JOB_S = 900.0
+"""The longest that one process may take."""
+_SHORTEST_JOB_S = 20.0
+_DEVICE_BYTES = {"e": 16.0}
+"""Device memory per parameter of what keeps all of it there: fp32 weights, gradients and moments."""
+_HOST_BYTES = {"c": 14.0, "d": 16.0}
+"""Host memory per parameter: weights and optimizer state, with FSDP2 gradients too."""
+_HOST_SHARE = 0.9
+"""Share of the free host memory that a trial may plan to take: beyond, the system ends processes."""
+_MASTER_AND_MOMENTS, _GRADIENT = 12, 4
+"""Bytes a parameter: fp32 master and AdamW's moments; an fp32 gradient."""
+
+
+@dataclass
+class GpuBench:
+    """Runs jobs within a time limit and keeps what came of them."""
+
+    shape: Shape
+    run: Callable[[Job, float], Outcome]
+    device: str = "cuda"
+    tokens: tuple[int, ...] = (32_768, 65_536)
+    num_ministages: int = 8
+    init: str = "tile"
+    rounds: int = 2
+    num_steps: int = 5
+    is_quick: bool = False
+    max_layers: int = 128
+    trace_file: str = ""
+    seconds: float | None = None
+    say: Callable[[str], None] = lambda line: print(line, flush=True)
+    machine: dict[str, Any] = field(default_factory=dict)
+    measured: dict[tuple[str, int], Measurement] = field(default_factory=dict)
+    """Measurements by variant and tokens a step, repetitions merged."""
+    sweep: list[Measurement] = field(default_factory=list)
+    deferred: dict[tuple[str, str], Measurement] = field(default_factory=dict)
+    """Measurements by variant and when updates come."""
+    exposure: Exposure | None = None
+    largest: dict[str, Any] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    is_sound: bool = True
+    """Whether no job failed for a reason of its own, and offloading changed no loss."""
+    _begin_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begin_s
+
+    @property
+    def left_s(self) -> float:
+        return _JOB_S if self.seconds is None else self.seconds - self.elapsed_s
+
+    @property
+    def device_name(self) -> str:
+        known = (m.device_name for m in [*self.measured.values(), *self.sweep, *self.deferred.values()])
+        return str(self.machine.get("device", "")) or next(known, self.device)
+
+    def job(self, kind: str, variant: str = "c", **changes: Any) -> Job:
+        """A job as the options have it, at the most tokens."""
+        usual = Job(
+            kind,
+            self.shape,
+            device=self.device,
+            variant=variant,
+            num_tokens=max(self.tokens),
+            num_ministages=self.num_ministages,
+            num_warm_up=1 if self.is_quick else 2,
+            num_steps=self.num_steps,
+            init=self.init,
+        )
+        return replace(usual, **changes)
+
+    def do(self, job: Job) -> Outcome | None:
+        """Runs a job; None if there is no time for it. Says why one has no values."""
+        if self.left_s < _SHORTEST_JOB_S:
+            self.say("  no time left")
+            return None
+        outcome = self.run(job, min(_JOB_S, self.left_s))
+        if outcome.failure:
+            what = f"{job.kind} of {job.variant}, {job.shape.num_layers} layers, {job.num_tokens} tokens"
+            self.failures.append(f"{what}: {outcome.failure}: {outcome.reason}")
+            self.say(f"  {self.failures[-1]}")
+            self.is_sound = self.is_sound and outcome.failure != "other"
+        return outcome
+
+    def measure(self, job: Job) -> Measurement | None:
+        """Runs a `train` job and says how fast it was."""
+        outcome = self.do(job)
+        if outcome is None or outcome.measurement is None:
+            return None
+        self.say(f"  {describe(outcome.measurement, job)}")
+        return outcome.measurement
+
+
+def describe(measured: Measurement, job: Job) -> str:
+    """One line of one measurement."""
+    flops_per_s = count_flops(job.shape) * measured.tokens_per_s
+    reserved = measured.reserved_bytes
+    device = spell_bytes(measured.device_bytes)
+    device += "" if reserved is None else f" ({spell_bytes(reserved)} reserved)"
+    host = "" if measured.host_bytes is None else f", host {spell_bytes(measured.host_bytes)}"
+    name = VARIANTS[measured.variant] + (" compiled" if job.compiles else "")
+    updates = "" if job.updates == "at once" else f", updates {job.updates}"
+    return (
+        f"{name}{updates}, {measured.num_tokens} tokens, x {measured.num_ministages}: "
+        f"{measured.median_s:.3f} s a step, {measured.tokens_per_s:,.0f} tokens/s, "
+        f"{flops_per_s / 1e12:.1f} TFLOP/s with recomputation, device {device}{host}, "
+        f"loss {measured.loss:.6f}, set up in {measured.set_up_s:.0f} s"
+    )
+
+
+def count_flops(shape: Shape) -> int:
+    """Floating-point operations per token of a step that computes its layers' forwards twice."""
+    return flops_per_token(config_of(shape), shape.sequence, recompute=True)
+
+
+def run_machine(bench: GpuBench) -> None:
+    """What the link and the cores can do at best."""
+    outcome = bench.do(bench.job("machine"))
+    if outcome is None or outcome.values is None:
+        return
+    found = bench.machine = outcome.values
+    bench.say(f"  {found['device']}, {found['device_bytes'] / 2**30:.1f} GiB")
+    for name in ("to_device", "to_host", "both_to_device", "both_to_host"):
+        bench.say(f"  {name.replace('_', ' '):16} {found[name] / 1e9:7.1f} GB/s")
+    for name, rate in found["matmuls"].items():
+        bench.say(f"  bf16 {name:16} {rate / 1e12:7.1f} TFLOP/s")
+
+
+def run_throughput(bench: GpuBench) -> None:
+    """All variants at every number of tokens, repetitions interleaved."""
+    # Largest first, since its targets are the stricter ones and time may run out.
+    keys = [(v, n) for n in sorted(bench.tokens, reverse=True) for v in VARIANTS if v != "o"]
+    _measure_in_turn(bench, keys, lambda key: bench.job("train", key[0], num_tokens=key[1]), bench.measured)
+    same = is_same_loss(bench.measured)
+    if same is not None:
+        bench.say(f"  losses with and without offloading are {'equal' if same else 'DIFFERENT'}")
+        bench.is_sound = bench.is_sound and same
+    _say_bound(bench)
+    offloaded = bench.measured.get(("c", max(bench.tokens)))
+    if offloaded is not None and offloaded.memory:
+        bench.say("  " + offloaded.memory.replace("\n", "\n  "))
+
+
+def _measure_in_turn(
+    bench: GpuBench, keys: Sequence[Key], make: Callable[[Key], Job], found: dict[Key, Measurement]
+) -> None:
+    """Every key, all of them again in each round, repetitions merged; what failed once fails again."""
+    failed = set()
+    for number in range(bench.rounds):
+        for key in keys:
+            if key in failed or (number and key[0] == "d_kept"):  # It has no target, so once is enough.
+                continue
+            measured = bench.measure(make(key))
+            if measured is None:
+                failed.add(key)
+            else:
+                found[key] = merge([found[key], measured]) if number else measured
+
+
+def _say_bound(bench: GpuBench) -> None:
+    """What theory says of the measured rates."""
+    resident = bench.measured.get(("a", max(bench.tokens)))
+    if resident is None or not bench.machine or bench.device == "cpu":
+        return
+    flops_per_s = count_flops(bench.shape) * resident.tokens_per_s
+    rate = bench.machine["both_to_device"]
+    first, both = find_exposed_shares(flops_per_s, rate, bench.num_ministages, resident.num_tokens)
+    bench.say(
+        f"  by arithmetic, exposed ends cost {first:.2%} of a step (the first load alone) to {both:.2%} "
+        f"(optimizer state both ways)\n  {flops_per_s / bench.machine['matmul']:.1%} of the matmul roof"
+    )
+
+
+def run_exposed(bench: GpuBench) -> None:
+    """The copies of everything offloaded that no computing hides, from a trace."""
+    outcome = bench.do(bench.job("trace", num_steps=2, trace_file=bench.trace_file))
+    if outcome is None or outcome.values is None:
+        return
+    found = bench.exposure = outcome.values["exposure"]
+    if found is None:
+        bench.say(f"  the trace has {outcome.values['num_events']} events and no kernel among them")
+        return
+    bench.say(
+        f"  a step of {found.step_ms:.1f} ms: {found.copy_ms:.1f} ms of copies "
+        f"({spell_bytes(found.to_device_bytes)} in, {spell_bytes(found.to_host_bytes)} out), "
+        f"{found.exposed_ms:.1f} ms of them exposed ({found.share:.2%}), "
+        f"{found.idle_ms:.1f} ms in which nothing ran"
+    )
+    for at_ms, length_ms in found.longest_ms:
+        bench.say(f"    {length_ms:8.2f} ms exposed, {at_ms:.1f} ms after the first kernel")
+    bench.figures.append(Figure("exposed_copy_share", found.share, note=f"{found.exposed_ms:.1f} ms a step"))
+
+
+def run_ministages(bench: GpuBench) -> None:
+    """Everything offloaded, in more and more ministages; relative to the fewest, as in the paper's Fig.
+    10."""
+    for number in (1, 2) if bench.is_quick else (1, 2, 4, 8):
+        known = bench.measured.get(("c", max(bench.tokens)))
+        if known is None or known.num_ministages != number:
+            known = bench.measure(bench.job("train", num_ministages=number))
+        bench.sweep += [] if known is None else [known]
+    if not bench.sweep:
+        return
+    first = bench.sweep[0]
+    bench.say(f"  {'ministages':>10} {'tokens/s':>10} {'of one':>7} {'device':>12} {'of one':>7}")
+    for own in bench.sweep:
+        held, speed = own.device_bytes, own.tokens_per_s
+        share = f"{held / first.device_bytes:.3f}" if held and first.device_bytes else "-"
+        bench.say(
+            f"  {own.num_ministages:>10} {speed:>10,.0f} {speed / first.tokens_per_s:7.3f} "
+            f"{spell_bytes(held):>12} {share:>7}"
+        )
+    bench.say(
+        f"  the paper's Fig. 10, 16 GPUs: throughput {PAPER_THROUGHPUT:.1f} and memory {PAPER_MEMORY:.1f} "
+        "of one ministage with the most ministages"
+    )
+
+
+def run_compile(bench: GpuBench) -> None:
+    """Each layer compiled, against the same without: all resident, and everything offloaded."""
+    most = max(bench.tokens)
+    for variant in ("a", "c"):
+        plain = bench.measured.get((variant, most)) or bench.measure(bench.job("train", variant))
+        compiled = bench.measure(bench.job("train", variant, compiles=True))
+        if plain is not None and compiled is not None:
+            gain = compiled.tokens_per_s / plain.tokens_per_s
+            speeds = f"{compiled.tokens_per_s:,.0f} / {plain.tokens_per_s:,.0f} tokens/s"
+            note = f"{speeds}, {compiled.set_up_s - plain.set_up_s:.0f} s to compile"
+            bench.figures.append(Figure(f"compiled_{variant}_over_{variant}", gain, note=note))
+
+
+def run_defer(bench: GpuBench) -> None:
+    """Updates that wait for the end of the step, against stepping each ministage at once.
+
+    They wait where gradients are clipped by their global norm, and with fp16 always, since a step that
+    overflows must change nothing. To step early and undo what an overflow spoils needs a second copy of all
+    state: the bytes of both ways are said.
+    """
+    keys = [(variant, updates) for variant in ("a", "o", "c") for updates in get_args(Updates)]
+    _measure_in_turn(bench, keys, lambda key: bench.job("train", key[0], updates=key[1]), bench.deferred)
+    for variant, updates in keys:
+        pair = bench.deferred.get((variant, updates)), bench.deferred.get((variant, "deferred"))
+        if updates != "deferred" and pair[0] is not None and pair[1] is not None:
+            name = f"deferred_over_{updates.replace(', ', '_').replace(' ', '_')}_{variant}"
+            bench.figures.append(Figure(name, pair[0].median_s / pair[1].median_s))
+    if ("a", "deferred") in bench.deferred and ("o", "deferred") in bench.deferred:
+        bench.say(_explain_bytes(bench))
+
+
+def _explain_bytes(bench: GpuBench) -> str:
+    """What deferring keeps, as counted, and what undoing would keep, from the number of parameters."""
+    resident, offloaded = bench.deferred["a", "deferred"], bench.deferred["o", "deferred"]
+    number = resident.num_parameters
+    copy = spell_bytes(_MASTER_AND_MOMENTS * number)
+    on_device, on_host = offloaded.peaks["gradient shards"]
+    return (
+        f"  {number / 1e6:.1f} M parameters; fp32 gradients of all are {spell_bytes(_GRADIENT * number)}, "
+        f"masters and moments {copy}\n"
+        f"  deferring, resident:  {spell_bytes(resident.peaks['gradient shards'][0])} of gradients on the "
+        f"device\n  deferring, offloaded: {spell_bytes(on_device)} of gradients on the device and "
+        f"{spell_bytes(on_host)} on the host, beside {spell_bytes(offloaded.peaks['optimizer state'][1])} of "
+        f"state; {_GRADIENT} bytes a parameter more move each way in a step\n"
+        f"  undoing:              {copy} more where the state is: all of it as it was before the step"
+    )
+
+
+def run_largest(bench: GpuBench) -> None:
+    """The most layers that train a step: everything offloaded, and FSDP2 alone."""
+    if not bench.machine:
+        run_machine(bench)
+    for variant in ("c", "e", "d"):
+        held: dict[int, Measurement] = {}
+        reasons = _search_largest(bench, variant, held)
+        failed = min((n for n, reason in reasons.items() if reason), default=None)
+        limit = "no larger one was tried" if failed is None else f"{failed} layers: {reasons[failed]}"
+        if not held:
+            bench.say(f"  {VARIANTS[variant]}: nothing trained; {limit}")
+            continue
+        layers, found = max(held.items())
+        billions = found.num_parameters / 1e9
+        bench.largest[variant] = {
+            "num_layers": layers,
+            "num_parameters": found.num_parameters,
+            "limit": limit,
+        }
+        bench.say(
+            f"  {VARIANTS[variant]}: {layers} layers, {billions:.2f} billion parameters, "
+            f"{found.tokens_per_s:,.0f} tokens/s; {limit}"
+        )
+        bench.figures.append(Figure(f"largest_{variant}", billions, note="billion parameters"))
+
+
+def _search_largest(bench: GpuBench, variant: str, held: dict[int, Measurement]) -> dict[int, str]:
+    """Tries; keeps the measurements of what trained in `held`."""
+    config = config_of(replace(bench.shape, num_layers=1))
+    other = num_parameters(config) - config.layer_parameters
+    on_device = _DEVICE_BYTES.get(variant)
+    room = 0.9 * bench.machine.get("device_bytes", 0) if on_device else _host_room()
+    most_parameters = room / (on_device or _HOST_BYTES[variant])
+    guess = min(max(1, int((most_parameters - other) // config.layer_parameters)), bench.max_layers)
+
+    def try_layers(num_layers: int) -> str | None:
+        shape = replace(bench.shape, num_layers=num_layers)
+        needed = _HOST_BYTES.get(variant, 0.0) * num_parameters(config_of(shape))
+        if needed > _host_room():
+            return f"host memory: {needed / 2**30:.1f} GiB by arithmetic, not tried"
+        job = bench.job(
+            "train",
+            variant,
+            shape=shape,
+            num_tokens=min(bench.tokens),
+            # The more of them, the less is on the device at once.
+            num_ministages=max(min(bench.num_ministages, num_layers), num_layers // 2),
+            num_warm_up=1,
+            num_steps=2,
+            holds_most=True,
+        )
+        outcome = bench.do(job)
+        if outcome is None or outcome.failure == "time":
+            return None
+        if outcome.measurement is None:
+            return f"{outcome.failure}: {outcome.reason}"
+        held[num_layers] = outcome.measurement
+        bench.say(f"  {num_layers} layers: {describe(outcome.measurement, job)}")
+        return ""
+
+    return search_largest(try_layers, guess=guess, highest=bench.max_layers, resolution=max(1, guess // 32))
+
+
+def _host_room() -> float:
+    return _HOST_SHARE * find_host_room().num_bytes
+
+
+SECTIONS: dict[str, Callable[[GpuBench], None]] = {
+    "machine": run_machine,
+    "throughput": run_throughput,
+    "exposed": run_exposed,
+    "ministages": run_ministages,
+    "compile": run_compile,
+    "defer": run_defer,
+    "largest": run_largest,
+}
