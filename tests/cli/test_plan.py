@@ -184,8 +184,8 @@ def test_a_profile_brings_its_cluster(capsys: pytest.CaptureFixture[str], asked:
 def test_without_a_profile_that_is_said_first(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     known = ["--cluster", "cluster.toml", "--family", "llama", "--flavor", "debug", "--seq-len", "64"]
     shown = run(capsys, *known, "--global-batch", "8")
-    assert shown.startswith("NOT MEASURED: without --profile devices are taken to reach 45%")
-    assert "computes in float16, with loss scaling: updates wait" in shown  # T4s have no bfloat16.
+    assert shown.startswith("NOT MEASURED: without --profile devices are assumed to reach 45%")
+    assert "computes in float16 with loss scaling: updates wait" in shown  # T4s have no bfloat16.
     ((problem, _),) = asked
     assert (problem.workload.model, problem.workload.dtype) == ("llama debug", "float16")
     assert problem.defer_updates and problem.profile.overheads.context_bytes == 2**30
@@ -224,7 +224,7 @@ def test_the_best_plan_is_written_and_shown(capsys: pytest.CaptureFixture[str], 
 def test_the_plan_is_what_simulate_takes(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     run(capsys, *EIGHT)
     assert main(("simulate", "plan.toml", *KNOWN)) == 0
-    assert "Another cluster" not in capsys.readouterr().out
+    assert "another cluster" not in capsys.readouterr().out
 
 
 def test_an_interrupted_search_says_so(
@@ -264,7 +264,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
 
 def test_others_are_compared(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     shown = run(capsys, *EIGHT, "--compare")
-    table = shown.split("What others would do with the same devices:\n")[1].split("\n\n")[0].splitlines()
+    table = shown.split("Other systems on the same devices:\n")[1].split("\n\n")[0].splitlines()
     assert table[0].split()[:3] == ["s", "per", "step"] and table[1].startswith("  this plan")
     assert any(line.startswith("  even shares") for line in table[2:])
     assert any("x as fast" in line for line in table[2:])
@@ -359,7 +359,7 @@ def test_ctrl_c_gives_the_best_so_far(
 
 def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     shown = run(capsys, *EIGHT, "--shares", "--ministages", "2", "--zero", "1", "-o", "quick.toml")
-    assert not asked and shown.endswith("wrote quick.toml; memory was not looked at\n")
+    assert not asked and shown.endswith("wrote quick.toml; memory was not checked\n")
     plan = Plan.load("quick.toml")
     assert plan.num_ministages == 4 and {group.zero for group in plan.groups} == {1}
 
@@ -370,37 +370,40 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--cluster is missing; name a cluster file (recipes/clusters has some), or give --from-profile"),
+        ([], "--cluster is missing; give a cluster file (examples: recipes/clusters), or --from-profile"),
         (["--shares"], "--cluster is missing"),
-        (["--cluster", "c", "--profile", "p", "--from-profile", "q"], "keep one of them"),
-        (["--cluster", "c"], "--global-batch is 0; say how many rows a step has"),
+        (["--cluster", "c", "--profile", "p", "--from-profile", "q"], "both given; keep one"),
+        (["--cluster", "c"], "--global-batch is 0; give the number of rows of a step"),
         (["--cluster", "c", "--global-batch", "8"], "c: there is no such file"),
         (["--cluster", "c", "--global-batch", "8", "-o", "no/plan.toml"], "in a folder that does not exist"),
         (["--cluster", "c", "--global-batch", "8", "-o", "."], "a folder; name a file"),
         (["--cluster", "cluster.toml", "--global-batch", "8"], "cluster.toml names no model; give --family"),
         (
             ["--cluster", "cluster.toml", "--global-batch", "8", "--family", "llama", "--flavor", "debug"],
-            "cluster.toml does not say how long a row is; give --seq-len",
+            "cluster.toml has no sequence length; give --seq-len",
         ),
-        (["--from-profile", "p/profile.json", "--global-batch", "8"], "there is no p/cluster.toml beside it"),
-        ([*EIGHT, "--budget", "30"], "--budget is '30'; write seconds with their unit, such as 30s"),
+        (
+            ["--from-profile", "p/profile.json", "--global-batch", "8"],
+            "p/cluster.toml, which `zorselike profile` writes beside it, does not exist",
+        ),
+        ([*EIGHT, "--budget", "30"], "--budget is '30'; write a time with its unit, such as 30s"),
         ([*EIGHT, "--budget", "0s"], "--budget is 0s; give more than 0s"),
         ([*EIGHT, "--top", "0"], "--top is 0"),
-        ([*EIGHT, "--zero", "1"], "go with --shares; for the search say what is decided as --fix zero=2"),
-        ([*EIGHT, "--shares", "--explain"], "--shares is a plan without search"),
-        ([*EIGHT, "--shares", "--quota", "T4=1"], "--shares is a plan without search"),
+        ([*EIGHT, "--zero", "1"], "go with --shares; for the search give such settings as --fix zero=2"),
+        ([*EIGHT, "--shares", "--explain"], "--shares plans without a search"),
+        ([*EIGHT, "--shares", "--quota", "T4=1"], "--shares plans without a search"),
         ([*EIGHT, "--quota", "T4=0", "A100-40=0"], "no devices may be used (all quotas are 0?)"),
-        ([*EIGHT, "--quota", "T4"], "--quota 'T4' is none; write it as T4=4"),
-        ([*EIGHT, "--quota", "T4=-1"], "--quota 'T4=-1' is none"),
+        ([*EIGHT, "--quota", "T4"], "--quota 'T4' is not a quota; write it as T4=4"),
+        ([*EIGHT, "--quota", "T4=-1"], "--quota 'T4=-1' is not a quota"),
         ([*EIGHT, "--quota", "T44=1"], "the cluster has no device 'T44'; did you mean 'T4'?"),
         ([*EIGHT, "--quota", "q/T4=1"], "the cluster has no zone or region 'q'; it has r, x, y"),
         ([*EIGHT, "--quota", "T4=1", "--quota", "t4=2"], "--quota T4 is given twice"),
         ([*EIGHT, "--max-devices", "0"], "at most 0 devices; allow at least 1"),
         ([*EIGHT, "--max-cost-per-iteration", "0"], "at most 0 USD an iteration"),
         ([*EIGHT, "--min-throughput", "-1"], "at least -1 iterations/s"),
-        ([*EIGHT, "--min-throughput", "1", "--min-tokens-per-s", "1"], "keep one of them"),
+        ([*EIGHT, "--min-throughput", "1", "--min-tokens-per-s", "1"], "both given; keep one"),
         ([*EIGHT, "--fix", "zero=4"], "--fix zero=4: give 0 to 3"),
-        ([*EIGHT, "--fix", "zeroo=2"], "--fix 'zeroo=2' is none; did you mean 'zero'?"),
+        ([*EIGHT, "--fix", "zeroo=2"], "--fix 'zeroo=2' is not a setting; did you mean 'zero'?"),
         ([*EIGHT, "--fix", "zero"], "keys are groups, zero, recompute"),
         ([*EIGHT, "--fix", "zero=1", "--fix", "zero=2"], "--fix zero is given twice"),
         ([*EIGHT, "--fix", "recompute=some"], "--fix recompute=some: give none or layer"),
@@ -416,8 +419,11 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--fix", "rows_per_microbatch=9"], "a microbatch has no more rows than a step"),
         ([*EIGHT, "--fix", "groups="], "--fix groups= is empty; give type, node, zone, or nodes"),
         ([*EIGHT, "--fix", "groups=nodes"], "the cluster has no node 'nodes'"),
-        ([*EIGHT, "--fix", "groups=b:x"], "'b:x' is none; write local ranks as b:0-3"),
-        ([*EIGHT, "--fix", "groups=b:1-2"], "b:1-2 are not all there, or the quotas do not allow them"),
+        ([*EIGHT, "--fix", "groups=b:x"], "'b:x' is not valid; write local ranks as b:0-3"),
+        (
+            [*EIGHT, "--fix", "groups=b:1-2"],
+            "b:1-2 includes devices that do not exist or that quotas exclude",
+        ),
         ([*EIGHT, "--fix", "groups=a,b/b:1"], "have a device twice"),
         ([*EIGHT, "--fix", "groups=a/b", "ministages=1"], "2 groups are fixed, with 1 ministages at most"),
         ([*EIGHT, "--fix", "groups=a/b", "--max-devices", "2"], "the fixed groups have 3 devices"),

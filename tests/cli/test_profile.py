@@ -189,7 +189,7 @@ def test_a_cluster_written_by_hand_is_planned_for_by_the_catalogue(
     # 312 against 65 TFLOP/s: 27 of 32 layers and a head of 0.6 layers; the embedding costs nothing.
     assert [len(ministage.modules) for ministage in plan.ministages] == [28, 7]
     assert main(("plan", "--shares", *known)) == 2
-    assert "empty.json does not say how long a row is; give --seq-len" in capsys.readouterr().err
+    assert "empty.json has no sequence length; give --seq-len" in capsys.readouterr().err
 
 
 # -- mistakes --------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ def test_a_cluster_written_by_hand_is_planned_for_by_the_catalogue(
     ("arguments", "message"),
     [
         (("profile", "--flavor", "7c"), "has no flavor '7c'"),
-        (("profile", "--override", "layers"), "'layers' is no setting; write it as num_layers=8"),
-        (("profile", "--override", "num_layers=many"), "num_layers = 'many' is no number"),
+        (("profile", "--override", "layers"), "'layers' is not a setting; write it as num_layers=8"),
+        (("profile", "--override", "num_layers=many"), "num_layers = 'many' is neither a number"),
         (("profile", "--seq-len", "0"), "--seq-len is 0"),
         (("profile", "--seq-len", "9999999"), "do not fit max_seq_len"),
         (("profile", "--repeats", "0"), "--repeats is 0"),
-        (("profile", "--memory", "16"), "--memory is '16'; write it as 16GiB"),
+        (("profile", "--memory", "16"), "--memory is '16'; write it as 24GiB"),
         (("profile", "--largest-message", "big"), "--largest-message is 'big'"),
         (("profile", "--output", "nowhere/profile.json"), "in a folder that does not exist"),
         (("doctor", "--plan", "missing.toml"), "there is no such file"),

@@ -51,7 +51,7 @@ def test_ctrl_c_is_one_line(
     monkeypatch.setattr(Show, "run", interrupt)
     assert main(("show", path)) == 130
     captured = capsys.readouterr()
-    assert not captured.out and captured.err == "interrupted; what was written stays\n"
+    assert not captured.out and captured.err == "interrupted; files already written are kept\n"
 
 
 def test_who_has_read_enough_gets_no_traceback(path: str) -> None:
@@ -131,7 +131,7 @@ def test_fit_says_where_its_numbers_are_from(
 ) -> None:
     monkeypatch.setattr("zorselike.cli.show._find_devices", dict)
     shown = run(capsys, "show", "--fit")
-    assert "no GPU here: the host's free memory stands in, or give --memory" in shown
+    assert "no GPU here: the host's free memory is taken instead, or give --memory" in shown
     assert "% of what is free here" in shown
     monkeypatch.setattr(
         "zorselike.cli.show._find_devices", lambda: {"Card A": 8 * 2**30, "Card B": 24 * 2**30}
@@ -153,7 +153,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     [
         (("show",), "give a plan file, or --fit"),
         (("show", "missing.toml"), "missing.toml: there is no such file"),
-        (("show", "a.toml", "--fit"), "takes no plan: leave out 'a.toml', or --fit"),
+        (("show", "a.toml", "--fit"), "takes no plan; leave out 'a.toml' or --fit"),
         (("show", "--fit", "--schedule"), "leave one out"),
         (("show", "--fit", "--memory", "24"), "--memory is '24'; write it as 24GiB"),
         (("show", "--fit", "--host-memory", "0GiB"), "--host-memory is '0GiB'"),

@@ -108,7 +108,7 @@ def test_without_a_profile_the_page_begins_with_that(capsys: pytest.CaptureFixtu
         ),
     ).save("debug.toml")
     shown = run(capsys, "debug.toml", "--cluster", "cluster.toml", "--dtype", "float16")
-    assert "NOT MEASURED: without --profile devices are taken to reach 45%" in shown.split("\n\n")[0]
+    assert "NOT MEASURED: without --profile devices are assumed to reach 45%" in shown.split("\n\n")[0]
     assert "llama debug, float16, 8 rows of 64 tokens" in shown
     assert "- A100-40: nothing was measured on it; FLOPs at 45% of 312 TFLOP/s" in shown
     same = "debug.toml --cluster cluster.toml --dtype float16 --model llama --flavor debug --seq-len 64"
@@ -117,9 +117,9 @@ def test_without_a_profile_the_page_begins_with_that(capsys: pytest.CaptureFixtu
 
 def test_a_plan_for_another_cluster_is_told(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     replace(PLAN, cluster_fingerprint="0123456789ab").save("moved.toml")
-    assert "Another cluster: the plan was made for 0123456789ab" in run(capsys, "moved.toml", *MEASURED)
+    assert "The plan was made for another cluster: 0123456789ab" in run(capsys, "moved.toml", *MEASURED)
     replace(PLAN, cluster_fingerprint=CLUSTER.fingerprint).save("own.toml")
-    assert "Another cluster" not in run(capsys, "own.toml", *MEASURED)
+    assert "another cluster" not in run(capsys, "own.toml", *MEASURED)
 
 
 def test_a_trace_a_picture_and_estimates(capsys: pytest.CaptureFixture[str], files: Path) -> None:
@@ -189,7 +189,7 @@ def test_other_orders_are_simulated_too(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan.toml", *MEASURED, "--model", "llama"], "--workload says it all"),
+        (["plan.toml", *MEASURED, "--model", "llama"], "--workload describes the model completely"),
         (["plan.toml", "--cluster", "cluster.toml"], "plan.toml names no model; give --family llama"),
         (
             ["plan.toml", "--cluster", "cluster.toml", "--family", "llama"],
@@ -197,7 +197,7 @@ def test_other_orders_are_simulated_too(
         ),
         (
             ["plan.toml", "--cluster", "cluster.toml", "--model", "llama", "--flavor", "debug"],
-            "does not say how long a row is; give --seq-len",
+            "has no sequence length; give --seq-len",
         ),
         (
             ["plan.toml", "--cluster", "cluster.toml", "--seq-len", "0"],
@@ -211,9 +211,9 @@ def test_other_orders_are_simulated_too(
         ),
         (
             ["plan.toml", *MEASURED, "--schedule", "1f1b", "--write-estimates"],
-            "--write-estimates is for runs, which know no --schedule 1f1b",
+            "--write-estimates is for runs, which do not use --schedule 1f1b",
         ),
-        (["plan.toml", *MEASURED, "--measured", "folder"], "goes into the file of --trace"),
+        (["plan.toml", *MEASURED, "--measured", "folder"], "is written into the file of --trace"),
         (["plan.toml", *MEASURED, "--trace", "no/a.json"], "--trace is no/a.json, in a folder that does not"),
         (["plan.toml", *MEASURED, "--png", "no/a.png"], "--png is no/a.png, in a folder that does not exist"),
         (["plan.toml", *MEASURED, "--trace", "a.json", "--measured", "nowhere"], "there is no such folder"),
@@ -246,7 +246,7 @@ def test_a_plan_that_names_no_model_of_ours_needs_a_workload(
 ) -> None:
     replace(PLAN, model="my own", sequence_length=8).save("own.toml")
     said = fail(capsys, "own.toml", "--cluster", "cluster.toml")
-    assert "'my own' is not one of our models" in said and "give --workload FILE" in said
+    assert "'my own' is not a built-in model" in said and "give --workload FILE" in said
 
 
 def test_a_workload_needs_no_torch(files: Path) -> None:

@@ -293,8 +293,8 @@ def test_less_memory_is_something_in_exchange() -> None:
 def test_who_does_not_fit_says_why() -> None:
     slower = change(BY_TYPE, slower=2).case
     others = [
-        Baseline(name="even", how="3 ranks", case=slower),
-        Baseline(name="Whale", how="", case=None, reason="OUT OF MEMORY: T4 of node b"),
+        Baseline(name="even", how="3 ranks", simulated=slower),
+        Baseline(name="Whale", how="", simulated=None, reason="OUT OF MEMORY: T4 of node b"),
     ]
     heading, ours, even, whale = tabulate_baselines(BY_TYPE, others)
     assert heading.split() == ["s", "per", "step", "tokens/s", "USD", "per", "step"]

@@ -469,7 +469,7 @@ def test_collectives_in_opposite_order_are_found() -> None:
     lists = build(plan)
     turned = parse_actions("1UNSHARD 0UNSHARD")
     lists[1][:2] = turned
-    with pytest.raises(DeadlockError, match=r"a collective to which not all of ranks \[0, 1\] have come"):
+    with pytest.raises(DeadlockError, match=r"a collective that not all of ranks \[0, 1\] have reached"):
         run(plan, lists, unit_bytes=1)
 
 

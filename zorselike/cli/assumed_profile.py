@@ -1,4 +1,4 @@
-"""What stands in for a profile where nothing was measured."""
+"""The profile that is assumed where nothing was measured."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from zorselike.cost.profile import Overheads, Profile, Source
 from zorselike.plan.workload import Workload
 
 NOT_MEASURED = (
-    f"NOT MEASURED: without --profile devices are taken to reach {REACHED_OF_PEAK:.0%} of the "
-    f"catalogue's peak FLOP/s, a process to take {CONTEXT_BYTES / 2**30:g} GiB of each and the "
-    f"allocator {ALLOCATOR_SHARE:.0%} more than tensors ask for; `zorselike profile` measures that"
+    f"NOT MEASURED: without --profile devices are assumed to reach {REACHED_OF_PEAK:.0%} of the "
+    f"catalogue's peak FLOP/s, a process to take {CONTEXT_BYTES / 2**30:g} GiB of each, and the allocator "
+    f"to add {ALLOCATOR_SHARE:.0%} to the size of tensors; `zorselike profile` measures all of this"
 )
 
 
 def assume_profile(workload: Workload) -> Profile:
-    """A profile without measurements, which leaves room for what a process takes."""
+    """A profile without measurements that reserves memory for the process itself."""
     overheads = Overheads(
         context_bytes=CONTEXT_BYTES, allocator_share=ALLOCATOR_SHARE, source=Source("given", note="assumed")
     )

@@ -1,4 +1,4 @@
-"""`zorselike doctor`: what would break a long job, before it starts."""
+"""`zorselike doctor`: problems that would break a long job, found before it starts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from zorselike.profiler.processes import Processes
 
 _SIZES = (2**16, 2**20, 2**24)
-"""Bytes of the messages by which links are judged."""
+"""Message sizes with which links are tested, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say what would break a long job on these machines, and what mends it.
+    """Find problems that would break a long job on these machines, and say how to solve them.
 
-    Start it as the job will be started, on every node: torchrun --nproc-per-node gpu ... -m zorselike.cli
-    doctor --data ... Ends with an error if something would break the job.
+    Start it like the job, on every node: torchrun --nproc-per-node gpu ... -m zorselike.cli doctor --data ...
+    It ends with an error if something would break the job.
     """
 
     data: tuple[str, ...] = ()
-    """Paths that every rank is to read."""
+    """Paths that every rank must be able to read."""
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="PLAN.toml")] = None
-    """The plan that is to run: are these its nodes and devices?"""
+    """Plan of the job, to check that it matches these nodes and devices."""
 
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    """What layers are to compute in."""
+    """Dtype in which layers will compute."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks are to compute; `auto`: CUDA where torch finds a GPU, else CPU."""
+    """Device of the job; `auto`: CUDA where torch finds a GPU, else CPU."""
 
     timeout: float = 60.0
     """Seconds that ranks wait for each other."""
@@ -83,7 +83,7 @@ class Doctor:
 
 
 def _measure(processes: Processes) -> list[LinkTimes]:
-    """Every pair of nodes over Gloo, which any machine has; the same on every rank."""
+    """Measures every pair of nodes over Gloo, which works everywhere; collective."""
     from zorselike.profiler.machine.health import all_pairs
     from zorselike.profiler.machine.link_timing import measure_links
     from zorselike.profiler.tasks import describe_source
@@ -105,7 +105,7 @@ def _measure(processes: Processes) -> list[LinkTimes]:
 
 def _describe(found: Sequence[Finding]) -> str:
     if not found:
-        return "nothing found that would break a job"
+        return "no problems found"
     return "\n".join(f"{finding.severity}: {finding.text}" for finding in found)
 
 

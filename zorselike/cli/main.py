@@ -1,7 +1,7 @@
-"""The command line's entry: picks the command, and says a user's mistake in one line.
+"""Entry of the command line: runs a command and reports a user's mistake in one line.
 
-A command is a dataclass of a module of its own, with a method `run`. What needs torch is imported when
-it is used: `zorselike --help` answers at once.
+A command is a dataclass with a method `run`, in its own module. Modules that need torch are imported when
+used, so that `zorselike --help` starts fast.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zorselike.runtime.processes.launcher import report_mistake
 
 _USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 _MAX_WARNINGS = 3
-"""Of one kind."""
+"""How many warnings of one category are printed."""
 _INTERRUPTED = 130
-"""The exit code of a shell's command that Ctrl-C ended."""
+"""Exit code of a shell command ended by Ctrl-C."""
 _PIPE_CLOSED = 141
-"""The exit code of a command whose output nobody reads any more."""
+"""Exit code of a command whose output is no longer read."""
 COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "plan": PlanCommand,
@@ -40,15 +40,15 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 class Command(Protocol):
-    """What a command line asks for."""
+    """A parsed command line."""
 
     def run(self) -> None:
-        """Does it and prints what there is to say; raises what a user can mend."""
+        """Runs the command and prints its result; raises errors that a user can correct."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does as the command line (`sys.argv` unless given) says; 2 after an error that the user can mend, 130
-    after Ctrl-C, 141 where nobody reads on."""
+    """Runs the command line (by default `sys.argv`); returns 2 after an error that the user can correct, 130
+    after Ctrl-C, 141 if the output is no longer read."""
     app = tyro.extras.SubcommandApp()
     for name, command_type in COMMANDS.items():
         app.command(name=name)(command_type)
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_mistake(error)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; what was written stays", file=sys.stderr, flush=True)
+        print("interrupted; files already written are kept", file=sys.stderr, flush=True)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Who reads, such as `head`, has read enough. Python would flush once more at its exit.
+        # The reader, such as `head`, has closed the pipe; Python would flush once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return 0
@@ -77,24 +77,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Warnings inside are for people: a line each, without the place in the program, each once, and of many
-    of one kind the first few."""
-    told: dict[type[Warning], set[str]] = {}
+    """Prints each different warning once, in one line without its place in the program, only the first few
+    of a category."""
+    seen: dict[type[Warning], set[str]] = {}
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-        own = told.setdefault(category, set())
-        if str(message) not in own and len(own) < _MAX_WARNINGS:
+        texts = seen.setdefault(category, set())
+        if str(message) not in texts and len(texts) < _MAX_WARNINGS:
             _warn(str(message))
-        own.add(str(message))
+        texts.add(str(message))
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-    for own in told.values():
-        if len(own) > _MAX_WARNINGS:
-            _warn(f"and {len(own) - _MAX_WARNINGS} more of this kind")
+    for texts in seen.values():
+        if len(texts) > _MAX_WARNINGS:
+            _warn(f"and {len(texts) - _MAX_WARNINGS} more of this kind")
 
 
 def _warn(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # Ranks conclude alike: the first one tells.
+    if os.environ.get("RANK", "0") == "0":  # Ranks warn alike.
         print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Which model a command is about: by family, flavor and single settings, by its name, or by a workload file.
+"""The model of a command: by family, flavor and overrides, by its name, or by a workload file.
 
-A model's name, as workloads, plans and profiles carry it, holds all three: `llama 7b num_layers=8`.
+The name of a model in workloads, plans and profiles contains the first three: `llama 7b num_layers=8`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-_NAMED = "(default: what plan or profile name)"
+_NAMED = "(default: from the plan or profile)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is trained; needed where neither plan nor profile say."""
+    """The model; needed if neither plan nor profile name it."""
 
     workload: Annotated[
-        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: of family and flavor)")
+        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: made from family and flavor)")
     ] = None
-    """The model's layers as numbers (JSON), for a model that is none of ours."""
+    """The model's layers as numbers (JSON), for a model of your own."""
 
     family: Annotated[
         str | None, tyro.conf.arg(aliases=["--model"], metavar="NAME", help_behavior_hint=_NAMED)
     ] = None
-    """Of a model of ours: llama or gpt."""
+    """Family of a built-in model: llama or gpt."""
 
     flavor: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint=_NAMED)] = None
-    """Its size, such as 7b."""
+    """Size within the family, such as 7b."""
 
     override: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
-    """Single settings of the model, such as num_layers=8."""
+    """Changed settings of the model, such as num_layers=8."""
 
     seq_len: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_NAMED)] = None
     """Tokens per row."""
@@ -52,10 +52,10 @@ class ModelOptions:
         Dtype | None,
         tyro.conf.arg(
             metavar="{bfloat16,float16,float32}",
-            help_behavior_hint="(default: the profile's, else bfloat16 if all devices have it, or float16)",
+            help_behavior_hint="(default: the profile's, else bfloat16 if all devices have it, else float16)",
         ),
     ] = None
-    """What layers compute in; with float16 updates wait for the end of the step."""
+    """Dtype in which layers compute; with float16 updates wait for the end of the step."""
 
     def load_workload(
         self,
@@ -67,34 +67,34 @@ class ModelOptions:
         sequence_length: int | None = None,
         profile: Profile | None = None,
     ) -> Workload:
-        """From the file; else of the model that the options or else `model` or the profile name.
+        """Loads the workload file, or makes the workload of the model that options, plan or profile name.
 
         Args:
-            command: which asks, for messages.
-            source: the file that would name the model and its length, for messages.
-            devices: types, of which one without bfloat16 makes float16 the default.
-            model: its name, if a plan says it.
-            sequence_length: if a plan says it.
-            profile: whose layers' lengths and dtypes are the ones that can be.
+            command: the command's name, for messages.
+            source: the file that could name the model and the sequence length, for messages.
+            devices: device types; one without bfloat16 makes float16 the default.
+            model: the model's name, if a plan has it.
+            sequence_length: the sequence length, if a plan has it.
+            profile: the profile, whose layers limit sequence lengths and dtypes.
 
         Raises:
-            ConfigError: Model or length are not said, or not possible; or the profile is of others.
+            ConfigError: model or sequence length are missing or invalid, or not those of the profile.
         """
         if self.seq_len is not None and self.seq_len < 1:
             raise ConfigError(f"{command}: --seq-len is {self.seq_len}; it must be at least 1")
         if self.workload is not None:
             if self != ModelOptions(workload=self.workload):
                 raise ConfigError(
-                    f"{command}: --workload says it all; leave out what the model is by other options"
+                    f"{command}: --workload describes the model completely; leave out other model options"
                 )
             return Workload.load(self.workload)
 
         from zorselike.models.workload import make_workload
 
         choice = self._choose(command, source, model or (profile.model if profile is not None else None))
-        length, dtype = self._choose_setting(command, profile, self.seq_len or sequence_length)
+        length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
         if length is None:
-            raise ConfigError(f"{command}: {source} does not say how long a row is; give --seq-len 2048")
+            raise ConfigError(f"{command}: {source} has no sequence length; give --seq-len 2048")
         return make_workload(
             choice.config(),
             sequence_length=length,
@@ -102,10 +102,10 @@ class ModelOptions:
             model=choice.name,
         )
 
-    def _choose_setting(
+    def _choose_length_and_dtype(
         self, command: str, profile: Profile | None, length: int | None
     ) -> tuple[int | None, str | None]:
-        """Sequence length and dtype, as far as options and the profile's layers say them."""
+        """Sequence length and dtype, as far as options and the profile's layers determine them."""
         if profile is None or not profile.layers:
             return length, self.dtype
         measured = sorted({(times.sequence_length, times.dtype) for times in profile.layers})
@@ -114,7 +114,9 @@ class ModelOptions:
             return fitting[0]
         known = ", ".join(f"{dtype} at {length} tokens" for length, dtype in measured)
         if fitting:
-            raise ConfigError(f"{command}: the profile has layers for {known}; say which: --dtype, --seq-len")
+            raise ConfigError(
+                f"{command}: the profile has layers for {known}; choose with --dtype and --seq-len"
+            )
         raise ConfigError(
             f"{command}: the profile has no layers for this --dtype and --seq-len, only for {known}; leave "
             "them out, or measure for them"
@@ -136,19 +138,19 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """One model of `zorselike/models`."""
+    """A model of `zorselike/models`."""
 
     family: str
     flavor: str
     overrides: tuple[tuple[str, Any], ...] = ()
-    """Single settings that differ from the flavor's."""
+    """Settings that differ from the flavor's."""
 
     @property
     def name(self) -> str:
         return " ".join([self.family, self.flavor, *(f"{key}={value}" for key, value in self.overrides)])
 
     def config(self) -> DecoderConfig:
-        """Its configuration; raises `ConfigError`, with the nearest word, for what does not exist."""
+        """The model's configuration; raises `ConfigError` for names that do not exist."""
         from zorselike.models import get_config
 
         return get_config(self.family, self.flavor, **dict(self.overrides))
@@ -164,7 +166,7 @@ class ModelChoice:
 
 
 def choose_model(family: str, flavor: str, overrides: Sequence[str]) -> ModelChoice:
-    """From a command line's words; `overrides` are `key=value`. Raises `ConfigError` for other text."""
+    """The model that a command line names; `overrides` are `key=value`, else `ConfigError` is raised."""
     return ModelChoice(family, flavor, tuple(sorted(map(_read_override, overrides))))
 
 
@@ -172,17 +174,17 @@ def parse_model(name: str) -> ModelChoice:
     """The inverse of `ModelChoice.name`; raises `ConfigError` for other names."""
     words = name.split()
     if len(words) < 2:
-        raise ConfigError(f"'{name}' is not one of our models, such as 'llama 7b'; give --workload FILE")
+        raise ConfigError(f"'{name}' is not a built-in model, such as 'llama 7b'; give --workload FILE")
     choice = choose_model(words[0], words[1], words[2:])
     try:
         choice.config()
     except ConfigError as error:
-        raise ConfigError(f"'{name}' is not one of our models ({error}); give --workload FILE") from None
+        raise ConfigError(f"'{name}' is not a built-in model ({error}); give --workload FILE") from None
     return choice
 
 
 def choose_dtype(devices: Iterable[str]) -> Dtype:
-    """`float16` as soon as one of these device types has no bfloat16 (V100, T4), as a recipe's `auto`."""
+    """`float16` if any of these device types lacks bfloat16 (V100, T4), as with a recipe's `auto`."""
     return "bfloat16" if all(map(_has_bfloat16, devices)) else "float16"
 
 
@@ -190,15 +192,15 @@ def _has_bfloat16(device: str) -> bool:
     try:
         peaks = find_device(device).peak_flops
     except ClusterError:
-        return True  # Measured, or refused where its speed is asked for.
+        return True  # It was measured, or is refused when its speed is needed.
     return not peaks or "bfloat16" in peaks
 
 
 def _read_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise ConfigError(f"model: '{text}' is no setting; write it as num_layers=8")
+        raise ConfigError(f"model: '{text}' is not a setting; write it as num_layers=8")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        raise ConfigError(f"model: {key} = '{value}' is no number, nor True or False") from None
+        raise ConfigError(f"model: {key} = '{value}' is neither a number nor True or False") from None

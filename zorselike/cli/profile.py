@@ -1,4 +1,4 @@
-"""`zorselike profile`: measures this machine, or all that torchrun starts it on."""
+"""`zorselike profile`: measures this machine, or all machines on which torchrun starts it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import tyro
 
 from zorselike.cli.model_choice import ModelChoice, choose_model
+from zorselike.cli.options import check_at_least, check_outputs, read_size
 from zorselike.errors import ConfigError
-from zorselike.text.units import parse_size
 
 if TYPE_CHECKING:
     from zorselike.plan.plan import Recompute
@@ -23,66 +23,68 @@ _PARTS: tuple[_Part, ...] = get_args(_Part)
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileCommand:
-    """Measure layers, the largest rows, memory, links and the program; write a profile and a cluster file.
+    """Measure layers, largest batches, memory, links and the program; write a profile and a cluster file.
 
-    One process measures one device. For several devices and the links between them start one process a
-    device, on every node: torchrun --nproc-per-node gpu ... -m zorselike.cli profile ...
+    One process measures one device. For several devices and the links between them start it like a training
+    job, on every node: torchrun --nproc-per-node gpu ... -m zorselike.cli profile ... It says how long it
+    will take, adds to a profile that exists, and works without a GPU (with a number of CPU ranks in place of
+    gpu). A machine that does other work meanwhile is slower than its profile says.
     """
 
     family: str = "llama"
-    """Whose layers are measured."""
+    """Family of the model whose layers are measured."""
 
     flavor: str = "debug"
-    """Which size of that family."""
+    """Size within the family, such as 7b."""
 
     override: tuple[str, ...] = ()
-    """Single settings of the model, such as num_layers=8."""
+    """Changed settings of the model, such as num_layers=8."""
 
     seq_len: int = 2048
     """Tokens per row."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """What layers compute in; in half precision the optimizer updates fp32 master weights."""
+    """Dtype in which layers compute; in half precision the optimizer updates fp32 master weights."""
 
     recompute: Literal["none", "layer", "both"] = "none"
-    """Whether layers are recomputed in the backward; the largest rows are found without, unless `layer`."""
+    """Whether layers are recomputed in the backward pass; for the largest batches only with `layer`."""
 
     most_rows: int = 64
-    """Rows at once, at most: sizes are 1, 2, 4, ... up to this or to the most that fit."""
+    """Largest microbatch that is tried: sizes are 1, 2, 4, ... rows up to this, as far as they fit."""
 
     repeats: int = 5
-    """Steps of which the median is taken."""
+    """Number of repetitions, of which the median is taken."""
 
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-    """ZeRO stages tried for the largest rows of the whole model, until every rank can compute one row."""
+    """ZeRO stages tried for the largest batch of the whole model, until every rank can compute one row."""
 
     only: tuple[_Part, ...] = _PARTS
-    """What is measured."""
+    """Parts to measure."""
 
     output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "profile.json"
-    """The profile; one that is there is continued."""
+    """Profile to write; an existing one is continued."""
 
     cluster: str = "cluster.toml"
-    """The cluster that was found; one that is there, with the same nodes, is kept."""
+    """Cluster file to write; an existing one with the same nodes is kept."""
 
     again: bool = False
-    """Measure also what the profile has already."""
+    """Also measure again what the profile has already."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure; `auto`: CUDA where torch finds a GPU, else CPU."""
 
     memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """As if devices had no more, such as 16GiB."""
+    """Memory to assume for every device, such as 16GiB, if less than it has."""
 
     largest_message: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MiB"
-    """Largest message and collective that links are measured with; smaller where they are slow."""
+    """Largest message and collective with which links are measured; smaller on slow links."""
 
     timeout: float = 300.0
     """Seconds that ranks wait for each other at the start."""
 
     def run(self) -> None:
         self._check()
-        memory_bytes = None if self.memory is None else _read_size("memory", self.memory)
+        memory_bytes = read_size("profile", "--memory", self.memory)
         model = choose_model(self.family, self.flavor, self.override)
         config = model.config()
 
@@ -109,21 +111,12 @@ class ProfileCommand:
                 print(f"wrote {self.output} and {self.cluster}")
 
     def _check(self) -> None:
-        for flag, number in (
-            ("seq-len", self.seq_len),
-            ("most-rows", self.most_rows),
-            ("repeats", self.repeats),
-        ):
-            if number < 1:
-                raise ConfigError(f"profile: --{flag} is {number}; it must be at least 1")
+        counts = {"--seq-len": self.seq_len, "--most-rows": self.most_rows, "--repeats": self.repeats}
+        check_at_least("profile", 1, counts)
         for flag, values in (("zero", self.zero), ("only", self.only)):
             if not values:
-                raise ConfigError(f"profile: --{flag} names nothing; give one or more, or leave it out")
-        for flag, path in (("output", self.output), ("cluster", self.cluster)):
-            if not Path(path).absolute().parent.is_dir():
-                raise ConfigError(
-                    f"profile: --{flag} is {path}, in a folder that does not exist; make it first"
-                )
+                raise ConfigError(f"profile: --{flag} is empty; give at least one value, or leave it out")
+        check_outputs("profile", {"--output": self.output, "--cluster": self.cluster})
 
     def _make_job(self, model: ModelChoice, workload: Workload, *, num_tokens: int) -> Job:
         from zorselike.profiler.layers.probes import find_probes
@@ -131,6 +124,8 @@ class ProfileCommand:
         from zorselike.runtime.loss import token_cross_entropy
         from zorselike.train.data.loading_work import loading_rows
 
+        largest_message_bytes = read_size("profile", "--largest-message", self.largest_message)
+        assert largest_message_bytes is not None
         settings: dict[str, tuple[Recompute, ...]] = {
             "none": ("none",),
             "layer": ("layer",),
@@ -147,15 +142,7 @@ class ProfileCommand:
             repeats=self.repeats,
             stages=self.zero,
             parts=frozenset(self.only),
-            largest_message_bytes=_read_size("largest-message", self.largest_message),
+            largest_message_bytes=largest_message_bytes,
             again=self.again,
             between_steps=lambda: loading_rows(self.seq_len),
         )
-
-
-def _read_size(flag: str, text: str) -> int:
-    """Bytes of `16GiB`."""
-    num_bytes = parse_size(text)
-    if num_bytes is None or num_bytes <= 0:
-        raise ConfigError(f"profile: --{flag} is '{text}'; write it as 16GiB or 80GB")
-    return int(num_bytes)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from zorselike.cli.options import check_at_least, read_size
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.text.units import parse_size
+from zorselike.text.layout import align_columns
 from zorselike.text.wording import count
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GIB = 2**30
 
 CONTEXT_BYTES = _GIB
-"""Of the device, for the CUDA context and the workspaces of libraries."""
+"""Memory of a device that the CUDA context and libraries take."""
 ALLOCATOR_SHARE = 0.05
-"""Of the device, for rounding and gaps in torch's allocator."""
+"""Share of a device's memory lost to rounding and gaps in torch's allocator."""
 HOST_SHARE = 0.05
-"""Of the host's free memory, left to others."""
+"""Share of the host's free memory left to other processes."""
 
 
 _Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
@@ -36,25 +37,25 @@ _Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Show a plan, or with --fit the largest model that this machine trains."""
+    """Show a plan, or with --fit the largest model that this machine can train."""
 
     plan: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.toml")] = None
-    """The plan to show."""
+    """Plan to show."""
 
     schedule: bool = False
-    """Also what every rank does in one step, in order."""
+    """Also show every rank's actions in one step."""
 
     fit: bool = False
-    """The largest model of a family that one device trains, for each way of offloading."""
+    """Show the largest model of a family that one device can train, for each offload setting."""
 
     family: Literal["llama", "gpt"] = "llama"
-    """With --fit: whose sizes are tried."""
+    """With --fit: family of the model."""
 
     memory: Annotated[_Size, tyro.conf.arg(help_behavior_hint="(default: that of the GPUs here)")] = None
-    """With --fit: the device's memory, such as 24GiB."""
+    """With --fit: memory of the device, such as 24GiB."""
 
     host_memory: Annotated[_Size, tyro.conf.arg(help_behavior_hint="(default: what is free here)")] = None
-    """With --fit: host memory for what is offloaded, such as 64GiB."""
+    """With --fit: host memory for offloading, such as 64GiB."""
 
     seq_len: int = 2048
     """With --fit: tokens per row."""
@@ -63,16 +64,16 @@ class Show:
     """With --fit: rows per optimizer step."""
 
     rows_per_microbatch: int = 1
-    """With --fit: rows that are computed at once."""
+    """With --fit: rows of a microbatch."""
 
     ministages: int = 8
-    """With --fit: ministages, at most."""
+    """With --fit: upper limit on ministages."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """What layers compute in; in half precision the optimizer updates fp32 master weights."""
+    """Dtype in which layers compute; in half precision the optimizer updates fp32 master weights."""
 
     optimizer_moments: int = 2
-    """With --fit: averages that the optimizer keeps of each parameter (Adam: 2)."""
+    """With --fit: moments that the optimizer keeps of each parameter (Adam: 2)."""
 
     def run(self) -> None:
         print(show_fit(self) if self.fit else show_plan(self))
@@ -82,9 +83,11 @@ class Show:
 
 
 def show_plan(command: Show) -> str:
-    """The plan as a table, and what every rank does if asked for."""
+    """The plan as a table, with every rank's actions if requested."""
     if command.plan is None:
-        raise ConfigError("show: give a plan file, or --fit for the largest model that this machine trains")
+        raise ConfigError(
+            "show: give a plan file, or --fit for the largest model that this machine can train"
+        )
     plan = Plan.load(command.plan)
     _check_bounds(plan, command.plan)
     shown = plan.explain()
@@ -92,7 +95,7 @@ def show_plan(command: Show) -> str:
 
 
 def _check_bounds(plan: Plan, path: str) -> None:
-    """Refuses bounds on microbatches in flight with which no step would end."""
+    """Refuses bounds on microbatches in flight that would deadlock."""
     from zorselike.schedule.orders.in_flight import LowBoundError, order_in_flight
 
     if plan.bounds_in_flight:
@@ -127,7 +130,7 @@ def _show_schedule(plan: Plan, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Memory that models are to fit into, in bytes, and what it is that of."""
+    """Memory for the model, in bytes, and where the number is from."""
 
     device: str
     device_bytes: int
@@ -169,15 +172,18 @@ def show_fit(command: Show) -> str:
 def _check_fit(command: Show) -> None:
     if command.plan is not None:
         raise ConfigError(
-            f"show: --fit is about this machine and takes no plan: leave out {command.plan!r}, or --fit"
+            f"show: --fit is about a machine and takes no plan; leave out {command.plan!r} or --fit"
         )
     if command.schedule:
-        raise ConfigError("show: --schedule is about a plan and --fit about this machine: leave one out")
-    for name in ("seq_len", "rows", "rows_per_microbatch", "ministages", "optimizer_moments"):
-        least = 0 if name == "optimizer_moments" else 1
-        if getattr(command, name) < least:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"show: --{flag} is {getattr(command, name)}; it must be at least {least}")
+        raise ConfigError("show: --schedule is about a plan and --fit about a machine; leave one out")
+    numbers = {
+        "--seq-len": command.seq_len,
+        "--rows": command.rows,
+        "--rows-per-microbatch": command.rows_per_microbatch,
+        "--ministages": command.ministages,
+    }
+    check_at_least("show", 1, numbers)
+    check_at_least("show", 0, {"--optimizer-moments": command.optimizer_moments})
     if command.rows_per_microbatch > command.rows:
         raise ConfigError(
             f"show: --rows-per-microbatch is {command.rows_per_microbatch}, of --rows {command.rows}; "
@@ -186,14 +192,14 @@ def _check_fit(command: Show) -> None:
 
 
 def list_shapes(family: str, job: Job) -> list[ModelShape]:
-    """The family's flavors, without the one for debugging."""
+    """Shapes of the family's flavors, without the one for debugging."""
     from zorselike.models import flavors
 
     return [make_shape(family, flavor, job) for flavor in flavors(family) if flavor != "debug"]
 
 
 def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
-    """What memory depends on of a model of `zorselike/models`, for sequences as long as the job's."""
+    """What a model's memory depends on, for the job's sequence length."""
     from zorselike.cost.fit import ModelShape
     from zorselike.models import get_config
     from zorselike.models.workload import count_module_bytes
@@ -218,24 +224,24 @@ def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
 
 
 def _find_places(command: Show) -> list[_Place]:
-    """Each kind of GPU at hand, or what the command line gives instead, beside the host."""
+    """Each kind of GPU of this machine, or the memory given by options, with the host's memory."""
     from zorselike.runtime.memory.host_room import find_host_room
 
     free = find_host_room()
-    host_bytes = _read_size("--host-memory", command.host_memory)
+    host_bytes = read_size("show", "--host-memory", command.host_memory)
     host = "as --host-memory says"
     if host_bytes is None:
         host_bytes = int(free.num_bytes * (1 - HOST_SHARE))
         host = f"{100 * (1 - HOST_SHARE):.0f} % of what is free here ({free.limit})"
-    device_bytes = _read_size("--memory", command.memory)
+    device_bytes = read_size("show", "--memory", command.memory)
     found = {"as --memory says": device_bytes} if device_bytes is not None else _find_devices()
     if not found:
-        found = {"no GPU here: the host's free memory stands in, or give --memory": free.num_bytes}
+        found = {"no GPU here: the host's free memory is taken instead, or give --memory": free.num_bytes}
     return [_Place(device, num_bytes, host, host_bytes) for device, num_bytes in found.items()]
 
 
 def _find_devices() -> dict[str, int]:
-    """Memory in bytes of each kind of GPU here."""
+    """Memory of each kind of GPU of this machine, in bytes."""
     import torch
 
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -244,16 +250,6 @@ def _find_devices() -> dict[str, int]:
         name if number == 1 else f"{name}, one of {number}, with all of the host to itself": num_bytes
         for (name, num_bytes), number in numbers.items()
     }
-
-
-def _read_size(flag: str, text: str | None) -> int | None:
-    """Bytes of `24GiB` or `80 GB`."""
-    if text is None:
-        return None
-    num_bytes = parse_size(text)
-    if num_bytes is None or num_bytes <= 0:
-        raise ConfigError(f"show: {flag} is '{text}'; write it as 24GiB or 80GB (MiB, GiB, TiB, MB, GB, TB)")
-    return int(num_bytes)
 
 
 def _show_gib(num_bytes: int) -> str:
@@ -302,8 +298,4 @@ def _tabulate(family: str, fits: Sequence[Fit]) -> list[str]:
             host = _show_gib(fit.walk.host_peak_bytes)
         flavor = f"{family} {fit.flavor}" if fit.flavor else "none"
         table.append((fit.setting.name, flavor, model, device, host, fit.limit))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    return align_columns(table, left=range(len(table[0])))

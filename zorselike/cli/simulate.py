@@ -1,4 +1,4 @@
-"""`zorselike simulate`: what a plan's step would take on a cluster, before anything runs."""
+"""`zorselike simulate`: how a plan's step would run on a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from zorselike.cli.model_choice import ModelOptions
-from zorselike.cli.outputs import check_outputs, find_width
+from zorselike.cli.options import check_outputs, find_width
 from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
@@ -26,43 +26,51 @@ _File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate a step of a plan: how fast, who limits, what fits, and what even shares would do."""
+    """Simulate a step of a plan: how fast it is, what limits it, and whether it fits.
+
+    Prints a page and a drawing of the step. The page compares the plan with the fastest devices alone and
+    with even shares, then shows the share of the devices' speed that is used, the cost if the cluster has
+    prices, and each rank's time and memory. The simulated list of actions is the one that a run executes.
+    Without a profile the speed of devices is estimated from their data sheets.
+    """
 
     plan: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.toml")]
-    """The plan."""
+    """Plan to simulate."""
 
     cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER.toml")]
-    """The machines and the links between them."""
+    """Cluster file: the machines and the links between them."""
 
     profile: Annotated[_File, tyro.conf.arg(help_behavior_hint="(default: catalogue, no measurement)")] = None
-    """What was measured, from `zorselike profile`."""
+    """Profile written by `zorselike profile`."""
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
 
     defer_updates: bool = False
-    """Updates wait for all gradients of a step, as with a global max_norm."""
+    """Updates wait for all gradients of a step, as with max_norm and clip = "global"."""
 
     schedule: Literal["ours", "1f1b", "interleaved"] = "ours"
-    """In which order ranks compute; the others are what pipelines do today."""
+    """Order in which ranks compute: that of a run, or a common pipeline schedule."""
 
     trace: _File = None
-    """Also write a Chrome trace, for Perfetto; gzipped if it ends in .gz."""
+    """Also write a Chrome trace, for https://ui.perfetto.dev; gzipped if the name ends in .gz. It has a track
+    for each resource of each rank, arrows from sends to receives, and memory."""
 
     measured: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """With --trace: traces of a real step to show below, such as outputs/RUN/profile_traces/iteration_10."""
+    """With --trace: traces of a real step ([profiling] in a recipe) to show in the same file, such as
+    outputs/RUN/profile_traces/iteration_10."""
 
     png: _File = None
-    """Also draw the step; needs matplotlib."""
+    """Also draw the step as a picture; needs matplotlib (pip install 'zorselike[viz]')."""
 
     write_estimates: bool = False
-    """Also write time, memory and cost into the plan, for a run to compare itself with."""
+    """Also write time, memory and cost into the plan; a run then ends with a comparison by rank."""
 
     def run(self) -> None:
         print(simulate_plan(self))
 
 
 def simulate_plan(command: Simulate) -> str:
-    """The report and the drawing as text; writes the files that are asked for."""
+    """The page and the drawing as text; writes the requested files."""
     from zorselike.cost.layer_times import LayerTimeModel
     from zorselike.planner.baselines.even import compare_even
     from zorselike.simulator.report.gantt import draw_gantt
@@ -70,34 +78,34 @@ def simulate_plan(command: Simulate) -> str:
     from zorselike.simulator.report.page import format_report
 
     if command.measured is not None and command.trace is None:
-        raise ConfigError("simulate: --measured goes into the file of --trace; give that too")
+        raise ConfigError("simulate: --measured is written into the file of --trace; give that too")
     if command.write_estimates and command.schedule != "ours":
         raise ConfigError(
-            f"simulate: --write-estimates is for runs, which know no --schedule {command.schedule}; leave "
+            f"simulate: --write-estimates is for runs, which do not use --schedule {command.schedule}; leave "
             "one out"
         )
     check_outputs("simulate", {"--trace": command.trace, "--png": command.png})
     plan = Plan.load(command.plan)
-    setting = _load_setting(command, plan)
+    inputs = _load_inputs(command, plan)
     with _naming_files(command):
-        case = setting.simulate(plan, schedule=command.schedule, record=True)
-    clock = LayerTimeModel(setting.profile, setting.workload)
-    speeds = measure_speeds(plan, setting.workload, setting.cluster, clock)
+        simulated = inputs.simulate(plan, schedule=command.schedule, record=True)
+    clock = LayerTimeModel(inputs.profile, inputs.workload)
+    speeds = measure_speeds(plan, inputs.workload, inputs.cluster, clock)
     width = find_width()
     page = format_report(
-        case,
-        compare_even(case, setting, speeds),
+        simulated,
+        compare_even(simulated, inputs, speeds),
         ideal_s=plan.global_batch / sum(speeds),
-        notes=_list_notes(command, plan, setting),
+        notes=_list_notes(command, plan, inputs),
         width=width,
     )
-    drawing = draw_gantt(plan, case.simulation, device_types=case.device_types, width=width)
-    return "\n\n".join([page, drawing, *_write_files(command, case)])
+    drawing = draw_gantt(plan, simulated.simulation, device_types=simulated.device_types, width=width)
+    return "\n\n".join([page, drawing, *_write_files(command, simulated)])
 
 
 @contextmanager
 def _naming_files(command: Simulate) -> Iterator[None]:
-    """Errors of what the files say together begin with their names."""
+    """Prefixes errors with the names of the files that they are about."""
     try:
         yield
     except PlanError as error:
@@ -108,7 +116,7 @@ def _naming_files(command: Simulate) -> Iterator[None]:
         raise ProfileError(f"{command.profile or command.cluster}: {error}") from None
 
 
-def _load_setting(command: Simulate, plan: Plan) -> SimulationInputs:
+def _load_inputs(command: Simulate, plan: Plan) -> SimulationInputs:
     from zorselike.cli.assumed_profile import assume_profile
     from zorselike.cost.profile import Profile
     from zorselike.simulator.inputs import SimulationInputs
@@ -133,47 +141,47 @@ def _load_setting(command: Simulate, plan: Plan) -> SimulationInputs:
     )
 
 
-def _list_notes(command: Simulate, plan: Plan, setting: SimulationInputs) -> list[str]:
+def _list_notes(command: Simulate, plan: Plan, inputs: SimulationInputs) -> list[str]:
     from zorselike.cli.assumed_profile import NOT_MEASURED
 
     notes = [NOT_MEASURED] if command.profile is None else []
-    if plan.cluster_fingerprint not in (None, setting.cluster.fingerprint):
+    if plan.cluster_fingerprint not in (None, inputs.cluster.fingerprint):
         notes.append(
-            f"Another cluster: the plan was made for {plan.cluster_fingerprint}, {command.cluster} is "
-            f"{setting.cluster.fingerprint}"
+            f"The plan was made for another cluster: {plan.cluster_fingerprint}, while {command.cluster} is "
+            f"{inputs.cluster.fingerprint}"
         )
     return notes
 
 
-def _write_files(command: Simulate, case: SimulatedPlan) -> list[str]:
-    """Writes what is asked for; a line for each."""
+def _write_files(command: Simulate, simulated: SimulatedPlan) -> list[str]:
+    """Writes the requested files; a line for each."""
     lines = []
     if command.trace is not None:
-        _write_trace(command.trace, command.measured, case)
+        _write_trace(command.trace, command.measured, simulated)
         lines.append(f"trace written to {command.trace}: open it in https://ui.perfetto.dev")
     if command.png is not None:
         from zorselike.simulator.report.picture import save_picture
 
-        save_picture(case, command.png)
+        save_picture(simulated, command.png)
         lines.append(f"picture written to {command.png}")
     if command.write_estimates:
-        write_estimates(Path(command.plan), estimate(case))
+        write_estimates(Path(command.plan), estimate(simulated))
         lines.append(f"estimates written to {command.plan}")
     return ["\n".join(lines)] if lines else []
 
 
-def _write_trace(path: str, measured: str | None, case: SimulatedPlan) -> None:
+def _write_trace(path: str, measured: str | None, simulated: SimulatedPlan) -> None:
     from zorselike.simulator.report.chrome_trace import make_trace, save_trace
     from zorselike.simulator.report.measured_trace import read_measured
 
-    events = [] if measured is None else read_measured(measured, first_pid=case.plan.num_ranks)
-    save_trace(make_trace(case, measured=events), path)
+    events = [] if measured is None else read_measured(measured, first_pid=simulated.plan.num_ranks)
+    save_trace(make_trace(simulated, measured=events), path)
 
 
-def estimate(case: SimulatedPlan) -> Estimates:
-    """What a run of a plan is to be held against."""
+def estimate(simulated: SimulatedPlan) -> Estimates:
+    """Estimates that a run of the plan is compared with."""
     return Estimates(
-        iteration_s=case.simulation.iteration_s,
-        peak_memory_bytes=case.peak_bytes,
-        cost_per_iteration=case.simulation.cost or None,
+        iteration_s=simulated.simulation.iteration_s,
+        peak_memory_bytes=simulated.peak_bytes,
+        cost_per_iteration=simulated.simulation.cost or None,
     )

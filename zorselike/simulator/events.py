@@ -12,25 +12,25 @@ from zorselike.simulator.rank.slowdown import Slowdown
 from zorselike.simulator.rank.tasks import NOTHING, Tasks
 
 PENDING = -1.0
-"""When a task that has not run begins and ends."""
+"""Begin and end of a task that has not run."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of each task of each step, step after step: seconds, and the task after whose end it began."""
+    """When each task of each step began and ended, in seconds, indexed step after step."""
 
     begin: Sequence[float]
     end: Sequence[float]
     cause: Sequence[int]
-    """`NOTHING` where it waited for none."""
+    """The task whose end started it, or `NOTHING`."""
 
     def part(self, start: int, stop: int) -> Times:
-        """Those of some tasks."""
+        """Times of the tasks `[start, stop)`."""
         return Times(self.begin[start:stop], self.end[start:stop], self.cause[start:stop])
 
 
 def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: float = 1.0) -> Times:
-    """Runs the tasks of a step `num_steps` times; what cannot run stays `PENDING`."""
+    """Runs the tasks of a step `num_steps` times; tasks that cannot run stay `PENDING`."""
     num_tasks = len(tasks.seconds)
     following = tasks.link_steps()
     later = list(tasks.num_awaited)
@@ -45,11 +45,11 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
     slowed = None if slowdown == 1.0 else Slowdown(tasks, slowdown, heap)
     last_step = num_tasks * (num_steps - 1)
     ready = [task for task, count in enumerate(missing) if not count][::-1]
-    over: list[int] = []
+    ended: list[int] = []
     now = 0.0
     while True:
-        while over:
-            task = over.pop()
+        while ended:
+            task = ended.pop()
             end[task] = now
             local = task % num_tasks
             base = task - local
@@ -78,9 +78,9 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
                 slowed.begin(now, task, local)
             if bundle >= 0:
                 if traffic.start(now, task, bundle):
-                    over.append(task)
+                    ended.append(task)
             elif seconds[local] <= 0.0:
-                over.append(task)
+                ended.append(task)
             elif slowed is None or not slowed.times(local):
                 heappush(heap, (now + seconds[local], task))
             continue
@@ -90,6 +90,6 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
             return Times(begin, end, cause)
         now, code = heappop(heap)
         if code < 0:
-            over += traffic.handle(now, code)
+            ended += traffic.handle(now, code)
         elif slowed is None or slowed.is_over(now, code, code % num_tasks):
-            over.append(code)
+            ended.append(code)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from looking at large tables again and again while they grow."""
+"""Python's garbage collector, kept from scanning large tables again and again while they grow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No collections inside: lists of actions, tables of tasks and what a search remembers of them hold no
-    cycles, so there is nothing to find in them, and looking takes a third to a half of the time that it takes
-    to make them."""
+    """Disables garbage collection inside: lists of actions, tables of tasks and what a search keeps of them
+    hold no cycles, and scanning them takes a third to a half of the time that it takes to build them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What plans are simulated with: workload, cluster and profile, and how updates run."""
+"""What plans are simulated with: workload, cluster, profile, and when updates run."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _BUILDERS: Mapping[Schedule, Callable[..., dict[int, list[Action]]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationInputs:
-    """What plans are simulated with."""
+    """Workload, cluster and profile of a simulation."""
 
     workload: Workload
     cluster: Cluster
     profile: Profile
     defer_updates: bool = False
-    """As a global `max_norm` does, and float16: updates wait for all gradients of the step."""
+    """Whether updates wait for all gradients of the step, as with a global `max_norm` and with float16."""
 
     @without_collection()
     def list_actions(self, plan: Plan, schedule: Schedule = "ours") -> Mapping[int, Sequence[Action]]:
-        """What each rank does in a step; raises `PlanError` where the schedule does not take the plan."""
+        """Each rank's actions in a step; raises `PlanError` if the schedule cannot run the plan."""
         try:
             return _BUILDERS[schedule](
                 plan,
@@ -53,7 +53,7 @@ class SimulationInputs:
             raise PlanError(str(error)) from None
 
     def find_costs(self, plan: Plan) -> StepCosts:
-        """What that costs; raises `ClusterError` and `ProfileError`."""
+        """Costs of a plan's actions; raises `ClusterError` and `ProfileError`."""
         return make_costs(plan, self.workload, self.cluster, self.profile)
 
     @without_collection()
@@ -66,7 +66,7 @@ class SimulationInputs:
         record: bool = False,
         num_steps: int | None = None,
     ) -> SimulatedPlan:
-        """A step of a plan; `record` keeps its spans, which drawings need; `num_steps` as for `simulate`."""
+        """Simulates a step of a plan; `record` keeps spans, for drawings; `num_steps` as for `simulate`."""
         costs = self.find_costs(plan) if costs is None else costs
         actions = self.list_actions(plan, schedule)
         return SimulatedPlan(
@@ -80,12 +80,12 @@ class SimulationInputs:
         )
 
     def find_trainable(self, plan: Plan) -> tuple[bool, ...]:
-        """Of each ministage, whether any of it trains."""
+        """Whether any parameter of each ministage trains."""
         kind_of = self.workload.kind_of
         return tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
 
     def find_ties(self, plan: Plan) -> tuple[tuple[int, int], ...]:
-        """Ministages of weights that are in more than one."""
+        """Owner and borrower ministage of each weight that is in two."""
         home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
         pairs = [(home[owner], home[borrower]) for owner, borrower in self.workload.ties]
         return tuple((owner, borrower) for owner, borrower in pairs if owner != borrower)

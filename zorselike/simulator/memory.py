@@ -1,4 +1,4 @@
-"""Every rank's memory, walked when somebody asks for it: that takes longer than the simulation."""
+"""Every rank's memory, walked when asked for: that takes longer than the simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zorselike.schedule.actions import Action
 
 
 class MemoryWalks(Sequence[MemoryWalk]):
-    """By rank; of ranks that do the same with other peers one is walked."""
+    """By rank; ranks that differ only in their peers share one walk."""
 
     def __init__(self, plan: Plan, actions: Mapping[int, Sequence[Action]], costs: StepCosts) -> None:
         self._plan, self._actions, self._costs = plan, actions, costs
@@ -29,20 +29,20 @@ class MemoryWalks(Sequence[MemoryWalk]):
     def __getitem__(self, rank: slice) -> list[MemoryWalk]: ...
     def __getitem__(self, rank: int | slice) -> MemoryWalk | list[MemoryWalk]:
         if isinstance(rank, slice):
-            return [self[own] for own in range(len(self))[rank]]
+            return [self[each] for each in range(len(self))[rank]]
         rank = range(len(self))[rank]
         if rank not in self._found:
             key = self._describe(rank)
             if key not in self._alike:
                 self._alike[key] = self._walk(rank)
             walk = self._alike[key]
-            if walk.peak_position is not None:  # Of its own, with its own peer.
+            if walk.peak_position is not None:  # The rank's own action, with its own peer.
                 walk = replace(walk, peak_action=self._actions[rank][walk.peak_position])
             self._found[rank] = walk
         return self._found[rank]
 
     def _describe(self, rank: int) -> object:
-        """All that a walk reads: ranks of which this is equal hold the same at each action."""
+        """Everything that a walk depends on: ranks for which this is equal hold the same at each action."""
         costs = self._costs
         return (
             self._plan.group_of_rank[rank],

@@ -1,9 +1,9 @@
-"""What a simulated step took, where the time went, and what it held."""
+"""A simulated step: how long it took, where the time went, and what was in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -16,11 +16,11 @@ Track = Literal["compute", "update", "gather", "reduce", "send", "receive", "to 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that one rank did, in seconds since the step began: below 0 where a rank is ahead.
+    """An interval of one rank, in seconds since the step began (below 0 where the rank is ahead).
 
-    Of one track none overlap, but `send` and `receive` are a track for each peer and direction, and
+    Spans of one track do not overlap, where `send` and `receive` are a track for each peer and direction, and
     `to device` and `to host` one each for shards, activations and optimizer state. A computation that waits
-    for one gather after another has a span for each part.
+    for several gathers has a span for each part.
     """
 
     rank: int
@@ -35,13 +35,13 @@ class RankTimes:
     """Where one rank's step went, in seconds; the first four add up to the iteration time."""
 
     busy_s: float
-    """It computes: forwards, backwards, updates that nothing hides, and its host's own work."""
+    """Computing: forwards, backwards, updates that nothing hides, and work of the host."""
     waiting_for_data_s: float
-    """It waits for activations or gradients of another group that are not computed yet."""
+    """Waiting for activations or gradients that another group has not computed yet."""
     exposed_communication_s: float
-    """It waits for bytes on a wire, or for the others of a collective."""
+    """Waiting for bytes on a link, or for the other ranks of a collective."""
     exposed_copies_s: float
-    """It waits for copies between host and device."""
+    """Waiting for copies between host and device."""
     forward_s: float
     backward_s: float
     update_s: float
@@ -54,31 +54,43 @@ class Simulation:
     iteration_s: float
     ranks: tuple[RankTimes, ...]
     memory: Sequence[MemoryWalk]
-    """Of each rank: bytes that tensors ask for at every action of its list, and the context."""
+    """By rank: bytes of tensors at every action of its list, and of the context."""
     bytes_by_link: Mapping[str, float]
-    """By name of the capacity."""
+    """By name of the link (a capacity of the network)."""
     cost: float
-    """Money of one step: device-hours and egress."""
+    """Price of one step: device-hours and egress."""
     egress_cost: float
     allocator_share: float = 0.0
-    """Of tensors' bytes, what the allocator adds."""
+    """What the allocator adds, as a share of tensors' bytes."""
     spans: tuple[Span, ...] = ()
-    """By time, if they were asked for."""
+    """By start, if recorded."""
     action_times: Mapping[int, tuple[tuple[float, float], ...]] | None = None
-    """By rank, start and end of each action of its list, if spans were asked for. What only starts
-    something (a send, a copy beside computation) starts and ends when the rank has computed all before it."""
+    """By rank, start and end of each action of its list, if recorded. An action that only launches something
+    (a send, a copy beside computation) starts and ends when the rank has computed everything before it."""
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most on each rank's device, the allocator's share included."""
-        with without_collection():  # Each walk records every action, and millions may lie there already.
+        """Peak on each rank's device, the allocator's share included."""
+        with without_collection():  # Walks record every action, among millions of live objects.
             return tuple(self._allocated(walk, walk.device_peak_bytes) for walk in self.memory)
 
+    def folded_spans(self) -> Iterator[Span]:
+        """Spans of a steady run in `[0, iteration_s]`: what the step does before its beginning or after its
+        end, the steps before and after do inside it."""
+        period_s = self.iteration_s
+        for span in self.spans:
+            for shift_s in (-period_s, 0.0, period_s):
+                start_s = max(0.0, span.start_s + shift_s)
+                stop_s = min(period_s, span.stop_s + shift_s)
+                if stop_s > start_s:
+                    is_whole = (start_s, stop_s) == (span.start_s, span.stop_s)
+                    yield span if is_whole else replace(span, start_s=start_s, stop_s=stop_s)
+
     def memory_over_time(self, rank: int) -> tuple[tuple[float, int], ...]:
-        """Seconds since the step began, and bytes on the rank's device from then on; needs `record`."""
+        """Seconds since the step began, and bytes on the rank's device from then on; needs recorded spans."""
         assert self.action_times is not None, "simulate(record=True) keeps the times of actions"
         walk = self.memory[rank]
-        # An update may begin after actions that follow it in the list, but the rank comes to it before.
+        # An update may begin after actions that follow it in the list, but the rank reaches it before them.
         starts = [start for start, _ in self.action_times[rank]]
         reached = list(accumulate(reversed(starts), min))[::-1]
         pairs = zip(reached, walk.device_bytes, strict=True)

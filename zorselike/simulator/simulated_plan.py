@@ -1,4 +1,4 @@
-"""A plan simulated on a cluster, with everything that reports and drawings say of it."""
+"""A plan simulated on a cluster, with everything that reports and drawings need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPlan:
-    """One plan on one cluster: what it does, what that costs, and how its step went."""
+    """A plan on a cluster: its actions, their costs, and the simulated step."""
 
     plan: Plan
     workload: Workload
@@ -32,12 +32,12 @@ class SimulatedPlan:
 
     @cached_property
     def device_types(self) -> tuple[str, ...]:
-        """Of each rank."""
+        """Device type of each rank."""
         return tuple(self.cluster.device_type(place) for place in self.costs.places)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most on each rank's device."""
+        """Peak memory of each rank's device."""
         return self.simulation.peak_bytes
 
     @property
@@ -46,7 +46,7 @@ class SimulatedPlan:
         return tokens / self.simulation.iteration_s
 
     def limit_bytes(self, rank: int) -> int | None:
-        """Memory of the rank's device, where it is known."""
+        """Memory of the rank's device, if known."""
         return self.costs.memory_bytes[rank] if self.costs.memory_bytes else None
 
     def is_overfull(self, rank: int) -> bool:
@@ -56,7 +56,7 @@ class SimulatedPlan:
 
     @cached_property
     def host_bytes(self) -> dict[int, int]:
-        """What is offloaded to each node's memory, by node, where something is."""
+        """Bytes offloaded to host memory, by node; nodes without any are left out."""
         found: dict[int, int] = {}
         for place, walk in zip(self.costs.places, self.simulation.memory, strict=True):
             if walk.host_peak_bytes:
@@ -64,7 +64,7 @@ class SimulatedPlan:
         return found
 
     def is_host_overfull(self, node: int) -> bool:
-        """Whether more is offloaded to a node than its memory, where that is known."""
+        """Whether more is offloaded to a node than its memory, if that is known."""
         limit = self.cluster.nodes[node].host_memory_bytes
         return limit is not None and self.host_bytes.get(node, 0) > limit
 
@@ -76,12 +76,12 @@ class SimulatedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What another system would make of the same devices."""
+    """A plan that another system would run on the same devices."""
 
     name: str
     how: str
     """Devices, ZeRO stage, microbatches."""
-    case: SimulatedPlan | None
+    simulated: SimulatedPlan | None
     """None where nothing fits."""
     reason: str = ""
     """Why nothing fits."""

@@ -120,8 +120,8 @@ def test_data_parallel_plans_are_valid_and_as_asked(
 
 def test_with_fewer_rows_than_devices_only_as_many_are_used() -> None:
     even = find_even("even shares", make_setting(), CLUSTER.places, 2)
-    assert even.case is not None
-    assert even.case.device_types == ("A100-40", "T4")
+    assert even.simulated is not None
+    assert even.simulated.device_types == ("A100-40", "T4")
 
 
 # -- the ideal -----------------------------------------------------------------------------------
@@ -160,13 +160,13 @@ def test_even_shares_wait_for_the_slowest() -> None:
     assert speeds == pytest.approx([1 / 1.2, 1 / 4.8, 1 / 4.8])
     alone, even = compare_even(case, setting, speeds)
     assert (alone.name, even.name) == ("1 x A100-40 alone", "even shares")
-    assert alone.case is not None and even.case is not None
-    seconds = [each.simulation.iteration_s for each in (case, alone.case, even.case)]
+    assert alone.simulated is not None and even.simulated is not None
+    seconds = [each.simulation.iteration_s for each in (case, alone.simulated, even.simulated)]
     # Updates, which no profile times here, add some microseconds.
     assert seconds == pytest.approx([16 * 1.2, 24 * 1.2, 8 * 4.8], rel=1e-3)
-    assert even.case.plan.global_batch == alone.case.plan.global_batch == 24
-    assert alone.case.device_types == ("A100-40",)
-    assert even.case.device_types == ("A100-40", "T4", "T4")
+    assert even.simulated.plan.global_batch == alone.simulated.plan.global_batch == 24
+    assert alone.simulated.device_types == ("A100-40",)
+    assert even.simulated.device_types == ("A100-40", "T4", "T4")
 
 
 def test_devices_of_one_type_are_compared_with_even_shares_only() -> None:
@@ -175,8 +175,8 @@ def test_devices_of_one_type_are_compared_with_even_shares_only() -> None:
     case, speeds = simulate(make_plan((16, 4, 4)), setting)
     (even,) = compare_even(case, setting, speeds)
     assert even.name == "even shares"
-    assert even.case is not None
-    assert even.case.simulation.iteration_s == pytest.approx(8 * 4.8, rel=1e-3)
+    assert even.simulated is not None
+    assert even.simulated.simulation.iteration_s == pytest.approx(8 * 4.8, rel=1e-3)
 
 
 def test_the_best_stage_that_fits_is_taken_with_the_largest_microbatch() -> None:
@@ -185,7 +185,7 @@ def test_the_best_stage_that_fits_is_taken_with_the_largest_microbatch() -> None
     setting = make_setting(cluster=cluster)
     case, speeds = simulate(make_plan((8, 8, 8)), setting)
     even = compare_even(case, setting, speeds)[-1]
-    assert even.case is not None
+    assert even.simulated is not None
     candidates = [
         setting.simulate(
             make_data_parallel_plan(
@@ -196,7 +196,7 @@ def test_the_best_stage_that_fits_is_taken_with_the_largest_microbatch() -> None
         for zero in range(4)
     ]
     times = [candidate.simulation.iteration_s for candidate in candidates]
-    assert even.case.simulation.iteration_s == pytest.approx(min(times))
+    assert even.simulated.simulation.iteration_s == pytest.approx(min(times))
     assert max(times) > 1.02 * min(times)
     assert even.how == f"3 ranks, ZeRO {times.index(min(times))}, 8 rows at once"
 
@@ -204,12 +204,12 @@ def test_the_best_stage_that_fits_is_taken_with_the_largest_microbatch() -> None
 def test_microbatches_shrink_until_they_fit() -> None:
     setting = make_setting()
     case, speeds = simulate(make_plan((8, 8, 8)), setting)
-    roomy = compare_even(case, setting, speeds)[-1].case
+    roomy = compare_even(case, setting, speeds)[-1].simulated
     assert roomy is not None
     most = max(roomy.peak_bytes)
     tight = replace(setting, cluster=shrink_memory(most - 1))
     case, speeds = simulate(make_plan((8, 8, 8)), tight)
-    even = compare_even(case, tight, speeds)[-1].case
+    even = compare_even(case, tight, speeds)[-1].simulated
     assert even is not None
     assert not any(even.is_overfull(rank) for rank in range(3))
     assert max(even.peak_bytes) < most
@@ -222,7 +222,7 @@ def test_devices_that_keep_more_of_a_row_are_looked_at_by_themselves() -> None:
     )
     setting = replace(setting, profile=replace(setting.profile, layers=layers))
     case, speeds = simulate(make_plan((8, 8, 8)), setting)
-    even = compare_even(case, setting, speeds)[-1].case
+    even = compare_even(case, setting, speeds)[-1].simulated
     assert even is not None  # 8 rows through 4 layers are 1.9 GB on a T4.
     assert not any(even.is_overfull(rank) for rank in range(3))
 
@@ -248,7 +248,7 @@ def test_where_nothing_fits_it_says_which_device_and_by_how_much() -> None:
     case, speeds = simulate(make_plan((8, 8, 8)), setting)
     alone, even = compare_even(case, setting, speeds)
     for each in (alone, even):
-        assert each.case is None
+        assert each.simulated is None
         assert each.reason.startswith("OUT OF MEMORY: ")
         assert each.reason.endswith("of 16.0 MiB")
     assert "A100-40 of node fast" in alone.reason
@@ -283,4 +283,4 @@ def test_the_context_and_the_allocator_take_their_part() -> None:
     setting = make_setting(cluster=cluster, context_bytes=4 * GIB)
     case, speeds = simulate(make_plan((8, 8, 8)), setting)
     alone, even = compare_even(case, setting, speeds)
-    assert alone.case is not None and even.case is None
+    assert alone.simulated is not None and even.simulated is None

@@ -109,14 +109,14 @@ def with_memory(fast: int, slow: int) -> Cluster:
 def check_sound(baselines: tuple[Baseline, ...], global_batch: int) -> None:
     """Each is a valid plan of all rows that fits by the walk over all of its memory, or says why not."""
     for own in baselines:
-        if own.case is None:
+        if own.simulated is None:
             assert own.reason, own.name
             continue
-        own.case.plan.validate()
-        assert own.case.plan.global_batch == global_batch
-        overfull = [rank for rank in range(own.case.plan.num_ranks) if own.case.is_overfull(rank)]
+        own.simulated.plan.validate()
+        assert own.simulated.plan.global_batch == global_batch
+        overfull = [rank for rank in range(own.simulated.plan.num_ranks) if own.simulated.is_overfull(rank)]
         assert not overfull, (own.name, own.how)
-        assert own.case.simulation.iteration_s > 0
+        assert own.simulated.simulation.iteration_s > 0
 
 
 def find(baselines: tuple[Baseline, ...], name: str) -> Baseline:
@@ -134,8 +134,8 @@ def test_all_are_planned_and_none_beats_what_the_devices_can_do() -> None:
         1 / (NUM_LAYERS * 3 * SECONDS_PER_ROW[device]) for node in CLUSTER.nodes for device in node.devices
     )
     for own in baselines:
-        assert own.case is not None, own.reason
-        assert own.case.simulation.iteration_s > 48 / rows_per_s
+        assert own.simulated is not None, own.reason
+        assert own.simulated.simulation.iteration_s > 48 / rows_per_s
         assert own.how
 
 
@@ -165,7 +165,7 @@ def test_whatever_is_given_they_fit_or_say_why(
 
 def test_where_nothing_fits_device_and_bytes_are_named() -> None:
     for own in plan_baselines(make_problem(cluster=with_memory(10**7, 10**7))):
-        assert own.case is None
+        assert own.simulated is None
         assert own.reason.startswith("OUT OF MEMORY: "), own
         assert "of node" in own.reason and own.reason.endswith("of 9.5 MiB"), own
 
@@ -173,10 +173,10 @@ def test_where_nothing_fits_device_and_bytes_are_named() -> None:
 def test_only_the_devices_that_may_be_used_are() -> None:
     problem = replace(make_problem(), devices=(1, 3, 4), max_devices=2)
     for own in plan_baselines(problem):
-        assert own.case is not None, own.reason
-        assert len(own.case.costs.places) <= 2
-        assert set(own.case.device_types) <= {"A100-40", "T4"}
-    even = find(plan_baselines(problem), "even shares").case
+        assert own.simulated is not None, own.reason
+        assert len(own.simulated.costs.places) <= 2
+        assert set(own.simulated.device_types) <= {"A100-40", "T4"}
+    even = find(plan_baselines(problem), "even shares").simulated
     assert even is not None
     assert even.costs.places == (Place(0, 1), Place(1, 1))
 
@@ -184,24 +184,24 @@ def test_only_the_devices_that_may_be_used_are() -> None:
 def test_a_fixed_recomputation_is_heeded() -> None:
     for again in ("none", "layer"):
         for own in plan_baselines(make_problem(recompute=again)):  # type: ignore[arg-type]
-            assert own.case is not None
-            assert {group.recompute for group in own.case.plan.groups} == {again}
+            assert own.simulated is not None
+            assert {group.recompute for group in own.simulated.plan.groups} == {again}
 
 
 def test_devices_that_nothing_joins_are_a_reason_not_an_error() -> None:
     baselines = plan_baselines(make_problem(cluster=replace(CLUSTER, default_link=None)))
     alone = find(baselines, NAMES[0])
-    assert alone.case is not None
+    assert alone.simulated is not None
     for own in baselines[1:]:
-        assert own.case is None
+        assert own.simulated is None
         assert "connected" in own.reason or "joined" in own.reason, own
 
 
 def test_rows_that_the_profile_says_do_not_fit_are_not_planned() -> None:
     problem = replace(make_problem(), profile=make_profile(max_rows=2))
     for own in plan_baselines(problem):
-        assert own.case is not None, own
-    even = find(plan_baselines(problem), "even shares").case
+        assert own.simulated is not None, own
+    even = find(plan_baselines(problem), "even shares").simulated
     assert even is not None
     assert max(m.num_rows for m in even.plan.groups[0].microbatches) <= 2
 
@@ -210,7 +210,7 @@ def test_rows_that_the_profile_says_do_not_fit_are_not_planned() -> None:
 
 
 def test_whale_shares_by_peaks() -> None:
-    case = find(plan_baselines(make_problem(global_batch=94)), "Whale").case
+    case = find(plan_baselines(make_problem(global_batch=94)), "Whale").simulated
     assert case is not None
     (group,) = case.plan.groups
     rows = [sum(m.num_rows for m in own) for own in group.microbatches_by_rank.values()]
@@ -221,11 +221,11 @@ def test_whale_shares_by_peaks() -> None:
 
 def test_torchtitan_has_a_rectangle_and_uneven_layers() -> None:
     own = find(plan_baselines(make_problem()), "TorchTitan-Het")
-    assert own.case is not None
-    plan = own.case.plan
+    assert own.simulated is not None
+    plan = own.simulated.plan
     assert len({len(group.ranks) for group in plan.groups}) == 1
     assert {group.zero for group in plan.groups} == {2}
-    assert own.case.schedule == "1f1b"
+    assert own.simulated.schedule == "1f1b"
     for group in plan.groups:
         rows = {sum(m.num_rows for m in mine) for mine in group.microbatches_by_rank.values()}
         assert max(rows) - min(rows) <= 1 * group.max_microbatches
@@ -236,19 +236,19 @@ def test_torchtitan_has_a_rectangle_and_uneven_layers() -> None:
 
 def test_hexiscale_is_no_worse_than_torchtitan_where_stages_may_differ() -> None:
     baselines = plan_baselines(make_problem())
-    titan, hexi = (find(baselines, name).case for name in ("TorchTitan-Het", "HexiScale-like"))
+    titan, hexi = (find(baselines, name).simulated for name in ("TorchTitan-Het", "HexiScale-like"))
     assert titan is not None and hexi is not None
     assert hexi.simulation.iteration_s <= 1.01 * titan.simulation.iteration_s
 
 
 def test_cephalo_puts_state_where_there_is_room() -> None:
-    roomy = find(plan_baselines(make_problem()), "Cephalo-like").case
+    roomy = find(plan_baselines(make_problem()), "Cephalo-like").simulated
     assert roomy is not None
     even_bytes = {own[0].state_bytes for own in roomy.costs.sizes}
     assert len(even_bytes) == 1
     total = sum(own[0].state_bytes for own in roomy.costs.sizes)
     tight = with_memory(2 * 10**9, 2 * 10**8)
-    case = find(plan_baselines(make_problem(cluster=tight)), "Cephalo-like").case
+    case = find(plan_baselines(make_problem(cluster=tight)), "Cephalo-like").simulated
     assert case is not None
     state = [own[0].state_bytes for own in case.costs.sizes]
     assert min(state[:2]) > 2 * max(state[2:])
@@ -256,7 +256,7 @@ def test_cephalo_puts_state_where_there_is_room() -> None:
     updates = case.costs.update_s
     assert updates[0, 0] / updates[1, 0] == pytest.approx(1.0)
     even = find(plan_baselines(make_problem(cluster=tight)), "even shares")
-    assert even.case is None, "that is what uneven shards are for"
+    assert even.simulated is None, "that is what uneven shards are for"
 
 
 def test_state_without_room_is_there_all_the_same() -> None:
@@ -350,5 +350,5 @@ def test_tensor_parallelism_makes_room() -> None:
         workload=big, cluster=Cluster(nodes=(node,)), profile=make_profile(), global_batch=8
     )
     titan = find(plan_baselines(problem), "TorchTitan-Het")
-    assert titan.case is not None, titan.reason
+    assert titan.simulated is not None, titan.reason
     assert " x 4" in titan.how or " x 2" in titan.how

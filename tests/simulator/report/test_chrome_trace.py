@@ -300,10 +300,10 @@ def test_measured_arrows_end_where_rows_are_waited_for(tmp_path: Path, num_steps
     ("content", "message"),
     [
         (None, r"there is no such folder; give the folder of one iteration"),
-        ({}, r"holds no rank0_trace\.json\.gz; give the folder"),
+        ({}, r"contains no rank0_trace\.json\.gz; give the folder"),
         ({"rank0_trace.json": "{"}, r"rank0_trace\.json: is not a Chrome trace that can be read"),
         ({"rank0_trace.json": "[]"}, r"rank0_trace\.json: is not a Chrome trace that can be read"),
-        ({"rank0_trace.json": '{"traceEvents": []}'}, r"rank0_trace\.json: holds no action of a schedule"),
+        ({"rank0_trace.json": '{"traceEvents": []}'}, r"rank0_trace\.json: contains no action of a schedule"),
     ],
 )
 def test_what_cannot_be_read_is_one_clear_error(

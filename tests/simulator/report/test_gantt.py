@@ -9,7 +9,6 @@ from handmade import PLAN, SPANS, make_simulation, make_spans
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.simulator.report.gantt import draw_gantt
-from zorselike.simulator.report.window import fold_spans
 
 TYPES = ("A100-40", "T4", "T4")
 
@@ -34,7 +33,7 @@ def test_axis_and_legend_say_what_is_drawn() -> None:
     assert axis == f"{' ' * 11}|0{' ' * 13}|2.5{' ' * 11}|5{' ' * 13}|7.5{' ' * 6}10 s|"
     assert legend == (
         "a and A forward and backward of ministage 0 ... b and B of 1, + update, = collective that nothing "
-        "hides, - rows on a wire, . idle; a column is 167 ms"
+        "hides, - rows on a link, . idle; a column is 167 ms"
     )
     assert "%" not in legend
     assert max(map(len, drawing.splitlines())) <= 71
@@ -107,7 +106,7 @@ def test_what_a_rank_begins_early_is_seen_at_the_end_of_the_step_before() -> Non
     simulation = replace(make_simulation(), iteration_s=20.0, spans=early)
     (line,) = rows_of(draw_gantt(plan, simulation, width=3 + 20))
     assert line == f"0  aaaa{'.' * 13}aaa"
-    assert [(span.start_s, span.stop_s) for span in fold_spans(simulation)] == [
+    assert [(span.start_s, span.stop_s) for span in simulation.folded_spans()] == [
         (0.0, 4.0),
         (17.0, 20.0),
         (0.0, 2.0),

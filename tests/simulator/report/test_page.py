@@ -37,8 +37,8 @@ def baselines() -> list[Baseline]:
     slower = make_case()
     slower = replace(slower, simulation=replace(slower.simulation, iteration_s=15.0))
     return [
-        Baseline(name="1 x A100-40 alone", how="1 rank, 4 rows at once", case=slower),
-        Baseline(name="even shares", how="", case=None, reason="OUT OF MEMORY: T4 needs 20 of 16 GiB"),
+        Baseline(name="1 x A100-40 alone", how="1 rank, 4 rows at once", simulated=slower),
+        Baseline(name="even shares", how="", simulated=None, reason="OUT OF MEMORY: T4 needs 20 of 16 GiB"),
     ]
 
 
@@ -82,7 +82,7 @@ def test_every_rank_s_time_and_memory_against_its_limit() -> None:
     lines = report(make_case()).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("  rank "))
     assert [" ".join(line.split()) for line in lines[start : start + 3]] == [
-        "rank device group computes data wires copies memory",
+        "rank device group computes data links copies memory",
         "0 A100-40 0 50% 30% 20% 0% [#####---------------] 10.0 GiB of 40.0 GiB",
         "1, 2 T4 1 40% 40% 20% 0% [##########----------] 8.0 GiB of 16.0 GiB",
     ]
@@ -165,19 +165,23 @@ def test_a_rank_that_computes_all_the_time_limits() -> None:
     text = limit_of(make_times(busy=9.5, wires=0.5), *[make_times(busy=5, data=5)] * 2)
     assert text.startswith(
         "rank 0 (A100-40 of node a) limits: it computes 95% of the step, the other ranks 50% on average: "
-        "with fewer rows or layers for it"
+        "with fewer rows or layers on it"
     )
 
 
 def test_where_all_compute_only_shorter_computing_helps() -> None:
     text = limit_of(*[make_times(busy=9.5, data=0.5)] * 3)
-    assert "all work, and only shorter computing would help: larger microbatches, less recomputation" in text
+    assert "all are busy, and only faster computing would help: larger microbatches, " in text
+    assert "less recomputation" in text
 
 
 @pytest.mark.parametrize(
     ("wait", "words"),
     [
-        ("wires", "bytes on wires, or the others of a collective; longest, 7 s, does rank 2 (T4 of node b)"),
+        (
+            "wires",
+            "bytes on links, or the other ranks of a collective; longest, 7 s, does rank 2 (T4 of node b)",
+        ),
         ("copies", "copies between host and device; longest, 7 s, does rank 2 (T4 of node b)"),
         ("data", "have not computed yet; longest, 7 s, does rank 2 (T4 of node b)"),
     ],
@@ -200,7 +204,7 @@ def test_a_pipeline_out_of_balance_says_which_group_has_too_much() -> None:
     text = limit_of(make_times(busy=8, data=2), *[make_times(busy=4, data=6)] * 2)
     assert "Group 0 computes 80% of the step and group 1 40%: layers moved from 0 to 1" in text
     text = limit_of(make_times(busy=6, data=4), *[make_times(busy=5.5, data=4.5)] * 2)
-    assert "The groups are in balance: more microbatches or more ministages" in text
+    assert "The groups are balanced: more microbatches or more ministages" in text
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class BaselineCell:
 
     def tflops(self, name: str) -> float | None:
         """Of one of `plan_baselines`; None where it does not fit."""
-        case = next(own.case for own in self.baselines if own.name == name)
+        case = next(own.simulated for own in self.baselines if own.name == name)
         return None if case is None else self.flops_per_step / case.simulation.iteration_s / 1e12
 
     @property

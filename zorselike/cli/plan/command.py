@@ -1,4 +1,4 @@
-"""`zorselike plan`: the best plan for a cluster, found by search, or a quick one by proportion."""
+"""`zorselike plan`: the best plan for a cluster, found by search, or a quick one without search."""
 
 from __future__ import annotations
 
@@ -8,149 +8,155 @@ from typing import Annotated, Literal
 import tyro
 
 from zorselike.cli.model_choice import ModelOptions
-from zorselike.cli.outputs import check_outputs
+from zorselike.cli.options import check_outputs
 from zorselike.errors import ConfigError
 
 _Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
-"""Words of an option that may be given several times."""
+"""Values of an option that may be given several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WantedOptions:
-    """What is wanted, within what, and what is decided already."""
+class ProblemOptions:
+    """The objective, its constraints, and what is already decided."""
 
     objective: Literal["throughput", "cost"] = "throughput"
-    """The least time of a step, or the least money."""
+    """Shortest step, or cheapest step (nodes of the cluster then need prices)."""
 
     max_cost_per_iteration: Annotated[
         float | None, tyro.conf.arg(metavar="MONEY", help_behavior_hint="(default: no limit)")
     ] = None
-    """The most that a step may cost, in the cluster's currency."""
+    """Upper limit on the cost of a step, in the cluster's currency."""
 
     min_throughput: Annotated[
         float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")
     ] = None
-    """The least steps per second."""
+    """Lower limit on steps per second."""
 
     min_tokens_per_s: Annotated[
         float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")
     ] = None
-    """The same in tokens per second."""
+    """Lower limit on tokens per second."""
 
     max_devices: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = (
         None
     )
-    """The most devices that a plan may use."""
+    """Upper limit on the number of devices."""
 
     quota: Annotated[
         _Words, tyro.conf.arg(metavar="[PLACE/]TYPE=INT ...", help_behavior_hint="(default: all devices)")
     ] = ()
-    """The most devices of a type that may be used, such as T4=4, in a zone or region: us-east/A100-40=16."""
+    """Upper limits on devices of a type, such as T4=4, or of a type in a zone or region, such as
+    us-east/A100-40=16; T4=0 leaves them out."""
 
     span_regions: bool = False
-    """Groups, which exchange most, may have devices of several regions."""
+    """A group, whose ranks exchange most, may span several regions."""
 
     defer_updates: bool = False
-    """Updates wait for all gradients of a step, as a recipe's max_norm has it with clip = "global"."""
+    """For runs that clip by the norm of all gradients (max_norm with clip = "global"): updates wait for all
+    gradients of a step."""
 
     fix: Annotated[
         _Words, tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="(default: all is planned)")
     ] = ()
-    """What is decided already: groups=type, node, zone or nodes with local ranks in the pipeline's order
-    (groups=a:0-3,b/c), zero=2, recompute=layer, offload=params,optimizer (or none), ministages=8,
-    rows_per_microbatch=2, grad_reduce=once, in_flight=bounded (or unbounded: forward first)."""
+    """Settings that the search must keep: groups=type (or node, zone), or groups listed in pipeline order as
+    nodes and local ranks (groups=a:0-3,b/c); zero=2, recompute=layer, offload=params,optimizer (or none),
+    ministages=8, rows_per_microbatch=2, grad_reduce=once, in_flight=bounded (or unbounded: all forwards
+    first)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """How long is searched, and what is printed and written."""
+    """How long the search runs, and what is printed and written."""
 
     budget: Annotated[str, tyro.conf.arg(metavar="TIME")] = "30s"
-    """Time for the search; Ctrl-C ends it early, with the best so far."""
+    """Time for the search; Ctrl-C ends it early with the best plan so far."""
 
     seed: int = 0
-    """The same seed gives the same plan where the search ends before its time does."""
+    """Random seed; the same seed gives the same plan if the search finishes within its budget."""
 
     top: int = 5
-    """Plans that are shown, of different structure each."""
+    """Number of plans shown, each of a different structure."""
 
     explain: bool = False
-    """Also a page: what limits, memory, bubble, what each kind of device adds, what the next best would
-    trade."""
+    """Also print a page: what limits the plan, memory, where the time goes, what each kind of device adds and
+    whether it is worth it, and what the next best plan would trade."""
 
     compare: bool = False
-    """Also what others would do with the same devices: even shares (FSDP) and its kin."""
+    """Also compare with even shares, Whale, TorchTitan-Het, HexiScale and Cephalo on the same devices."""
 
     launch: bool = False
-    """Also the torchrun line of each node."""
+    """Also print the torchrun command of each node."""
 
     output: Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = "plan.toml"
-    """The plan."""
+    """File to write the plan to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharesOptions:
-    """A quick plan without search."""
+    """A quick plan without search; memory is not checked."""
 
     shares: bool = False
-    """Layers and rows in proportion to speed: one group for each type of device or each node, no search.
-    The following go with it."""
+    """Give layers and rows in proportion to speed, with one group per device type or node. The following
+    options go with it."""
 
     group_by: Literal["type", "node"] = "type"
-    """What makes a group: devices of one type, or of one node."""
+    """Whether a group is the devices of one type or of one node."""
 
     ministages: int = 1
-    """Ministages of each group."""
+    """Number of ministages of each group."""
 
     rows_per_microbatch: int = 1
-    """Rows that a rank computes at once, at most."""
+    """Upper limit on the rows of a microbatch."""
 
     zero: Literal[0, 1, 2, 3] = 2
     """ZeRO stage of every group."""
 
     recompute: Literal["none", "layer"] = "none"
-    """Whether layers are recomputed in the backward."""
+    """Whether layers are recomputed in the backward pass."""
 
     offload: tuple[Literal["params", "optimizer", "activations"], ...] = ()
-    """What goes to host memory between its uses."""
+    """What is kept in host memory between uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Find the best plan for a model on a cluster, and say why it is.
+    """Find the best plan for a model on a cluster, and explain it.
 
-    Without a profile devices are as fast as their data sheets let expect; `zorselike profile` measures them.
+    The search chooses the devices, groups and their order, each rank's layers, rows and microbatches, ZeRO
+    stages, recomputation, offload and microbatches in flight. Every plan that it returns fits, according to
+    the simulator, and comes with a proven bound on how much faster any plan could be. Without a profile the
+    speed of devices is estimated from their data sheets; `zorselike profile` measures it.
     """
 
     cluster: Annotated[
         str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(needed, or --from-profile)")
     ] = None
-    """The machines, as `zorselike profile` found them or written by hand."""
+    """Cluster file, written by `zorselike profile` or by hand (examples: recipes/clusters)."""
 
     profile: Annotated[
         str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: catalogue, no measurement)")
     ] = None
-    """What `zorselike profile` measured."""
+    """Profile written by `zorselike profile`."""
 
     from_profile: Annotated[
         str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")
     ] = None
-    """The same, with the cluster.toml that lies beside it."""
+    """Profile, together with the cluster.toml beside it."""
 
     global_batch: Annotated[int, tyro.conf.arg(help_behavior_hint="(needed)")] = 0
     """Rows per optimizer step."""
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
 
-    wanted: tyro.conf.OmitArgPrefixes[WantedOptions] = field(default_factory=WantedOptions)
+    problem: tyro.conf.OmitArgPrefixes[ProblemOptions] = field(default_factory=ProblemOptions)
 
     search: tyro.conf.OmitArgPrefixes[SearchOptions] = field(default_factory=SearchOptions)
 
-    quick: tyro.conf.OmitArgPrefixes[SharesOptions] = field(default_factory=SharesOptions)
+    proportional: tyro.conf.OmitArgPrefixes[SharesOptions] = field(default_factory=SharesOptions)
 
     def run(self) -> None:
         self._check()
-        if self.quick.shares:
+        if self.proportional.shares:
             from zorselike.cli.plan.shares import print_shares_plan
 
             print_shares_plan(self)
@@ -160,25 +166,27 @@ class PlanCommand:
             print_best_plan(self)
 
     def _check(self) -> None:
-        """Raises `ConfigError` for options that contradict each other, before files are read."""
+        """Raises `ConfigError` for contradictory options, before files are read."""
         if self.from_profile is not None and self.profile is not None:
-            raise ConfigError("plan: --from-profile and --profile are both given; keep one of them")
+            raise ConfigError("plan: --from-profile and --profile are both given; keep one")
         if self.cluster is None and self.from_profile is None:
             raise ConfigError(
-                "plan: --cluster is missing; name a cluster file (recipes/clusters has some), or give "
-                "--from-profile with what `zorselike profile` wrote"
+                "plan: --cluster is missing; give a cluster file (examples: recipes/clusters), or "
+                "--from-profile with a file that `zorselike profile` wrote"
             )
         if self.global_batch < 1:
-            raise ConfigError(f"plan: --global-batch is {self.global_batch}; say how many rows a step has")
+            raise ConfigError(
+                f"plan: --global-batch is {self.global_batch}; give the number of rows of a step"
+            )
         check_outputs("plan", {"--output": self.search.output})
-        if self.quick.shares:
+        if self.proportional.shares:
             planned = SearchOptions(output=self.search.output)
-            if self.wanted != WantedOptions() or self.search != planned:
+            if self.problem != ProblemOptions() or self.search != planned:
                 raise ConfigError(
-                    "plan: --shares is a plan without search and takes none of its options; leave one out"
+                    "plan: --shares plans without a search and takes none of its options; leave one out"
                 )
-        elif self.quick != SharesOptions():
+        elif self.proportional != SharesOptions():
             raise ConfigError(
                 "plan: --group-by, --ministages, --rows-per-microbatch, --zero, --recompute and --offload go "
-                "with --shares; for the search say what is decided as --fix zero=2 ministages=8"
+                "with --shares; for the search give such settings as --fix zero=2 ministages=8"
             )

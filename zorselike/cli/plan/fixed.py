@@ -1,4 +1,4 @@
-"""`--fix`: what the user has decided, and the planner is to keep."""
+"""`--fix`: settings that the planner must keep."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _COMMON: Mapping[str, Callable[[Cluster, Place], Hashable]] = {
     "node": lambda cluster, place: place.node,
     "zone": lambda cluster, place: cluster.nodes[place.node].zone,
 }
-"""What the devices of a group have in common, by the word for it."""
+"""Attribute that the devices of a group share, by its keyword."""
 
 
 def read_fixed(
     words: Sequence[str], cluster: Cluster, devices: Sequence[int], *, spans_regions: bool
 ) -> Fixed:
-    """What `KEY=VALUE` words fix.
+    """Reads the settings of `KEY=VALUE` words.
 
     Args:
         words: such as `zero=2`, `offload=none`, `groups=node`, `groups=a:0-3,b/c`.
-        cluster: whose nodes groups are of.
-        devices: that may be used, as indices into `cluster.places`.
+        cluster: the cluster, whose nodes may be named.
+        devices: usable devices, as indices into `cluster.places`.
         spans_regions: whether a group may have devices of several regions.
 
     Raises:
-        ConfigError: A key or value that does not exist, or a key given twice.
+        ConfigError: a key or value does not exist, or a key is given twice.
     """
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in KEYS:
             raise ConfigError(
-                f"plan: --fix '{word}' is none{suggest(key, KEYS) or '; write it as zero=2'}; keys are "
-                f"{', '.join(KEYS)}"
+                f"plan: --fix '{word}' is not a setting{suggest(key, KEYS) or '; write it as zero=2'}; "
+                f"keys are {', '.join(KEYS)}"
             )
         if key in given:
             raise ConfigError(f"plan: --fix {key} is given twice; give it once")
@@ -106,7 +106,7 @@ def _read_offload(text: str) -> tuple[str, ...]:
 def _read_groups(
     text: str, cluster: Cluster, devices: Sequence[int], spans_regions: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups by a word, in the paper's order (Zorse 4.3.3), or as they are listed."""
+    """Groups by a shared attribute, in the order of Zorse 4.3.3, or as they are listed."""
     if text in _COMMON:
         return _group_by(_COMMON[text], cluster, devices, spans_regions)
     if not text:
@@ -136,8 +136,8 @@ def _group_by(
 
 
 def _read_group(text: str, cluster: Cluster, devices: Sequence[int]) -> tuple[int, ...]:
-    """Devices of `a:0-3,b`: of node a the local ranks 0 to 3, and of node b all that may be used; `a-*` are
-    all nodes whose name begins so."""
+    """Devices of `a:0-3,b`: local ranks 0 to 3 of node a and all usable devices of node b; `a-*` stands for
+    all nodes whose names match."""
     found: list[int] = []
     for entry in text.split(","):
         pattern, colon, ranks = entry.partition(":")
@@ -149,17 +149,18 @@ def _read_group(text: str, cluster: Cluster, devices: Sequence[int]) -> tuple[in
                 f"{suggest(pattern, names) or '; write type, node, zone, or nodes: a:0-3,b/c'}"
             )
         allowed = _read_ranks(ranks, entry) if colon else None
-        own = [
+        members = [
             device
             for device in devices
             if cluster.places[device].node in nodes
             and (allowed is None or cluster.places[device].local_rank in allowed)
         ]
-        if len(own) < len(nodes) * (1 if allowed is None else len(allowed)):
+        if len(members) < len(nodes) * (1 if allowed is None else len(allowed)):
             raise ConfigError(
-                f"plan: --fix groups: {entry} are not all there, or the quotas do not allow them; name others"
+                f"plan: --fix groups: {entry} includes devices that do not exist or that quotas exclude; "
+                "name others"
             )
-        found += own
+        found += members
     return tuple(found)
 
 
@@ -168,6 +169,6 @@ def _read_ranks(text: str, entry: str) -> range:
     first, dash, last = text.partition("-")
     if not first.isdecimal() or not (last.isdecimal() if dash else True) or int(last or first) < int(first):
         raise ConfigError(
-            f"plan: --fix groups: '{entry}' is none; write local ranks as {entry.split(':')[0]}:0-3"
+            f"plan: --fix groups: '{entry}' is not valid; write local ranks as {entry.split(':')[0]}:0-3"
         )
     return range(int(first), int(last or first) + 1)

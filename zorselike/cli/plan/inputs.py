@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a plan is made from."""
+    """Inputs of the planner."""
 
     cluster: Cluster
     profile: Profile
     workload: Workload
     notes: tuple[str, ...]
-    """What was not measured."""
+    """Notes for the reader on what was not measured."""
 
 
 def load_cluster(command: PlanCommand) -> Cluster:
-    """That which is given, or the one beside the profile; raises `ClusterError` and `ConfigError`."""
+    """The given cluster, or the one beside the profile; raises `ClusterError` and `ConfigError`."""
     if command.cluster is not None:
         return Cluster.load(command.cluster)
     assert command.from_profile is not None
     path = Path(command.from_profile).parent / "cluster.toml"
     if not path.exists():
         raise ConfigError(
-            f"plan: --from-profile {command.from_profile}: there is no {path} beside it, which `zorselike "
-            "profile` writes; give --cluster"
+            f"plan: --from-profile {command.from_profile}: {path}, which `zorselike profile` writes beside "
+            "it, does not exist; give --cluster"
         )
     return Cluster.load(path)
 
 
 def load_inputs(command: PlanCommand, cluster: Cluster, devices: set[str]) -> Inputs:
-    """Profile and workload for devices of these types.
+    """Profile and workload for these device types.
 
     Raises:
-        ConfigError: Nothing says which model, or how long a row is.
-        ProfileError: The profile has nothing about one of the devices.
+        ConfigError: the model or the sequence length is missing.
+        ProfileError: the profile lacks one of the devices.
     """
     path = command.profile or command.from_profile
     profile = None if path is None else Profile.load(path)
@@ -62,6 +62,7 @@ def load_inputs(command: PlanCommand, cluster: Cluster, devices: set[str]) -> In
     if measured and (lacking := sorted(devices - measured)):
         raise ProfileError(
             f"{path}: nothing was measured on {list_few(lacking)}, which the cluster has; measure there, "
-            f"leave out (--quota {' '.join(f'{device}=0' for device in lacking)}), or plan without a profile"
+            f"leave them out (--quota {' '.join(f'{device}=0' for device in lacking)}), or plan without a "
+            "profile"
         )
     return Inputs(cluster, profile, workload, ())

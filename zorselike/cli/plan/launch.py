@@ -1,4 +1,4 @@
-"""`--launch`: how a plan is started, one torchrun line a node."""
+"""`--launch`: the torchrun command of each node."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _CPU = "CPU"
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is started with a plan."""
+    """A job to be started with a plan."""
 
     path: str
-    """Of the plan."""
+    """Path of the plan."""
     dtype: str
     defer_updates: bool
     model: tuple[str, str] | None
-    """Family and flavor of a model of ours as it is; None: a recipe or script has to say."""
+    """Family and flavor of a built-in model without overrides; None if a recipe or script must name it."""
 
 
 def list_commands(plan: Plan, launch: Launch) -> list[str]:
-    """A line for each node, then what must be seen to; the plan names its devices."""
+    """A command for each node, then notes as comments; the plan must name its devices."""
     nodes: dict[str, list[Device]] = {}
     for device in sorted(plan.devices, key=lambda device: device.rank):
         nodes.setdefault(device.node, []).append(device)
@@ -35,11 +35,11 @@ def list_commands(plan: Plan, launch: Launch) -> list[str]:
         f"{_write_program(plan, launch, devices)}"
         for node, devices in nodes.items()
     ]
-    return [*lines, *_list_cares(nodes, launch)]
+    return [*lines, *_list_notes(nodes, launch)]
 
 
 def _write_environment(node: str, devices: Sequence[Device]) -> str:
-    """What tells the processes who they are; GPUs that the plan leaves out are hidden."""
+    """Variables that identify the processes and hide GPUs that the plan does not use."""
     local = sorted(device.local_rank for device in devices)
     words = [f"ZORSELIKE_NODE={quote(node)}"]
     if local != list(range(len(local))):
@@ -75,18 +75,18 @@ def _write_program(plan: Plan, launch: Launch, devices: Sequence[Device]) -> str
     return " ".join(words)
 
 
-def _list_cares(nodes: dict[str, list[Device]], launch: Launch) -> list[str]:
-    cares = []
+def _list_notes(nodes: dict[str, list[Device]], launch: Launch) -> list[str]:
+    notes = []
     if len(nodes) > 1:
-        cares.append(
-            f"one line on each node, in any order; {next(iter(nodes))} must be a name or address that all "
-            f"of them reach, and {launch.path} be on each"
+        notes.append(
+            f"run one command on each node, in any order; all nodes must reach {next(iter(nodes))} by that "
+            f"name, and each needs {launch.path}"
         )
     if launch.model is None:
-        cares.append("RECIPE.toml, or a script of yours in its place, says the model (README, As a library)")
+        notes.append("RECIPE.toml, or your own script in its place, names the model (README, Your model)")
     if not launch.defer_updates:
-        cares.append(
-            "clip = ministage updates at once, as the plan assumes; for the norm of all gradients plan with "
-            "--defer-updates"
+        notes.append(
+            "clip = ministage updates each ministage at once, as the plan assumes; to clip by the norm of "
+            "all gradients plan with --defer-updates"
         )
-    return [f"# {care}" for care in cares]
+    return [f"# {note}" for note in notes]

@@ -1,4 +1,4 @@
-"""A bar that says how far a search is and how good its best plan."""
+"""A progress bar of the search with its best plan so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
 
 @contextmanager
 def show_progress(budget_s: float, what: str) -> Iterator[OnProgress]:
-    """A bar on standard error while a search works, where that is a terminal; gone after it."""
+    """A bar on standard error during a search, if that is a terminal; removed afterwards."""
     with tqdm(
         total=budget_s,
         desc=what,
@@ -29,7 +29,7 @@ def show_progress(budget_s: float, what: str) -> Iterator[OnProgress]:
 
         def show(progress: Progress) -> None:
             nonlocal shown_s
-            # A better plan is shown at once, all else ten times a second.
+            # A better plan is shown at once, the rest ten times a second.
             bar.set_postfix_str(describe_progress(progress), refresh=progress.best_s != shown_s)
             bar.update(min(progress.elapsed_s, budget_s) - bar.n)
             shown_s = progress.best_s

@@ -1,4 +1,4 @@
-"""`--quota`: how many devices of a type, in all or in a zone or region, may be used."""
+"""`--quota`: upper limits on devices of a type, in total or in a zone or region."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zorselike.text.wording import suggest
 
 @dataclass(frozen=True)
 class Quota:
-    """At most so many devices of one type in one zone or region, or anywhere."""
+    """Upper limit on devices of one type in a zone or region, or in total."""
 
     device: str
     where: str
-    """A zone or a region; empty: anywhere."""
-    most: int
+    """A zone or a region; empty for the total."""
+    limit: int
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class Quota:
 
 
 def read_quotas(words: Sequence[str], cluster: Cluster) -> tuple[Quota, ...]:
-    """Quotas of `T4=4` and `us-east/A100-40=16`; raises `ConfigError` for what the cluster does not have."""
+    """Reads quotas such as `T4=4` and `us-east/A100-40=16`; raises `ConfigError` for unknown names."""
     quotas = tuple(_read_quota(word, cluster) for word in words)
     names = [quota.name for quota in quotas]
     for name in names:
@@ -37,11 +37,11 @@ def read_quotas(words: Sequence[str], cluster: Cluster) -> tuple[Quota, ...]:
 
 
 def choose_devices(cluster: Cluster, quotas: Sequence[Quota]) -> tuple[int, ...]:
-    """Devices, as indices into `cluster.places`, that all quotas allow together.
+    """Devices that all quotas allow together, as indices into `cluster.places`.
 
-    Whole nodes go first, in the cluster's order, then parts of nodes; what no quota names is not limited.
+    Whole nodes come first, in the cluster's order, then parts of nodes; what no quota names is not limited.
     """
-    left = {quota: quota.most for quota in quotas}
+    left = {quota: quota.limit for quota in quotas}
     chosen: set[int] = set()
     blocks = list(_list_blocks(cluster))
     for is_whole in (True, False):
@@ -58,7 +58,7 @@ def choose_devices(cluster: Cluster, quotas: Sequence[Quota]) -> tuple[int, ...]
 def _read_quota(word: str, cluster: Cluster) -> Quota:
     name, equals, number = word.rpartition("=")
     if not equals or not number.isdecimal():
-        raise ConfigError(f"plan: --quota '{word}' is none; write it as T4=4, or us-east/A100-40=16")
+        raise ConfigError(f"plan: --quota '{word}' is not a quota; write it as T4=4, or us-east/A100-40=16")
     where, _, device = name.rpartition("/")
     types = sorted({device for node in cluster.nodes for device in node.devices})
     by_folded = {known.casefold(): known for known in types}
@@ -77,15 +77,15 @@ def _read_quota(word: str, cluster: Cluster) -> Quota:
 
 
 def _list_blocks(cluster: Cluster) -> Iterator[tuple[list[int], int, str]]:
-    """Devices of one type on one node: their indices, the node's and the type."""
+    """Devices of one type on one node: their indices, the node's index and the type."""
 
     def key(device: int) -> tuple[int, str]:
         place = cluster.places[device]
         return place.node, cluster.device_type(place)
 
-    # Local ranks of two types may take turns.
-    for (node, device), own in groupby(sorted(range(cluster.num_devices), key=key), key):
-        yield list(own), node, device
+    # Types may alternate among local ranks.
+    for (node, device), devices in groupby(sorted(range(cluster.num_devices), key=key), key):
+        yield list(devices), node, device
 
 
 def _concerns(quota: Quota, cluster: Cluster, node: int, device: str) -> bool:

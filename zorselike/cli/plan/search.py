@@ -1,4 +1,4 @@
-"""`zorselike plan`: the search for the best plan, and what is printed of it."""
+"""`zorselike plan`: searches for the best plan and prints the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from zorselike.cli.model_choice import parse_model
-from zorselike.cli.outputs import find_width
+from zorselike.cli.options import find_width
 from zorselike.cli.plan.fixed import read_fixed
 from zorselike.cli.plan.inputs import load_cluster, load_inputs
 from zorselike.cli.plan.launch import Launch, list_commands
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from zorselike.planner.explain.kinds import Addition
 
 _OF_KINDS = 0.5
-"""Of the time budget, what `--explain` searches in addition, all kinds of devices together."""
+"""Additional time of `--explain`, for all kinds of devices together, as a share of the budget."""
 _LEAST_BUDGET_S = 0.5
 
 
 def print_best_plan(command: PlanCommand) -> None:
-    """Searches, writes the best plan, and prints what was asked for.
+    """Searches, writes the best plan, and prints what the options ask for.
 
     Raises:
-        ConfigError, ClusterError, ProfileError, PlanError: Something is missing, contradictory or wrong.
-        NothingFitsError: No plan fits; says the smallest change that would.
+        ConfigError, ClusterError, ProfileError, PlanError: an option or file is missing or wrong.
+        NothingFitsError: no plan fits; names the smallest change that would help.
     """
     budget_s = _read_budget(command.search.budget)
     if command.search.top < 1:
         raise ConfigError(f"plan: --top is {command.search.top}; it must be at least 1")
-    problem, notes = _pose(command)
+    problem, notes = _make_problem(command)
     problem.check()
     width = find_width()
     answer = _search(problem, command.search, budget_s, "planning")
@@ -72,22 +72,22 @@ def _read_budget(text: str) -> float:
     try:
         budget_s = read_time(text, "plan: --budget")
     except FileError:
-        raise ConfigError(f"plan: --budget is '{text}'; write seconds with their unit, such as 30s") from None
+        raise ConfigError(f"plan: --budget is '{text}'; write a time with its unit, such as 30s") from None
     if budget_s <= 0:
         raise ConfigError(f"plan: --budget is {text}; give more than 0s")
     return budget_s
 
 
-# -- the question ------------------------------------------------------------------------------
+# -- the problem -------------------------------------------------------------------------------
 
 
-def _pose(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
-    """What is asked of the planner, and what a reader must know of it."""
-    wanted = command.wanted
+def _make_problem(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
+    """The planner's problem, and notes for the reader."""
+    options = command.problem
     cluster = load_cluster(command)
-    quotas = read_quotas([*chain(*wanted.quota)], cluster)
+    quotas = read_quotas([*chain(*options.quota)], cluster)
     devices = choose_devices(cluster, quotas)
-    fixed = read_fixed([*chain(*wanted.fix)], cluster, devices, spans_regions=wanted.span_regions)
+    fixed = read_fixed([*chain(*options.fix)], cluster, devices, spans_regions=options.span_regions)
     types = {cluster.device_type(cluster.places[device]) for device in devices}
     inputs = load_inputs(command, cluster, types)
     workload = inputs.workload
@@ -96,20 +96,19 @@ def _pose(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
             f"plan: --fix rows_per_microbatch={fixed.rows_per_microbatch} of a --global-batch of "
             f"{command.global_batch}; a microbatch has no more rows than a step"
         )
+    limit = options.max_cost_per_iteration
     problem = PlanProblem(
         workload=workload,
         cluster=cluster,
         profile=inputs.profile,
         global_batch=command.global_batch,
-        objective=wanted.objective,
-        max_cost_per_iteration=inf
-        if wanted.max_cost_per_iteration is None
-        else wanted.max_cost_per_iteration,
+        objective=options.objective,
+        max_cost_per_iteration=inf if limit is None else limit,
         min_throughput=_find_min_throughput(command, workload.sequence_length),
-        max_devices=wanted.max_devices,
+        max_devices=options.max_devices,
         devices=devices if quotas else None,
-        spans_regions=wanted.span_regions,
-        defer_updates=wanted.defer_updates or workload.dtype == "float16",
+        spans_regions=options.span_regions,
+        defer_updates=options.defer_updates or workload.dtype == "float16",
         fixed=fixed,
     )
     return problem, (*inputs.notes, *_describe_updates(command, problem))
@@ -117,18 +116,18 @@ def _pose(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
 
 def _find_min_throughput(command: PlanCommand, sequence_length: int) -> float:
     """Steps per second."""
-    steps, tokens = command.wanted.min_throughput, command.wanted.min_tokens_per_s
+    steps, tokens = command.problem.min_throughput, command.problem.min_tokens_per_s
     if steps is not None and tokens is not None:
-        raise ConfigError("plan: --min-throughput and --min-tokens-per-s are both given; keep one of them")
+        raise ConfigError("plan: --min-throughput and --min-tokens-per-s are both given; keep one")
     if tokens is not None:
         return tokens / (command.global_batch * sequence_length)
     return steps or 0.0
 
 
 def _describe_updates(command: PlanCommand, problem: PlanProblem) -> list[str]:
-    if problem.workload.dtype != "float16" or command.wanted.defer_updates:
+    if problem.workload.dtype != "float16" or command.problem.defer_updates:
         return []
-    return ["computes in float16, with loss scaling: updates wait for the end of the step"]
+    return ["computes in float16 with loss scaling: updates wait for the end of the step"]
 
 
 def _search(problem: PlanProblem, options: SearchOptions, budget_s: float, what: str) -> PlanAnswer:
@@ -138,13 +137,13 @@ def _search(problem: PlanProblem, options: SearchOptions, budget_s: float, what:
         )
 
 
-# -- what else is asked for --------------------------------------------------------------------
+# -- further output ---------------------------------------------------------------------------
 
 
 def _find_additions(
     command: PlanCommand, problem: PlanProblem, answer: PlanAnswer, budget_s: float
 ) -> tuple[PlanAnswer, tuple[Addition, ...]]:
-    """What each kind of device adds, in a share of the time."""
+    """Searches without each kind of device, to find what it adds."""
     from zorselike.planner.explain.kinds import find_additions
 
     share_s = max(_LEAST_BUDGET_S, _OF_KINDS * budget_s / len({*answer.best.case.device_types}))
@@ -160,8 +159,8 @@ def _list_assumptions(answer: PlanAnswer) -> Iterator[str]:
 def _explain(
     problem: PlanProblem, answer: PlanAnswer, additions: Sequence[Addition], width: int
 ) -> Iterator[str]:
-    """The page: the step as `simulate` shows it, where time goes, what each kind of device adds, and what the
-    next best plan would trade."""
+    """The page: the step as `simulate` shows it, what each kind of device adds, and what the next best plan
+    would trade."""
     from zorselike.planner.explain.kinds import describe_additions
     from zorselike.planner.explain.plans import drop_alike
     from zorselike.planner.explain.step import describe_page
@@ -181,7 +180,7 @@ def _compare(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> 
     from zorselike.planner.explain.baselines import tabulate_baselines
 
     table = tabulate_baselines(answer.best, plan_baselines(problem))
-    yield "\n".join(["What others would do with the same devices:", *(f"  {line}" for line in table)])
+    yield "\n".join(["Other systems on the same devices:", *(f"  {line}" for line in table)])
 
 
 def _list_launch(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> list[str]:

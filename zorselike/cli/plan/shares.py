@@ -20,16 +20,16 @@ def print_shares_plan(command: PlanCommand) -> None:
     clock = LayerTimeModel(inputs.profile, inputs.workload)
     job = SharesJob(
         global_batch=command.global_batch,
-        group_by=command.quick.group_by,
-        ministages=command.quick.ministages,
-        rows_per_microbatch=command.quick.rows_per_microbatch,
-        zero=command.quick.zero,
-        recompute=command.quick.recompute,
-        offload=command.quick.offload,
+        group_by=command.proportional.group_by,
+        ministages=command.proportional.ministages,
+        rows_per_microbatch=command.proportional.rows_per_microbatch,
+        zero=command.proportional.zero,
+        recompute=command.proportional.recompute,
+        offload=command.proportional.offload,
     )
     plan = plan_shares(inputs.workload, cluster, clock, job)
     plan.save(command.search.output)
     print(plan.explain())
     for line in (*inputs.notes, *(f"assumed: {line}" for line in clock.assumptions)):
         print(line)
-    print(f"wrote {command.search.output}; memory was not looked at")
+    print(f"wrote {command.search.output}; memory was not checked")

@@ -54,9 +54,9 @@ def find_cephalo(
             case = setting.simulate(found.plan, found.costs, schedule=ORDER)
             fitting.append((case, job.describe(found)))
     if not fitting:
-        return Baseline(name=NAME, how="", case=None, reason=reason)
+        return Baseline(name=NAME, how="", simulated=None, reason=reason)
     best, how = min(fitting, key=lambda own: own[0].simulation.iteration_s)
-    return Baseline(name=NAME, how=how, case=best)
+    return Baseline(name=NAME, how=how, simulated=best)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def find_data_parallel(
                 reason = fit
         if fitting:
             best = min(fitting, key=lambda case: case.simulation.iteration_s)
-            return Baseline(name=name, how=_describe(best.plan), case=best)
-    return Baseline(name=name, how="", case=None, reason=reason)
+            return Baseline(name=name, how=_describe(best.plan), simulated=best)
+    return Baseline(name=name, how="", simulated=None, reason=reason)
 
 
 class _Fit(NamedTuple):

@@ -76,8 +76,8 @@ def find_pipeline(
             break
     if cases:
         best, how = min(cases, key=lambda own: own[0].simulation.iteration_s)
-        return Baseline(name=name, how=how, case=best)
-    return Baseline(name=name, how="", case=None, reason=reason or ranking.explain())
+        return Baseline(name=name, how=how, simulated=best)
+    return Baseline(name=name, how="", simulated=None, reason=reason or ranking.explain())
 
 
 class _Ranking:

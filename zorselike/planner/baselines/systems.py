@@ -70,7 +70,7 @@ def _try(
     try:
         return plan(problem, places)
     except (ClusterError, PlanError, ProfileError) as error:
-        return Baseline(name=name, how="", case=None, reason=str(error))
+        return Baseline(name=name, how="", simulated=None, reason=str(error))
 
 
 def _choose_places(problem: PlanProblem) -> list[Place]:

@@ -11,7 +11,7 @@ from zorselike.text.layout import align_columns
 
 def tabulate_baselines(best: Planned, baselines: Sequence[Baseline]) -> list[str]:
     """A line for each, the plan first: how fast, for how much, and how much faster the plan is."""
-    cases = [best.case, *(baseline.case for baseline in baselines)]
+    cases = [best.case, *(baseline.simulated for baseline in baselines)]
     has_prices = any(case is not None and case.simulation.cost for case in cases)
     heading = [
         "",
@@ -23,12 +23,17 @@ def tabulate_baselines(best: Planned, baselines: Sequence[Baseline]) -> list[str
     ]
     table = [heading, ["this plan", *_show(best.case, has_prices), "", ""]]
     for baseline in baselines:
-        if baseline.case is None:
+        if baseline.simulated is None:
             table.append([baseline.name, "", "", "", "", baseline.reason])
             continue
-        ratio = baseline.case.simulation.iteration_s / best.case.simulation.iteration_s
+        ratio = baseline.simulated.simulation.iteration_s / best.case.simulation.iteration_s
         table.append(
-            [baseline.name, *_show(baseline.case, has_prices), f"plan {ratio:.2f} x as fast", baseline.how]
+            [
+                baseline.name,
+                *_show(baseline.simulated, has_prices),
+                f"plan {ratio:.2f} x as fast",
+                baseline.how,
+            ]
         )
     return align_columns(table, left=(0, 5))
 

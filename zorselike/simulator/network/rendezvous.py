@@ -1,7 +1,7 @@
-"""What several ranks bring about together: transfers between them, and collectives.
+"""What several ranks do together: transfers between two ranks, and collectives.
 
-Each is made by the rank that comes to it first, and found again by the others. Collectives of one
-group run one after the other, in the order in which all its ranks start them.
+Each is created by the rank that reaches it first and found by the others. Collectives of one group run one
+after another, in the order in which all its ranks start them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NORM_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The collectives of one ZeRO 3 computation: gathers of its first unit and of the others (`in_turn`: of
-    all but the last, and of the last), reductions of all but its last unit, and of that. `NOTHING` where
-    there is none."""
+class UnitCollectives:
+    """Collectives of the FSDP units inside one ZeRO 3 computation: all-gathers of its first unit and of the
+    others (`in_turn`: of all but the last, and of the last), reduce-scatters of all but its last unit, and of
+    the last. `NOTHING` where there is none."""
 
     first_gather: int
     other_gathers: int
@@ -36,22 +36,22 @@ class Inside:
 
 @dataclass(frozen=True)
 class Channel:
-    """The transfers of one edge so far, each after the one before it."""
+    """Transfers of one edge so far; each waits for the previous one."""
 
     edge: Edge
     transfers: list[int] = field(default_factory=list)
 
 
-class Meetings:
-    """All meetings of one step."""
+class Rendezvous:
+    """All rendezvous of one step."""
 
     def __init__(self, plan: Plan, costs: StepCosts, tasks: Tasks) -> None:
         self._plan, self._costs, self._tasks = plan, costs, tasks
-        self._found: dict[Hashable, tuple[int, ...]] = {}
-        self._insides: dict[tuple[int, Kind, int, int], Inside] = {}
+        self._collectives: dict[Hashable, tuple[int, ...]] = {}
+        self._unit_collectives: dict[tuple[int, Kind, int, int], UnitCollectives] = {}
         self._channels: dict[Edge, Channel] = {}
         self._last: dict[int, int] = {}
-        """The last collective of a group."""
+        """Last collective of each group."""
         self._bundles: dict[Hashable, int] = {}
         self._ties: dict[tuple[tuple[int, int], bool], list[tuple[int, int, int]]] = {}
         self._ranks = [tuple(sorted(group.flat_ranks)) for group in plan.groups]
@@ -65,16 +65,16 @@ class Meetings:
             self._channels[edge] = Channel(edge)
         return self._channels[edge]
 
-    def transfer(self, channel: Channel, turn: int, num_bytes: float) -> int:
-        """The `turn`-th one of a channel."""
+    def transfer(self, channel: Channel, index: int, num_bytes: float) -> int:
+        """Transfer number `index` of a channel."""
         transfers = channel.transfers
-        if turn == len(transfers):
+        if index == len(transfers):
             source, target, _ = channel.edge
             task = self._add_transfer(source, target, num_bytes)
-            if turn:
+            if index:
                 self._tasks.wait(task, transfers[-1])
             transfers.append(task)
-        return transfers[turn]
+        return transfers[index]
 
     def _add_transfer(self, source: int, target: int, num_bytes: float) -> int:
         key = (source, target, num_bytes)
@@ -82,42 +82,46 @@ class Meetings:
         if bundle is None:
             flow = self._costs.network.transfer(source, target, num_bytes)
             bundle = self._bundles[key] = self._tasks.bundle_of((flow,))
-        return self._meet(self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
+        return self._expect(self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
 
-    def _meet(self, task: int, ranks: Sequence[int]) -> int:
-        """A task to which all of these ranks must come."""
+    def _expect(self, task: int, ranks: Sequence[int]) -> int:
+        """Makes a task wait until all of these ranks have arrived."""
         self._tasks.parties[task] = ranks
         self._tasks.num_awaited[task] += len(ranks)
         return task
 
     # -- collectives -----------------------------------------------------------------------
 
-    def gather(self, group: int, ministage: int, turn: int) -> tuple[int, ...]:
-        """The `turn`-th all-gathers of a ministage, one a unit; none in a group of one rank."""
+    def gather(self, group: int, ministage: int, index: int) -> tuple[int, ...]:
+        """All-gathers number `index` of a ministage, one per unit; none in a group of one rank."""
         if self.is_alone[group]:
             return ()
-        key = ("gather", group, ministage, turn)
-        if key not in self._found:
+        key = ("gather", group, ministage, index)
+        if key not in self._collectives:
             units = self._costs.units[ministage]
             bundles = [self._collective(group, "all_gather", [unit.gathered_bytes]) for unit in units]
-            self._found[key] = tuple(self._chain(group, bundle) for bundle in bundles if bundle != NOTHING)
-        return self._found[key]
+            self._collectives[key] = tuple(
+                self._chain(group, bundle) for bundle in bundles if bundle != NOTHING
+            )
+        return self._collectives[key]
 
     def reduce(self, group: int, ministage: int, microbatch: int | None) -> int:
-        """The reductions of a ministage, all units one after the other; `NOTHING` in a group of one."""
+        """Reductions of a ministage, all units in one task; `NOTHING` in a group of one rank."""
         key = ("reduce", group, ministage, microbatch)
-        if key not in self._found:
+        if key not in self._collectives:
             op: CollectiveOp = "all_reduce" if self._plan.groups[group].zero == 0 else "reduce_scatter"
             sizes = [unit.reduced_bytes for unit in reversed(self._costs.units[ministage])]
             bundle = self._collective(group, op, sizes)
-            self._found[key] = (NOTHING if bundle == NOTHING else self._chain(group, bundle),)
-        return self._found[key][0]
+            self._collectives[key] = (NOTHING if bundle == NOTHING else self._chain(group, bundle),)
+        return self._collectives[key][0]
 
-    def inside(self, group: int, kind: Kind, ministage: int, microbatch: int, *, in_turn: bool) -> Inside:
-        """The collectives of a ZeRO 3 computation, which run in the order of its units; `in_turn`: of a
-        forward whose units are gathered one after the other's computation."""
+    def unit_collectives(
+        self, group: int, kind: Kind, ministage: int, microbatch: int, *, in_turn: bool
+    ) -> UnitCollectives:
+        """Collectives of a ZeRO 3 computation, in the order of its units; `in_turn`: each unit is gathered
+        after the previous one has computed."""
         key = (group, kind, ministage, microbatch)
-        if key not in self._insides:
+        if key not in self._unit_collectives:
             units = self._costs.units[ministage]
             units = units if kind is Kind.F else units[::-1]
             gathered = [unit.gathered_bytes for unit in units if unit.gathered_bytes]
@@ -135,19 +139,19 @@ class Meetings:
             for before, after in ((first, others), (early, last)):
                 if after != NOTHING:
                     self._tasks.wait(after, before)
-            self._insides[key] = Inside(first, others, early, last)
-        return self._insides[key]
+            self._unit_collectives[key] = UnitCollectives(first, others, early, last)
+        return self._unit_collectives[key]
 
     def norm(self) -> int:
-        """The sum over all ranks."""
-        if "norm" not in self._found:
+        """All-reduce of the gradient norm over all ranks."""
+        if "norm" not in self._collectives:
             flows = self._costs.network.collective("all_reduce", self._everyone, NORM_BYTES)
             task = self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=self._tasks.bundle_of(flows))
-            self._found["norm"] = (self._meet(task, self._everyone),)
-        return self._found["norm"][0]
+            self._collectives["norm"] = (self._expect(task, self._everyone),)
+        return self._collectives["norm"][0]
 
     def _collective(self, group: int, op: CollectiveOp, sizes: Sequence[int]) -> int:
-        """The bundle of collectives that follow one another; `NOTHING` if they move nothing."""
+        """Bundle of collectives that run back to back; `NOTHING` if they move no bytes."""
         sizes = tuple(size for size in sizes if size)
         if not sizes or self.is_alone[group]:
             return NOTHING
@@ -159,14 +163,14 @@ class Meetings:
         return self._bundles[key]
 
     def _chain(self, group: int, bundle: int) -> int:
-        """A collective after the group's last one."""
+        """Adds a collective after the group's last one."""
         task = self._add(group, bundle)
         self._tasks.wait(task, self._last.get(group, NOTHING))
         self._last[group] = task
         return task
 
     def _add(self, group: int, bundle: int) -> int:
-        return self._meet(self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._ranks[group])
+        return self._expect(self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._ranks[group])
 
     # -- tied weights ----------------------------------------------------------------------
 
@@ -177,35 +181,39 @@ class Meetings:
 
     def tie(self, tie: tuple[int, int], *, to_owner: bool) -> list[tuple[int, int, int]]:
         """Slices of a tied weight, `(source rank, target rank, transfer)`: gradients to its owner, or new
-        values from it. Each rank gives what it holds to those that hold the same rows."""
+        values from it. Each rank sends what it holds to the ranks that hold the same rows."""
         if (tie, to_owner) not in self._ties:
             source, target = tie[::-1] if to_owner else tie
             num_bytes = self._costs.tie_bytes[tie]
             if to_owner:
                 num_bytes = self._costs.tie_gradient_bytes.get(tie, num_bytes)
             self._ties[tie, to_owner] = [
-                (giver, taker, self._add_transfer(giver, taker, share * num_bytes))
-                for giver, taker, share in self._slices(source, target)
+                (sender, receiver, self._add_transfer(sender, receiver, share * num_bytes))
+                for sender, receiver, share in self._slices(source, target)
             ]
         return self._ties[tie, to_owner]
 
     def _slices(self, source: int, target: int) -> list[tuple[int, int, float]]:
-        """Who gives which share of a weight to whom, other ranks only."""
-        givers, takers = self._holders(source), self._holders(target)
+        """Sender, receiver and share of the weight of each slice that changes ranks."""
+        senders, receivers = self._holders(source), self._holders(target)
         is_whole = self._plan.group_of(source).zero == 0
         slices = []
-        for position, (taker, (start, stop)) in enumerate(takers.items()):
-            sources = list(givers.items())
-            if is_whole:  # One of them gives, itself if it can.
-                sources = [(taker, givers[taker])] if taker in givers else [sources[position % len(sources)]]
-            for giver, (low, high) in sources:
+        for position, (receiver, (start, stop)) in enumerate(receivers.items()):
+            sources = list(senders.items())
+            if is_whole:  # One rank sends; a rank that has the weight keeps its own.
+                sources = (
+                    [(receiver, senders[receiver])]
+                    if receiver in senders
+                    else [sources[position % len(sources)]]
+                )
+            for sender, (low, high) in sources:
                 share = min(stop, high) - max(start, low)
-                if share > 0 and giver != taker:
-                    slices.append((giver, taker, share))
+                if share > 0 and sender != receiver:
+                    slices.append((sender, receiver, share))
         return slices
 
     def _holders(self, ministage: int) -> dict[int, tuple[float, float]]:
-        """The part of a weight that each rank of a ministage's group holds."""
+        """Interval of a weight, of [0, 1), that each rank of a ministage's group holds."""
         group = self._plan.ministages[ministage].group
         ranks = self._ranks[group]
         if self._plan.groups[group].zero == 0:
@@ -214,8 +222,8 @@ class Meetings:
 
 
 def join_flows(collectives: Sequence[tuple[Flow, ...]]) -> tuple[Flow, ...]:
-    """Collectives over the same wires, one after the other, as flows of all their bytes: alone each takes
-    the time of all, and on shared wires as much of them."""
+    """Collectives over the same links, back to back, as flows of all their bytes: they take the same time
+    alone, and the same part of shared links."""
     if len(collectives) == 1:
         return collectives[0]
     joined = []

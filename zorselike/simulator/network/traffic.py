@@ -1,4 +1,4 @@
-"""Flows in time: how much of each has moved, and when it will be over."""
+"""Flows over time: how much of each has moved, and when it will end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from zorselike.cost.network import Flow
 from zorselike.simulator.network.flows import FlowShares
 
 Event = tuple[float, int]
-"""Seconds, and what happens then: a task (0 and more) is over, or the traffic's own affair (below 0): the
-first flow of a kind is over, or the latency of one."""
+"""Seconds, and what ends then: a task (0 and more), or in the traffic (below 0) the first flow of a kind, or
+the latency of a flow."""
 
 
 class Traffic:
     """All flows in progress.
 
-    Flows of one kind have the same rate, whenever they began. So there is one count of bytes for all of
-    them, and a flow is over when the count has grown by its own bytes: where rates change, there is one
-    time to find anew for a kind, that of the first to be over, and none for a flow.
+    Flows of one kind have the same rate, whenever they began. So one count of bytes serves all of them, and a
+    flow ends when the count has grown by the flow's bytes: a change of rates costs one new event per kind,
+    for its first flow to end, not one per flow.
     """
 
     def __init__(self, capacities: Sequence[float], bundles: Sequence[tuple[Flow, ...]], heap: list[Event]):
-        """`bundles`: flows that start together, as tasks refer to them."""
+        """`bundles`: flows that start together, as indexed by tasks."""
         self._shares = FlowShares(capacities)
         self._bundles = [
             tuple(
@@ -33,28 +33,28 @@ class Traffic:
             )
             for bundle in bundles
         ]
-        """Of each its flows: kind, bytes, seconds of latency."""
+        """Flows of each bundle: kind, bytes, seconds of latency."""
         self._heap = heap
         self._num_kinds = len(self._shares.rates)
         self._moved = [0.0] * self._num_kinds
-        """By kind: bytes that a flow has moved at `_since` if it began when the first of these did."""
+        """By kind: bytes moved until `_since` by a flow that began when the first of these did."""
         self._since = [0.0] * self._num_kinds
         self._rates = [0.0] * self._num_kinds
         """By kind: bytes per second from `_since` on."""
         self._due = [math.inf] * self._num_kinds
-        """By kind: when the first of its flows is over; an event at another time is void."""
+        """By kind: when the first of its flows ends; an event at another time is void."""
         self._queues: list[list[tuple[float, int]]] = [[] for _ in range(self._num_kinds)]
-        """By kind: a heap of its flows, by how much has moved when each is over, and whose it is."""
+        """By kind: a heap of its flows as (count of bytes at which it ends, task)."""
         self._stale: set[int] = set()
-        """Kinds of which flows came or went since all was settled."""
+        """Kinds whose flows started or ended since all was settled."""
         self._waiting: dict[int, tuple[int, float, int]] = {}
-        """Kind, bytes and task of flows whose latency is not over, by the code of the event of its end."""
+        """Kind, bytes and task of flows still in their latency, by the code of its event."""
         self._num_waits = 0
         self._num_left: dict[int, int] = {}
-        """By task: flows in progress, where there are several."""
+        """Number of flows in progress of each task that has several."""
 
     def start(self, now: float, task: int, bundle: int) -> bool:
-        """A task's flows begin; returns whether all are over at once."""
+        """Starts a task's flows; returns whether all end at once."""
         flows = self._bundles[bundle]
         for kind, num_bytes, latency_s in flows:
             if latency_s > 0:
@@ -69,7 +69,7 @@ class Traffic:
         return not flows
 
     def _move(self, now: float, kind: int, num_bytes: float, task: int) -> None:
-        """A flow's latency is over, and bytes begin to move."""
+        """Starts moving a flow's bytes, after its latency."""
         queue = self._queues[kind]
         if queue:
             self._advance(now, kind)
@@ -81,7 +81,7 @@ class Traffic:
         self._stale.add(kind)
 
     def _advance(self, now: float, kind: int) -> None:
-        """Counts what has moved until now."""
+        """Updates a kind's count of bytes."""
         since = self._since[kind]
         if since < now:
             self._moved[kind] += (now - since) * self._rates[kind]
@@ -89,11 +89,11 @@ class Traffic:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all rates are what they are to be from now on, and there is an event for every kind."""
+        """Whether rates are up to date and every kind has its event."""
         return not self._stale and not self._shares.unsettled
 
     def settle(self, now: float) -> None:
-        """Before the time goes on: finds the rates after all that happened now, and what comes next."""
+        """Updates rates and events after all that happened now, before time advances."""
         stale, due, queues, rates = self._stale, self._due, self._queues, self._shares.rates
         stale.update(self._shares.settle())
         for kind in stale:
@@ -109,7 +109,7 @@ class Traffic:
         stale.clear()
 
     def handle(self, now: float, code: int) -> Sequence[int]:
-        """An event of the traffic; returns the tasks that are over."""
+        """Handles an event of the traffic; returns the tasks that end."""
         tasks: list[int] = []
         kind = -1 - code
         if kind >= self._num_kinds:
@@ -117,23 +117,23 @@ class Traffic:
             if num_bytes > 0:
                 self._move(now, kind, num_bytes, task)
             else:
-                self._leave(task, tasks)
+                self._end_flow(task, tasks)
         elif self._due[kind] == now:
             self._end_first(now, kind, tasks)
         return tasks
 
     def _end_first(self, now: float, kind: int, tasks: list[int]) -> None:
-        """The first flows of a kind are over; adds the tasks that are."""
+        """Ends the first flows of a kind; adds the tasks that end to `tasks`."""
         queue = self._queues[kind]
         moved = self._moved[kind] = queue[0][0]
         self._since[kind], self._due[kind] = now, math.inf
         while queue and queue[0][0] <= moved:
             self._shares.remove(kind)
-            self._leave(heappop(queue)[1], tasks)
+            self._end_flow(heappop(queue)[1], tasks)
         self._stale.add(kind)
 
-    def _leave(self, task: int, tasks: list[int]) -> None:
-        """A flow is over; its task is added to `tasks` if it was the last one of it."""
+    def _end_flow(self, task: int, tasks: list[int]) -> None:
+        """Ends a flow; adds its task to `tasks` if it was its last flow."""
         count = self._num_left.get(task, 1) - 1
         if count:
             self._num_left[task] = count

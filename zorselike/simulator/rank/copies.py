@@ -1,7 +1,8 @@
-"""Copies between one rank's device and its host, and who waits for them.
+"""Copies between one rank's device and its host, and what waits for them.
 
-Follows `zorselike/runtime/{shards,mirror,optimizer_state,gradients,stash,departures}.py`. Memory that is
-given up belongs to the lane that allocated it, which waits for its last use.
+Follows `zorselike/runtime/ministage/{shards,optimizer_state,gradients}.py` and
+`zorselike/runtime/memory/{host_backed,activation_offload,pending_offloads}.py`. Memory is freed on the stream
+that allocated it, after that stream has waited for its last use.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
-from zorselike.simulator.rank.labels import Notes
-from zorselike.simulator.rank.streams import Lane, Lanes
+from zorselike.simulator.rank.labels import Labels
+from zorselike.simulator.rank.streams import Stream, Streams
 from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
 from zorselike.simulator.result import Track
 
@@ -22,60 +23,66 @@ COPIES_IN_FLIGHT = 2
 
 
 class HostCopies:
-    """Where a rank's shards, optimizer state, gradients and activations are, and what moves them."""
+    """Where a rank's shards, optimizer state, gradients and activations are, and the copies of them."""
 
     def __init__(
-        self, plan: Plan, rank: int, costs: StepCosts, tasks: Tasks, lanes: Lanes, notes: Notes | None
+        self, plan: Plan, rank: int, costs: StepCosts, tasks: Tasks, streams: Streams, labels: Labels | None
     ) -> None:
-        self._rank, self._costs, self._tasks, self._lanes, self._notes = rank, costs, tasks, lanes, notes
+        self._rank, self._costs, self._tasks, self._streams, self._labels = (
+            rank,
+            costs,
+            tasks,
+            streams,
+            labels,
+        )
         self._sizes = costs.sizes[rank]
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         self._gathered_by_schedule = plan.groups[plan.group_of_rank[rank]].zero in (1, 2)
         self._bundles: dict[tuple[float, bool], int] = {}
-        self._away: set[int] = set()
-        """Ministages whose shards an update must find room for."""
+        self._offloaded_shards: set[int] = set()
+        """Ministages whose shards an update allocates anew."""
         self._loaded: dict[int, int] = {}
-        """Of a ministage's shards the copy to the device, until somebody has waited for it."""
-        self._homes: dict[int, Lane] = {}
-        """On which lane a ministage's shards were allocated."""
+        """By ministage: its shards' copy to the device, until something has waited for it."""
+        self._shard_streams: dict[int, Stream] = {}
+        """By ministage: the stream that allocated its shards."""
         self._updated: dict[int, int] = {}
         self._changed: set[int] = set()
         """Ministages whose shards are newer than their host copies."""
-        self._left: dict[tuple[str, int], int] = {}
-        """The last copy to the host, of shards, of state and of gradients."""
+        self._stored: dict[tuple[str, int], int] = {}
+        """By kind and ministage: the last copy to the host."""
         self._loaded_for_update: dict[int, list[int]] = {}
-        self._leaving: dict[str, tuple[Lane, int]] = {}
-        """Shards, and state, whose memory is given up once the next ones leave."""
-        self._retired: list[tuple[Lane, int]] = []
-        self._gradient_homes: dict[int, Lane] = {}
-        self._stashed: dict[tuple[int, int], int] = {}
-        self._fetched: dict[tuple[int, int], int] = {}
-        self._leaving_activations: deque[int] = deque()
+        self._pending_frees: dict[str, tuple[Stream, int]] = {}
+        """By kind: the last offloaded memory, which is freed when the next one is offloaded."""
+        self._used_gradients: list[tuple[Stream, int]] = []
+        self._gradient_streams: dict[int, Stream] = {}
+        self._stored_activations: dict[tuple[int, int], int] = {}
+        self._loaded_activations: dict[tuple[int, int], int] = {}
+        self._activations_in_flight: deque[int] = deque()
 
-    def read(self, action: Action, i: int) -> None:
-        """Enters the copies of an action."""
+    def add(self, action: Action, i: int) -> None:
+        """Adds the tasks of a copy."""
         if action.microbatch is None:
-            _READERS[action.kind](self, i)
+            _METHODS[action.kind](self, i)
         elif action.kind is Kind.LOAD:
             self._load_activations(i, action.microbatch)
         else:
             self._offload_activations(i, action.microbatch)
 
-    def copy(self, lane: Lane, num_bytes: float, *, to_device: bool) -> int:
-        """A copy on a lane."""
+    def copy(self, stream: Stream, num_bytes: float, *, to_device: bool) -> int:
+        """A copy on a stream."""
         key = (num_bytes, to_device)
         if key not in self._bundles:
             flow = self._costs.network.copy(self._rank, num_bytes, to_device=to_device)
             self._bundles[key] = self._tasks.bundle_of((flow,))
-        return lane.work(Work.TO_DEVICE if to_device else Work.TO_HOST, bundle=self._bundles[key])
+        return stream.work(Work.TO_DEVICE if to_device else Work.TO_HOST, bundle=self._bundles[key])
 
-    def _noted(self, lane: Lane, num_bytes: float, *, to_device: bool) -> int:
+    def _copy_labelled(self, stream: Stream, num_bytes: float, *, to_device: bool) -> int:
         if not num_bytes:
-            return lane.record()
-        task = self.copy(lane, num_bytes, to_device=to_device)
-        if self._notes is not None:
+            return stream.record()
+        task = self.copy(stream, num_bytes, to_device=to_device)
+        if self._labels is not None:
             track: Track = "to device" if to_device else "to host"
-            self._notes.add(track, task)
+            self._labels.add(track, task)
         return task
 
     # -- parameter shards ------------------------------------------------------------------
@@ -84,103 +91,105 @@ class HostCopies:
         return self._sizes[i].shard_bytes - self._sizes[i].kept_shard_bytes
 
     def _load_shards(self, i: int) -> None:
-        load = self._lanes.load
-        load.join(self._last_store("shards", i))
-        self._loaded[i] = self._noted(load, self._shard_bytes(i), to_device=True)
-        self._homes[i] = load
-        self._away.discard(i)
+        load = self._streams.load
+        load.wait(self._last_store("shards", i))
+        self._loaded[i] = self._copy_labelled(load, self._shard_bytes(i), to_device=True)
+        self._shard_streams[i] = load
+        self._offloaded_shards.discard(i)
 
     def _offload_shards(self, i: int) -> None:
-        lanes = self._lanes
-        home = self._homes.pop(i, lanes.load)
-        self._away.add(i)
+        streams = self._streams
+        stream = self._shard_streams.pop(i, streams.load)
+        self._offloaded_shards.add(i)
         if i not in self._changed:
-            readers = lanes.gather if self._gathered_by_schedule else lanes.compute
-            home.join(readers.record())
+            readers = streams.gather if self._gathered_by_schedule else streams.compute
+            stream.wait(readers.record())
             return
         self._changed.remove(i)
-        lanes.store.join(self._updated[i])
-        self._left["shards", i] = self._noted(lanes.store, self._shard_bytes(i), to_device=False)
-        self._depart("shards", home, self._left["shards", i])
+        streams.store.wait(self._updated[i])
+        self._stored["shards", i] = self._copy_labelled(streams.store, self._shard_bytes(i), to_device=False)
+        self._free_after("shards", stream, self._stored["shards", i])
 
     def gather_shards(self, i: int) -> None:
-        """The gathering lane waits for them."""
-        self._lanes.gather.join(self._loaded.get(i, NOTHING))
+        """The gather stream waits for them."""
+        self._streams.gather.wait(self._loaded.get(i, NOTHING))
 
     def await_shards(self, i: int) -> None:
         """Where FSDP2 itself gathers, the host waits for them too."""
         if not self._gathered_by_schedule and i in self._loaded:
             task = self._loaded.pop(i)
-            self._lanes.compute.join(task)
-            self._lanes.host.join(task)
+            self._streams.compute.wait(task)
+            self._streams.host.wait(task)
 
-    def _last_store(self, what: str, i: int) -> int:
-        """The last copy to the host of a ministage's; of the step before, if this one had none yet."""
-        return self._left.get((what, i), self._tasks.carry((self._rank, what, i)))
+    def _last_store(self, kind: str, i: int) -> int:
+        """The last copy to the host; the previous step's if this one had none yet."""
+        return self._stored.get((kind, i), self._tasks.from_previous_step((self._rank, kind, i)))
 
-    def _depart(self, what: str, home: Lane, gone: int) -> None:
-        self._give_up(what)
-        self._leaving[what] = (home, gone)
+    def _free_after(self, kind: str, stream: Stream, stored: int) -> None:
+        """Memory of `stream` is to be freed after the copy `stored`; what was pending before is freed now."""
+        self._free_pending(kind)
+        self._pending_frees[kind] = (stream, stored)
 
-    def _give_up(self, what: str) -> None:
-        """What left before is gone."""
-        if what in self._leaving:
-            home, gone = self._leaving.pop(what)
-            home.join(gone)
+    def _free_pending(self, kind: str) -> None:
+        if kind in self._pending_frees:
+            stream, stored = self._pending_frees.pop(kind)
+            stream.wait(stored)
 
     # -- updates, their state and gradients ------------------------------------------------
 
     def begin_update(self, i: int) -> None:
-        """The updating lane waits for gradients, state and shards."""
-        self.settle_retired()
-        update = self._lanes.update
-        update.join(self._lanes.compute.record())
+        """The update stream waits for gradients, state and shards."""
+        self.free_gradients()
+        update = self._streams.update
+        update.wait(self._streams.compute.record())
         for task in self._loaded_for_update.pop(i, ()):
-            update.join(task)
-        if i in self._away:
-            self._homes[i] = update
-            self._away.discard(i)
-        update.join(self._loaded.get(i, NOTHING))
+            update.wait(task)
+        if i in self._offloaded_shards:
+            self._shard_streams[i] = update
+            self._offloaded_shards.discard(i)
+        update.wait(self._loaded.get(i, NOTHING))
 
     def end_update(self, i: int, updated: int) -> None:
         self._updated[i] = updated
         self._changed.add(i)
-        self._retired.append((self._gradient_homes.pop(i, self._lanes.compute), updated))
+        self._used_gradients.append((self._gradient_streams.pop(i, self._streams.compute), updated))
 
     def await_update(self, i: int) -> None:
-        """Compute waits for it."""
-        self._lanes.compute.join(self._updated.get(i, NOTHING))
+        """The compute stream waits for it."""
+        self._streams.compute.wait(self._updated.get(i, NOTHING))
 
-    def settle_retired(self) -> None:
-        """Gradients that were used up are given back."""
-        for home, last_use in self._retired:
-            home.join(last_use)
-        self._retired.clear()
+    def free_gradients(self) -> None:
+        """Frees gradients after their last use."""
+        for stream, last_use in self._used_gradients:
+            stream.wait(last_use)
+        self._used_gradients.clear()
 
     def _load_state(self, i: int) -> None:
-        load = self._lanes.load_state
-        load.join(self._last_store("state", i))
-        task = self._noted(load, self._sizes[i].state_bytes, to_device=True)
+        load = self._streams.load_state
+        load.wait(self._last_store("state", i))
+        task = self._copy_labelled(load, self._sizes[i].state_bytes, to_device=True)
         self._loaded_for_update.setdefault(i, []).append(task)
 
     def _offload_state(self, i: int) -> None:
-        store = self._lanes.store
-        store.join(self._updated[i])
-        self._left["state", i] = self._noted(store, self._sizes[i].state_bytes, to_device=False)
-        self._depart("state", self._lanes.load_state, self._left["state", i])
+        store = self._streams.store
+        store.wait(self._updated[i])
+        self._stored["state", i] = self._copy_labelled(store, self._sizes[i].state_bytes, to_device=False)
+        self._free_after("state", self._streams.load_state, self._stored["state", i])
 
     def _load_gradients(self, i: int) -> None:
-        load = self._lanes.load_state
-        load.join(self._left.get(("gradients", i), NOTHING))
-        task = self._noted(load, self._sizes[i].gradient_shard_bytes, to_device=True)
+        load = self._streams.load_state
+        load.wait(self._stored.get(("gradients", i), NOTHING))
+        task = self._copy_labelled(load, self._sizes[i].gradient_shard_bytes, to_device=True)
         self._loaded_for_update.setdefault(i, []).append(task)
-        self._gradient_homes[i] = load
+        self._gradient_streams[i] = load
 
     def _offload_gradients(self, i: int) -> None:
-        store = self._lanes.store
-        store.join(self._lanes.compute.record())
-        self._left["gradients", i] = self._noted(store, self._sizes[i].gradient_shard_bytes, to_device=False)
-        self._retired.append((self._lanes.compute, self._left["gradients", i]))
+        store = self._streams.store
+        store.wait(self._streams.compute.record())
+        self._stored["gradients", i] = self._copy_labelled(
+            store, self._sizes[i].gradient_shard_bytes, to_device=False
+        )
+        self._used_gradients.append((self._streams.compute, self._stored["gradients", i]))
 
     # -- activations -----------------------------------------------------------------------
 
@@ -188,49 +197,51 @@ class HostCopies:
         return self._rows[m] * self._sizes[i].activation_bytes_per_row
 
     def _offload_activations(self, i: int, m: int) -> None:
-        stash = self._lanes.stash
-        while len(self._leaving_activations) >= COPIES_IN_FLIGHT:
-            self._let_go()
-        stash.join(self._lanes.compute.record())
-        task = self._noted(stash, self._activation_bytes(i, m), to_device=False)
-        self._stashed[i, m] = task
-        self._leaving_activations.append(task)
+        stream = self._streams.store_activations
+        while len(self._activations_in_flight) >= COPIES_IN_FLIGHT:
+            self._await_oldest()
+        stream.wait(self._streams.compute.record())
+        task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=False)
+        self._stored_activations[i, m] = task
+        self._activations_in_flight.append(task)
 
-    def _let_go(self) -> None:
-        """Compute waits for the oldest that leaves: its memory is wanted."""
-        self._lanes.compute.join(self._leaving_activations.popleft())
+    def _await_oldest(self) -> None:
+        """The compute stream waits for the oldest copy in flight: its memory is needed."""
+        self._streams.compute.wait(self._activations_in_flight.popleft())
 
     def _load_activations(self, i: int, m: int) -> None:
-        if self._leaving_activations:
-            self._let_go()
-        fetch = self._lanes.fetch
-        fetch.join(self._stashed.pop((i, m)))
-        self._fetched[i, m] = self._noted(fetch, self._activation_bytes(i, m), to_device=True)
+        if self._activations_in_flight:
+            self._await_oldest()
+        stream = self._streams.load_activations
+        stream.wait(self._stored_activations.pop((i, m)))
+        self._loaded_activations[i, m] = self._copy_labelled(
+            stream, self._activation_bytes(i, m), to_device=True
+        )
 
     def await_activations(self, i: int, m: int) -> None:
         """Before a backward."""
-        self._lanes.compute.join(self._fetched.get((i, m), NOTHING))
+        self._streams.compute.wait(self._loaded_activations.get((i, m), NOTHING))
 
     def drop_activations(self, i: int, m: int) -> None:
         """After it."""
-        if self._fetched.pop((i, m), NOTHING) != NOTHING:
-            self._lanes.fetch.join(self._lanes.compute.record())
+        if self._loaded_activations.pop((i, m), NOTHING) != NOTHING:
+            self._streams.load_activations.wait(self._streams.compute.record())
 
     # -- the end ---------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """What left is given up; copies to the host go on beside the next step."""
-        for what in ("shards", "state"):
-            self._give_up(what)
-        self.settle_retired()
-        while self._leaving_activations:
-            self._let_go()
-        for (what, i), task in self._left.items():
-            if what != "gradients":
-                self._tasks.fill((self._rank, what, i), task)
+        """Frees what was offloaded; copies to the host continue beside the next step."""
+        for kind in ("shards", "state"):
+            self._free_pending(kind)
+        self.free_gradients()
+        while self._activations_in_flight:
+            self._await_oldest()
+        for (kind, i), task in self._stored.items():
+            if kind != "gradients":
+                self._tasks.to_next_step((self._rank, kind, i), task)
 
 
-_READERS: dict[Kind, Callable[[HostCopies, int], None]] = {
+_METHODS: dict[Kind, Callable[[HostCopies, int], None]] = {
     Kind.LOAD: HostCopies._load_shards,
     Kind.OFFLOAD: HostCopies._offload_shards,
     Kind.LOAD_STATE: HostCopies._load_state,
@@ -238,4 +249,4 @@ _READERS: dict[Kind, Callable[[HostCopies, int], None]] = {
     Kind.LOAD_GRAD: HostCopies._load_gradients,
     Kind.OFFLOAD_GRAD: HostCopies._offload_gradients,
 }
-"""Of copies without a microbatch."""
+"""For copies without a microbatch."""

@@ -1,54 +1,85 @@
-"""What one rank's tasks are called, for spans and for the times of its actions."""
+"""What one rank's tasks are called: spans and the times of actions, for drawings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from zorselike.schedule.actions import Action
+from zorselike.simulator.events import Times
 from zorselike.simulator.rank.tasks import NOTHING
-from zorselike.simulator.result import Track
+from zorselike.simulator.result import Span, Track
 
-_LASTING = frozenset({"compute", "reduce", "update", "host"})
-"""Tracks of what an action does itself; other things it only starts."""
+_BLOCKING = frozenset({"compute", "reduce", "update", "host"})
+"""Tracks of what an action does itself; it only starts the rest."""
 
 
-class Note(NamedTuple):
-    """A task as it is drawn."""
+class Label(NamedTuple):
+    """What a task is drawn as."""
 
     track: Track
     task: int
     position: int
-    """Of its action in the rank's list."""
+    """Position of its action in the rank's list."""
 
 
-class Mark(NamedTuple):
-    """An action's first and last task, `NOTHING` where it has none, and what the rank computed before it."""
+class ActionTasks(NamedTuple):
+    """First and last task of an action, `NOTHING` if it has none, and the rank's last computation before."""
 
     first: int
     last: int
     before: int
 
 
-class Notes:
-    """Of one rank, taken while its program is made."""
+class Labels:
+    """Labels of one rank, collected while its program is built."""
 
     def __init__(self) -> None:
-        self.notes: list[Note] = []
-        self.marks: list[Mark] = []
+        self.labels: list[Label] = []
+        self.actions: list[ActionTasks] = []
         self._position = 0
         self._before = NOTHING
-        self._noted = 0
+        self._num_before = 0
 
     def begin(self, position: int, before: int) -> None:
-        """An action follows; `before`: what its rank computed last."""
+        """An action begins; `before`: the rank's last computation so far."""
         self._position, self._before = position, before
-        self._noted = len(self.notes)
+        self._num_before = len(self.labels)
 
     def add(self, track: Track, task: int) -> None:
-        """A task of the action."""
-        self.notes.append(Note(track, task, self._position))
+        """Labels a task of the current action."""
+        self.labels.append(Label(track, task, self._position))
 
     def end(self) -> None:
-        """The action has entered all its tasks."""
-        own = [note.task for note in self.notes[self._noted :] if note.track in _LASTING]
-        first, last = (own[0], own[-1]) if own else (NOTHING, NOTHING)
-        self.marks.append(Mark(first, last, self._before))
+        """The current action has no more tasks."""
+        tasks = [label.task for label in self.labels[self._num_before :] if label.track in _BLOCKING]
+        first, last = (tasks[0], tasks[-1]) if tasks else (NOTHING, NOTHING)
+        self.actions.append(ActionTasks(first, last, self._before))
+
+
+def make_spans(
+    actions: Mapping[int, Sequence[Action]], labels: Mapping[int, Labels], times: Times, start_s: float
+) -> tuple[Span, ...]:
+    """Spans of one step, in seconds since `start_s`; tasks that take no time have none."""
+    spans = []
+    for rank, labels_of_rank in labels.items():
+        for track, task, position in labels_of_rank.labels:
+            start, stop = times.begin[task], times.end[task]
+            if stop > start:
+                spans.append(Span(rank, track, start - start_s, stop - start_s, actions[rank][position]))
+    return tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.stop_s)))
+
+
+def find_action_times(
+    labels: Mapping[int, Labels], times: Times, start_s: float, previous_end_s: Mapping[int, float]
+) -> dict[int, tuple[tuple[float, float], ...]]:
+    """Start and end of every action of one step, by rank, in seconds since `start_s`; `previous_end_s`: when
+    each rank ended the previous step."""
+
+    def find(rank: int, action: ActionTasks) -> tuple[float, float]:
+        if action.first != NOTHING:
+            return times.begin[action.first] - start_s, times.end[action.last] - start_s
+        at = times.end[action.before] if action.before >= 0 else previous_end_s[rank]
+        return at - start_s, at - start_s
+
+    return {rank: tuple(find(rank, action) for action in each.actions) for rank, each in labels.items()}

@@ -1,4 +1,4 @@
-"""Computation that takes longer while communication of its rank runs beside it."""
+"""Computation that is slower while its rank communicates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zorselike.simulator.rank.tasks import COMPUTES, Tasks
 
 @dataclass
 class _Running:
-    """A computation that has begun."""
+    """A computation in progress."""
 
     task: int
     left_s: float
-    """Of its seconds alone, at `since`."""
+    """Seconds left at `since`, without communication."""
     since: float
     due: float
 
 
 class Slowdown:
-    """The forwards and backwards that run, one a rank, and how much communication runs beside each."""
+    """Running forwards and backwards, one per rank, and the communication beside each."""
 
     def __init__(self, tasks: Tasks, factor: float, heap: list[Event]) -> None:
         self._tasks, self._factor, self._heap = tasks, factor, heap
@@ -29,11 +29,11 @@ class Slowdown:
         self._running: dict[int, _Running] = {}
 
     def times(self, task: int) -> bool:
-        """Whether the end of a task of a step is this object's affair."""
+        """Whether this object schedules the end of a task."""
         return self._tasks.work[task] in COMPUTES
 
     def begin(self, now: float, task: int, local: int) -> None:
-        """A task begins: `task` of all steps, `local` of its step."""
+        """A task begins: `task` counts over all steps, `local` within its step."""
         rank = self._tasks.rank[local]
         if self.times(local) and self._tasks.seconds[local] > 0.0:
             self._running[rank] = _Running(task, self._tasks.seconds[local], now, now)
@@ -42,7 +42,7 @@ class Slowdown:
             self._change(party, 1, now)
 
     def end(self, now: float, task: int, local: int) -> None:
-        """A task is over."""
+        """A task ends."""
         running = self._running.get(self._tasks.rank[local])
         if running is not None and running.task == task:
             del self._running[self._tasks.rank[local]]
@@ -50,14 +50,14 @@ class Slowdown:
             self._change(party, -1, now)
 
     def is_over(self, now: float, task: int, local: int) -> bool:
-        """Whether what was due now ends now, and was not put off since."""
+        """Whether a task that was due now ends now, not postponed since."""
         if not self.times(local):
             return True
         running = self._running.get(self._tasks.rank[local])
         return running is not None and running.task == task and running.due == now
 
     def _change(self, rank: int, change: int, now: float) -> None:
-        """More or less runs beside a rank's computation."""
+        """More or less communication runs beside a rank's computation."""
         before = self._num_beside.get(rank, 0)
         running = self._running.get(rank)
         if running is not None and (before == 0) != (before + change == 0):

@@ -1,30 +1,26 @@
-"""Lanes of one rank, the host's thread and the device's streams: on each one thing comes after the other."""
+"""One rank's streams, in the terms of `zorselike/runtime/memory/streams.py`: each runs its tasks in order."""
 
 from __future__ import annotations
 
 from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
 
 
-class Lane:
-    """A thread, or a stream that a thread gives work to.
+class Stream:
+    """A stream of the device, or a thread of the host."""
 
-    As in `zorselike/runtime/memory/streams.py`: `join` makes what follows wait for something, `record` names
-    the end of all so far.
-    """
-
-    def __init__(self, tasks: Tasks, rank: int, name: str, host: Lane | None = None) -> None:
-        """`host`: who gives it work; None: it is a thread itself."""
+    def __init__(self, tasks: Tasks, rank: int, name: str, host: Stream | None = None) -> None:
+        """`host`: the thread that launches the stream's work; None for a thread."""
         self._tasks, self._rank, self._host = tasks, rank, host
         self._name = (rank, name)
-        self.tail = tasks.carry(self._name)
+        self.tail = tasks.from_previous_step(self._name)
         self.ran: list[int] = []
-        """All that ran on it, in order."""
+        """All its tasks, in order."""
         self._pending: list[int] = []
-        self._seen = NOTHING
-        """Up to where the host had come when it gave the last work."""
+        self._launched_after = NOTHING
+        """Where the host was when it launched the last task."""
 
     def run(self, task: int) -> int:
-        """A task comes next."""
+        """Appends a task."""
         wait = self._tasks.wait
         wait(task, self.tail)
         if self._pending:
@@ -33,60 +29,66 @@ class Lane:
             self._pending.clear()
         host = self._host
         if host is not None:
-            given = host.record()
-            if given != self._seen:
-                wait(task, given)
-                self._seen = given
+            launch = host.record()
+            if launch != self._launched_after:
+                wait(task, launch)
+                self._launched_after = launch
         self.tail = task
         self.ran.append(task)
         return task
 
     def work(self, work: Work, seconds: float = 0.0, bundle: int = NOTHING) -> int:
-        """A task of this rank comes next."""
+        """Appends a new task of this rank."""
         return self.run(self._tasks.add(work, self._rank, seconds, bundle))
 
-    def join(self, awaited: int) -> None:
+    def wait(self, awaited: int) -> None:
         """What follows waits for `awaited`."""
         if awaited not in (NOTHING, self.tail):
             self._pending.append(awaited)
 
     def record(self) -> int:
-        """The end of all so far."""
-        return self.work(Work.MEETING) if self._pending else self.tail
+        """The end of everything so far."""
+        return self.work(Work.EVENT) if self._pending else self.tail
 
     def post(self, task: int) -> None:
-        """This rank comes to `task`, a meeting that runs elsewhere, after all so far."""
+        """This rank arrives, after everything so far, at a transfer or collective that runs elsewhere."""
         self._tasks.wait(task, self.record())
         if self._host is not None:
             self._tasks.wait(task, self._host.record())
         self._tasks.arrive(task)
 
-    def meet(self, task: int) -> int:
-        """This rank comes to `task`, a meeting that occupies the lane."""
+    def take_part(self, task: int) -> int:
+        """This rank arrives at a transfer or collective that occupies the stream."""
         self._tasks.arrive(task)
         return self.run(task)
 
     def finish(self) -> None:
-        """The step ends, and another follows."""
-        self._tasks.fill(self._name, self.record())
+        """The next step continues from here."""
+        self._tasks.to_next_step(self._name, self.record())
 
 
-class Lanes:
-    """All lanes of a rank. A rank that computes by itself has one thread for everything."""
+class Streams:
+    """A rank's streams; on a CPU rank all are its one thread."""
 
     def __init__(self, tasks: Tasks, rank: int, *, is_cpu: bool) -> None:
-        self.host = Lane(tasks, rank, "host")
-        if is_cpu:
-            self.compute = self.gather = self.update = self.load = self.load_state = self.host
-            self.store = self.fetch = self.stash = self.host
-            self._all = [self.host]
-            return
-        names = ("compute", "gather", "update", "load", "load_state", "store", "fetch", "stash")
-        streams = [Lane(tasks, rank, name, self.host) for name in names]
-        self.compute, self.gather, self.update, self.load = streams[:4]
-        self.load_state, self.store, self.fetch, self.stash = streams[4:]
-        self._all = [*streams, self.host]
+        self.host = Stream(tasks, rank, "host")
+        self._streams: list[Stream] = []
+
+        def make(name: str) -> Stream:
+            if is_cpu:
+                return self.host
+            self._streams.append(Stream(tasks, rank, name, self.host))
+            return self._streams[-1]
+
+        self.compute = make("compute")
+        self.gather = make("gather")
+        self.update = make("update")
+        self.load = make("load")
+        self.load_state = make("load_state")
+        self.store = make("store")
+        self.load_activations = make("load_activations")
+        self.store_activations = make("store_activations")
 
     def finish(self) -> None:
-        for lane in self._all:
-            lane.finish()
+        for stream in (*self._streams, self.host):
+            stream.finish()

@@ -1,8 +1,8 @@
-"""A step as tasks that wait for each other: integer tables, made once before the event loop.
+"""A step as a graph of tasks: integer tables, built once before the event loop.
 
-A task takes fixed seconds, or until its flows are over, and starts once all that it waits for has
-ended. Lanes (a thread, a stream) are tasks in a chain. What a task of the next step waits for is named
-by a *carry*: a place, such as the end of a lane, that each step fills.
+A task takes a fixed number of seconds, or until its flows have finished, and starts when all its
+predecessors have ended. A stream (or a thread) is a chain of tasks. A dependency on the previous step goes
+through a named *slot*, such as the end of a stream, that every step fills.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ NOTHING = -1
 
 
 class Work(IntEnum):
-    """What a task is, for the account of a rank's time."""
+    """Kind of a task, for the breakdown of a rank's time."""
 
     FORWARD = 0
     BACKWARD = 1
     UPDATE = 2
     HOST = 3
-    """A thread of the host works."""
+    """Work of a host thread."""
     TRANSFER = 4
     COLLECTIVE = 5
     TO_DEVICE = 6
     TO_HOST = 7
-    MEETING = 8
-    """Takes no time: several things are over."""
+    EVENT = 8
+    """Takes no time: several predecessors have ended."""
 
 
 COMPUTES = (Work.FORWARD, Work.BACKWARD)
@@ -39,25 +39,25 @@ COPIES = (Work.TO_DEVICE, Work.TO_HOST)
 
 @dataclass
 class Tasks:
-    """All tasks of one step, of all ranks."""
+    """All tasks of one step, of all ranks. Lists are indexed by task."""
 
     seconds: list[float] = field(default_factory=list)
     bundle: list[int] = field(default_factory=list)
-    """Of each task the flows that it consists of, in `bundles`, or `NOTHING`."""
+    """Index into `bundles` of the flows that a task consists of, or `NOTHING`."""
     work: list[Work] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
-    """Whose it is; `NOTHING` where several ranks take part."""
+    """`NOTHING` where several ranks take part."""
     num_awaited: list[int] = field(default_factory=list)
-    """Of each task: tasks of this step, and parties that have not come."""
+    """Number of predecessors in this step, and of participants that have not arrived."""
     followers: list[list[int]] = field(default_factory=list)
     bundles: list[tuple[Flow, ...]] = field(default_factory=list)
     parties: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Ranks that take part in a transfer or collective."""
-    _carries: dict[Hashable, int] = field(default_factory=dict)
-    _carried: list[list[int]] = field(default_factory=list)
-    """By carry: the tasks that wait for what the step before has put there."""
-    _filled: list[int] = field(default_factory=list)
-    """By carry: the task that this step puts there, or an earlier carry."""
+    """Ranks that take part in each transfer or collective."""
+    _slots: dict[Hashable, int] = field(default_factory=dict)
+    _slot_followers: list[list[int]] = field(default_factory=list)
+    """By slot: tasks that wait for what the previous step left in it."""
+    _slot_tasks: list[int] = field(default_factory=list)
+    """By slot: the task that this step leaves in it, or an earlier slot."""
 
     def add(self, work: Work, rank: int, seconds: float = 0.0, bundle: int = NOTHING) -> int:
         self.seconds.append(seconds)
@@ -69,37 +69,37 @@ class Tasks:
         return len(self.seconds) - 1
 
     def wait(self, task: int, awaited: int) -> None:
-        """`task` starts after `awaited`: a task, a carry, or `NOTHING`."""
+        """`task` starts after `awaited`: a task, a slot, or `NOTHING`."""
         if awaited >= 0:
             self.followers[awaited].append(task)
             self.num_awaited[task] += 1
         elif awaited < NOTHING:
-            self._carried[-2 - awaited].append(task)
+            self._slot_followers[-2 - awaited].append(task)
 
     def arrive(self, task: int) -> None:
-        """A party comes to a task that expects it, after what it has made that wait for."""
+        """One of a task's participants arrives, after everything that it made the task wait for."""
         self.num_awaited[task] -= 1
 
-    def carry(self, name: Hashable) -> int:
-        """What the step before has put at a place."""
-        if name not in self._carries:
-            self._carries[name] = -2 - len(self._carried)
-            self._carried.append([])
-            self._filled.append(NOTHING)
-        return self._carries[name]
+    def from_previous_step(self, name: Hashable) -> int:
+        """The slot of that name, to be waited for."""
+        if name not in self._slots:
+            self._slots[name] = -2 - len(self._slot_followers)
+            self._slot_followers.append([])
+            self._slot_tasks.append(NOTHING)
+        return self._slots[name]
 
-    def fill(self, name: Hashable, task: int) -> None:
-        """What this step puts there."""
-        self._filled[-2 - self.carry(name)] = task
+    def to_next_step(self, name: Hashable, task: int) -> None:
+        """Leaves a task in the slot of that name."""
+        self._slot_tasks[-2 - self.from_previous_step(name)] = task
 
     def bundle_of(self, flows: tuple[Flow, ...]) -> int:
         self.bundles.append(flows)
         return len(self.bundles) - 1
 
     def link_steps(self) -> dict[int, list[int]]:
-        """By task: its followers in the next step."""
+        """Followers of each task in the next step."""
         followers: dict[int, list[int]] = {}
-        for task, waiting in zip(self._filled, self._carried, strict=True):
+        for task, waiting in zip(self._slot_tasks, self._slot_followers, strict=True):
             if task >= 0 and waiting:
                 followers.setdefault(task, []).extend(waiting)
         return followers

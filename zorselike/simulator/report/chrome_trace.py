@@ -1,8 +1,8 @@
 """A simulated step as a Chrome trace, which Perfetto and chrome://tracing open.
 
-Processes are ranks and threads are what a rank has: its compute stream, its copies, its collectives, its
-transfers. Events have the names that a real run's trace has (`zorselike/train/report/trace.py`): the actions'
-texts. Times are microseconds, as the format wants them
+Processes are ranks, and threads are a rank's resources: compute stream, copies, collectives and transfers.
+Events are named as in a real run's trace (`zorselike/train/report/trace.py`): by their actions. Times are in
+microseconds, as the format prescribes
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
 
@@ -26,20 +26,20 @@ _TRACKS: tuple[Track, ...] = get_args(Track)
 _WIRES: tuple[Track, ...] = ("send", "receive")
 _MICROSECONDS = 1e6
 _DIGITS = 3
-"""After the point of a microsecond: viewers count nanoseconds."""
+"""Decimals of a microsecond: viewers count nanoseconds."""
 _MIB = 2**20
 
 
-class _Lane(NamedTuple):
-    """A thread of the trace: nothing in it overlaps, for viewers drop what does."""
+class _Thread(NamedTuple):
+    """A thread of the trace, whose spans do not overlap: viewers drop those that do."""
 
     rank: int
     position: int
-    """Of its track among `_TRACKS`."""
+    """Position of its track in `_TRACKS`."""
     peer: int
-    """Whom it sends rows to or receives them from; -1 for other things."""
+    """Rank that rows are sent to or received from; -1 for other tracks."""
     number: int
-    """Among the lanes of the same."""
+    """Number among the threads of the same track and peer."""
 
     @property
     def name(self) -> str:
@@ -51,30 +51,29 @@ class _Lane(NamedTuple):
         return name if self.number == 0 else f"{name} ({self.number + 1})"
 
 
-def make_trace(case: SimulatedPlan, *, measured: Iterable[Event] = ()) -> dict[str, Any]:
-    """The trace of a case that was simulated with its spans recorded. It begins with what begins first, as
-    a rule the step; a rank that was done early with the step before begins earlier.
+def make_trace(simulated: SimulatedPlan, *, measured: Iterable[Event] = ()) -> dict[str, Any]:
+    """The trace of a step whose spans were recorded. It begins with the earliest event: a rank that ended the
+    previous step early begins before the step.
 
-    `measured`: events of a real step (`simulator/report/measured_trace.py`), which go into the same window,
-    below.
+    `measured`: events of a real step (`simulator/report/measured_trace.py`), shown below in the same window.
     """
-    spans = sorted(case.simulation.spans, key=lambda span: (span.start_s, span.stop_s))
-    memory = [(rank, case.simulation.memory_over_time(rank)) for rank in range(case.plan.num_ranks)]
-    starts = [span.start_s for span in spans] + [start_s for _, own in memory for start_s, _ in own]
+    spans = sorted(simulated.simulation.spans, key=lambda span: (span.start_s, span.stop_s))
+    memory = [(rank, simulated.simulation.memory_over_time(rank)) for rank in range(simulated.plan.num_ranks)]
+    starts = [span.start_s for span in spans] + [start_s for _, points in memory for start_s, _ in points]
     began_s = min(0.0, *starts)
-    lanes = _assign_lanes(spans)
-    numbers = {lane: number for number, lane in enumerate(sorted(set(lanes)))}
-    slices = [_slice(span, numbers[lane], began_s) for span, lane in zip(spans, lanes, strict=True)]
+    threads = _assign_threads(spans)
+    numbers = {thread: number for number, thread in enumerate(sorted(set(threads)))}
+    slices = [_slice(span, numbers[thread], began_s) for span, thread in zip(spans, threads, strict=True)]
     events = [
-        *_name_tracks(case, numbers),
+        *_name_tracks(simulated, numbers),
         *slices,
-        # A transfer through host memory has copies besides.
+        # Only these: a transfer through host memory has copies with the same action.
         *make_flows(
             (span.rank, span.action, event)
             for span, event in zip(spans, slices, strict=True)
             if span.track in _WIRES
         ),
-        *(_count(rank, start_s - began_s, size) for rank, own in memory for start_s, size in own),
+        *(_count(rank, start_s - began_s, size) for rank, points in memory for start_s, size in points),
         *measured,
     ]
     # Names first, then by time: some readers of the format want that.
@@ -83,7 +82,7 @@ def make_trace(case: SimulatedPlan, *, measured: Iterable[Event] = ()) -> dict[s
 
 
 def save_trace(trace: Mapping[str, Any], path: str | Path) -> None:
-    """Writes a trace as JSON, gzipped where the name ends in `.gz`; raises `ConfigError` where it cannot."""
+    """Writes a trace as JSON, gzipped if the name ends in `.gz`; raises `ConfigError` if it cannot."""
     target = Path(path)
     data = json.dumps(trace, separators=(",", ":")).encode()
     try:
@@ -96,7 +95,7 @@ def save_trace(trace: Mapping[str, Any], path: str | Path) -> None:
 
 
 def name_process(pid: int, name: str) -> list[Event]:
-    """A process's name; processes are ordered by their numbers."""
+    """Names a process; processes are ordered by number."""
     return [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
@@ -104,26 +103,26 @@ def name_process(pid: int, name: str) -> list[Event]:
 
 
 def name_thread(pid: int, tid: int, name: str) -> list[Event]:
-    """A thread's name; threads are ordered by their numbers."""
+    """Names a thread; threads are ordered by number."""
     return [
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}},
         {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}},
     ]
 
 
-def _name_tracks(case: SimulatedPlan, numbers: Mapping[_Lane, int]) -> list[Event]:
+def _name_tracks(simulated: SimulatedPlan, numbers: Mapping[_Thread, int]) -> list[Event]:
     events = []
-    for rank, device_type in enumerate(case.device_types):
+    for rank, device_type in enumerate(simulated.device_types):
         events += name_process(rank, f"rank {rank} {device_type} simulated")
-    for lane, number in numbers.items():
-        events += name_thread(lane.rank, number, lane.name)
+    for thread, number in numbers.items():
+        events += name_thread(thread.rank, number, thread.name)
     return events
 
 
-def _assign_lanes(spans: Iterable[Span]) -> list[_Lane]:
-    """The lane of each span, of spans by their start: the first of its kind that is free."""
+def _assign_threads(spans: Iterable[Span]) -> list[_Thread]:
+    """The thread of each span, given in order of start: the first free one of its kind."""
     ends: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
-    lanes = []
+    threads = []
     for span in spans:
         peer = span.action.peer if span.track in _WIRES else None
         key = span.rank, _TRACKS.index(span.track), -1 if peer is None else peer
@@ -132,8 +131,8 @@ def _assign_lanes(spans: Iterable[Span]) -> list[_Lane]:
         if number == len(ends[key]):
             ends[key].append(span.stop_s)
         ends[key][number] = span.stop_s
-        lanes.append(_Lane(*key, number))
-    return lanes
+        threads.append(_Thread(*key, number))
+    return threads
 
 
 # -- events ------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def _slice(span: Span, number: int, began_s: float) -> Event:
 
 
 def make_flows(slices: Iterable[tuple[int, Action, Event]], *, first_id: int = 0) -> list[Event]:
-    """An arrow from each send to its receive, of `(rank, action, event)` by time, where both are there."""
+    """An arrow from each send to its receive, where both exist, from `(rank, action, event)` by time."""
     sends: defaultdict[tuple[object, ...], list[Event]] = defaultdict(list)
     receives: defaultdict[tuple[object, ...], list[Event]] = defaultdict(list)
     for rank, action, event in slices:
@@ -162,7 +161,7 @@ def make_flows(slices: Iterable[tuple[int, Action, Event]], *, first_id: int = 0
         elif action.kind in RECEIVES:
             receives[_identify(rank, action)].append(event)
     # A trace of several steps has each transfer several times.
-    pairs = [pair for key, own in sends.items() for pair in zip(own, receives[key], strict=False)]
+    pairs = [pair for key, events in sends.items() for pair in zip(events, receives[key], strict=False)]
     flows: list[Event] = []
     for number, (send, receive) in enumerate(pairs, first_id):
         arrow = {"cat": "transfer", "name": "rows", "id": number}
@@ -173,17 +172,17 @@ def make_flows(slices: Iterable[tuple[int, Action, Event]], *, first_id: int = 0
 
 
 def _identify(rank: int, action: Action) -> tuple[object, ...]:
-    """What a send and its receive have in common: the ranks, the boundary, the rows."""
+    """What a send and its receive share: ranks, boundary and rows."""
     assert action.ministage is not None
     ranks = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
-    # The number of the ministage above the boundary.
-    above = action.ministage + (action.kind in (Kind.SEND_F, Kind.RECV_B))
+    # The ministage after the boundary.
+    after = action.ministage + (action.kind in (Kind.SEND_F, Kind.RECV_B))
     is_forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
-    return *ranks, is_forward, above, action.start, action.stop
+    return *ranks, is_forward, after, action.start, action.stop
 
 
 def _count(rank: int, start_s: float, num_bytes: int) -> Event:
-    """What a rank's device holds from then on."""
+    """Memory in use on a rank's device from then on."""
     event = {"ph": "C", "name": "device memory", "pid": rank, "tid": 0, "ts": _to_us(start_s)}
     return event | {"args": {"MiB": round(num_bytes / _MIB, _DIGITS)}}
 

@@ -1,4 +1,4 @@
-"""A simulated step as text: a line per rank, time from left to right."""
+"""A simulated step as text: one line per rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from string import ascii_lowercase, ascii_uppercase
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Kind
-from zorselike.simulator.report.window import fold_spans
 from zorselike.simulator.result import Simulation, Span, Track
 from zorselike.text.wording import show_numbers
 
@@ -24,13 +23,13 @@ _MARKS: dict[Track, str] = {
     "to host": "%",
     "host": "^",
 }
-"""What is drawn while nothing computes, beside the letters."""
+"""Marks of what is drawn while nothing computes."""
 _MEANINGS = {
     "+": "update",
     "=": "collective that nothing hides",
-    "-": "rows on a wire",
+    "-": "rows on a link",
     "%": "copy to or from the host",
-    "^": "the host's own work",
+    "^": "work of the host",
     IDLE: "idle",
 }
 _LEAST_WIDTH = 20
@@ -42,16 +41,16 @@ _MAX_NUMBERS = 16
 def draw_gantt(
     plan: Plan, simulation: Simulation, *, device_types: Sequence[str] = (), width: int = 100
 ) -> str:
-    """One line per rank, `width` characters with its label; ranks of a group that do the
-    same at the same times share one.
+    """One line per rank, `width` characters with its label; ranks of a group that do the same at the same
+    times share one.
 
     A column shows what took most of its time: a forward as the ministage's small letter, its backward as
     the capital, an update, else the communication or copy that the rank waits for, else a dot.
 
     Args:
-        plan: whose step it is.
-        simulation: with its spans recorded.
-        device_types: of each rank, for the labels.
+        plan: the simulated plan.
+        simulation: its step, with recorded spans.
+        device_types: device type of each rank, for the labels.
         width: of the whole drawing, in characters.
     """
     merged = _merge_equal(plan, simulation, device_types)
@@ -69,29 +68,29 @@ def draw_gantt(
 def _merge_equal(
     plan: Plan, simulation: Simulation, device_types: Sequence[str]
 ) -> list[tuple[tuple[int, ...], list[Span]]]:
-    """Ranks of one group and device type that do alike at the same times, in the order of their first."""
+    """Ranks of one group and device type that do the same at the same times, by their first rank."""
     by_rank: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in fold_spans(simulation):
+    for span in simulation.folded_spans():
         by_rank[span.rank].append(span)
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank in sorted(plan.group_of_rank):
         device_type = device_types[rank] if device_types else ""
-        what = sorted(_describe(span, simulation.iteration_s) for span in by_rank[rank])
-        alike[plan.group_of_rank[rank], device_type, *what].append(rank)
+        activity = sorted(_describe(span, simulation.iteration_s) for span in by_rank[rank])
+        alike[plan.group_of_rank[rank], device_type, *activity].append(rank)
     return [(tuple(ranks), by_rank[ranks[0]]) for ranks in alike.values()]
 
 
 def _describe(span: Span, iteration_s: float) -> tuple[str, str, int, int, int]:
-    """What is equal in spans of ranks that do alike; times to a billionth of the step."""
+    """What is equal in spans of ranks that do the same; times to a billionth of the step."""
     start, stop = (round(seconds / iteration_s * 1e9) for seconds in (span.start_s, span.stop_s))
     return span.track, span.action.kind.value, span.action.ministage or 0, start, stop
 
 
 def _draw_line(spans: Iterable[Span], column_s: float, num_columns: int) -> str:
     works: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(num_columns)]
-    """Seconds of each column by mark: what the device computes."""
+    """Seconds by mark in each column: computation."""
     moves: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(num_columns)]
-    """The same of what goes on beside it."""
+    """The same for communication and copies."""
     for span in spans:
         target = works if span.track in ("compute", "update") else moves
         for column, seconds in _cut(span, column_s, num_columns):
@@ -100,7 +99,7 @@ def _draw_line(spans: Iterable[Span], column_s: float, num_columns: int) -> str:
 
 
 def _cut(span: Span, column_s: float, num_columns: int) -> Iterable[tuple[int, float]]:
-    """The columns that a span lies in, and its seconds in each."""
+    """Columns that a span covers, and its seconds in each."""
     first = max(0, int(span.start_s / column_s))
     for column in range(first, num_columns):
         start = max(span.start_s, column * column_s)
@@ -118,7 +117,7 @@ def _mark(span: Span) -> str:
 
 
 def _choose(works: Mapping[str, float], moves: Mapping[str, float], column_s: float) -> str:
-    """What a column shows: work if it takes half of it, else what else takes half of it."""
+    """Mark of a column: computation if it takes half of it, else whatever else does."""
     for seconds in (works, moves):
         if seconds and sum(seconds.values()) >= column_s / 2:
             return max(seconds, key=lambda mark: seconds[mark])
@@ -133,7 +132,7 @@ def _label(ranks: Sequence[int], device_types: Sequence[str]) -> str:
 
 
 def _draw_axis(iteration_s: float, num_columns: int) -> str:
-    """Seconds at every quarter, each beginning at its place, the last one ending there."""
+    """Seconds at every quarter; the last number ends at its place."""
     axis = " " * num_columns
     for quarter in range(4):
         text = f"|{iteration_s * quarter / 4:.3g}"

@@ -1,4 +1,4 @@
-"""The compute-bound limit: what a step would take if every device computed all the time."""
+"""The compute-bound limit: how long a step would take if every device computed all the time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zorselike.plan.workload import Workload
 def measure_speeds(
     plan: Plan, workload: Workload, cluster: Cluster, clock: LayerTimeModel
 ) -> tuple[float, ...]:
-    """Rows per second at which each rank alone would take the whole model forward and backward, nothing
-    recomputed, if memory were no matter.
+    """Rows per second at which each rank alone would run the whole model forward and backward, without
+    recomputation, if it had enough memory.
 
-    In microbatches of the size at which it is fastest, of those that the plan gives it and of powers of two
-    up to an even share of the rows. Of a tensor-parallel replica each rank has its part.
+    Microbatches have the size at which the rank is fastest, among those of the plan and powers of two up to
+    an even share of the rows. Each rank of a tensor-parallel replica counts for its part.
     """
     places = cluster.place_ranks(plan)
     most = -(-plan.global_batch // len(places))
@@ -44,6 +44,6 @@ def _time_model(workload: Workload, clock: LayerTimeModel, device: str, rows: in
 
 
 def _is_known(workload: Workload, clock: LayerTimeModel, device: str, rows: int, degree: int) -> bool:
-    """Whether a profile does not say that so many rows do not fit; one row always may."""
+    """Whether the profile does not exclude so many rows; one row is always allowed."""
     most = (clock.max_rows(kind, device, "none", degree) for kind in workload.kinds)
     return rows == 1 or all(limit is None or rows <= limit for limit in most)

@@ -1,4 +1,4 @@
-"""Who limits a simulated step, and why, in words."""
+"""What limits a simulated step, and why, in words."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean
 
-from zorselike.simulator.report.window import fold_spans
 from zorselike.simulator.result import RankTimes, Track
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 BUSY = 0.85
-"""From this share of the step on, a rank that computes sets the pace."""
+"""Share of the step from which a computing rank is said to limit it."""
 UNBALANCED = 0.15
-"""Difference of busy shares between groups, or of a rank to the others, from which there is work to move."""
+"""Difference of busy shares, between groups or of one rank to the others, from which work should move."""
 BUSY_LINK = 0.6
-"""From this share of what it can carry on, a link is named."""
+"""Utilization from which a link is named."""
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A way in which ranks lose time."""
+    """A kind of waiting, as an attribute of `RankTimes` and in words."""
 
     attribute: str
     what: str
@@ -28,47 +27,49 @@ class _Wait:
 
 _WAITS = (
     _Wait("waiting_for_data_s", "rows or gradients that other groups have not computed yet"),
-    _Wait("exposed_communication_s", "bytes on wires, or the others of a collective"),
+    _Wait("exposed_communication_s", "bytes on links, or the other ranks of a collective"),
     _Wait("exposed_copies_s", "copies between host and device"),
 )
 
 
-def describe_limit(case: SimulatedPlan) -> list[str]:
-    """One to three sentences: the rank that limits, what it does or waits for, and what would mend it."""
-    times = case.simulation.ranks
+def describe_limit(simulated: SimulatedPlan) -> list[str]:
+    """One to three sentences: the rank that limits, what it does or waits for, and what would help."""
+    times = simulated.simulation.ranks
     busiest = max(range(len(times)), key=lambda rank: times[rank].busy_s)
-    share = times[busiest].busy_s / case.simulation.iteration_s
-    sentences = _blame_rank(case, busiest, share) if share >= BUSY else _blame_waits(case, busiest, share)
-    return sentences + _name_busy_links(case)
+    share = times[busiest].busy_s / simulated.simulation.iteration_s
+    sentences = (
+        _blame_rank(simulated, busiest, share) if share >= BUSY else _blame_waits(simulated, busiest, share)
+    )
+    return sentences + _name_busy_links(simulated)
 
 
-def _blame_rank(case: SimulatedPlan, busiest: int, share: float) -> list[str]:
-    times, iteration_s = case.simulation.ranks, case.simulation.iteration_s
-    who = f"{case.describe_rank(busiest)} limits: it computes {share:.0%} of the step"
+def _blame_rank(simulated: SimulatedPlan, busiest: int, share: float) -> list[str]:
+    times, iteration_s = simulated.simulation.ranks, simulated.simulation.iteration_s
+    who = f"{simulated.describe_rank(busiest)} limits: it computes {share:.0%} of the step"
     others = [times[rank].busy_s / iteration_s for rank in range(len(times)) if rank != busiest]
     if not others:
         return [f"{who}."]
     rest = f"the other ranks {fmean(others):.0%} on average"
     if share - fmean(others) < UNBALANCED:
         return [
-            f"{who}, {rest}: all work, and only shorter computing would help: larger microbatches, less "
+            f"{who}, {rest}: all are busy, and only faster computing would help: larger microbatches, less "
             "recomputation, faster devices."
         ]
-    return [f"{who}, {rest}: with fewer rows or layers for it the others would wait less."]
+    return [f"{who}, {rest}: with fewer rows or layers on it the others would wait less."]
 
 
-def _blame_waits(case: SimulatedPlan, busiest: int, share: float) -> list[str]:
-    times, iteration_s = case.simulation.ranks, case.simulation.iteration_s
+def _blame_waits(simulated: SimulatedPlan, busiest: int, share: float) -> list[str]:
+    times, iteration_s = simulated.simulation.ranks, simulated.simulation.iteration_s
     wait = max(_WAITS, key=lambda each: sum(_seconds(rank, each) for rank in times))
     longest = max(range(len(times)), key=lambda rank: _seconds(times[rank], wait))
     lost = fmean(_seconds(rank, wait) for rank in times) / iteration_s
     sentences = [
         f"Waiting limits: no rank computes more than {share:.0%} of the step "
-        f"(most: {case.describe_rank(busiest)}).",
+        f"(most: {simulated.describe_rank(busiest)}).",
         f"Ranks wait {lost:.0%} of the step on average for {wait.what}; longest, "
-        f"{_seconds(times[longest], wait):.3g} s, does {case.describe_rank(longest)}.",
+        f"{_seconds(times[longest], wait):.3g} s, does {simulated.describe_rank(longest)}.",
     ]
-    return sentences + _advise(case, wait, longest)
+    return sentences + _advise(simulated, wait, longest)
 
 
 def _seconds(times: RankTimes, wait: _Wait) -> float:
@@ -76,29 +77,31 @@ def _seconds(times: RankTimes, wait: _Wait) -> float:
     return seconds
 
 
-def _advise(case: SimulatedPlan, wait: _Wait, rank: int) -> list[str]:
+def _advise(simulated: SimulatedPlan, wait: _Wait, rank: int) -> list[str]:
     match wait.attribute:
         case "waiting_for_data_s":
-            return [_compare_groups(case)]
+            return [_compare_groups(simulated)]
         case "exposed_communication_s":
-            return [_compare_traffic(case, rank)] if case.simulation.spans else []
+            return [_compare_traffic(simulated, rank)] if simulated.simulation.spans else []
         case _:
             return ["Offloading less, or larger microbatches, would hide them."]
 
 
-def _compare_traffic(case: SimulatedPlan, rank: int) -> str:
-    """Whether collectives or transfers are what a rank waits for."""
-    collectives_s = _measure(case, rank, ("gather", "reduce"))
-    transfers_s = _measure(case, rank, ("send", "receive"))
+def _compare_traffic(simulated: SimulatedPlan, rank: int) -> str:
+    """Whether a rank waits rather for collectives or for transfers."""
+    collectives_s = _measure(simulated, rank, ("gather", "reduce"))
+    transfers_s = _measure(simulated, rank, ("send", "receive"))
     times = f"Its collectives take {collectives_s:.3g} s, its transfers {transfers_s:.3g} s"
     if collectives_s >= transfers_s:
         return f"{times}: a lower ZeRO stage, or groups that do not span slow links, would move fewer bytes."
-    return f"{times}: fewer ministages, or groups in turn on faster links, would shorten these."
+    return f"{times}: fewer ministages, or consecutive groups on faster links, would shorten these."
 
 
-def _measure(case: SimulatedPlan, rank: int, tracks: Collection[Track]) -> float:
-    """Seconds of the step in which something of these tracks goes on; 0 without recorded spans."""
-    spans = [span for span in fold_spans(case.simulation) if span.rank == rank and span.track in tracks]
+def _measure(simulated: SimulatedPlan, rank: int, tracks: Collection[Track]) -> float:
+    """Seconds of the step in which any of these tracks is active; 0 without recorded spans."""
+    spans = [
+        span for span in simulated.simulation.folded_spans() if span.rank == rank and span.track in tracks
+    ]
     seconds = until_s = 0.0
     for span in sorted(spans, key=lambda each: each.start_s):
         seconds += max(0.0, span.stop_s - max(span.start_s, until_s))
@@ -106,29 +109,29 @@ def _measure(case: SimulatedPlan, rank: int, tracks: Collection[Track]) -> float
     return seconds
 
 
-def _compare_groups(case: SimulatedPlan) -> str:
-    """Whether the pipeline is out of balance, or only fills and drains."""
+def _compare_groups(simulated: SimulatedPlan) -> str:
+    """Whether the pipeline is unbalanced, or only fills and drains."""
     shares = {
-        number: fmean(case.simulation.ranks[rank].busy_s for rank in group.flat_ranks)
-        / case.simulation.iteration_s
-        for number, group in enumerate(case.plan.groups)
+        number: fmean(simulated.simulation.ranks[rank].busy_s for rank in group.flat_ranks)
+        / simulated.simulation.iteration_s
+        for number, group in enumerate(simulated.plan.groups)
     }
-    most, least = max(shares, key=lambda g: shares[g]), min(shares, key=lambda g: shares[g])
+    most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
     if shares[most] - shares[least] >= UNBALANCED:
         return (
             f"Group {most} computes {shares[most]:.0%} of the step and group {least} {shares[least]:.0%}: "
             f"layers moved from {most} to {least} would balance them."
         )
-    if case.plan.bounds_in_flight:
+    if simulated.plan.bounds_in_flight:
         return (
-            "The groups are in balance: more microbatches shorten the fill and drain, a larger max_in_flight "
+            "The groups are balanced: more microbatches shorten the fill and drain, a larger max_in_flight "
             "the waits between."
         )
-    return "The groups are in balance: more microbatches or more ministages shorten the fill and drain."
+    return "The groups are balanced: more microbatches or more ministages shorten the fill and drain."
 
 
-def _name_busy_links(case: SimulatedPlan) -> list[str]:
-    network, simulation = case.costs.network, case.simulation
+def _name_busy_links(simulated: SimulatedPlan) -> list[str]:
+    network, simulation = simulated.costs.network, simulated.simulation
     capacity = dict(zip(network.names, network.capacities, strict=True))
     shares = {
         name: num_bytes / capacity[name] / simulation.iteration_s
@@ -138,6 +141,6 @@ def _name_busy_links(case: SimulatedPlan) -> list[str]:
     busy = [name for name, share in shares.items() if share >= BUSY_LINK]
     if not busy:
         return []
-    fullest = max(busy, key=lambda name: shares[name])
+    fullest = max(busy, key=shares.__getitem__)
     more = f" and {len(busy) - 1} more like it" if len(busy) > 1 else ""
     return [f"The link '{fullest}'{more} is full {shares[fullest]:.0%} of the step."]

@@ -1,7 +1,7 @@
-"""The traces of a real step, cut down to its actions and set beside the simulated ones.
+"""Traces of a real step, reduced to its actions, to be shown beside the simulated ones.
 
-A run writes `rankR_trace.json.gz` for every rank (`[profiling]`, `zorselike/train/report/profiling.py`). What
-is taken of them are the actions: as the host's thread ran them, and on GPUs as their streams did.
+A run writes `rankR_trace.json.gz` for every rank (`[profiling]`, `zorselike/train/report/profiling.py`). The
+actions are kept: as the host's thread ran them, and on GPUs as their streams did.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ON_HOST = "user_annotation"
 _FILE = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 _HINT = "give the folder of one iteration, such as outputs/RUN/profile_traces/iteration_10"
 _FIRST_FLOW = 1_000_000_000
-"""Beyond the numbers of simulated arrows."""
+"""Above the ids of simulated arrows."""
 
 
 class _Found(NamedTuple):
@@ -32,29 +32,29 @@ class _Found(NamedTuple):
     rank: int
     action: Action
     event: Event
-    """Of the new trace; its time comes when all ranks are known."""
+    """Event of the new trace; its time is set once all ranks are known."""
     start_ns: int
-    """By the machine's clock: too large a number for a float of microseconds."""
+    """By the machine's clock, which in microseconds is too large for a float."""
 
 
 def read_measured(folder: str | Path, *, first_pid: int) -> list[Event]:
-    """Events of the actions of all ranks, from when the first of them began, with arrows between ranks.
+    """Events of the actions of all ranks, in time since the first of them, with arrows between ranks.
 
-    Rank `r` is process `first_pid + r`. Clocks of several nodes are taken to agree.
+    Rank `r` is process `first_pid + r`. Clocks of different nodes are assumed to agree.
 
     Raises:
-        ConfigError: There are no such traces, or one cannot be read.
+        ConfigError: there are no such traces, or one cannot be read.
     """
     files = _find_files(Path(folder))
     events: list[Event] = []
     found: list[_Found] = []
     for rank, path in files:
         trace = _read_trace(path)
-        own = _find_actions(trace, rank, pid=first_pid + rank)
-        if not own:
-            raise ConfigError(f"{path}: holds no action of a schedule; {_HINT}")
+        actions = _find_actions(trace, rank, pid=first_pid + rank)
+        if not actions:
+            raise ConfigError(f"{path}: contains no action of a schedule; {_HINT}")
         events += _name_tracks(trace, rank, pid=first_pid + rank)
-        found += own
+        found += actions
     began_ns = min(entry.start_ns for entry in found)
     for entry in found:
         entry.event["ts"] = (entry.start_ns - began_ns) / 1000
@@ -68,7 +68,7 @@ def _find_files(folder: Path) -> list[tuple[int, Path]]:
     matches = ((_FILE.fullmatch(path.name), path) for path in folder.iterdir())
     files = sorted((int(match[1]), path) for match, path in matches if match)
     if not files:
-        raise ConfigError(f"{folder}: holds no rank0_trace.json.gz; {_HINT}")
+        raise ConfigError(f"{folder}: contains no rank0_trace.json.gz; {_HINT}")
     return files
 
 
@@ -114,7 +114,7 @@ def _action_of(event: Event) -> Action | None:
 
 
 def _number_threads(trace: dict[str, Any]) -> dict[tuple[Any, Any], int]:
-    """A small number for each thread or stream that has actions, the host's thread first."""
+    """Numbers the threads and streams that have actions, the host's thread first."""
     kept = [event for event in trace["traceEvents"] if _action_of(event) is not None]
     threads = {(event["cat"] != _ON_HOST, str(event["tid"])): (event["pid"], event["tid"]) for event in kept}
     return {threads[key]: number for number, key in enumerate(sorted(threads))}
@@ -131,8 +131,8 @@ def _name_tracks(trace: dict[str, Any], rank: int, *, pid: int) -> list[Event]:
 
 
 def _list_transfers(found: Sequence[_Found]) -> Iterable[tuple[int, Action, Event]]:
-    """Sends of the host's thread, and receives where they end: at the computation that waits for them,
-    since a receive itself only says where the rows are to go."""
+    """Sends of the host's thread, and receives where they end: at the computation that waits for them, since
+    a receive itself is only posted."""
     waits: defaultdict[tuple[object, ...], list[Event]] = defaultdict(list)
     num_posted: defaultdict[tuple[object, ...], int] = defaultdict(int)
     on_host = [entry for entry in found if entry.event["tid"] == 0]

@@ -1,0 +1,48 @@
+"""Checks of option values that several commands share, and the width of printed text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from zorselike.errors import ConfigError
+from zorselike.text.units import parse_size
+
+_WIDTHS = (60, 160)
+"""Least and largest width of printed text, whatever the terminal's."""
+
+
+def check_outputs(command: str, paths: Mapping[str, str | None]) -> None:
+    """Raises `ConfigError` if a file, given by its flag, is a folder or in a folder that does not exist."""
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{command}: {flag} is {path}, in a folder that does not exist; make it first")
+        if Path(path).is_dir():
+            raise ConfigError(f"{command}: {flag} is {path}, a folder; name a file")
+
+
+def check_at_least(command: str, least: int, numbers: Mapping[str, int]) -> None:
+    """Raises `ConfigError` if a number, given by its flag, is less than `least`."""
+    for flag, number in numbers.items():
+        if number < least:
+            raise ConfigError(f"{command}: {flag} is {number}; it must be at least {least}")
+
+
+def read_size(command: str, flag: str, text: str | None) -> int | None:
+    """Bytes of `24GiB` or `80 GB`; None for None. Raises `ConfigError` for other text."""
+    if text is None:
+        return None
+    num_bytes = parse_size(text)
+    if num_bytes is None or num_bytes <= 0:
+        raise ConfigError(
+            f"{command}: {flag} is '{text}'; write it as 24GiB or 80GB (MiB, GiB, TiB, MB, GB, TB)"
+        )
+    return int(num_bytes)
+
+
+def find_width() -> int:
+    """Characters per line on this terminal."""
+    return min(_WIDTHS[1], max(_WIDTHS[0], shutil.get_terminal_size((110, 24)).columns))
