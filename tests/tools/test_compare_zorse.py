@@ -97,13 +97,14 @@ def test_cells_show_both_figures_and_what_does_not_fit(setup: Setup) -> None:
     assert set(OURS.values()) <= {own.name for own in baselines}
     flops = setup.workload.flops_per_row(recompute=True) * setup.global_batch
     cell = BaselineCell("A", "65b", flops, baselines)
-    case = next(own.case for own in baselines if own.name == "Cephalo-like")
+    case = next(own.simulated for own in baselines if own.name == "Cephalo-like")
     assert case is not None
     assert case.plan.groups[0].recompute == "layer"
     assert cell.tflops("Cephalo-like") == pytest.approx(flops / case.simulation.iteration_s / 1e12)
     assert cell.tflops("Cephalo-like") == pytest.approx(compute_bound_tflops(setup), rel=0.3)
     broken = replace(
-        cell, baselines=tuple(replace(own, case=None, how="", reason="OUT OF MEMORY: x") for own in baselines)
+        cell,
+        baselines=tuple(replace(own, simulated=None, how="", reason="OUT OF MEMORY: x") for own in baselines),
     )
     lines = format_baselines([cell, broken])
     assert lines[2].split()[:4] == ["A", "65b", f"{cell.tflops('TorchTitan-Het'):.0f}", "OOM"]
@@ -119,7 +120,7 @@ def test_cells_show_both_figures_and_what_does_not_fit(setup: Setup) -> None:
 
 def make_search(setup: Setup, *, slower: float = 1.0) -> Search:
     """A baseline's plan in the place of a search's answer, its step so many times as long."""
-    even = next(own.case for own in plan_baselines(make_problem(setup)) if own.name == "Whale")
+    even = next(own.simulated for own in plan_baselines(make_problem(setup)) if own.name == "Whale")
     assert even is not None
     simulation = replace(even.simulation, iteration_s=slower * even.simulation.iteration_s)
     case = replace(even, simulation=simulation)
