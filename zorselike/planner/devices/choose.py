@@ -13,7 +13,6 @@ from functools import cached_property
 from math import isfinite
 
 import numpy as np
-from scipy.sparse.csgraph import connected_components
 
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.answer import NothingFitsError
@@ -228,13 +227,7 @@ class _Chooser:
 
     def _is_joined(self, devices: Sequence[int]) -> bool:
         """Whether some way joins them all, over none but them."""
-        if self._is_all_joined:
-            return True
-        blocks = sorted({self._bandwidths.block_of[device] for device in devices})
-        num_parts, _ = connected_components(
-            self._bandwidths.rates[np.ix_(blocks, blocks)] > 0, directed=False
-        )
-        return bool(num_parts == 1)
+        return self._is_all_joined or len(self._bandwidths.connected_parts(devices)) == 1
 
     @cached_property
     def _is_all_joined(self) -> bool:

@@ -94,17 +94,21 @@ class Bandwidths:
             self._slowest[group] = float(rates.min())
         return self._slowest[group]
 
-    def connected_parts(self) -> Partition:
-        """Devices that some way joins, over whatever others; one part in a sound cluster."""
-        from scipy.sparse.csgraph import connected_components
-
-        _, labels = connected_components(self.rates > 0, directed=False)
-        return sort_groups(
-            [
-                [device for b in np.flatnonzero(labels == label) for device in self.blocks[b].devices]
-                for label in np.unique(labels)
-            ]
-        )
+    def connected_parts(self, devices: Iterable[int] | None = None) -> Partition:
+        """Devices (all, by default) that some way over these devices joins; one part in a sound cluster."""
+        chosen = self.devices if devices is None else tuple(devices)
+        left = np.zeros(len(self.blocks), dtype=bool)
+        left[[self.block_of[device] for device in chosen]] = True
+        part_of = np.zeros(len(self.blocks), dtype=np.int64)
+        for first in np.flatnonzero(left):
+            reached = np.array([first] if left[first] else [], dtype=np.int64)
+            while len(reached):
+                left[reached], part_of[reached] = False, first
+                reached = np.flatnonzero(left & (self.rates[reached] > 0).any(axis=0))
+        parts: dict[int, list[int]] = {}
+        for device in chosen:
+            parts.setdefault(int(part_of[self.block_of[device]]), []).append(device)
+        return sort_groups(parts.values())
 
 
 def read_bandwidths(
