@@ -8,7 +8,7 @@ from itertools import accumulate
 from hypothesis import strategies as st
 
 from zorselike.plan.plan import Group, Ministage, Plan
-from zorselike.planner.rows.split import BatchSplit, Card, tabulate_seconds
+from zorselike.planner.rows.split import BatchSplit, RankCosts, tabulate_seconds
 
 RISING = st.lists(st.integers(0, 20), min_size=0, max_size=4).map(
     lambda steps: tuple(0.1 + 0.1 * own for own in accumulate(steps))
@@ -17,14 +17,14 @@ RISING = st.lists(st.integers(0, 20), min_size=0, max_size=4).map(
 
 
 @st.composite
-def card_lists(draw: st.DrawFn) -> list[Card]:
+def cost_lists(draw: st.DrawFn) -> list[RankCosts]:
     """Up to three cards, some of them alike; one row fits on at least one."""
     curves = draw(st.lists(RISING, min_size=1, max_size=3).filter(any))
-    return [Card(rank, seconds) for rank, seconds in enumerate(curves)]
+    return [RankCosts(rank, seconds) for rank, seconds in enumerate(curves)]
 
 
 @st.composite
-def larger_lists(draw: st.DrawFn) -> list[Card]:
+def larger_lists(draw: st.DrawFn) -> list[RankCosts]:
     """As measured: a start, then about proportional, with bumps; up to 24 cards of three types."""
     types = []
     for _ in range(draw(st.integers(1, 3))):
@@ -34,34 +34,36 @@ def larger_lists(draw: st.DrawFn) -> list[Card]:
             tuple(accumulate((slope * (n + start + bump) for n, bump in enumerate(bumps, start=1)), max))
         )
     return [
-        Card(rank, draw(st.sampled_from(types)))
+        RankCosts(rank, draw(st.sampled_from(types)))
         for rank in draw(st.lists(st.integers(0, 99), min_size=1, max_size=24, unique=True))
     ]
 
 
-def check(split: BatchSplit, cards: Sequence[Card], num_rows: int, *, heeds_room: bool = True) -> None:
+def check(split: BatchSplit, costs: Sequence[RankCosts], num_rows: int, *, heeds_room: bool = True) -> None:
     """Rows add up, in order, within what fits, and as a plan's group they are valid."""
     assert [(m.start, m.stop) for m in split.microbatches] == [
         (0 if i == 0 else split.microbatches[i - 1].stop, m.stop) for i, m in enumerate(split.microbatches)
     ]
     assert sum(split.rows.values()) == num_rows == split.microbatches[-1].stop
-    assert list(split.sizes) == [card.rank for card in cards]
-    for card in cards:
-        own = tuple(m.num_rows for m in split.microbatches if m.rank == card.rank)
-        assert own == split.sizes[card.rank]
-        assert all(1 <= size <= card.max_rows for size in own)
-        if heeds_room and card.most_rows is not None:
-            assert sum(own) <= card.most_rows
-    renumbered = {card.rank: i for i, card in enumerate(cards)}
+    assert list(split.sizes) == [cost.rank for cost in costs]
+    for cost in costs:
+        own = tuple(m.num_rows for m in split.microbatches if m.rank == cost.rank)
+        assert own == split.sizes[cost.rank]
+        assert all(1 <= size <= cost.max_rows for size in own)
+        if heeds_room and cost.most_rows is not None:
+            assert sum(own) <= cost.most_rows
+    renumbered = {cost.rank: i for i, cost in enumerate(costs)}
     moved = tuple(type(m)(renumbered[m.rank], m.start, m.stop) for m in split.microbatches)
     Plan(num_rows, (Group(tuple(renumbered.values()), moved),), (Ministage(0, ("all",)),)).validate()
 
 
-def rounds_s(split: BatchSplit, cards: Sequence[Card], collective_s: float, hidden_s: float = 0.0) -> float:
+def rounds_s(
+    split: BatchSplit, costs: Sequence[RankCosts], collective_s: float, hidden_s: float = 0.0
+) -> float:
     """The j-th microbatches of all ranks run together, as the schedule has them."""
     num_rounds = max(len(own) for own in split.sizes.values())
     slowest = [
-        max(card.seconds[split.sizes[card.rank][j] - 1] for card in cards if j < len(split.sizes[card.rank]))
+        max(cost.seconds[split.sizes[cost.rank][j] - 1] for cost in costs if j < len(split.sizes[cost.rank]))
         for j in range(num_rounds)
     ]
     return sum(collective_s + max(time, hidden_s) for time in slowest)

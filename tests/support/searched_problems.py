@@ -1,4 +1,4 @@
-"""Questions to the planner for tests of its parts: small clusters, and sketches drawn at random."""
+"""Questions to the planner for tests of its parts: small clusters, and candidates drawn at random."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import list_families
 from zorselike.planner.estimate.memory import RankMemory
-from zorselike.planner.estimate.step_time import Pace
+from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.bandwidths import read_bandwidths
 from zorselike.planner.groups.candidates import find_groupings
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search.compose import Choice, Composer, GroupChoice
+from zorselike.planner.search.builder import CandidateBuilder, Choice, GroupChoice
 
 TYPES = ("A100-40", "T4", "V100-16", "A10G", "H100-SXM")
 WIDTH = 2048
@@ -97,11 +97,11 @@ class Bench:
     def __post_init__(self) -> None:
         clock = LayerTimeModel(self.problem.profile, self.problem.workload)
         self.table = LayerTable(self.problem.workload, clock)
-        self.pace = Pace(self.problem, self.table)
+        self.step_time = StepTimeEstimate(self.problem, self.table)
         self.memory = RankMemory(self.problem, self.table, clock.kept_bytes)
-        self.composer = Composer(self.problem, self.table, self.pace, self.memory)
+        self.builder = CandidateBuilder(self.problem, self.table, self.step_time, self.memory)
 
-    def draw_sketch(self, rng: random.Random) -> Sketch | None:
+    def draw_candidate(self, rng: random.Random) -> CandidatePlan | None:
         """Any groups, modes, rounds and ministages; None where they do not fit."""
         bandwidths = read_bandwidths(self.problem.cluster)
         grouping = rng.choice(find_groupings(bandwidths))
@@ -109,10 +109,10 @@ class Bench:
         groups = tuple(
             GroupChoice(own, rng.choice(modes), rng.choice([1, 2, 4, 8])) for own in grouping.groups
         )
-        turns = rng.choice([1, 2, 3]) * len(groups)
-        return self.composer.compose(Choice(groups, min(len(self.table.keys), turns)))
+        num_ministages = rng.choice([1, 2, 3]) * len(groups)
+        return self.builder.build(Choice(groups, min(len(self.table.keys), num_ministages)))
 
-    def draw_sketch_in_flight(self, rng: random.Random) -> Sketch | None:
+    def draw_candidate_in_flight(self, rng: random.Random) -> CandidatePlan | None:
         """With bounds on microbatches in flight; None where it does not fit."""
         bandwidths = read_bandwidths(self.problem.cluster)
         grouping = rng.choice(find_groupings(bandwidths))
@@ -127,4 +127,6 @@ class Bench:
         groups = tuple(
             GroupChoice(own, rng.choice(modes), rng.choice([2, 4, 8, 16])) for own in grouping.groups
         )
-        return self.composer.compose(Choice(groups, len(groups), slack=rng.choice([1.0, 1.5, 2.0, 3.0])))
+        return self.builder.build(
+            Choice(groups, len(groups), in_flight_factor=rng.choice([1.0, 1.5, 2.0, 3.0]))
+        )

@@ -3,67 +3,67 @@
 from __future__ import annotations
 
 import pytest
-from batch_splits import card_lists, check, larger_lists, line, rounds_s
+from batch_splits import check, cost_lists, larger_lists, line, rounds_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.papers.poplar.algorithms import raise_zero, share_in_equal_rounds, share_in_proportion
 from zorselike.errors import PlanError, ProfileError
-from zorselike.planner.rows.split import Card, share_once, share_per_microbatch
+from zorselike.planner.rows.split import RankCosts, share_once, share_per_microbatch
 
 
 @settings(deadline=None)
 @given(larger_lists(), st.integers(1, 200), st.floats(0, 3))
 def test_proportion_and_equal_rounds_are_never_faster(
-    cards: list[Card], num_rows: int, collective_s: float
+    costs: list[RankCosts], num_rows: int, collective_s: float
 ) -> None:
-    once, shared = share_once(cards, num_rows), share_in_proportion(cards, num_rows)
-    rounds = share_per_microbatch(cards, num_rows, collective_s=collective_s)
-    equal = share_in_equal_rounds(cards, num_rows, collective_s=collective_s)
+    once, shared = share_once(costs, num_rows), share_in_proportion(costs, num_rows)
+    rounds = share_per_microbatch(costs, num_rows, collective_s=collective_s)
+    equal = share_in_equal_rounds(costs, num_rows, collective_s=collective_s)
     for split in (once, shared, rounds, equal):
-        check(split, cards, num_rows)
+        check(split, costs, num_rows)
     assert once.seconds <= shared.seconds * (1 + 1e-9)
     assert rounds.seconds <= equal.seconds * (1 + 1e-9)
-    assert rounds.seconds == pytest.approx(rounds_s(rounds, cards, collective_s))
-    assert equal.seconds == pytest.approx(rounds_s(equal, cards, collective_s))
+    assert rounds.seconds == pytest.approx(rounds_s(rounds, costs, collective_s))
+    assert equal.seconds == pytest.approx(rounds_s(equal, costs, collective_s))
     # Waiting for others in each round costs time, if anything.
     assert once.seconds <= rounds.seconds * (1 + 1e-9)
 
 
 def test_no_rows_go_where_none_fits() -> None:
-    cards = [Card(0, line(1, 4)), Card(1, line(1, 4)), Card(2, line(100, 4)), Card(3, ())]
-    assert share_in_proportion(cards, 8).rows[3] == 0
+    costs = [RankCosts(0, line(1, 4)), RankCosts(1, line(1, 4)), RankCosts(2, line(100, 4)), RankCosts(3, ())]
+    assert share_in_proportion(costs, 8).rows[3] == 0
 
 
 @settings(deadline=None)
-@given(card_lists(), st.integers(1, 30), st.sampled_from([0.0, 0.05, 1.0]))
+@given(cost_lists(), st.integers(1, 30), st.sampled_from([0.0, 0.05, 1.0]))
 def test_equal_rounds_take_the_best_time_for_a_round(
-    cards: list[Card], num_rows: int, collective_s: float
+    costs: list[RankCosts], num_rows: int, collective_s: float
 ) -> None:
-    times = sorted({time for card in cards for time in card.seconds})
-    fits = {time: sum(own <= time for card in cards for own in card.seconds) for time in times}
+    times = sorted({time for cost in costs for time in cost.seconds})
+    fits = {time: sum(own <= time for cost in costs for own in cost.seconds) for time in times}
     totals = []
     for time in times:
         num_full, rest = divmod(num_rows, fits[time])
         last = [min(each for each in times if fits[each] >= rest)] if rest else []
         totals.append(sum(each + collective_s for each in [time] * num_full + last))
-    found = share_in_equal_rounds(cards, num_rows, collective_s=collective_s).seconds
+    found = share_in_equal_rounds(costs, num_rows, collective_s=collective_s).seconds
     assert found == pytest.approx(min(totals))
 
 
 def test_the_last_round_is_timed_on_its_own() -> None:
     """Poplar's second branch: 10 rows in rounds of 4 end with one of 2, which is shorter."""
-    cards = [Card(0, line(1, 2)), Card(1, line(1, 2))]
-    assert share_in_equal_rounds(cards, 10, collective_s=1).seconds == 2 * 3 + 2
-    assert share_per_microbatch(cards, 10, collective_s=1).seconds == 2 * 3 + 2
+    costs = [RankCosts(0, line(1, 2)), RankCosts(1, line(1, 2))]
+    assert share_in_equal_rounds(costs, 10, collective_s=1).seconds == 2 * 3 + 2
+    assert share_per_microbatch(costs, 10, collective_s=1).seconds == 2 * 3 + 2
 
 
 def test_rounds_of_different_sizes_beat_equal_ones() -> None:
     """Ten rows as 4 + 3 + 3; equal rounds of 4 end with one of 2, of 3 with one of 1."""
-    card = Card(0, (3.0, 3.5, 4.0, 5.2))
-    assert share_per_microbatch([card], 10).sizes == {0: (4, 3, 3)}
-    assert share_per_microbatch([card], 10).seconds == pytest.approx(13.2)
-    assert share_in_equal_rounds([card], 10).seconds == pytest.approx(13.9)
+    cost = RankCosts(0, (3.0, 3.5, 4.0, 5.2))
+    assert share_per_microbatch([cost], 10).sizes == {0: (4, 3, 3)}
+    assert share_per_microbatch([cost], 10).seconds == pytest.approx(13.2)
+    assert share_in_equal_rounds([cost], 10).seconds == pytest.approx(13.9)
 
 
 def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
@@ -80,18 +80,18 @@ def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
 @pytest.mark.parametrize(
     ("cards", "num_rows", "message"),
     [
-        ([Card(0, ()), Card(1, ())], 4, "not one row fits on ranks 0 and 1"),
-        ([], 4, "no cards to share rows among"),
-        ([Card(3, (1.0,)), Card(3, (1.0,))], 4, "rank 3 given twice"),
-        ([Card(0, (1.0,))], 0, "0 rows to share"),
+        ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
+        ([], 4, "no ranks to share rows among"),
+        ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
+        ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
     ],
 )
-def test_what_no_split_can_be_made_of_is_refused(cards: list[Card], num_rows: int, message: str) -> None:
+def test_what_no_split_can_be_made_of_is_refused(costs: list[RankCosts], num_rows: int, message: str) -> None:
     for share in (share_in_proportion, share_in_equal_rounds):
         with pytest.raises(PlanError, match=message):
-            share(cards, num_rows)
+            share(costs, num_rows)
 
 
 def test_a_row_that_takes_no_time_is_refused() -> None:
     with pytest.raises(ProfileError, match="a row takes no time"):
-        share_in_proportion([Card(0, (0.0, 1.0))], 3)
+        share_in_proportion([RankCosts(0, (0.0, 1.0))], 3)

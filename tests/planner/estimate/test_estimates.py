@@ -11,43 +11,44 @@ from scipy.stats import spearmanr
 from searched_problems import Bench, draw_problem, make_decoder
 
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
-from zorselike.planner.candidate.candidate import GroupSketch, Sketch
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import Fixed
-from zorselike.planner.search.compose import Choice, GroupChoice, list_rounds
+from zorselike.planner.search.builder import Choice, GroupChoice, list_microbatch_counts
 from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
 from zorselike.schedule.orders.in_flight import least_in_flight
 
 
-def simulate_sketches(seed, number, draw):
-    """Random sketches with their plans as simulated."""
+def simulate_candidates(seed, number, draw):
+    """Random candidates with their plans as simulated."""
     rng = random.Random(seed)
     found = []
     while len(found) < number:
         bench = Bench(draw_problem(rng))
         for _ in range(3):
-            sketch = draw(bench, rng)
-            if sketch is not None:
-                plan = make_plan(sketch, bench.problem, bench.table).validate()
-                found.append((bench, sketch, bench.problem.setting.simulate(plan)))
+            candidate = draw(bench, rng)
+            if candidate is not None:
+                plan = make_plan(candidate, bench.problem, bench.table).validate()
+                found.append((bench, candidate, bench.problem.setting.simulate(plan)))
     return found
 
 
 @pytest.fixture(scope="module")
 def simulated():
-    return simulate_sketches(5, 60, Bench.draw_sketch)
+    return simulate_candidates(5, 60, Bench.draw_candidate)
 
 
 @pytest.fixture(scope="module")
 def simulated_in_flight():
     """With bounds on microbatches in flight."""
-    return simulate_sketches(6, 40, Bench.draw_sketch_in_flight)
+    return simulate_candidates(6, 40, Bench.draw_candidate_in_flight)
 
 
 def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
     pairs = [
-        (bench.pace.estimate_s(sketch), case.simulation.iteration_s) for bench, sketch, case in simulated
+        (bench.step_time.estimate_s(candidate), case.simulation.iteration_s)
+        for bench, candidate, case in simulated
     ]
     ratios = sorted(estimate / real for estimate, real in pairs)
     assert 0.8 < median(ratios) < 1.4
@@ -57,8 +58,8 @@ def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
 
 def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):
     pairs = [
-        (bench.pace.estimate_s(sketch), case.simulation.iteration_s)
-        for bench, sketch, case in simulated_in_flight
+        (bench.step_time.estimate_s(candidate), case.simulation.iteration_s)
+        for bench, candidate, case in simulated_in_flight
     ]
     ratios = sorted(estimate / real for estimate, real in pairs)
     assert 0.85 < median(ratios) < 1.2
@@ -67,35 +68,35 @@ def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):
 
 
 def test_memory_with_bounds_in_flight_is_what_the_whole_plan_needs(simulated_in_flight):
-    for bench, sketch, case in simulated_in_flight:
+    for bench, candidate, case in simulated_in_flight:
         assert not any(map(case.is_overfull, range(case.plan.num_ranks)))
         rank = 0
-        for g, group in enumerate(sketch.groups):
+        for g, group in enumerate(candidate.groups):
             for position in range(len(group.devices)):
-                need = bench.memory.need(sketch, g, position)
+                need = bench.memory.need(candidate, g, position)
                 assert 0.95 < need.device_bytes / case.peak_bytes[rank] < 1.4
                 rank += 1
 
 
 def test_bounds_in_flight_let_a_step_end_and_are_few(simulated_in_flight):
-    for _, sketch, case in simulated_in_flight:
+    for _, candidate, case in simulated_in_flight:
         bounds = [group.max_in_flight for group in case.plan.groups]
         assert all(
             own is not None and least <= own <= group.max_microbatches
             for own, least, group in zip(bounds, least_in_flight(case.plan), case.plan.groups, strict=True)
         )
         # The ranks of a group have microbatches in about as many rounds, or wait for each other in vain.
-        for group in sketch.groups:
+        for group in candidate.groups:
             counts = {len(own) for own in group.sizes if own}
             assert max(counts) - min(counts) <= 1 + max(counts) // 2
 
 
 def test_memory_is_what_the_whole_plan_needs(simulated):
-    for bench, sketch, case in simulated:
+    for bench, candidate, case in simulated:
         rank = 0
-        for g, group in enumerate(sketch.groups):
+        for g, group in enumerate(candidate.groups):
             for position in range(len(group.devices)):
-                need = bench.memory.need(sketch, g, position)
+                need = bench.memory.need(candidate, g, position)
                 assert 0.9 < need.device_bytes / case.peak_bytes[rank] < 1.15
                 assert need.host_bytes >= 0.97 * case.simulation.memory[rank].host_peak_bytes
                 rank += 1
@@ -107,22 +108,22 @@ def test_what_is_composed_fits(simulated):
 
 
 def test_small_changes_keep_all_rows_and_layers(simulated):
-    for bench, sketch, _ in simulated[:20]:
+    for bench, candidate, _ in simulated[:20]:
         problem = bench.problem
-        kinds = [[0] * len(group.devices) for group in sketch.groups]
-        for changed in (*move_layers(sketch), *move_rows(sketch, kinds, problem.global_batch)):
+        kinds = [[0] * len(group.devices) for group in candidate.groups]
+        for changed in (*move_layers(candidate), *move_rows(candidate, kinds, problem.global_batch)):
             make_plan(changed, problem, bench.table).validate()
-            assert changed != sketch
+            assert changed != candidate
 
 
 def test_layers_move_over_several_boundaries_at_once():
     """Two steps of which the first alone is worse are one change."""
-    group = GroupSketch((0,), Mode(), ((1,),))
-    sketch = Sketch((group,), (0, 0, 0, 0), (1, 3, 4, 6))
-    moved = {changed.ends for changed in move_layers(sketch)}
+    group = CandidateGroup((0,), Mode(), ((1,),))
+    candidate = CandidatePlan((group,), (0, 0, 0, 0), (1, 3, 4, 6))
+    moved = {changed.ends for changed in move_layers(candidate)}
     assert {(1, 2, 3, 6), (2, 4, 5, 6), (1, 2, 4, 6)} <= moved
     assert all(a < b for ends in moved for a, b in pairwise((0, *ends)))
-    many = Sketch((group,), (0,) * 12, tuple(range(2, 25, 2)))
+    many = CandidatePlan((group,), (0,) * 12, tuple(range(2, 25, 2)))
     assert len(list(move_layers(many))) == 2 * 11
 
 
@@ -137,18 +138,20 @@ def test_layers_go_where_copies_are_fast_if_copies_are_what_takes_longest():
         draw_problem(random.Random(0), cluster=cluster, global_batch=2, workload=make_decoder(10, tokens=128))
     )
     mode = Mode(2, offload=("params", "optimizer"))
-    sketch = bench.composer.compose(Choice((GroupChoice((0,), mode, 1), GroupChoice((1,), mode, 1)), 4))
-    assert sketch is not None
-    fast, slow = (sum(len(sketch.layers_of(i)) for i in sketch.ministages_of(g)) for g in (0, 1))
+    candidate = bench.builder.build(Choice((GroupChoice((0,), mode, 1), GroupChoice((1,), mode, 1)), 4))
+    assert candidate is not None
+    fast, slow = (sum(len(candidate.layers_of(i)) for i in candidate.ministages_of(g)) for g in (0, 1))
     assert fast > 2 * slow
 
 
 def test_changed_choices_are_possible(simulated):
-    for bench, sketch, _ in simulated[:10]:
+    for bench, candidate, _ in simulated[:10]:
         num_layers = len(bench.table.keys)
         modes = [mode for family in list_families(Fixed()) for mode in family]
-        groups = tuple(GroupChoice(own.devices, own.mode, own.num_rounds) for own in sketch.groups)
-        choice = Choice(groups, sketch.num_ministages)
+        groups = tuple(
+            GroupChoice(own.devices, own.mode, own.microbatches_per_device) for own in candidate.groups
+        )
+        choice = Choice(groups, candidate.num_ministages)
         used = {device for group in groups for device in group.devices}
         changes = change_choice(choice, modes, num_layers=num_layers, global_batch=64, regroup=True)
         for changed in list(changes):
@@ -159,10 +162,10 @@ def test_changed_choices_are_possible(simulated):
 
 def test_rounds_cut_rows_into_different_sizes():
     for most in range(1, 200):
-        rounds = list_rounds(most)
-        sizes = [-(-most // number) for number in rounds]
-        assert len({*sizes}) == len(sizes) and rounds[0] == 1
-        assert list(rounds) == sorted(rounds)
+        counts = list_microbatch_counts(most)
+        sizes = [-(-most // number) for number in counts]
+        assert len({*sizes}) == len(sizes) and counts[0] == 1
+        assert list(counts) == sorted(counts)
 
 
 def test_modes_keep_what_is_fixed():
@@ -187,7 +190,7 @@ def test_a_group_of_two_sizes_of_cards_gives_the_small_ones_fewer_rows_where_mem
         )
     )
     choice = Choice((GroupChoice((0, 1, 2, 3), Mode(2, recompute="layer", offload=("optimizer",)), 8),), 2)
-    sketch = bench.composer.compose(choice)
-    assert sketch is not None
-    rows = [sum(own) for own in sketch.groups[0].sizes]
+    candidate = bench.builder.build(choice)
+    assert candidate is not None
+    rows = [sum(own) for own in candidate.groups[0].sizes]
     assert rows[0] == rows[1] > rows[2] > 0 and sum(rows) == 64

@@ -12,8 +12,8 @@ from searched_problems import Bench, make_decoder
 
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
-from zorselike.planner.candidate.candidate import GroupSketch, Sketch
-from zorselike.planner.candidate.deal_rows import deal_sketch, list_orders
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.deal_rows import deal_candidate, list_orders
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import PlanProblem
@@ -40,7 +40,7 @@ def make_bench(num_devices, link):
 def make_groups(*devices, **changes):
     """Of 32 rows, a row a microbatch."""
     return tuple(
-        GroupSketch(own, Mode(), ((1,) * (32 // len(own)),) * len(own), **changes) for own in devices
+        CandidateGroup(own, Mode(), ((1,) * (32 // len(own)),) * len(own), **changes) for own in devices
     )
 
 
@@ -57,8 +57,8 @@ def deal(groups, num_devices=4, num_turns=1):
     """What each rank of each group gets, and the nodes they are on."""
     table = make_bench(num_devices, Link(1e9)).table
     owners = (*range(len(groups)),) * num_turns
-    sketch = Sketch(groups, owners, tuple(range(1, len(owners) + 1)))
-    dealt = deal_sketch(sketch, table, lambda device: device // num_devices, lambda device: TYPE)
+    candidate = CandidatePlan(groups, owners, tuple(range(1, len(owners) + 1)))
+    dealt = deal_candidate(candidate, table, lambda device: device // num_devices, lambda device: TYPE)
     return dealt, [device // num_devices for own in groups for device in own.devices]
 
 
@@ -110,8 +110,8 @@ def test_rounds_stay_rounds():
 def test_a_step_is_faster_than_with_rows_in_plain_order():
     """Where each pair of nodes has a link of its own, half of them would be idle."""
     bench = make_bench(4, Link(2e8))
-    sketch = Sketch(make_groups((*range(8),), (*range(8, 16),)), (0, 1), (4, 8))
-    plan = make_plan(sketch, bench.problem, bench.table).validate()
+    candidate = CandidatePlan(make_groups((*range(8),), (*range(8, 16),)), (0, 1), (4, 8))
+    plan = make_plan(candidate, bench.problem, bench.table).validate()
     first = plan.groups[0]
     straight = tuple(replace(own, rank=own.rank + 8) for own in first.microbatches)
     plain = replace(plan, groups=(first, replace(plan.groups[1], microbatches=straight))).validate()

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from batch_splits import RISING, card_lists, check, larger_lists, line, rounds_s
+from batch_splits import RISING, check, cost_lists, larger_lists, line, rounds_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
 from zorselike.planner.rows.split import (
     BatchSplit,
-    Card,
+    RankCosts,
     share_once,
     share_per_microbatch,
 )
@@ -26,13 +26,13 @@ ROOM = st.sampled_from([None, None, 0, 1, 2, 3, 5])
 
 
 @st.composite
-def roomy_lists(draw: st.DrawFn) -> list[Card]:
+def roomy_lists(draw: st.DrawFn) -> list[RankCosts]:
     """The same, with room for a few rows of the step on some."""
-    return [replace(card, most_rows=draw(ROOM)) for card in draw(card_lists())]
+    return [replace(cost, most_rows=draw(ROOM)) for cost in draw(cost_lists())]
 
 
-def busiest_s(split: BatchSplit, cards: Sequence[Card]) -> float:
-    return max(sum(card.seconds[size - 1] for size in split.sizes[card.rank]) for card in cards)
+def busiest_s(split: BatchSplit, costs: Sequence[RankCosts]) -> float:
+    return max(sum(cost.seconds[size - 1] for size in split.sizes[cost.rank]) for cost in costs)
 
 
 def least_sum(seconds: tuple[float, ...], num_rows: int) -> float:
@@ -43,12 +43,12 @@ def least_sum(seconds: tuple[float, ...], num_rows: int) -> float:
     return min((seconds[n - 1] + least_sum(seconds, num_rows - n) for n in fits), default=math.inf)
 
 
-def least_once(cards: Sequence[Card], num_rows: int) -> float:
+def least_once(costs: Sequence[RankCosts], num_rows: int) -> float:
     """By trying every way to give rows to cards."""
-    room = [range(int(min(num_rows, find_room(card))) + 1) for card in cards]
+    room = [range(int(min(num_rows, find_room(cost))) + 1) for cost in costs]
     return min(
         (
-            max(least_sum(card.seconds, own) for card, own in zip(cards, rows, strict=True))
+            max(least_sum(cost.seconds, own) for cost, own in zip(costs, rows, strict=True))
             for rows in product(*room)
             if sum(rows) == num_rows
         ),
@@ -56,15 +56,17 @@ def least_once(cards: Sequence[Card], num_rows: int) -> float:
     )
 
 
-def find_room(card: Card) -> float:
-    return math.inf if card.most_rows is None else card.most_rows
+def find_room(cost: RankCosts) -> float:
+    return math.inf if cost.most_rows is None else cost.most_rows
 
 
-def least_per_microbatch(cards: Sequence[Card], num_rows: int, collective_s: float, hidden_s: float) -> float:
+def least_per_microbatch(
+    costs: Sequence[RankCosts], num_rows: int, collective_s: float, hidden_s: float
+) -> float:
     """By trying every round: any size on every card."""
-    ways = list(product(*(range(card.max_rows + 1) for card in cards)))
+    ways = list(product(*(range(cost.max_rows + 1) for cost in costs)))
     lasts = [
-        max(card.seconds[n - 1] for card, n in zip(cards, sizes, strict=True) if n) if any(sizes) else 0.0
+        max(cost.seconds[n - 1] for cost, n in zip(costs, sizes, strict=True) if n) if any(sizes) else 0.0
         for sizes in ways
     ]
 
@@ -84,7 +86,7 @@ def least_per_microbatch(cards: Sequence[Card], num_rows: int, collective_s: flo
     def take(room: tuple[float, ...], sizes: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(most - own for most, own in zip(room, sizes, strict=True))
 
-    return best(num_rows, tuple(find_room(card) for card in cards))
+    return best(num_rows, tuple(find_room(cost) for cost in costs))
 
 
 @settings(deadline=None)
@@ -100,111 +102,111 @@ def test_sums_are_the_cheapest_and_sizes_make_them(seconds: tuple[float, ...], n
 
 
 @settings(deadline=None)
-@given(card_lists(), st.integers(1, 7))
-def test_no_split_is_faster_with_collectives_once_a_step(cards: list[Card], num_rows: int) -> None:
-    split = share_once(cards, num_rows)
-    check(split, cards, num_rows)
-    assert split.seconds == pytest.approx(busiest_s(split, cards))
-    assert split.seconds == pytest.approx(least_once(cards, num_rows))
+@given(cost_lists(), st.integers(1, 7))
+def test_no_split_is_faster_with_collectives_once_a_step(costs: list[RankCosts], num_rows: int) -> None:
+    split = share_once(costs, num_rows)
+    check(split, costs, num_rows)
+    assert split.seconds == pytest.approx(busiest_s(split, costs))
+    assert split.seconds == pytest.approx(least_once(costs, num_rows))
 
 
 @settings(deadline=None)
 @given(
-    card_lists(), st.integers(1, 9), st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from([0.0, 0.35, 0.8, 5.0])
+    cost_lists(), st.integers(1, 9), st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from([0.0, 0.35, 0.8, 5.0])
 )
 def test_no_split_is_faster_with_collectives_in_each_round(
-    cards: list[Card], num_rows: int, collective_s: float, hidden_s: float
+    costs: list[RankCosts], num_rows: int, collective_s: float, hidden_s: float
 ) -> None:
-    split = share_per_microbatch(cards, num_rows, collective_s=collective_s, hidden_s=hidden_s)
-    check(split, cards, num_rows)
-    assert split.seconds == pytest.approx(rounds_s(split, cards, collective_s, hidden_s))
-    assert split.seconds == pytest.approx(least_per_microbatch(cards, num_rows, collective_s, hidden_s))
+    split = share_per_microbatch(costs, num_rows, collective_s=collective_s, hidden_s=hidden_s)
+    check(split, costs, num_rows)
+    assert split.seconds == pytest.approx(rounds_s(split, costs, collective_s, hidden_s))
+    assert split.seconds == pytest.approx(least_per_microbatch(costs, num_rows, collective_s, hidden_s))
 
 
-def have_room(cards: Sequence[Card], num_rows: int) -> bool:
-    return sum(min(find_room(card), num_rows) for card in cards if card.seconds) >= num_rows
+def have_room(costs: Sequence[RankCosts], num_rows: int) -> bool:
+    return sum(min(find_room(cost), num_rows) for cost in costs if cost.seconds) >= num_rows
 
 
 @settings(deadline=None)
 @given(roomy_lists(), st.integers(1, 7))
-def test_no_split_is_faster_where_room_for_a_step_is_limited(cards: list[Card], num_rows: int) -> None:
-    if not have_room(cards, num_rows):
-        assert least_once(cards, num_rows) == math.inf
+def test_no_split_is_faster_where_room_for_a_step_is_limited(costs: list[RankCosts], num_rows: int) -> None:
+    if not have_room(costs, num_rows):
+        assert least_once(costs, num_rows) == math.inf
         for share in (share_once, share_per_microbatch):
             with pytest.raises(PlanError, match=rf"room for \d+ of {num_rows} rows; recompute"):
-                share(cards, num_rows)
+                share(costs, num_rows)
         return
-    split = share_once(cards, num_rows)
-    check(split, cards, num_rows)
-    assert split.seconds == pytest.approx(busiest_s(split, cards))
-    assert split.seconds == pytest.approx(least_once(cards, num_rows))
+    split = share_once(costs, num_rows)
+    check(split, costs, num_rows)
+    assert split.seconds == pytest.approx(busiest_s(split, costs))
+    assert split.seconds == pytest.approx(least_once(costs, num_rows))
 
 
 @settings(deadline=None)
 @given(roomy_lists(), st.integers(1, 8), st.sampled_from([0.05, 1.0]), st.sampled_from([0.0, 0.8]))
 def test_rounds_heed_room_and_are_about_the_best(
-    cards: list[Card], num_rows: int, collective_s: float, hidden_s: float
+    costs: list[RankCosts], num_rows: int, collective_s: float, hidden_s: float
 ) -> None:
     """Not proven to be the best; of thousands of random cases none was more than round-off above it."""
-    if not have_room(cards, num_rows):
+    if not have_room(costs, num_rows):
         return
-    split = share_per_microbatch(cards, num_rows, collective_s=collective_s, hidden_s=hidden_s)
-    check(split, cards, num_rows)
-    assert split.seconds == pytest.approx(rounds_s(split, cards, collective_s, hidden_s))
-    best = least_per_microbatch(cards, num_rows, collective_s, hidden_s)
+    split = share_per_microbatch(costs, num_rows, collective_s=collective_s, hidden_s=hidden_s)
+    check(split, costs, num_rows)
+    assert split.seconds == pytest.approx(rounds_s(split, costs, collective_s, hidden_s))
+    best = least_per_microbatch(costs, num_rows, collective_s, hidden_s)
     assert best * (1 - 1e-9) <= split.seconds <= best * 1.25
     free = share_per_microbatch(
-        [replace(card, most_rows=None) for card in cards],
+        [replace(cost, most_rows=None) for cost in costs],
         num_rows,
         collective_s=collective_s,
         hidden_s=hidden_s,
     )
     assert split.seconds >= free.seconds * (1 - 1e-9)
-    if all(free.rows[card.rank] <= find_room(card) for card in cards):
+    if all(free.rows[cost.rank] <= find_room(cost) for cost in costs):
         assert split.seconds == pytest.approx(free.seconds)
 
 
 def test_a_card_that_is_full_leaves_the_rest_to_slow_ones() -> None:
     """Ten rounds in which both compute, eighty in which the fast one does alone."""
-    cards = [Card(0, (0.1,), most_rows=90), Card(1, (1.0,))]
-    split = share_per_microbatch(cards, 100)
+    costs = [RankCosts(0, (0.1,), most_rows=90), RankCosts(1, (1.0,))]
+    split = share_per_microbatch(costs, 100)
     assert split.rows == {0: 90, 1: 10} and split.seconds == pytest.approx(18)
     # Of many times a few are tried at first; this one is not among them.
-    cards = [Card(0, line(1, 100), most_rows=37), Card(1, line(1, 100))]
-    split = share_per_microbatch(cards, 80, collective_s=1000)
+    costs = [RankCosts(0, line(1, 100), most_rows=37), RankCosts(1, line(1, 100))]
+    split = share_per_microbatch(costs, 80, collective_s=1000)
     assert split.sizes == {0: (37,), 1: (43,)} and split.seconds == 1043
 
 
 @settings(deadline=None)
 @given(larger_lists(), st.integers(1, 100), st.integers(0, 23), st.floats(0.1, 1), st.integers(0, 3))
 def test_a_faster_or_larger_card_never_makes_it_slower(
-    cards: list[Card], num_rows: int, which: int, factor: float, more: int
+    costs: list[RankCosts], num_rows: int, which: int, factor: float, more: int
 ) -> None:
-    i = which % len(cards)
-    own = cards[i].seconds
-    better = list(cards)
+    i = which % len(costs)
+    own = costs[i].seconds
+    better = list(costs)
     grown = (*own, *(own[-1] + (n + 1) * own[0] for n in range(more)))
-    better[i] = Card(cards[i].rank, tuple(factor * each for each in grown))
+    better[i] = RankCosts(costs[i].rank, tuple(factor * each for each in grown))
     bound = 1 + 1e-9
-    assert share_once(better, num_rows).seconds <= share_once(cards, num_rows).seconds * bound
+    assert share_once(better, num_rows).seconds <= share_once(costs, num_rows).seconds * bound
     assert (
         share_per_microbatch(better, num_rows, collective_s=0.5).seconds
-        <= share_per_microbatch(cards, num_rows, collective_s=0.5).seconds * bound
+        <= share_per_microbatch(costs, num_rows, collective_s=0.5).seconds * bound
     )
 
 
 def test_a_card_that_would_only_slow_the_others_gets_no_rows() -> None:
-    cards = [Card(0, line(1, 4)), Card(1, line(1, 4)), Card(2, line(100, 4)), Card(3, ())]
-    for split in (share_once(cards, 8), share_per_microbatch(cards, 8)):
+    costs = [RankCosts(0, line(1, 4)), RankCosts(1, line(1, 4)), RankCosts(2, line(100, 4)), RankCosts(3, ())]
+    for split in (share_once(costs, 8), share_per_microbatch(costs, 8)):
         assert split.rows == {0: 4, 1: 4, 2: 0, 3: 0}
 
 
 def test_microbatches_come_in_order_of_time() -> None:
     """Two rounds of 4 + 2 rows and one of the last two, where they take least."""
-    cards = [Card(7, line(1, 4)), Card(5, line(2, 4))]
-    split = share_per_microbatch(cards, 14)
+    costs = [RankCosts(7, line(1, 4)), RankCosts(5, line(2, 4))]
+    split = share_per_microbatch(costs, 14)
     assert [(m.rank, m.num_rows) for m in split.microbatches] == [(7, 4), (5, 2), (7, 4), (5, 2), (7, 2)]
-    once = share_once(cards, 14)
+    once = share_once(costs, 14)
     # In 10 s they could compute 10 + 5 rows; the one too many is taken where it saves 2 s.
     assert once.sizes == {7: (4, 4, 2), 5: (4,)} and once.seconds == 10
     # Middles: rank 7 at 2, 6 and 9 s, rank 5 at 4 s.
@@ -214,38 +216,38 @@ def test_microbatches_come_in_order_of_time() -> None:
 def test_sizes_differ_between_cards_and_avoid_bad_ones() -> None:
     """On a card whose third row costs as much as three others, no microbatch has three."""
     bumpy = (1.0, 1.5, 4.5, 4.6)
-    split = share_once([Card(0, bumpy), Card(1, line(1, 8, start=1))], 12)
+    split = share_once([RankCosts(0, bumpy), RankCosts(1, line(1, 8, start=1))], 12)
     assert set(split.sizes[0]) == {2}
     assert split.sizes[1] == (4,) and split.seconds == 6
 
 
 def test_the_last_round_is_timed_by_itself() -> None:
     """10 rows in rounds of 4 end with one of 2, which is shorter."""
-    cards = [Card(0, line(1, 2)), Card(1, line(1, 2))]
-    assert share_per_microbatch(cards, 10, collective_s=1).seconds == 2 * 3 + 2
+    costs = [RankCosts(0, line(1, 2)), RankCosts(1, line(1, 2))]
+    assert share_per_microbatch(costs, 10, collective_s=1).seconds == 2 * 3 + 2
 
 
 @pytest.mark.parametrize(
     ("cards", "num_rows", "message"),
     [
-        ([Card(0, ()), Card(1, ())], 4, "not one row fits on ranks 0 and 1"),
-        ([], 4, "no cards to share rows among"),
-        ([Card(3, (1.0,)), Card(3, (1.0,))], 4, "rank 3 given twice"),
-        ([Card(0, (1.0,))], 0, "0 rows to share"),
+        ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
+        ([], 4, "no ranks to share rows among"),
+        ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
+        ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
     ],
 )
-def test_what_no_split_can_be_made_of_is_refused(cards: list[Card], num_rows: int, message: str) -> None:
+def test_what_no_split_can_be_made_of_is_refused(costs: list[RankCosts], num_rows: int, message: str) -> None:
     for share in (share_once, share_per_microbatch):
         with pytest.raises(PlanError, match=message):
-            share(cards, num_rows)
+            share(costs, num_rows)
 
 
 def test_wrong_times_are_refused() -> None:
     with pytest.raises(ProfileError, match="rank 4: a larger microbatch takes less time"):
-        Card(4, (2.0, 1.0))
+        RankCosts(4, (2.0, 1.0))
     with pytest.raises(ProfileError, match="negative or not finite"):
-        Card(4, (1.0, math.inf))
+        RankCosts(4, (1.0, math.inf))
     with pytest.raises(PlanError, match="take -1 s; give 0 or more"):
-        share_per_microbatch([Card(0, (1.0,))], 3, collective_s=-1)
+        share_per_microbatch([RankCosts(0, (1.0,))], 3, collective_s=-1)
     with pytest.raises(PlanError, match="take inf s; give 0 or more"):
-        share_per_microbatch([Card(0, (1.0,))], 3, hidden_s=math.inf)
+        share_per_microbatch([RankCosts(0, (1.0,))], 3, hidden_s=math.inf)

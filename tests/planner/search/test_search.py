@@ -16,7 +16,7 @@ from zorselike.errors import ConfigError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search import budget as effort
+from zorselike.planner.search import budget as search_budget
 from zorselike.planner.search.search import search_plans
 
 
@@ -144,7 +144,9 @@ def test_a_machine_that_stands_still_is_no_reason_to_say_that_nothing_fits(monke
     problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
     ticks = count()
     monkeypatch.setattr(
-        effort, "time", SimpleNamespace(monotonic=lambda: 30.0 * next(ticks), process_time=time.process_time)
+        search_budget,
+        "time",
+        SimpleNamespace(monotonic=lambda: 30.0 * next(ticks), process_time=time.process_time),
     )
     assert search_plans(problem, budget_s=2, top=1).ending == "budget"
 

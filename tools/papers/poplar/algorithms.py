@@ -18,8 +18,8 @@ from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.by_shares import apportion
 from zorselike.planner.rows.split import (
     BatchSplit,
-    Card,
-    check_cards,
+    RankCosts,
+    check_costs,
     list_rounds,
     split_by_rounds,
     split_by_sizes,
@@ -47,7 +47,7 @@ def raise_zero(max_rows: Mapping[int, Sequence[int]], *, least: int = 0) -> int:
     return max(stages, key=lambda stage: (fits[stage], -stage))
 
 
-def share_in_proportion(cards: Sequence[Card], num_rows: int) -> BatchSplit:
+def share_in_proportion(costs: Sequence[RankCosts], num_rows: int) -> BatchSplit:
     """Rows in proportion to each card's greatest speed and the remainder to the most under-used; each card
     computes them in microbatches of the size at which it is fastest, the last one smaller.
 
@@ -55,15 +55,15 @@ def share_in_proportion(cards: Sequence[Card], num_rows: int) -> BatchSplit:
         PlanError: As `rows.split.share_once`.
         ProfileError: A microbatch takes no time.
     """
-    check_cards(cards, num_rows)
-    best = [_fastest_size(card) for card in cards]
+    check_costs(costs, num_rows)
+    best = [_fastest_size(cost) for cost in costs]
     usable = [i for i, size in enumerate(best) if size]
-    rows = [0] * len(cards)
-    speeds = [best[i] / cards[i].seconds[best[i] - 1] for i in usable]
+    rows = [0] * len(costs)
+    speeds = [best[i] / costs[i].seconds[best[i] - 1] for i in usable]
     for i, own in zip(usable, apportion(num_rows, speeds), strict=True):
         rows[i] = own
     return split_by_sizes(
-        cards,
+        costs,
         [
             (size,) * (own // size) + ((own % size,) if own % size else ()) if own else ()
             for own, size in zip(rows, best, strict=True)
@@ -71,11 +71,13 @@ def share_in_proportion(cards: Sequence[Card], num_rows: int) -> BatchSplit:
     )
 
 
-def share_in_equal_rounds(cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0) -> BatchSplit:
+def share_in_equal_rounds(
+    costs: Sequence[RankCosts], num_rows: int, *, collective_s: float = 0.0
+) -> BatchSplit:
     """All rounds are equal but the last; in each, every card computes the most that it can in the round's
     time, the best of those that occur. Raises as `rows.split.share_once`."""
-    check_cards(cards, num_rows)
-    rounds = list_rounds(cards, num_rows)
+    check_costs(costs, num_rows)
+    rounds = list_rounds(costs, num_rows)
 
     def total_s(time: float, rows: int) -> float:
         num_full, rest = divmod(num_rows, rows)
@@ -85,12 +87,12 @@ def share_in_equal_rounds(cards: Sequence[Card], num_rows: int, *, collective_s:
     time, rows = min(rounds, key=lambda each: total_s(*each))
     num_full, rest = divmod(num_rows, rows)
     last = [next(t for t, covered in rounds if covered >= rest)] if rest else []
-    cards = [replace(card, most_rows=None) for card in cards]
-    return split_by_rounds(cards, [time] * num_full + last, num_rows, collective_s=collective_s)
+    costs = [replace(cost, most_rows=None) for cost in costs]
+    return split_by_rounds(costs, [time] * num_full + last, num_rows, collective_s=collective_s)
 
 
-def _fastest_size(card: Card) -> int:
+def _fastest_size(cost: RankCosts) -> int:
     """Rows of the microbatch with most rows per second, the largest of equals; 0 where none fits."""
-    if card.seconds and card.seconds[0] <= 0:
-        raise ProfileError(f"rank {card.rank}: a row takes no time; measure it again")
-    return max(range(1, card.max_rows + 1), key=lambda rows: (rows / card.seconds[rows - 1], rows), default=0)
+    if cost.seconds and cost.seconds[0] <= 0:
+        raise ProfileError(f"rank {cost.rank}: a row takes no time; measure it again")
+    return max(range(1, cost.max_rows + 1), key=lambda rows: (rows / cost.seconds[rows - 1], rows), default=0)

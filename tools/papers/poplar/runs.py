@@ -18,7 +18,7 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import deal_rows
 from zorselike.plan.workload import Workload
-from zorselike.planner.rows.split import Card, tabulate_seconds
+from zorselike.planner.rows.split import RankCosts, tabulate_seconds
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import Schedule, SimulatedPlan
@@ -79,14 +79,14 @@ class Job:
         return SimulationInputs(workload=self.workload, cluster=self.cluster, profile=self.profile)
 
     @cached_property
-    def cards(self) -> tuple[Card, ...]:
+    def cards(self) -> tuple[RankCosts, ...]:
         """Of all ranks; those of one type have the same table."""
         most = self._find_max_rows()
         tables = {
             device: tabulate_seconds(partial(self._time_microbatch, device), number)
             for device, number in most.items()
         }
-        return tuple(Card(rank, tables[device]) for rank, device in enumerate(self.devices))
+        return tuple(RankCosts(rank, tables[device]) for rank, device in enumerate(self.devices))
 
     @cached_property
     def round_s(self) -> RoundTimes:

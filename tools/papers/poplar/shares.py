@@ -13,7 +13,7 @@ from zorselike.planner.by_shares import apportion
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
 from zorselike.planner.rows.split import (
     BatchSplit,
-    Card,
+    RankCosts,
     share_once,
     share_per_microbatch,
     split_by_sizes,
@@ -195,7 +195,7 @@ def _repeat(job: Job, own: Sequence[int]) -> Sizes:
     number, rest = divmod(job.num_rows, sum(own))
     last: Mapping[int, tuple[int, ...]] = {}
     if rest:
-        cards = [Card(card.rank, card.seconds[:most]) for card, most in zip(job.cards, own, strict=True)]
+        cards = [RankCosts(card.rank, card.seconds[:most]) for card, most in zip(job.cards, own, strict=True)]
         last = share_in_equal_rounds(cards, rest, collective_s=job.round_s.alone).sizes
     return tuple((most,) * number * (most > 0) + last.get(rank, ()) for rank, most in enumerate(own))
 

@@ -25,7 +25,7 @@ from zorselike.errors import PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.planner.baselines.even import ORDER, find_misfit, name_devices
-from zorselike.planner.rows.split import Card, share_once
+from zorselike.planner.rows.split import RankCosts, share_once
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
@@ -106,8 +106,8 @@ class _Job:
         clock = LayerTimeModel(self.setting.profile, self.setting.workload)
         devices = [self.setting.cluster.device_type(place) for place in self.places]
         times = {device: self._time_rows(clock, device, most) for device in dict.fromkeys(devices)}
-        cards = [Card(rank, times[device]) for rank, device in enumerate(devices)]
-        sizes = share_once(cards, self.global_batch).sizes
+        costs = [RankCosts(rank, times[device]) for rank, device in enumerate(devices)]
+        sizes = share_once(costs, self.global_batch).sizes
         plan = self._make_plan([sum(sizes[rank]) for rank in range(len(devices))])
         # Whole rows of a rank are at once in no layer: what the profile found to fit is for microbatches.
         free = tuple(replace(own, max_rows=None) for own in self.setting.profile.layers)

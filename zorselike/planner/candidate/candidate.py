@@ -13,7 +13,7 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class GroupSketch:
+class CandidateGroup:
     """One group."""
 
     devices: tuple[int, ...]
@@ -30,16 +30,16 @@ class GroupSketch:
         return own if self.max_in_flight is None else own[: self.max_in_flight]
 
     @cached_property
-    def num_rounds(self) -> int:
+    def microbatches_per_device(self) -> int:
         """The most microbatches of a device."""
         return max(len(own) for own in self.sizes)
 
 
 @dataclass(frozen=True)
-class Sketch:
+class CandidatePlan:
     """All groups, in the order in which the pipeline visits them."""
 
-    groups: tuple[GroupSketch, ...]
+    groups: tuple[CandidateGroup, ...]
     owners: tuple[int, ...]
     """The group of each ministage."""
     ends: tuple[int, ...]

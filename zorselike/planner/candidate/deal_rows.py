@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zorselike.plan.plan import Microbatch
-from zorselike.planner.candidate.candidate import GroupSketch, Sketch
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 
 MOST_WINDOWS = 16
@@ -41,18 +41,18 @@ class _Dealt:
     """Of these nodes."""
 
     @property
-    def num_rounds(self) -> int:
+    def microbatches_per_device(self) -> int:
         return int(np.bincount(self.positions).max())
 
 
-def deal_sketch(
-    sketch: Sketch, table: LayerTable, node_of: Callable[[int], int], type_of: Callable[[int], str]
+def deal_candidate(
+    candidate: CandidatePlan, table: LayerTable, node_of: Callable[[int], int], type_of: Callable[[int], str]
 ) -> list[tuple[Microbatch, ...]]:
     """Each group's microbatches, ranks numbered group by group. One group after the other takes the order
     with which least has to go over the busiest pair of nodes, from and to those that have theirs."""
-    pairs = Counter(tuple(sorted(pair)) for pair in pairwise(sketch.owners) if pair[0] != pair[1])
+    pairs = Counter(tuple(sorted(pair)) for pair in pairwise(candidate.owners) if pair[0] != pair[1])
     dealt: list[_Dealt] = []
-    for g, group in enumerate(sketch.groups):
+    for g, group in enumerate(candidate.groups):
         nodes = [node_of(device) for device in group.devices]
         pieces = _Pieces(group, [type_of(device) for device in group.devices], nodes, table)
         others = [(number, dealt[h]) for h in range(g) if (number := pairs[h, g])]
@@ -63,7 +63,7 @@ def deal_sketch(
             for own in tried
         ]
         dealt.append(tried[crowding.index(min(crowding))])
-    first_ranks = accumulate((len(group.devices) for group in sketch.groups), initial=0)
+    first_ranks = accumulate((len(group.devices) for group in candidate.groups), initial=0)
     return [_list_microbatches(own, first) for own, first in zip(dealt, first_ranks, strict=False)]
 
 
@@ -90,7 +90,7 @@ class _Pieces:
     its own speed, and what counts is the middle."""
 
     def __init__(
-        self, group: GroupSketch, types: Sequence[str], nodes: Sequence[int], table: LayerTable
+        self, group: CandidateGroup, types: Sequence[str], nodes: Sequence[int], table: LayerTable
     ) -> None:
         in_rounds = group.mode.reduces_per_microbatch or group.max_in_flight is not None
         times: list[float] = []
@@ -119,7 +119,7 @@ class _Pieces:
 
 def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
     """Rows that the busiest pair of nodes exchanges in each piece of the batch, in all pieces together."""
-    num_windows = min(MOST_WINDOWS, source.num_rounds, target.num_rounds)
+    num_windows = min(MOST_WINDOWS, source.microbatches_per_device, target.microbatches_per_device)
     stops = np.union1d(source.ends, target.ends)
     starts = np.concatenate(([0], stops[:-1]))
     a = source.nodes[np.searchsorted(source.ends, stops)]

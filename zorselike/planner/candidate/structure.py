@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from zorselike.plan.cluster.cluster import Cluster
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 
 Structure = tuple[object, ...]
 
@@ -21,17 +21,19 @@ class Structures:
         self._kinds = [kinds.setdefault(replace(node, name=""), len(kinds)) for node in cluster.nodes]
         """Of each node; the same where only the name is another."""
 
-    def describe(self, sketch: Sketch, iteration_s: float) -> set[Structure]:
+    def describe(self, candidate: CandidatePlan, iteration_s: float) -> set[Structure]:
         """Plans of which one of these is equal are the same to a reader.
 
         They differ in smaller things only, such as rows, layers, what is offloaded, or which of a node's
         alike devices is which; or they have other nodes of the same kind and take the same time: if links
         told these apart, they would not.
         """
-        numbers = self._number_nodes(sketch)
-        mirrored = _describe(sketch, lambda device: (*numbers[self._node_of(device)], *self._kind_of(device)))
+        numbers = self._number_nodes(candidate)
+        mirrored = _describe(
+            candidate, lambda device: (*numbers[self._node_of(device)], *self._kind_of(device))
+        )
         return {
-            _describe(sketch, lambda device: (self._node_of(device), *self._kind_of(device))),
+            _describe(candidate, lambda device: (self._node_of(device), *self._kind_of(device))),
             (f"{iteration_s:.6g}", *mirrored),
         }
 
@@ -44,10 +46,10 @@ class Structures:
         memory_bytes = self._cluster.nodes[place.node].memory_bytes
         return self._cluster.device_type(place), memory_bytes[place.local_rank] if memory_bytes else 0
 
-    def _number_nodes(self, sketch: Sketch) -> dict[int, tuple[int, int]]:
+    def _number_nodes(self, candidate: CandidatePlan) -> dict[int, tuple[int, int]]:
         """Nodes by their kind, and which of that kind each is in the order of the groups."""
         numbers: dict[int, tuple[int, int]] = {}
-        for group in sketch.groups:
+        for group in candidate.groups:
             for node in map(self._node_of, sorted(group.devices)):
                 if node not in numbers:
                     kind = self._kinds[node]
@@ -55,7 +57,7 @@ class Structures:
         return numbers
 
 
-def _describe(sketch: Sketch, name: Callable[[int], tuple[Any, ...]]) -> Structure:
+def _describe(candidate: CandidatePlan, name: Callable[[int], tuple[Any, ...]]) -> Structure:
     """A device by itself does the same in all ZeRO stages."""
     groups = [
         (
@@ -63,6 +65,6 @@ def _describe(sketch: Sketch, name: Callable[[int], tuple[Any, ...]]) -> Structu
             own.mode.zero if len(own.devices) > 1 else 0,
             own.mode.recompute,
         )
-        for own in sketch.groups
+        for own in candidate.groups
     ]
-    return (*groups, sketch.bounds_in_flight)
+    return (*groups, candidate.bounds_in_flight)

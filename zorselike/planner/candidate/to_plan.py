@@ -1,26 +1,26 @@
-"""The plan of a sketch: ranks, numbered group by group, with their rows and layers."""
+"""The plan of a candidate: ranks, numbered group by group, with their rows and layers."""
 
 from __future__ import annotations
 
 from zorselike.plan.plan import Device, Group, Ministage, Plan
-from zorselike.planner.candidate.candidate import Sketch
-from zorselike.planner.candidate.deal_rows import deal_sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.candidate.deal_rows import deal_candidate
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
 
 
-def make_plan(sketch: Sketch, problem: PlanProblem, table: LayerTable) -> Plan:
-    """The plan of a sketch, ranks numbered group by group."""
+def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> Plan:
+    """The plan of a candidate, ranks numbered group by group."""
     cluster = problem.cluster
     devices: list[Device] = []
     groups: list[Group] = []
-    dealt = deal_sketch(
-        sketch,
+    dealt = deal_candidate(
+        candidate,
         table,
         lambda device: cluster.places[device].node,
         lambda device: cluster.device_type(cluster.places[device]),
     )
-    for own, rows in zip(sketch.groups, dealt, strict=True):
+    for own, rows in zip(candidate.groups, dealt, strict=True):
         first = len(devices)
         for rank, device in enumerate(own.devices, first):
             place = cluster.places[device]
@@ -38,8 +38,8 @@ def make_plan(sketch: Sketch, problem: PlanProblem, table: LayerTable) -> Plan:
             )
         )
     ministages = tuple(
-        Ministage(owner, tuple(table.modules[layer] for layer in sketch.layers_of(i)))
-        for i, owner in enumerate(sketch.owners)
+        Ministage(owner, tuple(table.modules[layer] for layer in candidate.layers_of(i)))
+        for i, owner in enumerate(candidate.owners)
     )
     return Plan(
         global_batch=problem.global_batch,

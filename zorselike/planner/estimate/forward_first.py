@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 
 COPIES_IN_FLIGHT = 2
 """Microbatches on their way between a device and its host, as in the simulator."""
@@ -19,7 +19,7 @@ class Worker:
 
     is_cpu: bool
     zero: int
-    num_rounds: int
+    microbatches_per_device: int
     num_reductions: int
     """Of a ministage in a step."""
     overlap_slowdown: float
@@ -33,7 +33,7 @@ class Work:
 
     forward_s: float
     backward_s: float
-    """All rounds; 0 where nothing trains below."""
+    """All microbatches; 0 where nothing trains below."""
     gather_s: float
     first_unit: float
     """Share of the gather after which computing can begin."""
@@ -45,7 +45,7 @@ class Work:
     state_s: float = 0.0
     """Its optimizer state, one way."""
     stash_s: float = 0.0
-    """Activations of all rounds, one way."""
+    """Activations of all microbatches, one way."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Clock:
 
 
 def run_step(
-    sketch: Sketch,
+    candidate: CandidatePlan,
     workers: Sequence[Worker],
     works: Sequence[Work],
     sends: Sequence[float],
@@ -85,15 +85,15 @@ def run_step(
     for clock in clocks:
         clock.compute = clock.update = clock.end
         clock.before = clock.compute
-    last = sketch.num_ministages - 1
+    last = candidate.num_ministages - 1
     arrivals: list[float] | None = None
     for i in range(last + 1):
-        g = sketch.owners[i]
+        g = candidate.owners[i]
         done = _run_phase(workers[g], works[i], clocks[g], i, arrivals, forward=True)
         arrivals = done if i == last else _send(done, sends[i + 1])
     arrivals = None
     for i in range(last, lowest_backward - 1, -1):
-        g = sketch.owners[i]
+        g = candidate.owners[i]
         worker, work, clock = workers[g], works[i], clocks[g]
         done = _run_phase(worker, work, clock, i, arrivals, forward=False)
         arrivals = _send(done, sends[i]) if i else None
@@ -102,11 +102,11 @@ def run_step(
         if not defers:
             update(worker, work, clock, i)
     if defers:
-        update_together(sketch, workers, works, clocks, lowest_backward)
+        update_together(candidate, workers, works, clocks, lowest_backward)
 
 
 def update_together(
-    sketch: Sketch,
+    candidate: CandidatePlan,
     workers: Sequence[Worker],
     works: Sequence[Work],
     clocks: Sequence[Clock],
@@ -116,8 +116,8 @@ def update_together(
     everyone = max(clock.compute for clock in clocks)
     for clock in clocks:
         clock.compute = everyone
-    for i in range(sketch.num_ministages - 1, lowest_backward - 1, -1):
-        g = sketch.owners[i]
+    for i in range(candidate.num_ministages - 1, lowest_backward - 1, -1):
+        g = candidate.owners[i]
         update(workers[g], works[i], clocks[g], i)
 
 
@@ -130,15 +130,15 @@ def _run_phase(
     *,
     forward: bool,
 ) -> list[float]:
-    """All rounds of a ministage one way; when each is done."""
-    num_rounds = worker.num_rounds
+    """All microbatches of a ministage one way; when each is done."""
+    microbatches_per_device = worker.microbatches_per_device
     compute_s = work.forward_s if forward else work.backward_s
     beside_s = work.gather_s
     gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
     if worker.zero == 3:
-        beside_s = num_rounds * (work.gather_s + (0.0 if forward else work.reduce_s))
+        beside_s = microbatches_per_device * (work.gather_s + (0.0 if forward else work.reduce_s))
         compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
-        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / num_rounds
+        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / microbatches_per_device
     elif worker.overlap_slowdown > 1 and gathers:
         compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
     first = all_there = 0.0
@@ -151,11 +151,11 @@ def _run_phase(
         first = max(clock.before, clock.shards[ministage]) + work.load_s
     clock.before = clock.compute
     at = max(clock.compute, first)
-    each_s = compute_s / num_rounds
-    stash_s = 0.0 if worker.accumulates else work.stash_s / num_rounds
+    each_s = compute_s / microbatches_per_device
+    stash_s = 0.0 if worker.accumulates else work.stash_s / microbatches_per_device
     done: list[float] = []
     copied: list[float] = []
-    for r in range(num_rounds):
+    for r in range(microbatches_per_device):
         if stash_s and not forward:
             earlier = done[r - COPIES_IN_FLIGHT] if r >= COPIES_IN_FLIGHT else clock.before
             clock.load = max(clock.load, earlier) + stash_s
@@ -163,7 +163,7 @@ def _run_phase(
         elif stash_s and r >= COPIES_IN_FLIGHT:
             at = max(at, copied[r - COPIES_IN_FLIGHT])
         if arrivals is not None:
-            needed = -(-(r + 1) * len(arrivals) // num_rounds) - 1
+            needed = -(-(r + 1) * len(arrivals) // microbatches_per_device) - 1
             at = max(at, arrivals[needed])
         at += each_s
         if r == 0:
@@ -177,7 +177,7 @@ def _run_phase(
 
 
 def _send(done: Sequence[float], seconds: float) -> list[float]:
-    """When each round has reached the next group."""
+    """When each microbatch has reached the next group."""
     if not seconds:
         return list(done)
     each_s = seconds / len(done)

@@ -1,4 +1,5 @@
-"""What each device of a sketch holds at its peak: the runtime's own walk, over the list of one device.
+"""What each device of a candidate plan holds at its peak: the runtime's own walk, over the list of one
+device.
 
 A device's memory depends on its ministages, its microbatches and its group's settings, not on who the other
 groups are. So the walk is over a plan of two groups: the device's own with one rank (and an idle one, if it
@@ -27,7 +28,7 @@ from zorselike.cost.sizes import (
     list_units,
 )
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.problem import PlanProblem
@@ -94,14 +95,14 @@ class RankMemory:
         limit = self._problem.cluster.nodes[node].host_memory_bytes
         return limit if limit is None or self.scale == 1 else round(limit * self.scale)
 
-    def overfull_hosts(self, sketch: Sketch) -> dict[int, tuple[int, int]]:
+    def overfull_hosts(self, candidate: CandidatePlan) -> dict[int, tuple[int, int]]:
         """By node: what is offloaded to it, and what it has, where that is less."""
         wanted: Counter[int] = Counter()
-        for g, group in enumerate(sketch.groups):
+        for g, group in enumerate(candidate.groups):
             if group.mode.offload:
                 for position, device in enumerate(group.devices):
                     node = self._problem.cluster.places[device].node
-                    wanted[node] += self.need(sketch, g, position).host_bytes
+                    wanted[node] += self.need(candidate, g, position).host_bytes
         limits = {node: self.host_limit_bytes(node) for node in wanted}
         return {
             node: (num_bytes, limit)
@@ -111,16 +112,16 @@ class RankMemory:
 
     # -- what is needed --------------------------------------------------------------------
 
-    def need(self, sketch: Sketch, group: int, position: int) -> Need:
+    def need(self, candidate: CandidatePlan, group: int, position: int) -> Need:
         """Of the device at a position of a group."""
-        own = sketch.groups[group]
+        own = candidate.groups[group]
         device = self._device_type(own.devices[position])
         cuts = tuple(
-            (layers.start, layers.stop) for layers in map(sketch.layers_of, sketch.ministages_of(group))
+            (layers.start, layers.stop) for layers in map(candidate.layers_of, candidate.ministages_of(group))
         )
         sizes = own.held_sizes(position) or max(own.sizes, key=len)
-        rows = max(sizes) if _accumulates(sketch) else sum(sizes)
-        bounded = None if own.max_in_flight is None else (len(sizes), own.num_rounds)
+        rows = max(sizes) if _accumulates(candidate) else sum(sizes)
+        bounded = None if own.max_in_flight is None else (len(sizes), own.microbatches_per_device)
         summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]), bounded)
         key = (cuts, own.mode, summary, len(own.devices), device)
         if key not in self._needs:
@@ -131,15 +132,15 @@ class RankMemory:
         cluster = self._problem.cluster
         return cluster.device_type(cluster.places[device])
 
-    def estimate_bytes(self, sketch: Sketch, group: int, position: int) -> int:
+    def estimate_bytes(self, candidate: CandidatePlan, group: int, position: int) -> int:
         """About what `need` would find of a device, without a walk."""
-        own = sketch.groups[group]
+        own = candidate.groups[group]
         device = self._device_type(own.devices[position])
         sizes = own.held_sizes(position)
-        parts = [self._part(sketch.layers_of(i), own.mode, device) for i in sketch.ministages_of(group)]
+        parts = [self._part(candidate.layers_of(i), own.mode, device) for i in candidate.ministages_of(group)]
         num_shards = 1 if own.mode.zero == 0 else len(own.devices)
         rows_at_once = max(sizes, default=0)
-        rows = rows_at_once if _accumulates(sketch) else sum(sizes)
+        rows = rows_at_once if _accumulates(candidate) else sum(sizes)
         held = _hold(parts, own.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
         return self._overheads.context_bytes + round(held * (1 + self._overheads.allocator_share))
 
@@ -184,10 +185,12 @@ class RankMemory:
             masters=workload.masters,
         )
 
-    def _walk(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes, device: str) -> Need:
+    def _walk(
+        self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes, device: str
+    ) -> Need:
         few, share = _take_few(sizes)
         if group.max_in_flight is not None and group.mode.reduces_per_microbatch:
-            few, share = _take_more(sizes, group.num_rounds)
+            few, share = _take_more(sizes, group.microbatches_per_device)
         if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
             share = 1.0  # Each microbatch goes back before the next one comes.
         plan = self._make_plan(cuts, group, few)
@@ -228,7 +231,7 @@ class RankMemory:
             self._lists[key] = setting.list_actions(plan)[0]
         return self._lists[key]
 
-    def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: GroupSketch, sizes: Sizes) -> Plan:
+    def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes) -> Plan:
         ranks = (0,) if len(group.devices) == 1 else (0, 1)
         modules = self._table.modules
         edges = sorted({0, len(modules), *(edge for cut in cuts for edge in cut)})
@@ -273,7 +276,7 @@ class RankMemory:
     def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
         return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
 
-    def _posted_bytes(self, group: GroupSketch, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+    def _posted_bytes(self, group: CandidateGroup, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
         """What is received early: with bounds on microbatches in flight the gradients of all of these, and
         the inputs of those that follow."""
         if group.max_in_flight is None:
@@ -282,9 +285,9 @@ class RankMemory:
         return num_rows * max(size.boundary_bytes_per_row for size in own.values())
 
 
-def _accumulates(sketch: Sketch) -> bool:
+def _accumulates(candidate: CandidatePlan) -> bool:
     """Whether each microbatch goes forward and at once back, as with a single ministage."""
-    return sketch.num_ministages == 1
+    return candidate.num_ministages == 1
 
 
 def _hold(
@@ -324,12 +327,12 @@ def _take_few(sizes: Sizes) -> tuple[Sizes, float]:
     return few, sum(sizes) / sum(few)
 
 
-def _take_more(sizes: Sizes, num_rounds: int) -> tuple[Sizes, float]:
+def _take_more(sizes: Sizes, microbatches_per_device: int) -> tuple[Sizes, float]:
     """The same where gradients are reduced after each microbatch of few in flight: what counts is the second
     reduction, with almost all in flight still there and the shards of the first one's gradients."""
     if not sizes:
         return sizes, 1.0
-    number = min(max(len(sizes), 2), num_rounds, MORE_MICROBATCHES)
+    number = min(max(len(sizes), 2), microbatches_per_device, MORE_MICROBATCHES)
     more = (max(sizes),) * number
     left = max(number - 1, 1) / number
     """Of what is walked, at the second reduction; in a run all in flight but one are left, or the one."""

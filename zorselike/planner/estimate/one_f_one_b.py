@@ -1,4 +1,4 @@
-"""When each round of a step is computed where groups go backward before all is forward.
+"""When each microbatch of a step is computed where groups go backward before all is forward.
 
 The order is the schedule's own (`schedule/orders/in_flight.py`); seconds are each group's own. A group is one
 worker, and what it sends on shares the wire with nothing but itself.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.estimate.forward_first import Clock, Work, Worker, update, update_together
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.orders.in_flight import Computation
@@ -21,7 +21,8 @@ class Order(NamedTuple):
 
     computations: Sequence[Computation]
     forward_needs: Sequence[int]
-    """Of each round, the last round of the group before that it waits for; `()` for the first group."""
+    """Of each microbatch, the last microbatch of the group before that it waits for; `()` for the first
+    group."""
     backward_needs: Sequence[int]
     """Likewise of the group behind."""
 
@@ -32,24 +33,24 @@ class _Stage:
 
     order: Order
     forward_s: float
-    """Of a round."""
+    """Of a microbatch."""
     backward_s: float
     ready_s: float
     """From when on it can compute."""
     gathered_s: float
-    """Before this no round is at its end."""
+    """No microbatch ends before this."""
     send_forward_s: float = 0.0
-    """What a round's results take to the next group; 0 for the last."""
+    """What a microbatch's results take to the next group; 0 for the last."""
     send_backward_s: float = 0.0
     forward_arrivals: list[float] = field(default_factory=list)
-    """Of its rounds, when their results have reached the next group."""
+    """Of its microbatches, when their results have reached the next group."""
     backward_arrivals: list[float] = field(default_factory=list)
     position: int = 0
     """In its order."""
 
 
 def run_step_in_flight(
-    sketch: Sketch,
+    candidate: CandidatePlan,
     workers: Sequence[Worker],
     works: Sequence[Work],
     sends: Sequence[float],
@@ -68,25 +69,25 @@ def run_step_in_flight(
         stages.append(
             _Stage(
                 order=orders[i],
-                forward_s=_round_s(worker, work, forward=True),
-                backward_s=_round_s(worker, work, forward=False),
+                forward_s=_microbatch_s(worker, work, forward=True),
+                backward_s=_microbatch_s(worker, work, forward=False),
                 ready_s=begin + gathers * work.first_unit * work.gather_s,
                 gathered_s=begin + gathers * work.gather_s,
-                send_forward_s=sends[i + 1] / worker.num_rounds if i + 1 < len(sends) else 0.0,
-                send_backward_s=sends[i] / worker.num_rounds if i > lowest_backward else 0.0,
+                send_forward_s=sends[i + 1] / worker.microbatches_per_device if i + 1 < len(sends) else 0.0,
+                send_backward_s=sends[i] / worker.microbatches_per_device if i > lowest_backward else 0.0,
             )
         )
     _run_stages(stages)
     for clock, stage in zip(clocks, stages, strict=True):
         clock.compute = stage.ready_s
-    for i in range(lowest_backward, sketch.num_ministages):
+    for i in range(lowest_backward, candidate.num_ministages):
         worker, work, clock = workers[i], works[i], clocks[i]
         if worker.zero != 3 and worker.num_reductions == 1:
             clock.compute += work.reduce_s
         if not defers:
             update(worker, work, clock, i)
     if defers:
-        update_together(sketch, workers, works, clocks, lowest_backward)
+        update_together(candidate, workers, works, clocks, lowest_backward)
 
 
 def _run_stages(stages: Sequence[_Stage]) -> None:
@@ -126,9 +127,9 @@ def _send(arrivals: list[float], now: float, seconds: float) -> None:
     arrivals.append(max(now, arrivals[-1] if arrivals else 0.0) + seconds)
 
 
-def _round_s(worker: Worker, work: Work, *, forward: bool) -> float:
-    """A round's computation with the collectives that nothing hides."""
-    seconds = (work.forward_s if forward else work.backward_s) / worker.num_rounds
+def _microbatch_s(worker: Worker, work: Work, *, forward: bool) -> float:
+    """A microbatch's computation with the collectives that nothing hides."""
+    seconds = (work.forward_s if forward else work.backward_s) / worker.microbatches_per_device
     if worker.zero == 3:
         beside_s = work.gather_s + (0.0 if forward else work.reduce_s)
         if worker.is_cpu:

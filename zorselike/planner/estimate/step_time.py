@@ -1,11 +1,10 @@
-"""About how long a step of a sketch takes, in a fraction of a simulation's time.
+"""About how long a step of a candidate plan takes, in a fraction of a simulation's time.
 
-A group is one worker that goes through a ministage in as many rounds as its busiest device has microbatches;
-what is sent on after a round lets the next group begin its rounds of the same rows. Collectives and transfers
-share wires only with themselves. The order in which things are done is the schedule's
-(`schedule/lowering/build.py`), so fill, drain and what gathers, reductions, updates and copies leave exposed
-are there; what one group's traffic takes from another's, and unevenness inside a round, are not. The
-simulator decides in the end.
+A group is one worker with as many microbatches as its busiest device; what it sends on after each lets the
+next group begin with the same rows. Collectives and transfers share wires only with themselves. The order is
+the schedule's (`schedule/lowering/build.py`), so fill, drain and what gathers, reductions, updates and copies
+leave exposed are there; what one group's traffic takes from another's, and unevenness inside a group, are
+not. The simulator decides in the end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.cost.wires import make_network
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Recompute
-from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.forward_first import Clock, Work, Worker, run_step
@@ -34,8 +33,8 @@ NUM_STEPS = 2
 """Of which the last counts, as in the simulator."""
 
 
-class Pace:
-    """Estimates for one problem; keeps what sketches have in common."""
+class StepTimeEstimate:
+    """Estimates for one problem; keeps what candidates have in common."""
 
     def __init__(self, problem: PlanProblem, table: LayerTable) -> None:
         self._problem, self._table = problem, table
@@ -61,43 +60,45 @@ class Pace:
 
     # -- a step ----------------------------------------------------------------------------
 
-    def estimate_s(self, sketch: Sketch) -> float:
+    def estimate_s(self, candidate: CandidatePlan) -> float:
         """Seconds of a step in a steady run."""
-        accumulates = sketch.num_ministages == 1
-        workers = [self._make_worker(group, accumulates) for group in sketch.groups]
-        works = [self._measure(sketch, i) for i in range(sketch.num_ministages)]
-        sends = self._measure_sends(sketch)
-        lowest = self._lowest_backward(sketch)
-        ties_s = self._measure_ties(sketch)
-        orders = self._order_in_flight(sketch, lowest) if sketch.bounds_in_flight else None
+        accumulates = candidate.num_ministages == 1
+        workers = [self._make_worker(group, accumulates) for group in candidate.groups]
+        works = [self._measure(candidate, i) for i in range(candidate.num_ministages)]
+        sends = self._measure_sends(candidate)
+        lowest = self._lowest_backward(candidate)
+        ties_s = self._measure_ties(candidate)
+        orders = self._order_in_flight(candidate, lowest) if candidate.bounds_in_flight else None
         defers = self._problem.defer_updates
         clocks = [Clock() for _ in workers]
         ended = began = 0.0
         for _ in range(NUM_STEPS):
             began = ended
             if orders is not None:
-                run_step_in_flight(sketch, workers, works, sends, clocks, orders, lowest, defers=defers)
+                run_step_in_flight(candidate, workers, works, sends, clocks, orders, lowest, defers=defers)
             else:
-                run_step(sketch, workers, works, sends, clocks, lowest, defers=defers)
+                run_step(candidate, workers, works, sends, clocks, lowest, defers=defers)
             ended = max(clock.end for clock in clocks) + ties_s
             if ties_s:
                 for clock in clocks:
                     clock.compute = ended
         return ended - began
 
-    def _order_in_flight(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
-        """What each group computes in turn, and what its rounds wait for, which depends on rows alone, and on
-        what a backward takes."""
+    def _order_in_flight(self, candidate: CandidatePlan, lowest_backward: int) -> list[Order]:
+        """What each group computes in turn, and what its microbatches wait for, which depends on rows alone,
+        and on what a backward takes."""
         key = (
-            tuple((own.devices, own.sizes, own.max_in_flight, own.mode.recompute) for own in sketch.groups),
+            tuple(
+                (own.devices, own.sizes, own.max_in_flight, own.mode.recompute) for own in candidate.groups
+            ),
             lowest_backward,
         )
         if key not in self._orders:
-            self._orders[key] = self._find_orders(sketch, lowest_backward)
+            self._orders[key] = self._find_orders(candidate, lowest_backward)
         return self._orders[key]
 
-    def _find_orders(self, sketch: Sketch, lowest_backward: int) -> list[Order]:
-        plan = make_plan(sketch, self._problem, self._table)
+    def _find_orders(self, candidate: CandidatePlan, lowest_backward: int) -> list[Order]:
+        plan = make_plan(candidate, self._problem, self._table)
         orders = order_in_flight(plan, lowest_backward=lowest_backward)
         needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
         return [
@@ -109,25 +110,25 @@ class Pace:
             for g, order in enumerate(orders)
         ]
 
-    def _lowest_backward(self, sketch: Sketch) -> int:
-        for i in range(sketch.num_ministages):
-            if any(self._table.kind(self._table.keys[layer]).trains for layer in sketch.layers_of(i)):
+    def _lowest_backward(self, candidate: CandidatePlan) -> int:
+        for i in range(candidate.num_ministages):
+            if any(self._table.kind(self._table.keys[layer]).trains for layer in candidate.layers_of(i)):
                 return i
-        return sketch.num_ministages
+        return candidate.num_ministages
 
-    def _make_worker(self, group: GroupSketch, accumulates: bool) -> Worker:
+    def _make_worker(self, group: CandidateGroup, accumulates: bool) -> Worker:
         return Worker(
             is_cpu=all(self.device_type(device) == CPU for device in group.devices[:1]),
             zero=group.mode.zero,
-            num_rounds=group.num_rounds,
-            num_reductions=group.num_rounds if group.mode.reduces_per_microbatch else 1,
+            microbatches_per_device=group.microbatches_per_device,
+            num_reductions=group.microbatches_per_device if group.mode.reduces_per_microbatch else 1,
             overlap_slowdown=self._overheads.overlap_slowdown,
             accumulates=accumulates,
         )
 
     # -- a ministage -----------------------------------------------------------------------
 
-    def group_seconds(self, group: GroupSketch) -> Mapping[str, tuple[float, float]]:
+    def group_seconds(self, group: CandidateGroup) -> Mapping[str, tuple[float, float]]:
         """By key of a layer: forward and backward of all rows through one, on the group's slowest device."""
         cache_key = (group.devices, group.sizes, group.mode.recompute)
         if cache_key not in self._computed:
@@ -141,7 +142,7 @@ class Pace:
             }
         return self._computed[cache_key]
 
-    def _classes(self, group: GroupSketch) -> list[tuple[str, Sizes]]:
+    def _classes(self, group: CandidateGroup) -> list[tuple[str, Sizes]]:
         """Devices with work, those that are alike once."""
         pairs = zip(map(self.device_type, group.devices), group.sizes, strict=True)
         return [own for own in dict.fromkeys(pairs) if own[1]]
@@ -158,9 +159,9 @@ class Pace:
             )
         return self._sums[wanted]
 
-    def _measure(self, sketch: Sketch, i: int) -> Work:
-        group = sketch.groups[sketch.owners[i]]
-        keys = Counter(self._table.keys[layer] for layer in sketch.layers_of(i))
+    def _measure(self, candidate: CandidatePlan, i: int) -> Work:
+        group = candidate.groups[candidate.owners[i]]
+        keys = Counter(self._table.keys[layer] for layer in candidate.layers_of(i))
         seconds = self.group_seconds(group)
         forward_s = sum(number * seconds[key][0] for key, number in keys.items())
         backward_s = sum(number * seconds[key][1] for key, number in keys.items())
@@ -173,8 +174,8 @@ class Pace:
             reduce_s = self._collect_s(op, group, keys, of_gradients=True)
         host_s = dict(self._overheads.action_s)
         if host_s and self.device_type(group.devices[0]) == CPU:
-            forward_s += group.num_rounds * host_s.get("F", 0.0)
-            backward_s += group.num_rounds * host_s.get("B", 0.0)
+            forward_s += group.microbatches_per_device * host_s.get("F", 0.0)
+            backward_s += group.microbatches_per_device * host_s.get("B", 0.0)
             reduce_s += host_s.get("REDUCE_GRAD", 0.0)
         return Work(
             forward_s=forward_s,
@@ -186,14 +187,14 @@ class Pace:
             **self._copies(group, keys),
         )
 
-    def _update_s(self, group: GroupSketch, keys: Mapping[str, int]) -> float:
+    def _update_s(self, group: CandidateGroup, keys: Mapping[str, int]) -> float:
         trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
         num_shards = 1 if group.mode.zero == 0 else len(group.devices)
         types = {self.device_type(device) for device in group.devices}
         return max(self._table.update_s(device, -(-trained // num_shards)) for device in types)
 
     def _collect_s(
-        self, op: CollectiveOp, group: GroupSketch, keys: Mapping[str, int], *, of_gradients: bool
+        self, op: CollectiveOp, group: CandidateGroup, keys: Mapping[str, int], *, of_gradients: bool
     ) -> float:
         itemsize = self._problem.workload.itemsize
         total = 0.0
@@ -217,7 +218,7 @@ class Pace:
             )
         return self._collectives[wanted]
 
-    def _copies(self, group: GroupSketch, keys: Mapping[str, int]) -> dict[str, float]:
+    def _copies(self, group: CandidateGroup, keys: Mapping[str, int]) -> dict[str, float]:
         """Between the device that is worst off and its host."""
         offload = group.mode.offload
         if not offload:
@@ -243,7 +244,7 @@ class Pace:
             copied["stash_s"] = self._copy_s(group, row_bytes * max(map(sum, group.sizes)))
         return copied
 
-    def copied_s(self, group: GroupSketch, key: str) -> float:
+    def copied_s(self, group: CandidateGroup, key: str) -> float:
         """What copies from the host take for one layer in a step, which computation hides at best."""
         wanted = (group.devices, group.sizes, group.mode, key)
         if wanted not in self._copied:
@@ -254,7 +255,7 @@ class Pace:
             )
         return self._copied[wanted]
 
-    def _copy_s(self, group: GroupSketch, num_bytes: float) -> float:
+    def _copy_s(self, group: CandidateGroup, num_bytes: float) -> float:
         """From the host, or to it, whichever is slower, all devices of a node at once."""
         if not num_bytes:
             return 0.0
@@ -269,24 +270,24 @@ class Pace:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _measure_sends(self, sketch: Sketch) -> list[float]:
+    def _measure_sends(self, candidate: CandidatePlan) -> list[float]:
         """For each boundary before a ministage but the first: all rows of a step over it, one way."""
         sends = [0.0]
-        for i in range(1, sketch.num_ministages):
-            a, b = sketch.owners[i - 1], sketch.owners[i]
-            elements = self._table.kind(self._table.keys[sketch.ends[i - 1]]).input_elements_per_row
+        for i in range(1, candidate.num_ministages):
+            a, b = candidate.owners[i - 1], candidate.owners[i]
+            elements = self._table.kind(self._table.keys[candidate.ends[i - 1]]).input_elements_per_row
             row_bytes = elements * self._problem.workload.itemsize
-            sends.append(0.0 if a == b else self.send_s(sketch.groups[a], sketch.groups[b], row_bytes))
+            sends.append(0.0 if a == b else self.send_s(candidate.groups[a], candidate.groups[b], row_bytes))
         return sends
 
-    def send_s(self, source: GroupSketch, target: GroupSketch, row_bytes: int) -> float:
+    def send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
         """All rows of a step from one group to another, every sender's rows evenly to all receivers."""
         wanted = (source.devices, source.sizes, target.devices, target.sizes, row_bytes)
         if wanted not in self._sends:
             self._sends[wanted] = self._find_send_s(source, target, row_bytes)
         return self._sends[wanted]
 
-    def _find_send_s(self, source: GroupSketch, target: GroupSketch, row_bytes: int) -> float:
+    def _find_send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
         senders, receivers = self._rows_by_node(source), self._rows_by_node(target)
         num_rows = self._problem.global_batch
         flows = []
@@ -300,24 +301,24 @@ class Pace:
                     flows.append(self.network.transfer(first, second, most / num_rows * row_bytes))
         return self.network.time_alone(flows)
 
-    def _measure_ties(self, sketch: Sketch) -> float:
+    def _measure_ties(self, candidate: CandidatePlan) -> float:
         """Gradients of tied weights to their owners and values back, which nothing hides."""
         workload = self._problem.workload
         home = {
             self._table.modules[layer]: i
-            for i in range(sketch.num_ministages)
-            for layer in sketch.layers_of(i)
+            for i in range(candidate.num_ministages)
+            for layer in candidate.layers_of(i)
         }
         total = 0.0
         for owner, borrower in workload.ties:
-            a, b = (sketch.groups[sketch.owners[home[module]]] for module in (owner, borrower))
+            a, b = (candidate.groups[candidate.owners[home[module]]] for module in (owner, borrower))
             if home[owner] != home[borrower] and a is not b:
                 number = workload.kind_of[borrower].num_borrowed
                 total += self._tie_s(b, a, number * find_gradient_itemsize(workload.itemsize))
                 total += self._tie_s(a, b, number * workload.itemsize)
         return total
 
-    def _tie_s(self, source: GroupSketch, target: GroupSketch, num_bytes: int) -> float:
+    def _tie_s(self, source: CandidateGroup, target: CandidateGroup, num_bytes: int) -> float:
         """A weight from one group to another; with ZeRO 0 every device takes all of it."""
         givers, takers = (Counter(self.place(d).node for d in own.devices) for own in (source, target))
         first = {self.place(d).node: d for d in (*source.devices, *target.devices)}
@@ -332,7 +333,7 @@ class Pace:
         ]
         return self.network.time_alone(flows)
 
-    def _rows_by_node(self, group: GroupSketch) -> dict[int, tuple[int, int]]:
+    def _rows_by_node(self, group: CandidateGroup) -> dict[int, tuple[int, int]]:
         """Rows of each node's devices, and one of these."""
         found: dict[int, tuple[int, int]] = {}
         for device, own in zip(group.devices, group.sizes, strict=True):
@@ -341,7 +342,7 @@ class Pace:
             found[node] = (rows + sum(own), first)
         return found
 
-    def _busiest(self, group: GroupSketch, node: int) -> int:
+    def _busiest(self, group: CandidateGroup, node: int) -> int:
         """Rows of the device with most on a node."""
         return max(
             sum(own)

@@ -64,7 +64,7 @@ def describe_search(answer: PlanAnswer, problem: PlanProblem, budget_s: float) -
                 f"The time budget of {budget_s:g} s ended the search, a longer one may find more; {looked}"
             )
         case "finished":
-            ending = f"The search came to its end; {looked}"
+            ending = f"Search finished; {looked}"
     return [f"{ending}.", _describe_gap(answer, problem)]
 
 

@@ -1,4 +1,4 @@
-"""Rounds of microbatches where cards have room for only so many rows of a step."""
+"""Rounds of microbatches where ranks have room for only so many rows of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zorselike.planner.rows.microbatch_sums import ROUND_OFF
 
 Kinds = Mapping[tuple[tuple[float, ...], int], int]
-"""How many cards there are of each kind: seconds of microbatches of 1, 2, ... rows, and the rows of a step
+"""How many ranks there are of each kind: seconds of microbatches of 1, 2, ... rows, and the rows of a step
 for which they have room."""
 
 _NUM_TRIED = 12
@@ -23,7 +23,7 @@ _MAX_REFILLS = 20
 
 
 def cover(kinds: Kinds, times: Mapping[float, int]) -> int:
-    """Rows that all cards together compute in rounds, so many of each time."""
+    """Rows that all ranks together compute in rounds, so many of each time."""
     return sum(
         count * min(room, sum(number * bisect_right(seconds, time) for time, number in times.items()))
         for (seconds, room), count in kinds.items()
@@ -33,7 +33,7 @@ def cover(kinds: Kinds, times: Mapping[float, int]) -> int:
 def fill_rounds(kinds: Kinds, num_rows: int, cost_s: Callable[[float], float]) -> list[float]:
     """Times of rounds that cover the batch together, about as cheap as can be.
 
-    Where no card's room is in question, rounds of many times can be mixed by a dynamic programme over rows;
+    Where no rank's room is in question, rounds of many times can be mixed by a dynamic programme over rows;
     here what a round adds depends on those before it. The cheapest rounds of two times come first; then one
     round or two are taken away and what they leave is filled anew, for as long as that helps.
 
@@ -44,7 +44,7 @@ def fill_rounds(kinds: Kinds, num_rows: int, cost_s: Callable[[float], float]) -
     times = sorted({time for seconds, _ in kinds for time in seconds})
     batch = _Batch(kinds, num_rows, times, [cost_s(time) for time in times])
     best = batch.fill((), math.inf)
-    assert best is not None, "the cards have room for the batch"
+    assert best is not None, "the ranks have room for the batch"
     for _ in range(_MAX_REFILLS):
         found = None
         for taken in _list_taken(best):
@@ -90,7 +90,7 @@ class _Batch:
         """The cheapest rounds of two times that cover what others leave, None where they cost as much as the
         limit. Of many times a few are tried with each other, then those beside the best."""
         num_times = len(self.times)
-        cards = [
+        ranks = [
             (count, room, sum(bisect_right(seconds, time) for time in before))
             for (seconds, room), count in self.kinds.items()
         ]
@@ -99,29 +99,29 @@ class _Batch:
         tried = range(num_times - 1, -1, -stride)
         for a, b in product(tried, tried):
             if a >= b:
-                best = min(best, self._mix(cards, a, b, best.total_s))
+                best = min(best, self._mix(ranks, a, b, best.total_s))
         while stride > 1 and best.total_s < limit_s:
             stride //= 2
             around = (-stride, 0, stride)
             near = [[i + step for step in around if 0 <= i + step < num_times] for i in (best.a, best.b)]
             for a, b in product(*near):
-                best = min(best, self._mix(cards, a, b, best.total_s))
+                best = min(best, self._mix(ranks, a, b, best.total_s))
         if best.total_s >= limit_s:
             return None
         return [self.times[best.a]] * best.num_a + [self.times[best.b]] * best.num_b
 
     @cached_property
     def _fits(self) -> list[list[int]]:
-        """Rows of a card of each kind within each time."""
+        """Rows of a rank of each kind within each time."""
         return [[bisect_right(seconds, time) for seconds, _ in self.kinds] for time in self.times]
 
-    def _mix(self, cards: Sequence[tuple[int, int, int]], a: int, b: int, limit_s: float) -> _Mix:
+    def _mix(self, ranks: Sequence[tuple[int, int, int]], a: int, b: int, limit_s: float) -> _Mix:
         """The cheapest numbers of rounds of two times; with more of one there are fewer of the other.
 
         Args:
-            cards: of each kind how many, a card's room, and what is in it.
+            ranks: of each kind how many, a rank's room, and what is in it.
         """
-        fits = [(*own, *two) for own, *two in zip(cards, self._fits[a], self._fits[b], strict=True)]
+        fits = [(*own, *two) for own, *two in zip(ranks, self._fits[a], self._fits[b], strict=True)]
 
         def is_covered(num_a: int, num_b: int) -> bool:
             return self.num_rows <= sum(

@@ -1,7 +1,7 @@
 """Rows to ranks: who of a group computes how many, and in microbatches of which sizes (Poplar, Algorithm 2).
 
-Two cases. Where a group's collectives come once a step, every card goes through its own microbatches and the
-slowest card counts. Where they come with each microbatch (ZeRO 3, or `grad_reduce = "microbatch"`), the cards
+Two cases. Where a group's collectives come once a step, every rank goes through its own microbatches and the
+slowest rank counts. Where they come with each microbatch (ZeRO 3, or `grad_reduce = "microbatch"`), the ranks
 wait for each other each time, and the slowest microbatch of each round counts. Both are solved
 exactly.
 """
@@ -28,7 +28,7 @@ from zorselike.text.wording import list_few
 
 
 @dataclass(frozen=True)
-class Card:
+class RankCosts:
     """A rank and what a microbatch takes on it."""
 
     rank: int
@@ -52,7 +52,7 @@ class Card:
 
 @lru_cache(maxsize=4096)
 def _find_fault(seconds: tuple[float, ...]) -> str:
-    """What is wrong with a card's seconds; the same ones come again for each card of a type."""
+    """What is wrong with a rank's seconds; the same ones come again for each rank of a type."""
     if not all(math.isfinite(value) and value >= 0 for value in seconds):
         return "a microbatch's time is negative or not finite"
     if any(more < fewer for fewer, more in pairwise(seconds)):
@@ -68,10 +68,10 @@ class BatchSplit:
     """The rows of a group's ranks."""
 
     seconds: float
-    """Of the step's computation on the slowest card or, with collectives in each round, of all rounds and
+    """Of the step's computation on the slowest rank or, with collectives in each round, of all rounds and
     their collectives."""
     sizes: Mapping[int, tuple[int, ...]]
-    """Rows of each rank's microbatches in processing order; none where a card would only slow the others."""
+    """Rows of each rank's microbatches in processing order; none where a rank would only slow the others."""
     microbatches: tuple[Microbatch, ...]
     """In processing order, usable as `Group.microbatches`."""
 
@@ -82,25 +82,25 @@ class BatchSplit:
 
 
 def tabulate_seconds(curve: Callable[[float], float], max_rows: int) -> tuple[float, ...]:
-    """A curve's seconds for microbatches of 1 to `max_rows` rows, as `Card` takes them."""
+    """A curve's seconds for microbatches of 1 to `max_rows` rows, as `RankCosts` takes them."""
     return tuple(curve(rows) for rows in range(1, max_rows + 1))
 
 
-def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
-    """The least time in which the cards together cover the batch, where collectives come once a step.
+def share_once(costs: Sequence[RankCosts], num_rows: int) -> BatchSplit:
+    """The least time in which the ranks together cover the batch, where collectives come once a step.
 
-    A card's time for n rows is its cheapest sum of microbatches; the optimum is one of the times that occur,
-    found by bisection on them. Rows that the cards could compute beyond the batch within that time are taken
+    A rank's time for n rows is its cheapest sum of microbatches; the optimum is one of the times that occur,
+    found by bisection on them. Rows that the ranks could compute beyond the batch within that time are taken
     where they save most.
 
     Raises:
-        PlanError: Not one row fits on any card, all together have no room for so many, a rank twice, or
+        PlanError: Not one row fits on any rank, all together have no room for so many, a rank twice, or
             fewer than one row.
     """
-    check_cards(cards, num_rows)
-    _check_room(cards, num_rows)
-    least = {seconds: sum_microbatches(seconds, num_rows) for seconds in {card.seconds for card in cards}}
-    counts = Counter((card.seconds, _room(card, num_rows)) for card in cards)
+    check_costs(costs, num_rows)
+    _check_room(costs, num_rows)
+    least = {seconds: sum_microbatches(seconds, num_rows) for seconds in {cost.seconds for cost in costs}}
+    counts = Counter((cost.seconds, _room(cost, num_rows)) for cost in costs)
     times = sorted({time for sums in least.values() for time in sums if math.isfinite(time)})
 
     def covered(time: float) -> int:
@@ -110,26 +110,26 @@ def share_once(cards: Sequence[Card], num_rows: int) -> BatchSplit:
         )
 
     slowest = times[bisect_left(times, num_rows, key=covered)]
-    tables = [least[card.seconds] for card in cards]
+    tables = [least[cost.seconds] for cost in costs]
     fitting = [
-        min(_fit_within(table, slowest), _room(card, num_rows))
-        for card, table in zip(cards, tables, strict=True)
+        min(_fit_within(table, slowest), _room(cost, num_rows))
+        for cost, table in zip(costs, tables, strict=True)
     ]
     rows = take_surplus(tables, fitting, num_rows)
     sizes = [
-        pick_sizes(card.seconds, table, own) for card, table, own in zip(cards, tables, rows, strict=True)
+        pick_sizes(cost.seconds, table, own) for cost, table, own in zip(costs, tables, rows, strict=True)
     ]
-    return split_by_sizes(cards, sizes)
+    return split_by_sizes(costs, sizes)
 
 
 def share_per_microbatch(
-    cards: Sequence[Card], num_rows: int, *, collective_s: float = 0.0, hidden_s: float = 0.0
+    costs: Sequence[RankCosts], num_rows: int, *, collective_s: float = 0.0, hidden_s: float = 0.0
 ) -> BatchSplit:
     """The least time for the batch where collectives come with each microbatch.
 
-    In a round of time t every card computes the most rows that it can within t, t being one of the times
+    In a round of time t every rank computes the most rows that it can within t, t being one of the times
     that occur; which rounds is a dynamic programme over rows. Algorithm 2's second branch (equal rounds, the
-    last one smaller and timed on its own) is one of the choices. Where cards have room for only so many rows
+    last one smaller and timed on its own) is one of the choices. Where ranks have room for only so many rows
     of the step, and that changes the answer, it is a search that seldom misses the best.
 
     Args:
@@ -140,8 +140,8 @@ def share_per_microbatch(
     Raises:
         PlanError: As `share_once`, or the collectives take less than no time.
     """
-    check_cards(cards, num_rows)
-    _check_room(cards, num_rows)
+    check_costs(costs, num_rows)
+    _check_room(costs, num_rows)
     for seconds in (collective_s, hidden_s):
         if not (math.isfinite(seconds) and seconds >= 0):
             raise PlanError(f"batches: the collectives of a microbatch take {seconds} s; give 0 or more")
@@ -149,12 +149,12 @@ def share_per_microbatch(
     def cost_s(time: float) -> float:
         return max(time, hidden_s) + collective_s
 
-    cards = [replace(card, seconds=card.seconds[: _room(card, num_rows)]) for card in cards]
-    times = _mix_rounds(list_rounds(cards, num_rows), num_rows, cost_s)
-    kinds = Counter((card.seconds, _room(card, num_rows)) for card in cards)
+    costs = [replace(cost, seconds=cost.seconds[: _room(cost, num_rows)]) for cost in costs]
+    times = _mix_rounds(list_rounds(costs, num_rows), num_rows, cost_s)
+    kinds = Counter((cost.seconds, _room(cost, num_rows)) for cost in costs)
     if cover(kinds, Counter(times)) < num_rows:
         times = fill_rounds(kinds, num_rows, cost_s)
-    return split_by_rounds(cards, times, num_rows, collective_s=collective_s, hidden_s=hidden_s)
+    return split_by_rounds(costs, times, num_rows, collective_s=collective_s, hidden_s=hidden_s)
 
 
 def _mix_rounds(
@@ -181,26 +181,26 @@ def _mix_rounds(
 # -- parts that the paper's ways share -----------------------------------------------------
 
 
-def check_cards(cards: Sequence[Card], num_rows: int) -> None:
+def check_costs(costs: Sequence[RankCosts], num_rows: int) -> None:
     """Raises `PlanError` for what no split can be made of."""
     if num_rows < 1:
         raise PlanError(f"batches: {num_rows} rows to share; give at least 1")
-    if not cards:
-        raise PlanError("batches: no cards to share rows among; give at least one")
-    repeated = [rank for rank, number in Counter(card.rank for card in cards).items() if number > 1]
+    if not costs:
+        raise PlanError("batches: no ranks to share rows among; give at least one")
+    repeated = [rank for rank, number in Counter(cost.rank for cost in costs).items() if number > 1]
     if repeated:
         raise PlanError(f"batches: {list_few(repeated, 'rank')} given twice; give each rank once")
-    if not any(card.seconds for card in cards):
+    if not any(cost.seconds for cost in costs):
         raise PlanError(
-            f"batches: not one row fits on {list_few([card.rank for card in cards], 'rank')}; "
+            f"batches: not one row fits on {list_few([cost.rank for cost in costs], 'rank')}; "
             "raise the ZeRO stage, recompute, offload, or give the group fewer layers"
         )
 
 
-def list_rounds(cards: Sequence[Card], num_rows: int) -> list[tuple[float, int]]:
-    """Times that occur, rising, and how many rows all cards together compute within each, up to the first
+def list_rounds(costs: Sequence[RankCosts], num_rows: int) -> list[tuple[float, int]]:
+    """Times that occur, rising, and how many rows all ranks together compute within each, up to the first
     that covers the batch."""
-    counts = Counter(card.seconds for card in cards)
+    counts = Counter(cost.seconds for cost in costs)
     rounds: list[tuple[float, int]] = []
     for time in sorted({time for seconds in counts for time in seconds}):
         rounds.append((time, sum(number * bisect_right(own, time) for own, number in counts.items())))
@@ -213,7 +213,7 @@ def take_surplus(tables: Sequence[Sequence[float]], rows: Sequence[int], num_row
     """Rows that add up to `num_rows`, taken from larger ones where it saves most at each time.
 
     Args:
-        tables: each card's seconds for 0, 1, ... rows.
+        tables: each rank's seconds for 0, 1, ... rows.
     """
     left = list(rows)
 
@@ -230,68 +230,68 @@ def take_surplus(tables: Sequence[Sequence[float]], rows: Sequence[int], num_row
     return left
 
 
-def split_by_sizes(cards: Sequence[Card], sizes: Sequence[Sequence[int]]) -> BatchSplit:
-    """Every card computes its own microbatches one after another, from the same beginning; rows go to
+def split_by_sizes(costs: Sequence[RankCosts], sizes: Sequence[Sequence[int]]) -> BatchSplit:
+    """Every rank computes its own microbatches one after another, from the same beginning; rows go to
     microbatches by the middle of their time."""
     pieces = []
     slowest = 0.0
-    for card, own in zip(cards, sizes, strict=True):
-        ends = list(accumulate((card.seconds[size - 1] for size in own), initial=0.0))
+    for cost, own in zip(costs, sizes, strict=True):
+        ends = list(accumulate((cost.seconds[size - 1] for size in own), initial=0.0))
         slowest = max(slowest, ends[-1])
         pieces += [
-            ((start + end) / 2, card.rank, size)
+            ((start + end) / 2, cost.rank, size)
             for (start, end), size in zip(pairwise(ends), own, strict=True)
         ]
-    by_rank = {card.rank: tuple(own) for card, own in zip(cards, sizes, strict=True)}
+    by_rank = {cost.rank: tuple(own) for cost, own in zip(costs, sizes, strict=True)}
     return BatchSplit(slowest, by_rank, deal_rows(pieces))
 
 
 def split_by_rounds(
-    cards: Sequence[Card],
+    costs: Sequence[RankCosts],
     times: Sequence[float],
     num_rows: int,
     *,
     collective_s: float,
     hidden_s: float = 0.0,
 ) -> BatchSplit:
-    """Rounds in which every card computes the most rows that it can within the round's time and its room,
-    longest first; the last round computes what is left. A rank's j-th microbatch is in round j: a card that
+    """Rounds in which every rank computes the most rows that it can within the round's time and its room,
+    longest first; the last round computes what is left. A rank's j-th microbatch is in round j: a rank that
     has rows in a shorter round has some in every longer one."""
-    tables = [(0.0, *card.seconds) for card in cards]
-    sizes: list[list[int]] = [[] for _ in cards]
+    tables = [(0.0, *cost.seconds) for cost in costs]
+    sizes: list[list[int]] = [[] for _ in costs]
     pieces: list[tuple[float, int, int]] = []
     seconds = 0.0
     left = num_rows
     for number, time in enumerate(sorted(times, reverse=True)):
         rows = [
-            min(_fit_within(table, time), _room(card, num_rows) - sum(mine))
-            for card, table, mine in zip(cards, tables, sizes, strict=True)
+            min(_fit_within(table, time), _room(cost, num_rows) - sum(mine))
+            for cost, table, mine in zip(costs, tables, sizes, strict=True)
         ]
         rows = take_surplus(tables, rows, min(left, sum(rows)))
         left -= sum(rows)
         slowest = max(table[own] for table, own in zip(tables, rows, strict=True))
         seconds += collective_s + max(slowest, hidden_s)
-        for card, own, mine in zip(cards, rows, sizes, strict=True):
+        for cost, own, mine in zip(costs, rows, sizes, strict=True):
             if own:
                 mine.append(own)
-                pieces.append((number, card.rank, own))
-    by_rank = {card.rank: tuple(own) for card, own in zip(cards, sizes, strict=True)}
+                pieces.append((number, cost.rank, own))
+    by_rank = {cost.rank: tuple(own) for cost, own in zip(costs, sizes, strict=True)}
     return BatchSplit(seconds, by_rank, deal_rows(pieces))
 
 
-def _check_room(cards: Sequence[Card], num_rows: int) -> None:
-    """Raises `PlanError` where the cards together have no room for the batch."""
-    room = sum(_room(card, num_rows) for card in cards if card.seconds)
+def _check_room(costs: Sequence[RankCosts], num_rows: int) -> None:
+    """Raises `PlanError` where the ranks together have no room for the batch."""
+    room = sum(_room(cost, num_rows) for cost in costs if cost.seconds)
     if room < num_rows:
         raise PlanError(
-            f"batches: {list_few([card.rank for card in cards], 'rank')} have room for {room} of {num_rows} "
+            f"batches: {list_few([cost.rank for cost in costs], 'rank')} have room for {room} of {num_rows} "
             "rows; recompute, offload, or give the group fewer layers"
         )
 
 
-def _room(card: Card, num_rows: int) -> int:
-    """Rows for which a card has room in a step."""
-    return num_rows if card.most_rows is None else min(card.most_rows, num_rows)
+def _room(cost: RankCosts, num_rows: int) -> int:
+    """Rows for which a rank has room in a step."""
+    return num_rows if cost.most_rows is None else min(cost.most_rows, num_rows)
 
 
 def _fit_within(table: Sequence[float], time: float) -> int:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-GLANCING_SHARE, EXPLORING_SHARE = 0.35, 0.6
-"""Of the budget, after which no more groupings are glanced at, and none looked at closely: then the best are
-simulated."""
+COARSE_SHARE, ENUMERATION_SHARE = 0.35, 0.6
+"""Of the budget, after which first no more groupings are estimated coarsely, then none is refined: the best
+are simulated."""
 FAR_LATE = 1.25
 """Budgets after which no simulation should end: where that of the best so far would, nothing is looked at
-closely any more once glancing is over."""
+closely any more once coarse estimates are over."""
 MOST_ACTIONS = 12_000_000
 """Simulated in all, about two minutes; and so deterministic."""
 FEW_ACTIONS = 1_500_000
-"""Up to so many simulated actions, about ten seconds, more finalists are looked at than those."""
+"""Up to so many simulated actions, about ten seconds, more candidates are simulated than `MOST_SIMULATED`."""
 FUTILE_S = 5.0
 """So long at least, and twice the budget, of computing something that fits and is allowed is looked for."""
 MANY_ACTIONS = 50_000
@@ -28,7 +28,7 @@ TINY_ACTIONS = 50_000
 _TOLD_EVERY_S = 0.1
 
 
-class Effort:
+class SearchBudget:
     """Time and simulated actions of one search."""
 
     def __init__(self, budget_s: float, tell: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class Effort:
         """Once something fits and keeps the constraints."""
         self.is_cut = False
         """Whether time, and so not the question alone, decided what was looked at."""
-        self.promised_actions = 0
+        self.expected_actions = 0
         """Of what will be simulated first, as far as is known."""
         self.num_simulated = 0
         self.actions = 0
@@ -73,12 +73,12 @@ class Effort:
     def _is_futile(self) -> bool:
         return self._cut(self.worked_s > max(FUTILE_S, 2 * self.budget_s))
 
-    def is_exploring_over(self) -> bool:
+    def is_enumeration_over(self) -> bool:
         """Whether it is time to simulate what was found."""
-        is_long = self.promised_actions >= MANY_ACTIONS
-        if is_long and self._end_s(self.promised_actions, 1.0) > FAR_LATE * self.budget_s:
-            return self.is_past(GLANCING_SHARE)
-        return self.is_past(EXPLORING_SHARE)
+        is_long = self.expected_actions >= MANY_ACTIONS
+        if is_long and self._end_s(self.expected_actions, 1.0) > FAR_LATE * self.budget_s:
+            return self.is_past(COARSE_SHARE)
+        return self.is_past(ENUMERATION_SHARE)
 
     def is_over(self) -> bool:
         """Whether the budget is, or all that may be simulated was."""

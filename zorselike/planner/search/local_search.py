@@ -1,4 +1,4 @@
-"""Small changes of the best finalists, until none is better."""
+"""Small changes of the best simulated candidates, until none is better."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.budget import Effort
-from zorselike.planner.search.compose import Choice, Composer
-from zorselike.planner.search.explore import Candidate, Explorer
+from zorselike.planner.search.budget import SearchBudget
+from zorselike.planner.search.builder import CandidateBuilder, Choice
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.neighbours import change_choice, describe_kinds, move_layers, move_rows
-from zorselike.planner.search.top_k import WORTH_SIMULATING, Finalist, Finalists
+from zorselike.planner.search.top_k import WORTH_SIMULATING, SimulatedCandidate, TopK
 
 MOST_STARTS = 3
 """Of these, how many are changed step by step."""
@@ -25,100 +25,100 @@ SIMPLER = 1.002
 """A plan that takes up to this much longer is preferred where it is simpler."""
 
 
-class Climber:
-    """Improves the finalists of one problem."""
+class LocalSearch:
+    """Improves the simulated candidates of one problem."""
 
     def __init__(
         self,
         problem: PlanProblem,
-        explorer: Explorer,
-        composer: Composer,
-        finalists: Finalists,
-        effort: Effort,
+        evaluator: CandidateEvaluator,
+        builder: CandidateBuilder,
+        top_k: TopK,
+        budget: SearchBudget,
         seed: int,
     ) -> None:
-        self._problem, self._explorer, self._composer = problem, explorer, composer
-        self._finalists, self._effort = finalists, effort
+        self._problem, self._evaluator, self._builder = problem, evaluator, builder
+        self._top_k, self._budget = top_k, budget
         self._random = random.Random(seed)
 
     def improve(self) -> None:
         """The best of what was simulated, first one of all with the same groups, then one with each number of
         ministages, changed until no small change is better."""
-        starts: dict[object, Finalist] = {}
-        more: dict[object, Finalist] = {}
-        for found in self._finalists.sort():
-            sketch = found.candidate.sketch
-            devices = tuple(own.devices for own in sketch.groups)
+        starts: dict[object, SimulatedCandidate] = {}
+        more: dict[object, SimulatedCandidate] = {}
+        for found in self._top_k.sort():
+            candidate = found.estimated.candidate
+            devices = tuple(own.devices for own in candidate.groups)
             starts.setdefault(devices, found)
-            more.setdefault((devices, sketch.num_ministages), found)
+            more.setdefault((devices, candidate.num_ministages), found)
         for number, start in enumerate([*starts.values(), *more.values()]):
-            if self._effort.is_over() or (number >= MOST_STARTS and not self._effort.is_little()):
+            if self._budget.is_over() or (number >= MOST_STARTS and not self._budget.is_little()):
                 break
-            self._climb(start)
-        if self._finalists.best is not None:
-            self._simplify(self._finalists.best)
+            self._descend(start)
+        if self._top_k.best is not None:
+            self._simplify(self._top_k.best)
 
-    def _climb(self, start: Finalist) -> None:
+    def _descend(self, start: SimulatedCandidate) -> None:
         best = start
-        while not self._effort.is_over():
+        while not self._budget.is_over():
             better = self._find_better(best)
             if better is None:
                 return
             best = better
 
-    def _simplify(self, best: Finalist) -> None:
+    def _simplify(self, best: SimulatedCandidate) -> None:
         """The best with simpler modes where these cost next to nothing."""
-        limit = best.rank.wanted * SIMPLER
-        for g, group in enumerate(best.candidate.sketch.groups):
-            simpler = [mode for mode in self._explorer.modes if mode.complexity < group.mode.complexity]
+        limit = best.score.wanted * SIMPLER
+        for g, group in enumerate(best.estimated.candidate.groups):
+            simpler = [mode for mode in self._evaluator.modes if mode.complexity < group.mode.complexity]
             for mode in sorted(simpler, key=lambda mode: mode.complexity):
-                if self._effort.is_over():
+                if self._budget.is_over():
                     return
-                sketch = best.candidate.sketch
-                groups = (*sketch.groups[:g], replace(group, mode=mode), *sketch.groups[g + 1 :])
-                changed = replace(sketch, groups=groups)
-                if not self._composer.has_room(changed):
+                candidate = best.estimated.candidate
+                groups = (*candidate.groups[:g], replace(group, mode=mode), *candidate.groups[g + 1 :])
+                changed = replace(candidate, groups=groups)
+                if not self._builder.has_room(changed):
                     continue
-                choice = best.candidate.choice.change(g, mode=mode)
-                candidate = self._explorer.estimate(changed, choice, best.candidate.grouping)
-                found = None if candidate is None else self._finalists.simulate(candidate)
-                if found is None or found.rank.wanted > limit:
+                choice = best.estimated.choice.change(g, mode=mode)
+                estimated = self._evaluator.estimate(changed, choice, best.estimated.grouping)
+                found = None if estimated is None else self._top_k.simulate(estimated)
+                if found is None or found.score.wanted > limit:
                     continue
-                if found.rank.is_allowed >= best.rank.is_allowed:
-                    best = self._finalists.best = found
+                if found.score.is_allowed >= best.score.is_allowed:
+                    best = self._top_k.best = found
                     break
 
-    def _find_better(self, best: Finalist) -> Finalist | None:
+    def _find_better(self, best: SimulatedCandidate) -> SimulatedCandidate | None:
         """The first small change that is better, of those whose estimates are best first."""
-        limit = WORTH_SIMULATING * best.candidate.rank.wanted
-        moves = self._neighbours(best.candidate)
+        limit = WORTH_SIMULATING * best.estimated.score.wanted
+        moves = self._neighbours(best.estimated)
         while chunk := list(islice(moves, CHUNK)):
-            for candidate in sorted(chunk, key=lambda candidate: candidate.rank):
-                if self._effort.is_over():
+            for estimated in sorted(chunk, key=lambda estimated: estimated.score):
+                if self._budget.is_over():
                     return None
-                if candidate.rank.wanted > limit and not self._effort.is_tiny():
+                if estimated.score.wanted > limit and not self._budget.is_tiny():
                     break
-                found = self._finalists.simulate(candidate)
-                if found is not None and found.rank < best.rank:
+                found = self._top_k.simulate(estimated)
+                if found is not None and found.score < best.score:
                     return found
         return None
 
-    def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _neighbours(self, estimated: EstimatedCandidate) -> Iterator[EstimatedCandidate]:
         """Those that fit: rows and layers moved, then what other choices lead to; like moves in an order that
         is the seed's."""
-        sketches = [*move_layers(candidate.sketch), *self._move_rows(candidate.sketch)]
-        self._random.shuffle(sketches)
-        for sketch in sketches:
-            if self._effort.is_over():
+        plans = [*move_layers(estimated.candidate), *self._move_rows(estimated.candidate)]
+        self._random.shuffle(plans)
+        for candidate in plans:
+            if self._budget.is_over():
                 return
-            if sketch not in self._finalists and self._composer.has_room(sketch):
-                found = self._explorer.estimate(sketch, candidate.choice, candidate.grouping)
+            if candidate not in self._top_k and self._builder.has_room(candidate):
+                found = self._evaluator.estimate(candidate, estimated.choice, estimated.grouping)
                 if found is not None:
                     yield found
         choices = list(
             change_choice(
-                candidate.choice,
-                self._explorer.modes,
+                estimated.choice,
+                self._evaluator.modes,
                 num_layers=len(self._problem.workload.layers),
                 global_batch=self._problem.global_batch,
                 regroup=self._problem.fixed.groups is None,
@@ -126,21 +126,21 @@ class Climber:
         )
         self._random.shuffle(choices)
         for choice in choices:
-            if self._effort.is_over():
+            if self._budget.is_over():
                 return
             if self._is_possible(choice):
-                found = self._explorer.try_choice(choice, candidate.grouping)
-                if found is not None and found.sketch not in self._finalists:
+                found = self._evaluator.try_choice(choice, estimated.grouping)
+                if found is not None and found.candidate not in self._top_k:
                     yield found
 
-    def _move_rows(self, sketch: Sketch) -> Iterator[Sketch]:
+    def _move_rows(self, candidate: CandidatePlan) -> Iterator[CandidatePlan]:
         places, cluster = self._problem.cluster.places, self._problem.cluster
         types = [cluster.device_type(place) for place in places]
         nodes = [place.node for place in places]
         most = min(
             self._problem.global_batch, self._problem.fixed.rows_per_microbatch or self._problem.global_batch
         )
-        return move_rows(sketch, [describe_kinds(own, types, nodes) for own in sketch.groups], most)
+        return move_rows(candidate, [describe_kinds(own, types, nodes) for own in candidate.groups], most)
 
     def _is_possible(self, choice: Choice) -> bool:
         """Whether its groups may be groups, and what is fixed or allowed is kept."""

@@ -1,4 +1,4 @@
-"""Small changes of a sketch or of the choices behind it: what a local search tries next."""
+"""Small changes of a candidate plan or of the choices behind it: what a local search tries next."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.search.compose import Choice, GroupChoice, list_rounds
+from zorselike.planner.search.builder import Choice, GroupChoice, list_microbatch_counts
 
 MOST_KINDS = 6
 """Of devices that are alike with the same rows, how many kinds of a group rows are moved between."""
@@ -23,21 +23,23 @@ MOST_COMPLEX = 2
 """How much more complex than a group's mode those are that are tried in its place."""
 
 
-def move_layers(sketch: Sketch) -> Iterator[Sketch]:
+def move_layers(candidate: CandidatePlan) -> Iterator[CandidatePlan]:
     """One layer across each boundary of ministages, either way; and of few ministages across several that
     follow each other, so that those between keep their number of layers."""
-    num_edges = len(sketch.ends) - 1
+    num_edges = len(candidate.ends) - 1
     longest = num_edges if num_edges < FEW_MINISTAGES else 1
     for length in range(1, longest + 1):
         for first in range(num_edges - length + 1):
             for way in (-1, 1):
                 moved = range(first, first + length)
-                ends = tuple(end + way * (i in moved) for i, end in enumerate(sketch.ends))
+                ends = tuple(end + way * (i in moved) for i, end in enumerate(candidate.ends))
                 if all(a < b for a, b in pairwise((0, *ends))):
-                    yield replace(sketch, ends=ends)
+                    yield replace(candidate, ends=ends)
 
 
-def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: int) -> Iterator[Sketch]:
+def move_rows(
+    candidate: CandidatePlan, kinds: Sequence[Sequence[object]], most_at_once: int
+) -> Iterator[CandidatePlan]:
     """One row from a device of each kind to one of each other of its group; and the rows of all devices of
     a kind into one microbatch more or fewer.
 
@@ -45,7 +47,7 @@ def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: i
         kinds: what tells the devices of each group apart, apart from their rows.
         most_at_once: rows of a microbatch.
     """
-    for g, (group, own) in enumerate(zip(sketch.groups, kinds, strict=True)):
+    for g, (group, own) in enumerate(zip(candidate.groups, kinds, strict=True)):
         alike: dict[object, list[int]] = {}
         for position, kind in enumerate(own):
             alike.setdefault((kind, group.sizes[position]), []).append(position)
@@ -55,12 +57,12 @@ def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: i
                 continue
             for takers in few:
                 if takers is not givers or len(givers) > 1:
-                    yield from _with_rows(sketch, g, givers[-1], takers[0], most_at_once)
+                    yield from _with_rows(candidate, g, givers[-1], takers[0], most_at_once)
                 if takers is not givers and len(givers) + len(takers) > 2:
-                    yield _shift_rows(sketch, g, givers, takers, most_at_once)
+                    yield _shift_rows(candidate, g, givers, takers, most_at_once)
         for positions in few:
             for sizes in _recut(group.sizes[positions[0]], most_at_once):
-                yield _with_sizes(sketch, g, dict.fromkeys(positions, sizes))
+                yield _with_sizes(candidate, g, dict.fromkeys(positions, sizes))
         if len(few) > 1:
             for more in (1, -1):
                 changed = {
@@ -71,33 +73,35 @@ def move_rows(sketch: Sketch, kinds: Sequence[Sequence[object]], most_at_once: i
                     if sizes and max(sizes) <= most_at_once
                 }
                 if changed:
-                    yield _with_sizes(sketch, g, changed)
+                    yield _with_sizes(candidate, g, changed)
 
 
-def _with_rows(sketch: Sketch, g: int, giver: int, taker: int, most_at_once: int) -> Iterator[Sketch]:
-    sizes = sketch.groups[g].sizes
+def _with_rows(
+    candidate: CandidatePlan, g: int, giver: int, taker: int, most_at_once: int
+) -> Iterator[CandidatePlan]:
+    sizes = candidate.groups[g].sizes
     for given in _fewer(sizes[giver]):
         for taken in _more(sizes[taker], most_at_once):
-            yield _with_sizes(sketch, g, {giver: given, taker: taken})
+            yield _with_sizes(candidate, g, {giver: given, taker: taken})
 
 
 def _shift_rows(
-    sketch: Sketch, g: int, givers: Sequence[int], takers: Sequence[int], most_at_once: int
-) -> Sketch:
+    candidate: CandidatePlan, g: int, givers: Sequence[int], takers: Sequence[int], most_at_once: int
+) -> CandidatePlan:
     """A row from each of some devices, dealt out among others: a step waits for the slowest of each."""
-    changed = {giver: _fewer(sketch.groups[g].sizes[giver])[-1] for giver in givers}
+    changed = {giver: _fewer(candidate.groups[g].sizes[giver])[-1] for giver in givers}
     for number in range(len(givers)):
         taker = takers[number % len(takers)]
-        own = changed.get(taker, sketch.groups[g].sizes[taker])
+        own = changed.get(taker, candidate.groups[g].sizes[taker])
         changed[taker] = _more(own, most_at_once)[-1]
-    return _with_sizes(sketch, g, changed)
+    return _with_sizes(candidate, g, changed)
 
 
-def _with_sizes(sketch: Sketch, g: int, changed: dict[int, Sizes]) -> Sketch:
-    group = sketch.groups[g]
+def _with_sizes(candidate: CandidatePlan, g: int, changed: dict[int, Sizes]) -> CandidatePlan:
+    group = candidate.groups[g]
     sizes = tuple(changed.get(position, own) for position, own in enumerate(group.sizes))
-    groups = (*sketch.groups[:g], replace(group, sizes=sizes), *sketch.groups[g + 1 :])
-    return replace(sketch, groups=groups)
+    groups = (*candidate.groups[:g], replace(group, sizes=sizes), *candidate.groups[g + 1 :])
+    return replace(candidate, groups=groups)
 
 
 def _fewer(sizes: Sizes) -> list[Sizes]:
@@ -136,26 +140,26 @@ def _cut_evenly(sizes: Sizes, num_microbatches: int, more: int = 0) -> Sizes:
 def change_choice(
     choice: Choice, modes: Sequence[Mode], *, num_layers: int, global_batch: int, regroup: bool
 ) -> Iterator[Choice]:
-    """Other modes, rounds and numbers of ministages; and with `regroup` groups swapped, merged, split,
+    """Other modes, microbatches and numbers of ministages; and with `regroup` groups swapped, merged, split,
     without a device, or with one from another group."""
     groups = choice.groups
     if choice.num_ministages == len(groups) > 1:
-        for slack in (None, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0):
-            yield replace(choice, slack=slack)
+        for in_flight_factor in (None, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0):
+            yield replace(choice, in_flight_factor=in_flight_factor)
     for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
         if len(groups) <= choice.num_ministages + number <= num_layers:
             yield Choice(groups, choice.num_ministages + number)
-    for together in list_rounds(-(-global_batch // min(len(own.devices) for own in groups))):
-        cut = tuple(replace(own, num_rounds=together) for own in groups)
+    for together in list_microbatch_counts(-(-global_batch // min(len(own.devices) for own in groups))):
+        cut = tuple(replace(own, microbatches_per_device=together) for own in groups)
         steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
         for number in (choice.num_ministages + way * step for step in steps for way in (-1, 1)):
             if len(groups) <= number <= num_layers:
                 yield Choice(cut, number)
     for g, own in enumerate(groups):
-        rounds = list_rounds(-(-global_batch // len(own.devices)))
-        for number in (own.num_rounds - 1, own.num_rounds + 1, *rounds):
-            if 1 <= number <= rounds[-1] and number != own.num_rounds:
-                yield choice.change(g, num_rounds=number)
+        microbatch_counts = list_microbatch_counts(-(-global_batch // len(own.devices)))
+        for number in (own.microbatches_per_device - 1, own.microbatches_per_device + 1, *microbatch_counts):
+            if 1 <= number <= microbatch_counts[-1] and number != own.microbatches_per_device:
+                yield choice.change(g, microbatches_per_device=number)
         for mode in modes:
             if mode != own.mode and mode.complexity <= own.mode.complexity + MOST_COMPLEX:
                 yield choice.change(g, mode=mode)
@@ -209,12 +213,12 @@ def _replaced(
 
 
 def _with_groups(choice: Choice, groups: tuple[GroupChoice, ...], num_layers: int) -> Choice:
-    """As many turns of each group as before, about."""
-    turns = choice.num_ministages / len(choice.groups)
-    number = max(len(groups), min(num_layers, round(turns * len(groups))))
+    """About as many ministages of each group as before."""
+    per_group = choice.num_ministages / len(choice.groups)
+    number = max(len(groups), min(num_layers, round(per_group * len(groups))))
     return Choice(groups, number)
 
 
-def describe_kinds(group: GroupSketch, types: Sequence[str], nodes: Sequence[int]) -> list[object]:
+def describe_kinds(group: CandidateGroup, types: Sequence[str], nodes: Sequence[int]) -> list[object]:
     """What tells a group's devices apart but for their rows: type and node."""
     return [(types[device], nodes[device]) for device in group.devices]

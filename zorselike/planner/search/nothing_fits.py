@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.explore import Candidate
+from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.text.wording import count, show_bytes
 
 _MOST = 64.0
@@ -18,7 +18,7 @@ _NEAR = 0.05
 def describe_nothing(
     problem: PlanProblem,
     memory: RankMemory,
-    find: Callable[[], Candidate | None],
+    find: Callable[[], EstimatedCandidate | None],
     is_late: Callable[[], bool],
 ) -> str:
     """One line: what was tried, and how much memory would be enough.
@@ -58,16 +58,16 @@ def describe_nothing(
         memory.scale = 1.0
 
 
-def _describe_lack(problem: PlanProblem, memory: RankMemory, found: Candidate) -> str:
-    """Of a sketch that fits with more memory, who lacks how much."""
+def _describe_lack(problem: PlanProblem, memory: RankMemory, found: EstimatedCandidate) -> str:
+    """Which devices lack how much for a candidate that fits with more memory."""
     cluster = problem.cluster
     lacks: dict[str, tuple[int, int]] = {}
-    for g, group in enumerate(found.sketch.groups):
+    for g, group in enumerate(found.candidate.groups):
         for position, device in enumerate(group.devices):
             limit = memory.limit_bytes(device)
             if limit is None:
                 continue
-            lack = memory.need(found.sketch, g, position).device_bytes - limit
+            lack = memory.need(found.candidate, g, position).device_bytes - limit
             name = cluster.device_type(cluster.places[device])
             if lack > lacks.get(name, (0, 0))[0]:
                 lacks[name] = lack, limit
@@ -78,7 +78,7 @@ def _describe_lack(problem: PlanProblem, memory: RankMemory, found: Candidate) -
     parts += [
         f"{show_bytes(needed - limit)} more than the {show_bytes(limit)} of host memory of node "
         f"{cluster.nodes[node].name}"
-        for node, (needed, limit) in sorted(memory.overfull_hosts(found.sketch).items())
+        for node, (needed, limit) in sorted(memory.overfull_hosts(found.candidate).items())
     ]
     return " and ".join(parts[:3]) or "a little more memory"
 

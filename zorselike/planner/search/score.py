@@ -14,7 +14,7 @@ _ALIKE = 1e-9
 
 @total_ordering
 @dataclass(frozen=True)
-class Rank:
+class Score:
     """Of a plan among others: the least is the best."""
 
     excess: float
@@ -25,7 +25,7 @@ class Rank:
     """What is to be little besides."""
     num_devices: int = 0
 
-    def __lt__(self, other: Rank) -> bool:
+    def __lt__(self, other: Score) -> bool:
         for mine, theirs in (
             (self.excess, other.excess),
             (self.wanted, other.wanted),
@@ -40,13 +40,13 @@ class Rank:
         return self.excess == 0
 
 
-WORST = Rank(inf, inf, inf)
+WORST = Score(inf, inf, inf)
 
 
-def rank(problem: PlanProblem, iteration_s: float, cost: float, num_devices: int) -> Rank:
+def score(problem: PlanProblem, iteration_s: float, cost: float, num_devices: int) -> Score:
     """Of a plan with such steps."""
     excess = max(0.0, problem.min_throughput * iteration_s - 1)
     if cost > problem.max_cost_per_iteration:
         excess += cost / problem.max_cost_per_iteration - 1
     wanted, other = (iteration_s, cost) if problem.objective == "throughput" else (cost, iteration_s)
-    return Rank(excess, wanted, other, num_devices)
+    return Score(excess, wanted, other, num_devices)

@@ -1,8 +1,8 @@
 """The search for the best plan (DESIGN section 9).
 
 Sets of devices, their groupings and the orders of groups are looked at in the order of what they promise;
-for each, rows, layers, modes, rounds and ministages are decided by an estimate of the step
-(`planner/estimate/step_time.py`) and the memory walk. The most promising sketches are simulated, and the
+for each, rows, layers, modes, microbatches and ministages are decided by an estimate of the step
+(`planner/estimate/step_time.py`) and the memory walk. The most promising are simulated, and the
 best of them changed step by step until nothing improves. What is done is counted, not timed: an answer is
 the same each time unless the budget ends it.
 """
@@ -30,15 +30,15 @@ from zorselike.planner.candidate.structure import Structure, Structures
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.choose import propose_devices
 from zorselike.planner.estimate.memory import RankMemory
-from zorselike.planner.estimate.step_time import Pace
+from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.budget import FUTILE_S, Effort
-from zorselike.planner.search.compose import Composer
-from zorselike.planner.search.explore import Candidate, Explorer, Groups
-from zorselike.planner.search.local_search import Climber
+from zorselike.planner.search.budget import FUTILE_S, SearchBudget
+from zorselike.planner.search.builder import CandidateBuilder
+from zorselike.planner.search.enumerator import CandidateEnumerator
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate, Groups
+from zorselike.planner.search.local_search import LocalSearch
 from zorselike.planner.search.nothing_fits import describe_nothing
-from zorselike.planner.search.survey import Survey
-from zorselike.planner.search.top_k import Finalist, Finalists
+from zorselike.planner.search.top_k import SimulatedCandidate, TopK
 from zorselike.simulator.garbage import without_collection
 from zorselike.simulator.report.limits import describe_limit
 from zorselike.simulator.simulated_plan import SimulatedPlan
@@ -88,21 +88,21 @@ class _Search:
         self, problem: PlanProblem, budget_s: float, seed: int, on_progress: OnProgress | None
     ) -> None:
         self._on_progress = on_progress
-        self._effort = effort = Effort(budget_s, self._tell)
+        self._budget = budget = SearchBudget(budget_s, self._tell)
         self._notes: list[str] = []
         self._clock = LayerTimeModel(problem.profile, problem.workload)
         self._problem = problem = self._leave_out_unknown(problem)
         table = LayerTable(problem.workload, self._clock)
-        pace = Pace(problem, table)
+        step_time = StepTimeEstimate(problem, table)
         self._memory = RankMemory(problem, table, self._clock.kept_bytes)
-        composer = Composer(problem, table, pace, self._memory)
+        builder = CandidateBuilder(problem, table, step_time, self._memory)
         self._bounds = DeviceBounds(problem, self._clock)
-        self._explorer = Explorer(
-            problem, table, composer, pace, self._bounds.price_per_hour, effort.is_exploring_over
+        self._evaluator = CandidateEvaluator(
+            problem, table, builder, step_time, self._bounds.price_per_hour, budget.is_enumeration_over
         )
-        self._survey = Survey(problem, self._explorer, self._bounds, effort)
-        self._finalists = Finalists(problem, table, effort)
-        self._climber = Climber(problem, self._explorer, composer, self._finalists, effort, seed)
+        self._enumerator = CandidateEnumerator(problem, self._evaluator, self._bounds, budget)
+        self._top_k = TopK(problem, table, budget)
+        self._local_search = LocalSearch(problem, self._evaluator, builder, self._top_k, budget, seed)
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
         """Without devices of which nothing says how fast they are, such as those without this dtype."""
@@ -124,11 +124,11 @@ class _Search:
         return replace(problem, devices=known)
 
     def _progress(self) -> Progress:
-        best = None if self._finalists.best is None else self._finalists.best.case.simulation
+        best = None if self._top_k.best is None else self._top_k.best.case.simulation
         return Progress(
-            elapsed_s=self._effort.elapsed_s,
-            num_estimated=self._explorer.num_estimated,
-            num_simulated=self._effort.num_simulated,
+            elapsed_s=self._budget.elapsed_s,
+            num_estimated=self._evaluator.num_estimated,
+            num_simulated=self._budget.num_simulated,
             best_s=None if best is None else best.iteration_s,
             best_cost=None if best is None else best.cost,
             bound_s=self._bounds.floor_s,
@@ -151,12 +151,12 @@ class _Search:
         if not plans:
             self._memory.scale = 1.0
             raise NothingFitsError(self._explain_nothing())
-        assert self._finalists.best is not None
-        sketch = self._finalists.best.candidate.sketch
-        used = {device for group in sketch.groups for device in group.devices}
-        seen = (own.note for own in self._survey.sets_seen if own.note and used <= {*own.devices})
+        assert self._top_k.best is not None
+        candidate = self._top_k.best.estimated.candidate
+        used = {device for group in candidate.groups for device in group.devices}
+        seen = (own.note for own in self._enumerator.sets_seen if own.note and used <= {*own.devices})
         self._notes += islice(seen, 1)
-        if self._finalists.best.is_first_step:
+        if self._top_k.best.is_first_step:
             self._notes.append(ONE_STEP)
         self._tell()
         return PlanAnswer(
@@ -167,32 +167,32 @@ class _Search:
         """Finds candidates, simulates the best and improves them."""
         ending: Ending = "finished"
         try:
-            self._survey.explore()
+            self._enumerator.enumerate()
             self._simulate_best()
-            self._climber.improve()
+            self._local_search.improve()
         except KeyboardInterrupt:
-            if not self._survey.found:
+            if not self._enumerator.found:
                 raise
             ending = "interrupted"
-            self._effort.budget_s = 0.0
+            self._budget.budget_s = 0.0
             self._simulate_best()
-        if ending == "finished" and self._effort.is_cut:
+        if ending == "finished" and self._budget.is_cut:
             ending = "budget"
         return ending
 
     def _simulate_best(self) -> None:
-        self._finalists.simulate_best(list(self._survey.found.values()))
-        if self._finalists.best is None:  # There may have been no time to come to what needs least memory.
-            frugal = self._find_any(self._effort.worked_s + FUTILE_S)
-            self._finalists.simulate_best([] if frugal is None else [frugal])
-        if self._finalists.best is None:
+        self._top_k.simulate_best(list(self._enumerator.found.values()))
+        if self._top_k.best is None:  # There may have been no time to come to what needs least memory.
+            frugal = self._find_any(self._budget.worked_s + FUTILE_S)
+            self._top_k.simulate_best([] if frugal is None else [frugal])
+        if self._top_k.best is None:
             raise NothingFitsError(self._explain_nothing())
 
     def _forget(self) -> None:
         """All that was found with more memory."""
-        self._explorer.forget()
-        self._survey.forget()
-        self._finalists.forget()
+        self._evaluator.forget()
+        self._enumerator.forget()
+        self._top_k.forget()
 
     # -- the answer ------------------------------------------------------------------------
 
@@ -201,21 +201,21 @@ class _Search:
         chosen: list[Planned] = []
         structures = Structures(self._problem.cluster)
         seen: set[Structure] = set()
-        assert self._finalists.best is not None
-        refused: Finalist | None = None
-        first_rank = self._finalists.best.rank
-        simulated = self._finalists.sort()
-        for found in [self._finalists.best, *simulated]:
-            own = structures.describe(found.candidate.sketch, found.case.simulation.iteration_s)
+        assert self._top_k.best is not None
+        refused: SimulatedCandidate | None = None
+        first_score = self._top_k.best.score
+        simulated = self._top_k.sort()
+        for found in [self._top_k.best, *simulated]:
+            own = structures.describe(found.estimated.candidate, found.case.simulation.iteration_s)
             if own & seen or not self._fits(found.case):
                 continue
-            if chosen and found.rank < first_rank:
+            if chosen and found.score < first_score:
                 continue  # Hardly better than the first, and less simple.
-            if not found.rank.is_allowed:
+            if not found.score.is_allowed:
                 refused = refused or found
                 continue
             seen |= own
-            first_rank = first_rank if chosen else found.rank
+            first_score = first_score if chosen else found.score
             chosen.append(self._finish(found))
             if len(chosen) == max(1, top):
                 break
@@ -223,7 +223,7 @@ class _Search:
             raise NothingFitsError(self._explain_refused(refused))
         return tuple(chosen)
 
-    def _explain_refused(self, found: Finalist) -> str:
+    def _explain_refused(self, found: SimulatedCandidate) -> str:
         """Where plans fit, and none keeps what is asked for."""
         simulation, problem = found.case.simulation, self._problem
         asked = []
@@ -234,20 +234,20 @@ class _Search:
         if problem.min_throughput:
             asked.append(f"at least {problem.min_throughput:g} iterations/s")
         return (
-            f"plan: none of the {self._effort.num_simulated} plans that were simulated keeps "
+            f"plan: none of the {self._budget.num_simulated} plans that were simulated keeps "
             f"{' and '.join(asked)}; the nearest costs {simulation.cost:.4g} {problem.cluster.currency} an "
             f"iteration and makes "
             f"{1 / simulation.iteration_s:.4g} iterations/s; ease what is asked for, or search longer"
         )
 
     def _fits(self, case: SimulatedPlan) -> bool:
-        """By the walk over every rank's own list."""
+        """By the walk over every rank's actions."""
         ranks = range(case.plan.num_ranks)
         return not any(map(case.is_overfull, ranks)) and not any(map(case.is_host_overfull, case.host_bytes))
 
-    def _finish(self, found: Finalist) -> Planned:
+    def _finish(self, found: SimulatedCandidate) -> Planned:
         case, simulation = found.case, found.case.simulation
-        devices = [device for group in found.candidate.sketch.groups for device in group.devices]
+        devices = [device for group in found.estimated.candidate.groups for device in group.devices]
         ideal_s = self._bounds.bound_s(devices)
         share = ideal_s / simulation.iteration_s
         estimates = Estimates(
@@ -258,28 +258,30 @@ class _Search:
             limited_by=tuple(describe_limit(case)) if share < LIMITING_SHARE else (),
         )
         plan = replace(case.plan, estimates=estimates)
-        return Planned(replace(case, plan=plan), found.candidate.grouping, ideal_s, found.is_first_step)
+        return Planned(replace(case, plan=plan), found.estimated.grouping, ideal_s, found.is_first_step)
 
-    def _find_any(self, end_s: float) -> Candidate | None:
+    def _find_any(self, end_s: float) -> EstimatedCandidate | None:
         """Whatever fits first in a few likely groupings."""
-        self._explorer.forget()
+        self._evaluator.forget()
         for groups, name in self._likely_groups:
-            if self._effort.worked_s > end_s:
+            if self._budget.worked_s > end_s:
                 break
-            if (found := self._explorer.find_any(groups, name)) is not None:
+            if (found := self._evaluator.find_any(groups, name)) is not None:
                 return found
         return None
 
     @cached_property
     def _likely_groups(self) -> list[tuple[Groups, str]]:
         sets = propose_devices(self._problem, bounds=self._bounds)[:FEW_SETS]
-        return [own for devices in sets for own in islice(self._survey.list_groups(devices), FEW_GROUPINGS)]
+        return [
+            own for devices in sets for own in islice(self._enumerator.list_groups(devices), FEW_GROUPINGS)
+        ]
 
     def _explain_nothing(self) -> str:
-        end_s = self._effort.worked_s + max(FUTILE_S, 2 * self._effort.budget_s)
+        end_s = self._budget.worked_s + max(FUTILE_S, 2 * self._budget.budget_s)
         return describe_nothing(
             self._problem,
             self._memory,
             lambda: self._find_any(end_s),
-            lambda: self._effort.worked_s > end_s,
+            lambda: self._budget.worked_s > end_s,
         )

@@ -6,18 +6,18 @@ from math import log2
 from typing import NamedTuple
 
 from zorselike.errors import ClusterError, ProfileError
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.budget import Effort
-from zorselike.planner.search.explore import Candidate
-from zorselike.planner.search.score import Rank, rank
+from zorselike.planner.search.budget import SearchBudget
+from zorselike.planner.search.evaluator import EstimatedCandidate
+from zorselike.planner.search.score import Score, score
 from zorselike.schedule.orders.in_flight import LowBoundError
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
-MOST_FINALISTS = 16
-"""Sketches that are simulated before the best are changed."""
+MOST_SIMULATED = 16
+"""Candidates that are simulated before the best are changed."""
 WORTH_SIMULATING = 1.3
 """Estimates up to this many times the best one's are simulated."""
 MANY_ACTIONS, WORTH_OF_HALF, WORTH_IN_A_HURRY = 20_000, 0.02, 0.1
@@ -25,95 +25,95 @@ MANY_ACTIONS, WORTH_OF_HALF, WORTH_IN_A_HURRY = 20_000, 0.02, 0.1
 share; by the larger share where the simulation would end after the budget."""
 
 
-class Finalist(NamedTuple):
+class SimulatedCandidate(NamedTuple):
     """A candidate whose step was simulated."""
 
-    rank: Rank
+    score: Score
     number: int
     """Which one, in the order of simulation."""
-    candidate: Candidate
+    estimated: EstimatedCandidate
     case: SimulatedPlan
     is_first_step: bool
     """Whether its time is that of a step that all ranks begin together, for want of time for more: it is a
     little longer than that of steps that overlap."""
 
 
-def _put_kinds_first(ordered: list[Candidate]) -> list[Candidate]:
+def _put_kinds_first(ordered: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
     """The best with and the best without bounds on microbatches in flight before all others: estimates of the
     two err in different ways."""
-    first = {own.choice.slack is None: own for own in reversed(ordered)}
+    first = {own.choice.in_flight_factor is None: own for own in reversed(ordered)}
     return sorted(ordered, key=lambda own: all(own is not other for other in first.values()))
 
 
-class Finalists:
-    """Simulates candidates, each sketch once."""
+class TopK:
+    """Simulates candidates, each once."""
 
-    def __init__(self, problem: PlanProblem, table: LayerTable, effort: Effort) -> None:
-        self._problem, self._table, self._effort = problem, table, effort
-        self._found: dict[Sketch, Finalist | None] = {}
-        self.best: Finalist | None = None
+    def __init__(self, problem: PlanProblem, table: LayerTable, budget: SearchBudget) -> None:
+        self._problem, self._table, self._budget = problem, table, budget
+        self._found: dict[CandidatePlan, SimulatedCandidate | None] = {}
+        self.best: SimulatedCandidate | None = None
 
-    def __contains__(self, sketch: Sketch) -> bool:
-        return sketch in self._found
+    def __contains__(self, candidate: CandidatePlan) -> bool:
+        return candidate in self._found
 
     def forget(self) -> None:
         self._found.clear()
         self.best = None
 
-    def sort(self) -> list[Finalist]:
+    def sort(self) -> list[SimulatedCandidate]:
         """All, the best first."""
         return sorted(own for own in self._found.values() if own is not None)
 
-    def simulate_best(self, candidates: list[Candidate]) -> None:
+    def simulate_best(self, candidates: list[EstimatedCandidate]) -> None:
         """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
         first, which is as good to run and quicker to simulate."""
-        ordered = _put_kinds_first(sorted(candidates, key=lambda own: (own.rank.excess, self._weigh(own))))
-        limit = WORTH_SIMULATING * ordered[0].rank.wanted if ordered else 0.0
-        for number, candidate in enumerate(ordered):
-            if self.best is not None and self._effort.is_over():
+        ordered = _put_kinds_first(sorted(candidates, key=lambda own: (own.score.excess, self._weigh(own))))
+        limit = WORTH_SIMULATING * ordered[0].score.wanted if ordered else 0.0
+        for number, estimated in enumerate(ordered):
+            if self.best is not None and self._budget.is_over():
                 return
-            if self.best is not None and self.best.rank.is_allowed and not self._effort.is_tiny():
-                if candidate.rank.wanted > limit:
+            if self.best is not None and self.best.score.is_allowed and not self._budget.is_tiny():
+                if estimated.score.wanted > limit:
                     return
-                if number >= MOST_FINALISTS and not self._effort.is_little():
+                if number >= MOST_SIMULATED and not self._budget.is_little():
                     return
-            self.simulate(candidate)
+            self.simulate(estimated)
 
-    def simulate(self, candidate: Candidate) -> Finalist | None:
+    def simulate(self, estimated: EstimatedCandidate) -> SimulatedCandidate | None:
         """None where its ranks are not joined, or where it would take too long and there are others."""
-        sketch = candidate.sketch
-        if sketch not in self._found:
-            is_needed = self.best is None or not self.best.rank.is_allowed
-            if not is_needed and self._effort.would_overrun(sketch.num_actions):
+        candidate = estimated.candidate
+        if candidate not in self._found:
+            is_needed = self.best is None or not self.best.score.is_allowed
+            if not is_needed and self._budget.would_overrun(candidate.num_actions):
                 return None
-            self._found[sketch] = self._run(candidate)
-        found = self._found[sketch]
-        if found is not None and (self.best is None or found.rank < self.best.rank):
+            self._found[candidate] = self._run(estimated)
+        found = self._found[candidate]
+        if found is not None and (self.best is None or found.score < self.best.score):
             self.best = found
         return found
 
-    def _run(self, candidate: Candidate) -> Finalist | None:
-        effort = self._effort
-        began_s = effort.elapsed_s
+    def _run(self, estimated: EstimatedCandidate) -> SimulatedCandidate | None:
+        budget = self._budget
+        began_s = budget.elapsed_s
         try:
-            plan = make_plan(candidate.sketch, self._problem, self._table).validate()
-            hurries = effort.must_hurry(candidate.sketch.num_actions)
+            plan = make_plan(estimated.candidate, self._problem, self._table).validate()
+            hurries = budget.must_hurry(estimated.candidate.num_actions)
             case = self._problem.setting.simulate(plan, num_steps=1 if hurries else None)
         except (ClusterError, ProfileError, LowBoundError):
             return None
-        effort.count_simulation(
+        budget.count_simulation(
             actions=sum(map(len, case.actions.values())),
-            estimated_actions=candidate.sketch.num_actions,
-            seconds=effort.elapsed_s - began_s,
+            estimated_actions=estimated.candidate.num_actions,
+            seconds=budget.elapsed_s - began_s,
             is_one_step=hurries,
         )
         simulation = case.simulation
-        order = rank(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
-        return Finalist(order, effort.num_simulated, candidate, case, hurries)
+        order = score(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
+        return SimulatedCandidate(order, budget.num_simulated, estimated, case, hurries)
 
-    def _weigh(self, candidate: Candidate) -> float:
+    def _weigh(self, estimated: EstimatedCandidate) -> float:
         """What is wanted little of, and more of it for many actions."""
-        num_actions = candidate.sketch.num_actions
+        num_actions = estimated.candidate.num_actions
         doublings = max(0.0, log2(max(1, num_actions) / MANY_ACTIONS))
-        worth = WORTH_IN_A_HURRY if self._effort.must_hurry(num_actions) else WORTH_OF_HALF
-        return candidate.rank.wanted * (1 + worth * doublings)
+        worth = WORTH_IN_A_HURRY if self._budget.must_hurry(num_actions) else WORTH_OF_HALF
+        return estimated.score.wanted * (1 + worth * doublings)

@@ -1,4 +1,5 @@
-"""From a few choices to a whole sketch: rows to devices and layers to ministages, until memory fits."""
+"""From a few choices to a whole candidate plan: rows to devices and layers to ministages, until memory
+fits."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from zorselike.cost.network import CollectiveOp
 from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.errors import PlanError
 from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
-from zorselike.planner.candidate.candidate import GroupSketch, Sizes, Sketch
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.memory import RankMemory
-from zorselike.planner.estimate.step_time import Pace
+from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.layers.split import GroupCosts, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.rows.split import BatchSplit, Card, share_once, share_per_microbatch
+from zorselike.planner.rows.split import BatchSplit, RankCosts, share_once, share_per_microbatch
 from zorselike.schedule.orders.in_flight import count_in_flight, least_in_flight
 
 _FP32 = 4
@@ -48,7 +49,7 @@ class GroupChoice:
 
     devices: tuple[int, ...]
     mode: Mode
-    num_rounds: int
+    microbatches_per_device: int
     """Microbatches of a device, about: its rows are cut into so many."""
 
 
@@ -59,7 +60,7 @@ class Choice:
     groups: tuple[GroupChoice, ...]
     num_ministages: int
     """In all; groups are visited in turn."""
-    slack: float | None = None
+    in_flight_factor: float | None = None
     """Microbatches in flight, in those that 1F1B needs, where each group has one ministage; None: all go
     forward first."""
 
@@ -70,11 +71,13 @@ class Choice:
         return replace(self, groups=tuple(groups))
 
 
-class Composer:
-    """Makes sketches for one problem; keeps the shares of rows that it found."""
+class CandidateBuilder:
+    """Builds candidate plans for one problem; keeps the shares of rows that it found."""
 
-    def __init__(self, problem: PlanProblem, table: LayerTable, pace: Pace, memory: RankMemory) -> None:
-        self._problem, self._table, self._pace, self._memory = problem, table, pace, memory
+    def __init__(
+        self, problem: PlanProblem, table: LayerTable, step_time: StepTimeEstimate, memory: RankMemory
+    ) -> None:
+        self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
         self._bounds: dict[object, list[int]] = {}
         self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
@@ -82,12 +85,14 @@ class Composer:
         """Whether the last choice fitted all devices, and some node's host was too small for what it
         offloads."""
 
-    def compose(self, choice: Choice, is_worth: Callable[[Sketch], bool] | None = None) -> Sketch | None:
-        """A sketch of which the memory walk says that it fits; None where none was found.
+    def build(
+        self, choice: Choice, is_worth: Callable[[CandidatePlan], bool] | None = None
+    ) -> CandidatePlan | None:
+        """A candidate plan that fits by the memory walk; None where none was found.
 
         Args:
             is_worth: is asked before memory is looked at; raises nothing, and where it says no that is the
-                end: what memory asks for only makes a sketch slower.
+                end: what memory asks for only makes it slower.
         """
         owners = visit_in_turn(len(choice.groups), choice.num_ministages)
         room = [1.0] * len(choice.groups)
@@ -101,12 +106,12 @@ class Composer:
         for _ in range(_MAX_REPAIRS):
             groups = []
             for own, most in zip(choice.groups, most_rows, strict=True):
-                sizes = self.share_rows(own, most, in_rounds=choice.slack is not None)
+                sizes = self.share_rows(own, most, in_rounds=choice.in_flight_factor is not None)
                 if sizes is None:
                     return None
-                groups.append(GroupSketch(own.devices, own.mode, sizes))
-            if choice.slack is not None:
-                groups = self._bound(groups, choice.slack)
+                groups.append(CandidateGroup(own.devices, own.mode, sizes))
+            if choice.in_flight_factor is not None:
+                groups = self._bound(groups, choice.in_flight_factor)
             costs = [
                 self._find_costs(group, share, accumulates=len(owners) == 1)
                 for group, share in zip(groups, room, strict=True)
@@ -116,16 +121,16 @@ class Composer:
             split = split_layers(self._table.keys, owners, costs)
             if split is None:
                 break
-            sketch = Sketch(tuple(groups), owners, split.ends)
-            if not self.may_run(sketch) or (is_worth is not None and not is_worth(sketch)):
+            candidate = CandidatePlan(tuple(groups), owners, split.ends)
+            if not self.may_run(candidate) or (is_worth is not None and not is_worth(candidate)):
                 return None
-            over = self.find_overfull(sketch)
+            over = self.find_overfull(candidate)
             if not over:
-                self.host_was_full = bool(self._memory.overfull_hosts(sketch))
-                return None if self.host_was_full else sketch
+                self.host_was_full = bool(self._memory.overfull_hosts(candidate))
+                return None if self.host_was_full else candidate
             full = 0
             for g, classes in over.items():
-                if not self._take_rows(sketch, g, classes, most_rows[g]):
+                if not self._take_rows(candidate, g, classes, most_rows[g]):
                     excess = max(need / limit for need, limit in classes.values())
                     room[g] *= min(1 / excess, 1 - _LEAST_LEFT)
                     full += 1
@@ -146,19 +151,21 @@ class Composer:
             room += max(known)
         return self._problem.workload.num_parameters * self._problem.workload.itemsize <= room
 
-    def _try_all_cuts(self, groups: tuple[GroupSketch, ...], owners: tuple[int, ...]) -> Sketch | None:
+    def _try_all_cuts(
+        self, groups: tuple[CandidateGroup, ...], owners: tuple[int, ...]
+    ) -> CandidatePlan | None:
         """The first that fits of all cuts of few layers: which ministages follow each other on a device
         counts too, and no sum over layers knows that."""
         num_layers, num_cuts = len(self._table.keys), len(owners) - 1
         if math.comb(num_layers - 1, num_cuts) > MOST_CUTS:
             return None
         for inner in combinations(range(1, num_layers), num_cuts):
-            sketch = Sketch(groups, owners, (*inner, num_layers))
-            if not self.may_run(sketch) or self.find_overfull(sketch):
+            candidate = CandidatePlan(groups, owners, (*inner, num_layers))
+            if not self.may_run(candidate) or self.find_overfull(candidate):
                 continue
-            if not self._memory.overfull_hosts(sketch):
+            if not self._memory.overfull_hosts(candidate):
                 self.host_was_full = False
-                return sketch
+                return candidate
             self.host_was_full = True
         return None
 
@@ -171,12 +178,12 @@ class Composer:
 
         Args:
             in_rounds: of a pipeline that goes backward before all is forward: there devices that have no part
-                in most of the rounds would hold up the others.
+                in most rounds would hold up the others.
         """
         waits = (group.mode.zero == 3) + group.mode.reduces_per_microbatch
         in_rounds = in_rounds or group.mode.reduces_per_microbatch
         limits = tuple(sorted(most.items()))
-        key = (group.devices, group.mode.recompute, waits, in_rounds, group.num_rounds, limits)
+        key = (group.devices, group.mode.recompute, waits, in_rounds, group.microbatches_per_device, limits)
         if key not in self._shares:
             try:
                 self._shares[key] = self._share_rows(group, most, in_rounds)
@@ -190,10 +197,10 @@ class Composer:
         num_rows = self._problem.global_batch
         at_once = dict.fromkeys(group.devices, self._most_at_once())
         whole = self._share(group, most, at_once, group.mode.reduces_per_microbatch)
-        if group.num_rounds == 1 and not group.mode.reduces_per_microbatch:
+        if group.microbatches_per_device == 1 and not group.mode.reduces_per_microbatch:
             return whole
         cut = {
-            device: max(1, math.ceil(sum(own) / group.num_rounds))
+            device: max(1, math.ceil(sum(own) / group.microbatches_per_device))
             for device, own in zip(group.devices, whole, strict=True)
         }
         if max(cut.values()) >= num_rows:
@@ -204,18 +211,20 @@ class Composer:
         fixed = self._problem.fixed.rows_per_microbatch
         return min(self._problem.global_batch, fixed or self._problem.global_batch)
 
-    def _bound(self, groups: list[GroupSketch], slack: float) -> list[GroupSketch]:
+    def _bound(self, groups: list[CandidateGroup], in_flight_factor: float) -> list[CandidateGroup]:
         """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
-        slack, and at least what their rows need."""
-        key = (tuple((own.devices, own.sizes, own.mode.recompute) for own in groups), slack)
+        factor, and at least what their rows need."""
+        key = (tuple((own.devices, own.sizes, own.mode.recompute) for own in groups), in_flight_factor)
         if key not in self._bounds:
             num_layers, num_groups = len(self._table.keys), len(groups)
             ends = (*range(1, num_groups), num_layers)
             bounded = tuple(replace(own, max_in_flight=1) for own in groups)
-            plan = make_plan(Sketch(bounded, tuple(range(num_groups)), ends), self._problem, self._table)
-            depths = list(accumulate(1 / own.num_rounds for own in reversed(groups)))[::-1]
+            plan = make_plan(
+                CandidatePlan(bounded, tuple(range(num_groups)), ends), self._problem, self._table
+            )
+            depths = list(accumulate(1 / own.microbatches_per_device for own in reversed(groups)))[::-1]
             most = [
-                max(least, math.ceil(slack * depth * own.num_rounds - _ROUND_OFF))
+                max(least, math.ceil(in_flight_factor * depth * own.microbatches_per_device - _ROUND_OFF))
                 for own, depth, least in zip(groups, depths, least_in_flight(plan), strict=True)
             ]
             # Later groups never come to hold as many: a bound that is never met would only mislead.
@@ -234,22 +243,22 @@ class Composer:
         at_once: Mapping[int, int],
         in_rounds: bool,
     ) -> tuple[Sizes, ...]:
-        cards = []
+        costs = []
         for device in group.devices:
-            name = self._pace.device_type(device)
+            name = self._step_time.device_type(device)
             found = self._table.most_rows(name, group.mode.recompute)
             cap = min(at_once[device], self._most_at_once())
             cap = cap if found is None else min(cap, found)
             seconds = self._table.model_s(name, group.mode.recompute, cap)
-            cards.append(Card(device, seconds, most.get(self._class_of(device))))
+            costs.append(RankCosts(device, seconds, most.get(self._class_of(device))))
         split: BatchSplit
         if in_rounds:
             exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
             split = share_per_microbatch(
-                cards, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
+                costs, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
             )
         else:
-            split = share_once(cards, self._problem.global_batch)
+            split = share_once(costs, self._problem.global_batch)
         return tuple(split.sizes[device] for device in group.devices)
 
     def _round_s(self, group: GroupChoice) -> tuple[float, float]:
@@ -262,10 +271,10 @@ class Composer:
             kind = self._table.kind(key)
             reduced = kind.trainable * find_gradient_itemsize(itemsize)
             if reduced:
-                reduced_s += number * self._pace.collective_s("reduce_scatter", group.devices, reduced)
+                reduced_s += number * self._step_time.collective_s("reduce_scatter", group.devices, reduced)
             if group.mode.zero == 3 and kind.num_parameters:
                 gathered = kind.num_parameters * itemsize
-                gathered_s += 2 * number * self._pace.collective_s("all_gather", group.devices, gathered)
+                gathered_s += 2 * number * self._step_time.collective_s("all_gather", group.devices, gathered)
         if group.mode.zero != 3:
             return reduced_s, 0.0
         # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
@@ -274,24 +283,24 @@ class Composer:
 
     # -- layers ----------------------------------------------------------------------------
 
-    def _find_costs(self, group: GroupSketch, room: float, *, accumulates: bool) -> GroupCosts:
+    def _find_costs(self, group: CandidateGroup, room: float, *, accumulates: bool) -> GroupCosts:
         """What layers cost a group: its computation and the reductions that nothing hides, or its copies
         from the host where these take longer; and what they hold, of one microbatch where each goes at once
         back."""
-        times = self._pace.group_seconds(group)
+        times = self._step_time.group_seconds(group)
         seconds = {key: forward + backward for key, (forward, backward) in times.items()}
         if len(group.devices) > 1:
             op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
-            times_reduced = group.num_rounds if group.mode.reduces_per_microbatch else 1
+            times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
             for key in seconds:
                 num_bytes = self._table.kind(key).trainable * find_gradient_itemsize(
                     self._problem.workload.itemsize
                 )
                 if num_bytes:
-                    each = self._pace.collective_s(op, group.devices, num_bytes)
+                    each = self._step_time.collective_s(op, group.devices, num_bytes)
                     seconds[key] += times_reduced * each
         if group.mode.offload:
-            seconds = {key: max(own, self._pace.copied_s(group, key)) for key, own in seconds.items()}
+            seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
         limits = [self._memory.limit_bytes(device) for device in group.devices]
         known = [limit for limit in limits if limit is not None]
         if not known:
@@ -306,7 +315,7 @@ class Composer:
             room * (limit - self._problem.profile.overheads.context_bytes),
         )
 
-    def _tightest(self, group: GroupSketch) -> int:
+    def _tightest(self, group: CandidateGroup) -> int:
         """The device with the least memory for a row."""
 
         def room(position: int) -> float:
@@ -315,7 +324,7 @@ class Composer:
 
         return min(range(len(group.devices)), key=room)
 
-    def _held_bytes(self, key: str, group: GroupSketch, rows: int) -> float:
+    def _held_bytes(self, key: str, group: CandidateGroup, rows: int) -> float:
         """What stays on a device for one layer from the forward to the backward."""
         kind, workload = self._table.kind(key), self._problem.workload
         num_shards = 1 if group.mode.zero == 0 else len(group.devices)
@@ -333,7 +342,7 @@ class Composer:
             held += rows * (inputs if recomputed else kind.activation_bytes_per_row)
         return held
 
-    def count_turns(self, groups: Sequence[tuple[int, ...]]) -> int:
+    def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]]) -> int:
         """How often each group must be visited at least, so that two ministages, whole, and the gradients of
         one find room on its smallest devices (ZeRO 2)."""
         kind = max((self._table.kind(key) for key in self._table.counts), key=lambda own: own.num_parameters)
@@ -349,37 +358,39 @@ class Composer:
 
     # -- memory ----------------------------------------------------------------------------
 
-    def may_run(self, sketch: Sketch) -> bool:
+    def may_run(self, candidate: CandidatePlan) -> bool:
         """Whether the runtime takes it, memory apart."""
-        if sketch.bounds_in_flight and any(
-            {*group.mode.offload} - {*OFFLOAD_IN_FLIGHT} for group in sketch.groups
+        if candidate.bounds_in_flight and any(
+            {*group.mode.offload} - {*OFFLOAD_IN_FLIGHT} for group in candidate.groups
         ):
             return False
-        return not self._shares_unevenly(sketch)
+        return not self._shares_unevenly(candidate)
 
-    def _shares_unevenly(self, sketch: Sketch) -> bool:
+    def _shares_unevenly(self, candidate: CandidatePlan) -> bool:
         """Whether a ministage with ZeRO 3 holds both ends of a tie while its devices have different numbers
         of microbatches, which the runtime refuses."""
-        home = {self._table.modules[n]: i for i in range(sketch.num_ministages) for n in sketch.layers_of(i)}
+        home = {
+            self._table.modules[n]: i for i in range(candidate.num_ministages) for n in candidate.layers_of(i)
+        }
         for owner, borrower in self._problem.workload.ties:
-            group = sketch.groups[sketch.owners[home[owner]]]
+            group = candidate.groups[candidate.owners[home[owner]]]
             is_uneven = len({*map(len, group.sizes)}) > 1
             if home[owner] == home[borrower] and group.mode.zero == 3 and is_uneven:
                 return True
         return False
 
-    def has_room(self, sketch: Sketch) -> bool:
+    def has_room(self, candidate: CandidatePlan) -> bool:
         """Whether it fits every device and host, and may be run."""
         return (
-            self.may_run(sketch)
-            and not self.find_overfull(sketch)
-            and not self._memory.overfull_hosts(sketch)
+            self.may_run(candidate)
+            and not self.find_overfull(candidate)
+            and not self._memory.overfull_hosts(candidate)
         )
 
-    def find_overfull(self, sketch: Sketch) -> dict[int, dict[Class, tuple[int, int]]]:
+    def find_overfull(self, candidate: CandidatePlan) -> dict[int, dict[Class, tuple[int, int]]]:
         """By group and class of devices that are too small: what is needed, and what there is."""
         over: dict[int, dict[Class, tuple[int, int]]] = {}
-        for g, group in enumerate(sketch.groups):
+        for g, group in enumerate(candidate.groups):
             seen: set[tuple[Class, Sizes]] = set()
             for position, device in enumerate(group.devices):
                 limit = self._memory.limit_bytes(device)
@@ -388,28 +399,28 @@ class Composer:
                 if limit is None or alike in seen:
                     continue
                 seen.add(alike)
-                need = self._need_bytes(sketch, g, position, limit)
+                need = self._need_bytes(candidate, g, position, limit)
                 worst = over.get(g, {}).get(own, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
                     over.setdefault(g, {})[own] = need, limit
         return over
 
-    def _need_bytes(self, sketch: Sketch, g: int, position: int, limit: int) -> int:
+    def _need_bytes(self, candidate: CandidatePlan, g: int, position: int, limit: int) -> int:
         """As walked, where an estimate is not far from the limit."""
-        estimate = self._memory.estimate_bytes(sketch, g, position)
+        estimate = self._memory.estimate_bytes(candidate, g, position)
         if estimate > _FAR_OVER * limit or estimate < _FAR_UNDER * limit:
             return estimate
-        return self._memory.need(sketch, g, position).device_bytes
+        return self._memory.need(candidate, g, position).device_bytes
 
     def _take_rows(
         self,
-        sketch: Sketch,
+        candidate: CandidatePlan,
         g: int,
         classes: Mapping[Class, tuple[int, int]],
         most_rows: dict[Class, int],
     ) -> bool:
         """Gives the rows of classes that are too full to others of their group, where these have room."""
-        group = sketch.groups[g]
+        group = candidate.groups[g]
         owners = [self._class_of(device) for device in group.devices]
         if group.mode.reduces_per_microbatch or {*owners} <= {*classes}:
             return False
@@ -422,11 +433,11 @@ class Composer:
         return True
 
     def _class_of(self, device: int) -> Class:
-        return self._pace.device_type(device), self._memory.limit_bytes(device) or 0
+        return self._step_time.device_type(device), self._memory.limit_bytes(device) or 0
 
 
-def list_rounds(most_rows: int) -> tuple[int, ...]:
-    """Numbers of rounds worth trying for devices with at most so many rows: rising, those that cut the rows
-    into microbatches of other sizes, ever wider apart."""
+def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:
+    """Numbers of microbatches worth trying for devices with at most so many rows: rising, those that cut the
+    rows into microbatches of other sizes, ever wider apart."""
     sizes = {-(-most_rows // wanted) for wanted in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)}
     return tuple(sorted({-(-most_rows // size) for size in sizes}))

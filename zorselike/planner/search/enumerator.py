@@ -7,60 +7,60 @@ from dataclasses import replace
 from math import inf, isfinite
 
 from zorselike.cost.sizes import find_gradient_itemsize
-from zorselike.planner.candidate.candidate import Sketch
+from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.choose import DeviceSet, propose_devices
 from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
 from zorselike.planner.groups.candidates import Grouping, count_useful_groups, find_groupings
 from zorselike.planner.groups.order import order_by_bandwidth, order_groups
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.budget import GLANCING_SHARE, Effort
-from zorselike.planner.search.explore import Candidate, Explorer, Groups
+from zorselike.planner.search.budget import COARSE_SHARE, SearchBudget
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate, Groups
 from zorselike.planner.search.top_k import WORTH_SIMULATING
 
-ASSUMED_ROUNDS = 32
+ASSUMED_MICROBATCHES = 32
 """Of a step, in the first guess at groupings."""
 FEW_ORDERS = 6
 """Up to so many orders are looked at where a grouping does not fit in the paper's."""
 MOST_ORDERS = 24
 """Of groups, beyond which only the paper's order is looked at."""
-MOST_DEEPENED = 6
-"""Groupings of a set of devices that are looked at closely, and half as many with few microbatches in flight,
+MOST_REFINED = 6
+"""Groupings of a set of devices that are refined, and half as many with few microbatches in flight,
 whose first estimates say less."""
 FEW_DEVICES = 8
-"""Up to so many every set of them is looked at closely."""
+"""Up to so many every set of them is refined."""
 
 
-class Survey:
+class CandidateEnumerator:
     """Finds candidates for one problem."""
 
     def __init__(
-        self, problem: PlanProblem, explorer: Explorer, bounds: DeviceBounds, effort: Effort
+        self, problem: PlanProblem, evaluator: CandidateEvaluator, bounds: DeviceBounds, budget: SearchBudget
     ) -> None:
-        self._problem, self._explorer, self._bounds, self._effort = problem, explorer, bounds, effort
+        self._problem, self._evaluator, self._bounds, self._budget = problem, evaluator, bounds, budget
         self._num_layers = len(problem.workload.layers)
-        self.found: dict[Sketch, Candidate] = {}
-        self._best: Candidate | None = None
+        self.found: dict[CandidatePlan, EstimatedCandidate] = {}
+        self._best: EstimatedCandidate | None = None
         self.sets_seen: list[DeviceSet] = []
 
-    def explore(self) -> None:
+    def enumerate(self) -> None:
         """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
         sets = propose_devices(
-            self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._effort.budget_s)
+            self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._budget.budget_s)
         )
         for number, devices in enumerate(sets):
             if self._is_hopeless(devices):
                 continue
-            if self._effort.is_exploring_over():
+            if self._budget.is_enumeration_over():
                 break
             self.sets_seen.append(devices)
-            glances = self._glance(devices)
+            coarse = self._estimate_coarsely(devices)
             is_first = number == 0 or len(self._problem.usable) <= FEW_DEVICES
-            for glance in _take_best(glances, MOST_DEEPENED if is_first else MOST_DEEPENED // 4):
-                if self._effort.is_exploring_over():
+            for start in _take_best(coarse, MOST_REFINED if is_first else MOST_REFINED // 4):
+                if self._budget.is_enumeration_over():
                     break
-                for candidate in self._deepen(glance, devices):
-                    self._keep(candidate)
+                for estimated in self._refine(start, devices):
+                    self._keep(estimated)
 
     def _is_hopeless(self, devices: DeviceSet) -> bool:
         """Whether no plan of these devices would be simulated, beside the best estimate so far. Estimates
@@ -70,29 +70,33 @@ class Survey:
         is_limited = problem.min_throughput > 0 or isfinite(problem.max_cost_per_iteration)
         if is_limited or problem.objective == "cost" or len(problem.usable) <= FEW_DEVICES:
             return False
-        best_s = inf if self._best is None else self._best.rank.wanted
+        best_s = inf if self._best is None else self._best.score.wanted
         return devices.bound_s > WORTH_SIMULATING * best_s
 
-    def _glance(self, devices: DeviceSet) -> list[Candidate]:
+    def _estimate_coarsely(self, devices: DeviceSet) -> list[EstimatedCandidate]:
         """Every grouping of a set of devices, the most promising first."""
-        found: list[Candidate] = []
+        found: list[EstimatedCandidate] = []
         for groups, name in self.list_groups(devices):
-            if self._effort.is_past(GLANCING_SHARE):
+            if self._budget.is_past(COARSE_SHARE):
                 break
-            candidates = self._explorer.glance(groups, name)
+            candidates = self._evaluator.estimate_coarsely(groups, name)
             if not candidates and self._problem.fixed.groups is None:
-                candidates = self._glance_in_other_orders(groups, name, devices)
-            for candidate in candidates:
-                found.append(candidate)
-                self._keep(candidate)
-        return sorted(found, key=lambda candidate: candidate.rank)
+                candidates = self._estimate_in_other_orders(groups, name, devices)
+            for estimated in candidates:
+                found.append(estimated)
+                self._keep(estimated)
+        return sorted(found, key=lambda estimated: estimated.score)
 
-    def _glance_in_other_orders(self, groups: Groups, name: str, devices: DeviceSet) -> list[Candidate]:
+    def _estimate_in_other_orders(
+        self, groups: Groups, name: str, devices: DeviceSet
+    ) -> list[EstimatedCandidate]:
         """Where a grouping does not fit in the paper's order: which groups come first and last, and have more
         ministages, can make the difference."""
         orders = order_groups(self._read_bandwidths(devices), groups, max_orders=FEW_ORDERS)
         for order in orders:
-            found = self._explorer.glance(tuple(groups[i] for i in order), f"{name}, in another order")
+            found = self._evaluator.estimate_coarsely(
+                tuple(groups[i] for i in order), f"{name}, in another order"
+            )
             if found:
                 return found
         return []
@@ -101,15 +105,15 @@ class Survey:
         """What was found with other memory."""
         self.found.clear()
         self._best = None
-        self._effort.promised_actions = 0
-        self._effort.may_stop = False
+        self._budget.expected_actions = 0
+        self._budget.may_stop = False
 
-    def _keep(self, candidate: Candidate) -> None:
-        self.found.setdefault(candidate.sketch, candidate)
-        if self._best is None or candidate.rank < self._best.rank:
-            self._best = candidate
-            self._effort.promised_actions = candidate.sketch.num_actions
-        self._effort.may_stop = self._effort.may_stop or candidate.rank.is_allowed
+    def _keep(self, estimated: EstimatedCandidate) -> None:
+        self.found.setdefault(estimated.candidate, estimated)
+        if self._best is None or estimated.score < self._best.score:
+            self._best = estimated
+            self._budget.expected_actions = estimated.candidate.num_actions
+        self._budget.may_stop = self._budget.may_stop or estimated.score.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
         """Groupings, their groups in the paper's order."""
@@ -137,28 +141,28 @@ class Survey:
             model_bytes * speed / sum(speeds) / bandwidths.slowest_link(own)
             for speed, own in zip(speeds, grouping.groups, strict=True)
         )
-        fill_s = self._problem.global_batch / sum(speeds) * len(grouping.groups) / ASSUMED_ROUNDS
+        fill_s = self._problem.global_batch / sum(speeds) * len(grouping.groups) / ASSUMED_MICROBATCHES
         return reduced_s + fill_s
 
-    def _deepen(self, glance: Candidate, devices: DeviceSet) -> Iterator[Candidate]:
+    def _refine(self, start: EstimatedCandidate, devices: DeviceSet) -> Iterator[EstimatedCandidate]:
         """One decision after the other, then the groups in other orders, and the best of these again."""
-        best = self._explorer.deepen(glance)
+        best = self._evaluator.refine(start)
         yield best
         groups = tuple(own.devices for own in best.choice.groups)
         if self._problem.fixed.groups is not None or len(groups) == 1:
             return
         orders = order_groups(self._read_bandwidths(devices), groups, max_orders=MOST_ORDERS)
-        turned = best
+        reordered = best
         for order in orders:
-            if self._effort.is_exploring_over():
+            if self._budget.is_enumeration_over():
                 return
             choice = replace(best.choice, groups=tuple(best.choice.groups[i] for i in order))
-            found = self._explorer.try_choice(choice, f"{glance.grouping}, in another order")
+            found = self._evaluator.try_choice(choice, f"{start.grouping}, in another order")
             if found is not None:
                 yield found
-                turned = min(turned, found, key=lambda candidate: candidate.rank)
-        if turned is not best:
-            yield self._explorer.deepen(turned)
+                reordered = min(reordered, found, key=lambda estimated: estimated.score)
+        if reordered is not best:
+            yield self._evaluator.refine(reordered)
 
     def _read_bandwidths(self, devices: DeviceSet) -> Bandwidths:
         return read_bandwidths(
@@ -166,7 +170,7 @@ class Survey:
         )
 
 
-def _take_best(glances: list[Candidate], number: int) -> list[Candidate]:
+def _take_best(coarse: list[EstimatedCandidate], number: int) -> list[EstimatedCandidate]:
     """So many of the best, and half as many of those with bounds on microbatches in flight."""
-    in_flight = [glance for glance in glances if glance.choice.slack is not None][: number // 2]
-    return [*glances[:number], *(glance for glance in in_flight if glance not in glances[:number])]
+    in_flight = [own for own in coarse if own.choice.in_flight_factor is not None][: number // 2]
+    return [*coarse[:number], *(own for own in in_flight if own not in coarse[:number])]
