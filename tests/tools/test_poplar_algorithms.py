@@ -78,7 +78,7 @@ def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cards", "num_rows", "message"),
+    ("costs", "num_rows", "message"),
     [
         ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
         ([], 4, "no ranks to share rows among"),

@@ -228,7 +228,7 @@ def test_the_last_round_is_timed_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cards", "num_rows", "message"),
+    ("costs", "num_rows", "message"),
     [
         ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
         ([], 4, "no ranks to share rows among"),

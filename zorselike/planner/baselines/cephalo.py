@@ -106,8 +106,8 @@ class _Job:
         clock = LayerTimeModel(self.setting.profile, self.setting.workload)
         devices = [self.setting.cluster.device_type(place) for place in self.places]
         times = {device: self._time_rows(clock, device, most) for device in dict.fromkeys(devices)}
-        costs = [RankCosts(rank, times[device]) for rank, device in enumerate(devices)]
-        sizes = share_once(costs, self.global_batch).sizes
+        ranks = [RankCosts(rank, times[device]) for rank, device in enumerate(devices)]
+        sizes = share_once(ranks, self.global_batch).sizes
         plan = self._make_plan([sum(sizes[rank]) for rank in range(len(devices))])
         # Whole rows of a rank are at once in no layer: what the profile found to fit is for microbatches.
         free = tuple(replace(own, max_rows=None) for own in self.setting.profile.layers)
