@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from zorselike.errors import ProfileError
 from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
-from zorselike.plan.workload_json import parse_workload
 
 EMBEDDING = LayerKind(
     name="embedding", num_parameters=100, forward_flops_per_row=0, output_elements_per_row=40
@@ -141,16 +140,16 @@ def kind(**changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"version": None}, 'version is missing; write "version": 1'),
+        ({"version": None}, 'version is missing; begin with "version": 1'),
         ({"version": 2}, "version is 2; this zorselike reads version 1"),
-        ({"modell": "x"}, "modell is not a key of a workload; did you mean 'model'?"),
+        ({"modell": "x"}, "modell is not a key; did you mean 'model'?"),
         ({"sequence_length": 8.5}, "sequence_length is 8.5; it must be an integer"),
-        ({"sequence_length": 0}, "sequence_length is 0; it must be 1 or more"),
-        ({"dtype": "fp8"}, "dtype is 'fp8'; choose one of float32, bfloat16"),
+        ({"sequence_length": 0}, "sequence_length is 0; give 1 or more"),
+        ({"dtype": "fp8"}, "dtype is 'fp8'; give one of 'float32', 'bfloat16'"),
         ({"num_moments": -1}, "num_moments is -1"),
         ({"layers": None}, "layers is missing; add it"),
         ({"layers": []}, "layers is empty; list the model's modules with their kinds"),
-        ({"layers": [["a"]]}, "layers[0] is ['a']; it must be a pair of names"),
+        ({"layers": [["a"]]}, "layers[0] is ['a']; it must be [module, kind]"),
         ({"layers": [["a", "layer"], ["a", "layer"]]}, "layers has module a more than once"),
         (
             {"layers": [["a", "layr"]]},
@@ -158,18 +157,21 @@ def kind(**changes: Any) -> list[dict[str, Any]]:
         ),
         ({"ties": [["layers.0", "layers.2"]]}, "ties names 'layers.2', which is not in layers; did you mean"),
         ({"ties": [["layers.1", "layers.0"]]}, "the owner 'layers.1' must come before 'layers.0'"),
-        ({"kinds": {}}, "kinds is {}; it must be a list of objects"),
+        ({"kinds": {}}, "kinds is {}; it must be a list of tables"),
         ({"kinds": kind() * 2}, "kinds has 'layer' 2 times"),
-        ({"kinds": kind(flops=1)}, "kinds[0].flops is not a key of a kind"),
+        ({"kinds": kind(flops=1)}, "kinds[0].flops is not a key"),
         ({"kinds": kind(num_trainable=7)}, "kind layer: num_trainable is 7 of num_parameters = 6"),
         ({"kinds": kind(num_parameters="6")}, "kinds[0].num_parameters is '6'; it must be an integer"),
-        ({"kinds": kind(forward_flops_per_row=-1)}, "kind layer: forward_flops_per_row is -1; it must be"),
+        (
+            {"kinds": kind(forward_flops_per_row=-1)},
+            "kind layer: forward_flops_per_row is -1; give a finite",
+        ),
         ({"kinds": kind(forward_flops_per_row=float("nan"))}, "forward_flops_per_row is nan"),
         ({"kinds": kind(working_bytes_per_row=-1)}, "kind layer: working_bytes_per_row is -1"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
-    parse_workload(json.dumps(content()))
+    Workload.parse(json.dumps(content()))
     path = tmp_path / "w.json"
     path.write_text(json.dumps(content(**changes)))
     with pytest.raises(ProfileError) as caught:

@@ -1,26 +1,51 @@
 """The profile: what was measured, on which device, when, and where each number is from.
 
-Plain data, immutable and free of torch. `zorselike/cost/profile_json.py` reads and writes it;
+Plain data, immutable and free of torch, kept as JSON with an entry a line, so that files can be compared.
 `zorselike/cost/curves.py` turns its points into curves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import json
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Literal, TypeVar
+from datetime import date
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeVar
 
 from zorselike.errors import ProfileError
 from zorselike.plan.plan import Recompute
-from zorselike.plan.workload import Workload
-
-PROFILE_VERSION = 1
-"""Raised when a key changes its meaning or must be there; keys that may be missing come without it, and files
-from before them mean what they meant."""
+from zorselike.plan.workload import ITEMSIZES, Workload
+from zorselike.schedule.actions import Kind
+from zorselike.text.annotations import (
+    AS_TABLE,
+    MAX_BYTES_PER_S,
+    Must,
+    Name,
+    Natural,
+    OneOf,
+    Positive,
+    Quantity,
+)
+from zorselike.text.dataclass_tables import check_dataclass, read_dataclass, write_dataclass
+from zorselike.text.document import Document
+from zorselike.text.wording import suggest
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 SourceKind = Literal["measured", "interpolated", "catalogue", "given"]
+
+Dtype = Annotated[str, OneOf(ITEMSIZES)]
+Seconds = Annotated[
+    float, Must(lambda time: 0 <= time < math.inf, "a time is 0 or more and finite: measure it again")
+]
+Rate = Annotated[
+    float,
+    Must(lambda rate: 0 < rate <= MAX_BYTES_PER_S, "give one above 0 and up to 10 TB/s, in bytes per second"),
+]
+Sizes = Annotated[tuple[Positive, ...], Must(bool, "give at least one measurement or remove the entry")]
+Factor = Annotated[float, Must(lambda factor: 1 <= factor < math.inf, "it is a factor, 1 or more")]
+SecondsByAction = Annotated[tuple[tuple[str, Seconds], ...], AS_TABLE]
 
 
 @dataclass(frozen=True)
@@ -38,22 +63,22 @@ class Source:
 class LayerTimes:
     """Seconds of one layer of a kind on one device, against rows computed at once."""
 
-    kind: str
+    kind: Name
     """A `LayerKind.name`."""
-    device: str
+    device: Name
     """A device type."""
-    dtype: str
-    sequence_length: int
+    dtype: Dtype
+    sequence_length: Positive
     recompute: Recompute = "none"
     """With `layer` the backward holds the second forward."""
-    tensor_parallel: int = 1
-    rows: tuple[int, ...]
-    """Rising."""
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    tensor_parallel: Positive = 1
+    rows: Sizes
+    """Row counts that were measured, rising."""
+    forward_s: tuple[Seconds, ...]
+    backward_s: tuple[Seconds, ...]
     max_rows: int | None = None
     """Beyond this the device ran out of memory; None: not looked for."""
-    memory_bytes_per_row: float | None = None
+    memory_bytes_per_row: Quantity | None = None
     """What one row's forward leaves for its backward; None: not counted."""
     source: Source
 
@@ -62,10 +87,10 @@ class LayerTimes:
 class UpdateTime:
     """The optimizer's update: seconds per parameter and for each call, on one device."""
 
-    device: str
-    dtype: str
-    seconds_per_parameter: float
-    seconds_per_call: float = 0.0
+    device: Name
+    dtype: Dtype
+    seconds_per_parameter: Seconds
+    seconds_per_call: Seconds = 0.0
     source: Source
 
 
@@ -73,10 +98,10 @@ class UpdateTime:
 class HostLinkRates:
     """Bytes per second between one device and pinned host memory."""
 
-    device: str
-    to_device: float
-    to_host: float
-    both: float
+    device: Name
+    to_device: Rate
+    to_host: Rate
+    both: Rate
     """To and from together while both are busy."""
     source: Source
 
@@ -87,10 +112,10 @@ class CollectiveTimes:
 
     op: Collective
     devices: tuple[str, ...]
-    """Their types, sorted."""
-    num_nodes: int
-    num_bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    """Types of the group's devices, sorted."""
+    num_nodes: Positive
+    num_bytes: Sizes
+    seconds: tuple[Seconds, ...]
     source: Source
 
 
@@ -98,10 +123,10 @@ class CollectiveTimes:
 class LinkTimes:
     """Seconds of a transfer between two devices, against bytes."""
 
-    between: tuple[str, str]
+    between: Annotated[tuple[Name, Name], "two node names, sorted"]
     """Node names, sorted; the same twice: inside the node."""
-    num_bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    num_bytes: Sizes
+    seconds: tuple[Seconds, ...]
     source: Source
 
 
@@ -109,13 +134,13 @@ class LinkTimes:
 class ZeroBatch:
     """Poplar's measurements of a whole model on one device under one ZeRO stage."""
 
-    device: str
-    zero: int
+    device: Name
+    zero: Annotated[int, OneOf(range(4))]
     max_rows: int
-    rows: tuple[int, ...]
-    compute_s: tuple[float, ...]
-    """Forward and backward without collectives."""
-    collective_s: tuple[float, ...]
+    rows: Sizes
+    compute_s: tuple[Seconds, ...]
+    """Seconds of forward and backward without collectives."""
+    collective_s: tuple[Seconds, ...]
     source: Source
 
 
@@ -128,30 +153,37 @@ _Entry = TypeVar("_Entry", bound=Entry)
 class Overheads:
     """What the program itself costs."""
 
-    action_s: tuple[tuple[str, float], ...] = ()
+    action_s: SecondsByAction = ()
     """Host seconds of each kind of action beside what it computes and moves (`("F", 6e-4)`)."""
-    unit_s: tuple[tuple[str, float], ...] = ()
+    unit_s: SecondsByAction = ()
     """More for each FSDP unit of the action's ministage, by kind of action; of a `NORM`, of the rank's."""
-    shared_unit_s: tuple[tuple[str, float], ...] = ()
+    shared_unit_s: SecondsByAction = ()
     """More for each unit that several ranks share: copies into and out of collectives. Of `F` and `B` it is
     what units cost that gather and reduce by themselves (ZeRO 3)."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """Host seconds of a step beside all its actions."""
-    overlap_slowdown: float = 1.0
+    overlap_slowdown: Factor = 1.0
     """How much longer computation takes while communication runs beside it."""
-    context_bytes: int = 0
-    """On the device before any tensor: CUDA context, libraries."""
-    allocator_share: float = 0.0
-    """Of what tensors ask for, what the allocator adds by rounding and gaps."""
+    context_bytes: Natural = 0
+    """Device memory in use before any tensor: CUDA context, libraries."""
+    allocator_share: Quantity = 0.0
+    """What the allocator adds by rounding and gaps, as a share of what tensors ask for."""
     source: Source = Source("given")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """All that is known about how fast a workload runs on some devices."""
+class Profile(Document):
+    """All that is known about how fast a workload runs on some devices.
 
-    model: str
-    """The workload's `model`."""
+    `Profile.load(path)` and `profile.save(path)` read and write JSON; what is wrong is a `ProfileError`.
+    """
+
+    noun = "profile"
+    error = ProfileError
+    syntax = "JSON"
+
+    model: Name
+    """Name of the model that was measured, a `Workload.model`."""
     workload_fingerprint: str = ""
     """Empty: for any workload of that model's layers."""
     layers: tuple[LayerTimes, ...] = ()
@@ -161,7 +193,6 @@ class Profile:
     links: tuple[LinkTimes, ...] = ()
     zero_batches: tuple[ZeroBatch, ...] = ()
     overheads: Overheads = Overheads()
-    version: int = PROFILE_VERSION
 
     def check_workload(self, workload: Workload) -> None:
         """Raises `ProfileError` if these times are of another model, dtype or sequence length.
@@ -216,17 +247,41 @@ class Profile:
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Reads and validates a profile; raises `ProfileError` naming file, entry and mend."""
-        from zorselike.cost.profile_json import load_profile
+    def from_table(cls, table: Mapping[str, Any]) -> Profile:
+        return read_dataclass(cls, table)
 
-        return load_profile(path)
+    def to_text(self) -> str:
+        lines = []
+        for key, value in {"version": self.version, **write_dataclass(self)}.items():
+            if isinstance(value, list) and value:
+                entries = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
+                lines.append(f' "{key}": [\n{entries}\n ]')
+            else:
+                lines.append(f' "{key}": {json.dumps(value)}')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON that `Profile.load` reads back equal."""
-        from zorselike.cost.profile_json import save_profile
+    def validate(self) -> Profile:
+        """Returns the profile itself if it is consistent; raises `ProfileError` otherwise."""
+        with self.errors():
+            check_dataclass(self)
+        seen: dict[tuple[type, Hashable], str] = {}
+        for where, entry in self.list_entries():
+            _validate_entry(entry, where)
+            key = type(entry), find_key(entry)
+            if key in seen:
+                raise ProfileError(f"{seen[key]} and {where} are of the same thing; keep one of them")
+            seen[key] = where
+        for name in ("action_s", "unit_s", "shared_unit_s"):
+            _validate_actions(f"overheads.{name}", [kind for kind, _ in getattr(self.overheads, name)])
+        _validate_date(self.overheads.source, "overheads.source")
+        return self
 
-        save_profile(self, path)
+    def list_entries(self) -> Iterator[tuple[str, Entry]]:
+        """Every entry with its place in the file, such as `layers[3]`."""
+        for field in fields(self):
+            entries = getattr(self, field.name)
+            if isinstance(entries, tuple):
+                yield from ((f"{field.name}[{i}]", entry) for i, entry in enumerate(entries))
 
 
 def find_key(entry: Entry) -> Hashable:
@@ -269,3 +324,78 @@ def _merge(earlier: Iterable[_Entry], later: Iterable[_Entry]) -> tuple[_Entry, 
     merged = {find_key(entry): entry for entry in earlier}
     merged.update((find_key(entry), entry) for entry in later)
     return tuple(merged.values())
+
+
+# -- consistency ---------------------------------------------------------------------------
+
+
+def _validate_entry(entry: Entry, where: str) -> None:
+    _validate_date(entry.source, f"{where}.source")
+    match entry:
+        case LayerTimes():
+            times = {"forward_s": entry.forward_s, "backward_s": entry.backward_s}
+            _require_curve(where, "rows", entry.rows, **times)
+            _require_max_rows(where, entry.max_rows, entry.rows)
+        case CollectiveTimes():
+            if len(entry.devices) < 2 or tuple(sorted(entry.devices)) != entry.devices:
+                raise ProfileError(
+                    f"{where}.devices is {list(entry.devices)}; give the types of all devices of the group, "
+                    "sorted"
+                )
+            if entry.num_nodes > len(entry.devices):
+                raise ProfileError(
+                    f"{where}.num_nodes is {entry.num_nodes}; {len(entry.devices)} devices are on 1 to "
+                    f"{len(entry.devices)} nodes"
+                )
+            _require_curve(where, "num_bytes", entry.num_bytes, seconds=entry.seconds)
+        case LinkTimes():
+            if tuple(sorted(entry.between)) != entry.between:
+                raise ProfileError(f"{where}.between is {list(entry.between)}; give two node names, sorted")
+            _require_curve(where, "num_bytes", entry.num_bytes, seconds=entry.seconds)
+            for i, (size, seconds) in enumerate(zip(entry.num_bytes, entry.seconds, strict=True)):
+                if size > MAX_BYTES_PER_S * seconds:
+                    raise ProfileError(
+                        f"{where}.seconds[{i}] is {seconds:g} for {size} bytes, above 10 TB/s; "
+                        "are these seconds, and bytes?"
+                    )
+        case ZeroBatch():
+            times = {"compute_s": entry.compute_s, "collective_s": entry.collective_s}
+            _require_curve(where, "rows", entry.rows, **times)
+            _require_max_rows(where, entry.max_rows, entry.rows)
+
+
+def _validate_date(source: Source, where: str) -> None:
+    try:
+        date.fromisoformat(source.date or "2026-11-21")
+    except ValueError:
+        raise ProfileError(f"{where}.date is '{source.date}'; write it as 2026-11-21") from None
+
+
+def _validate_actions(where: str, names: Sequence[str]) -> None:
+    kinds = [kind.value for kind in Kind]
+    for name in names:
+        if name not in kinds:
+            raise ProfileError(f"{where} has '{name}', which is no kind of action{suggest(name, kinds)}")
+    if len(set(names)) < len(names):
+        raise ProfileError(f"{where} has a kind of action twice; keep one of them")
+
+
+def _require_max_rows(where: str, max_rows: int | None, rows: Sequence[int]) -> None:
+    if max_rows is not None and max_rows < rows[-1]:
+        raise ProfileError(
+            f"{where}.max_rows is {max_rows}, yet {rows[-1]} rows were measured; mend one of them"
+        )
+
+
+def _require_curve(where: str, key: str, sizes: Sequence[int], **times: Sequence[float]) -> None:
+    """Sizes that rise, and as many times."""
+    for i, (earlier, later) in enumerate(pairwise(sizes)):
+        if later <= earlier:
+            raise ProfileError(
+                f"{where}.{key}[{i + 1}] is {later} after {earlier}; sort the measurements, one of each size"
+            )
+    for name, values in times.items():
+        if len(values) != len(sizes):
+            raise ProfileError(
+                f"{where}.{name} has {len(values)} times for {len(sizes)} {key}; give one for each"
+            )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from zorselike.plan.plan import Estimates, Group, Microbatch, Plan
-from zorselike.plan.validate import validate_plan
+from zorselike.plan.parts import Estimates, Group, Microbatch
+from zorselike.text.layout import align_columns
 from zorselike.text.wording import count, show_modules, show_numbers
+
+if TYPE_CHECKING:
+    from zorselike.plan.plan import Plan
 
 GIB = 2**30
 
@@ -17,11 +21,7 @@ def explain_plan(plan: Plan) -> str:
 
     Shares are of the group's rows, which are the rows of the global batch. Devices and
     estimates are shown where the plan has them.
-
-    Raises:
-        PlanError: The plan contradicts itself.
     """
-    validate_plan(plan)
     lines = [
         f"plan {plan.fingerprint}: {count(plan.global_batch, 'row')} per step, "
         f"{count(plan.num_ranks, 'rank')} in {count(len(plan.groups), 'group')}, "
@@ -40,12 +40,12 @@ def explain_plan(plan: Plan) -> str:
         lines += ["", f"group {g}: {_explain_settings(group)}"]
         if group.max_in_flight is not None:
             lines.append(f"  at most {count(group.max_in_flight, 'microbatch')} of a rank in flight")
-        lines += _indent(_format_columns(_list_ranks(plan, group)))
+        lines += [f"  {line}" for line in align_columns(_list_ranks(plan, group), left=(3, 4, 5))]
         ministages = [("ministage", "modules")]
         ministages += [
             (str(s), show_modules(plan.ministages[s].modules)) for s in plan.ministages_of_group(g)
         ]
-        lines += _indent(_format_columns(ministages))
+        lines += [f"  {line}" for line in align_columns(ministages, left=(1,))]
     return "\n".join(lines)
 
 
@@ -84,9 +84,9 @@ def _list_ranks(plan: Plan, group: Group) -> list[tuple[str, ...]]:
     heading += ["estimated peak"] if peaks else []
     table = [tuple(heading)]
     for rank in group.flat_ranks:
-        own = group.microbatches_by_rank.get(rank, ())
-        rows = sum(microbatch.num_rows for microbatch in own)
-        cells = [str(rank), str(rows), f"{100 * rows / plan.global_batch:.1f} %", _show_sizes(own)]
+        microbatches = group.microbatches_by_rank[rank]
+        rows = sum(microbatch.num_rows for microbatch in microbatches)
+        cells = [str(rank), str(rows), f"{100 * rows / plan.global_batch:.1f} %", _show_sizes(microbatches)]
         if device_of:
             device = device_of[rank]
             cells.append(f"{device.node}:{device.local_rank} {device.type}".rstrip())
@@ -103,17 +103,3 @@ def _show_sizes(microbatches: Sequence[Microbatch]) -> str:
         ", ".join(f"{times} x {count(size, 'row')}" for size, times in sorted(sizes.items(), reverse=True))
         or "none"
     )
-
-
-def _format_columns(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns; a column of numbers is right-aligned under its heading."""
-    columns = []
-    for column in zip(*table, strict=True):
-        width = max(map(len, column))
-        numeric = all(cell.removesuffix(" %").replace(".", "", 1).isdigit() for cell in column[1:])
-        columns.append([cell.rjust(width) if numeric else cell.ljust(width) for cell in column])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-
-
-def _indent(lines: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in lines]

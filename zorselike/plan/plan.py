@@ -1,129 +1,70 @@
 """The plan: who computes what. The only contract between planner and runtime.
 
-A plan is plain data, immutable and free of torch. `zorselike/plan/toml.py` reads and writes
-it, `zorselike/plan/validate.py` proves it consistent.
+A plan is plain data, immutable and free of torch. `zorselike/plan/toml.py` reads and writes it,
+`zorselike/plan/validate.py` proves it consistent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Annotated, Any
 
-Replica = int | tuple[int, ...]
-"""One rank, or (once tensor parallelism exists) the ranks that hold one copy together."""
+from zorselike.errors import PlanError
+from zorselike.plan.explain import explain_plan
+from zorselike.plan.parts import (
+    OFFLOAD_IN_FLIGHT,
+    OFFLOAD_KINDS,
+    Device,
+    Estimates,
+    GradReduce,
+    Group,
+    Microbatch,
+    Ministage,
+    Recompute,
+    Replica,
+)
+from zorselike.plan.toml import fingerprint_plan, format_plan, read_group
+from zorselike.plan.validate import validate_plan
+from zorselike.text.annotations import Must, Positive
+from zorselike.text.dataclass_tables import read_dataclass
+from zorselike.text.document import Document
 
-GradReduce = Literal["once", "microbatch"]
-Recompute = Literal["none", "layer"]
-
-PLAN_VERSION = 1
-OFFLOAD_KINDS = ("params", "optimizer", "activations")
-OFFLOAD_IN_FLIGHT = ("optimizer",)
-"""Of these, what a plan that bounds microbatches in flight may offload."""
-
-
-@dataclass(frozen=True, order=True)
-class Microbatch:
-    """Rows `[start, stop)` of the global batch that `rank` computes at once."""
-
-    rank: int
-    start: int
-    stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
+__all__ = [
+    "OFFLOAD_IN_FLIGHT",
+    "OFFLOAD_KINDS",
+    "Device",
+    "Estimates",
+    "GradReduce",
+    "Group",
+    "Microbatch",
+    "Ministage",
+    "Plan",
+    "Recompute",
+    "Replica",
+]
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that share ministages and do data parallelism among themselves.
+class Plan(Document):
+    """Groups of ranks, ministages of layers, and the rows that every rank computes.
 
-    `microbatches` are in processing order; those of one rank, in that order, are its
-    microbatches 0, 1, 2, ... A rank of `ranks` without any holds shards only.
+    `Plan.load(path)` and `plan.save(path)` read and write TOML; what is wrong is a `PlanError`.
     """
 
-    ranks: tuple[Replica, ...]
-    microbatches: tuple[Microbatch, ...]
-    zero: int = 2
-    grad_reduce: GradReduce = "once"
-    offload: tuple[str, ...] = ()
-    recompute: Recompute = "none"
-    max_in_flight: int | None = None
-    """The most microbatches of a rank whose activations are held at once, between forward and backward.
-    Where any group of a plan says so, all its groups go backward before forward as soon as they can
-    (`zorselike/schedule/orders/in_flight.py`); None beside such a group is that order without a bound."""
+    noun = "plan"
+    error = PlanError
 
-    @property
-    def flat_ranks(self) -> tuple[int, ...]:
-        """All ranks, those of tensor-parallel replicas included."""
-        return tuple(r for entry in self.ranks for r in ((entry,) if isinstance(entry, int) else entry))
-
-    @property
-    def reduces_per_microbatch(self) -> bool:
-        """Whether gradients are reduced after every microbatch (always with ZeRO 3)."""
-        return self.zero == 3 or self.grad_reduce == "microbatch"
-
-    @cached_property
-    def microbatches_by_rank(self) -> dict[int, tuple[Microbatch, ...]]:
-        """Each rank's own microbatches in its processing order; `()` for a rank without rows."""
-        by_rank: dict[int, list[Microbatch]] = {rank: [] for rank in self.flat_ranks}
-        for microbatch in self.microbatches:
-            by_rank.setdefault(microbatch.rank, []).append(microbatch)
-        return {rank: tuple(own) for rank, own in by_rank.items()}
-
-    @property
-    def max_microbatches(self) -> int:
-        """The largest number of microbatches of any rank (`max M` of the design)."""
-        return max((len(own) for own in self.microbatches_by_rank.values()), default=0)
-
-
-@dataclass(frozen=True)
-class Ministage:
-    """Consecutive layers, owned by one group; `modules` are global module names in model order."""
-
-    group: int
-    modules: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Device:
-    """The process that a rank of the plan means, whatever order the nodes come up in."""
-
-    rank: int
-    node: str
-    local_rank: int
-    type: str = ""
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """What the planner promised, so that a run can be held against it."""
-
-    iteration_s: float | None = None
-    peak_memory_bytes: tuple[int, ...] = ()
-    cost_per_iteration: float | None = None
-    share_of_ideal: float | None = None
-    """Of what its devices would do if all computed all the time, nothing recomputed."""
-    limited_by: tuple[str, ...] = ()
-    """Why that share is no larger, a sentence each."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Groups of ranks, ministages of layers, and the rows that every rank computes."""
-
-    global_batch: int
-    groups: tuple[Group, ...]
-    ministages: tuple[Ministage, ...]
+    global_batch: Positive
+    groups: Annotated[tuple[Group, ...], Must(bool, "a plan needs at least one [[groups]]")]
+    ministages: Annotated[tuple[Ministage, ...], Must(bool, "a plan needs at least one [[ministages]]")]
     devices: tuple[Device, ...] = ()
-    sequence_length: int | None = None
+    sequence_length: Positive | None = None
     model: str | None = None
     cluster_fingerprint: str | None = None
     workload_fingerprint: str | None = None
-    estimates: Estimates = Estimates()
-    version: int = PLAN_VERSION
+    estimates: Estimates = field(default_factory=Estimates)
 
     @property
     def num_ranks(self) -> int:
@@ -143,6 +84,11 @@ class Plan:
         """Whether any group says how many microbatches may be in flight."""
         return any(group.max_in_flight is not None for group in self.groups)
 
+    @cached_property
+    def ministage_of(self) -> dict[str, int]:
+        """Index of the ministage that each module is in, by its name, in model order."""
+        return {name: s for s, ministage in enumerate(self.ministages) for name in ministage.modules}
+
     def group_of(self, ministage: int) -> Group:
         """The group that owns a ministage."""
         return self.groups[self.ministages[ministage].group]
@@ -156,38 +102,30 @@ class Plan:
         return self.ministages_of_group(self.group_of_rank[rank])
 
     def microbatches_of_rank(self, rank: int) -> tuple[Microbatch, ...]:
-        """The rank's own microbatches in processing order, `()` if it has no rows."""
+        """Microbatches of a rank in processing order, `()` if it has no rows."""
         return self.groups[self.group_of_rank[rank]].microbatches_by_rank[rank]
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Reads and validates a plan file; raises `PlanError` naming file, key and mend."""
-        from zorselike.plan.toml import load_plan
+    def from_table(cls, table: Mapping[str, Any]) -> Plan:
+        return read_dataclass(cls, table, readers={Group: partial(read_group, plan=table)})
 
-        return load_plan(path)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the plan as TOML that `Plan.load` reads back equal."""
-        from zorselike.plan.toml import save_plan
-
-        save_plan(self, path)
+    def to_text(self) -> str:
+        return format_plan(self)
 
     def validate(self) -> Plan:
         """Returns the plan itself if it is consistent; raises `PlanError` otherwise."""
-        from zorselike.plan.validate import validate_plan
-
         validate_plan(self)
         return self
 
     def explain(self) -> str:
-        """A readable table of groups, rows per rank and ministages."""
-        from zorselike.plan.explain import explain_plan
-
-        return explain_plan(self)
+        """A readable table of groups, rows per rank and ministages; raises `PlanError` as `validate` does."""
+        return explain_plan(self.validate())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Twelve hex digits that change with anything that changes what is computed where."""
-        from zorselike.plan.toml import fingerprint
+        """Twelve hex digits that change with anything that changes what is computed where.
 
-        return fingerprint(self)
+        Neither where the plan came from (fingerprints, estimates) nor how it is written (the order of
+        devices or of offload kinds, `grad_reduce` beside ZeRO 3) makes a difference.
+        """
+        return fingerprint_plan(self)

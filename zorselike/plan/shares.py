@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from zorselike.errors import PlanError
-from zorselike.plan.plan import Microbatch
+from zorselike.plan.parts import Microbatch
 from zorselike.text.wording import list_few
 
 

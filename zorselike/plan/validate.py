@@ -6,26 +6,17 @@ written as in the file: `groups[1].zero`, `ministages[0].modules`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import get_args
+from typing import TYPE_CHECKING
 
-from zorselike.errors import PlanError
-from zorselike.plan.plan import (
-    OFFLOAD_IN_FLIGHT,
-    OFFLOAD_KINDS,
-    PLAN_VERSION,
-    Device,
-    Estimates,
-    GradReduce,
-    Group,
-    Microbatch,
-    Ministage,
-    Plan,
-    Recompute,
-)
-from zorselike.text.wording import list_few, show_rows, show_value, suggest
+from zorselike.errors import FileError, PlanError
+from zorselike.plan.parts import OFFLOAD_IN_FLIGHT, Device, Group, Ministage
+from zorselike.text.dataclass_tables import check_dataclass
+from zorselike.text.wording import list_few, show_rows, suggest
+
+if TYPE_CHECKING:
+    from zorselike.plan.plan import Plan
 
 
 def validate_plan(plan: Plan) -> None:
@@ -34,21 +25,11 @@ def validate_plan(plan: Plan) -> None:
     Then every row of the global batch is computed exactly once by each group, ranks are
     0, 1, ... each in one group, every group owns a ministage, and no module is planned twice.
     """
-    if plan.version != PLAN_VERSION:
-        raise PlanError(f"version is {plan.version!r}; this zorselike knows version {PLAN_VERSION}")
-    _require_int("global_batch", plan.global_batch, at_least=1)
-    if plan.sequence_length is not None:
-        _require_int("sequence_length", plan.sequence_length, at_least=1)
-    for key in ("model", "cluster_fingerprint", "workload_fingerprint"):
-        if getattr(plan, key) is not None:
-            _require_str(key, getattr(plan, key))
-    for key in ("groups", "ministages"):
-        _require_tuple_of(key, getattr(plan, key), Group if key == "groups" else Ministage)
-        if not getattr(plan, key):
-            raise PlanError(f"{key} is empty; a plan needs at least one [[{key}]]")
-
+    try:
+        check_dataclass(plan)
+    except FileError as error:
+        raise PlanError(str(error)) from None
     for g, group in enumerate(plan.groups):
-        _validate_ranks_of_group(f"groups[{g}]", group)
         _validate_settings(f"groups[{g}]", group)
     _validate_ranks(plan.groups)
     for g, group in enumerate(plan.groups):
@@ -57,7 +38,12 @@ def validate_plan(plan: Plan) -> None:
     _validate_ministages(plan.ministages, num_groups=len(plan.groups))
     _validate_in_flight(plan)
     _validate_devices(plan.devices, plan.num_ranks)
-    _validate_estimates(plan.estimates, plan.num_ranks)
+    peaks = plan.estimates.peak_memory_bytes
+    if peaks and len(peaks) != plan.num_ranks:
+        raise PlanError(
+            f"estimates.peak_memory_bytes has {len(peaks)} numbers; give one for each of the "
+            f"{plan.num_ranks} ranks, or none"
+        )
 
 
 def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) -> None:
@@ -114,37 +100,15 @@ def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) ->
         )
 
 
-def _validate_ranks_of_group(where: str, group: Group) -> None:
-    if not isinstance(group.ranks, tuple):
-        raise PlanError(f"{where}.ranks is {_describe(group.ranks)}; give a tuple")
-    if not group.ranks:
-        raise PlanError(f"{where}.ranks is empty; give the group a rank or remove it")
-    for i, entry in enumerate(group.ranks):
-        if isinstance(entry, tuple) and not entry:
-            raise PlanError(f"{where}.ranks[{i}] is an empty replica; give it a rank or remove it")
-        for rank in entry if isinstance(entry, tuple) else (entry,):
-            _require_int(f"{where}.ranks[{i}]", rank, at_least=0)
-
-
 def _validate_settings(where: str, group: Group) -> None:
-    _require_int(f"{where}.zero", group.zero, at_least=0)
-    if group.zero > 3:
-        raise PlanError(f"{where}.zero is {group.zero}; give 0, 1, 2 or 3")
-    _require_choice(f"{where}.grad_reduce", group.grad_reduce, get_args(GradReduce))
     if group.grad_reduce == "microbatch" and group.zero < 2:
         raise PlanError(
             f"{where}.grad_reduce is 'microbatch' with zero = {group.zero}, which keeps whole gradients "
             'until the end; use grad_reduce = "once", or zero = 2 or 3'
         )
-    _require_choice(f"{where}.recompute", group.recompute, get_args(Recompute))
-    if not isinstance(group.offload, tuple):
-        raise PlanError(f"{where}.offload is {_describe(group.offload)}; give a tuple")
     for i, kind in enumerate(group.offload):
-        _require_choice(f"{where}.offload[{i}]", kind, OFFLOAD_KINDS)
         if kind in group.offload[:i]:
             raise PlanError(f"{where}.offload names {kind!r} twice; name it once")
-    if group.max_in_flight is not None:
-        _require_int(f"{where}.max_in_flight", group.max_in_flight, at_least=1)
 
 
 def _validate_ranks(groups: Sequence[Group]) -> None:
@@ -169,15 +133,11 @@ def _validate_ranks(groups: Sequence[Group]) -> None:
 
 
 def _validate_microbatches(where: str, group: Group) -> None:
-    _require_tuple_of(f"{where}.microbatches", group.microbatches, Microbatch)
     # A replica's microbatches are computed by all of its ranks and booked under its first.
     first_of = {rank: entry[0] for entry in group.ranks if isinstance(entry, tuple) for rank in entry}
     ranks = set(group.flat_ranks)
     for i, microbatch in enumerate(group.microbatches):
         place = f"{where}.microbatches[{i}]"
-        _require_int(f"{place}: rank", microbatch.rank, at_least=0)
-        _require_int(f"{place}: start", microbatch.start, at_least=0)
-        _require_int(f"{place}: stop", microbatch.stop, at_least=0)
         if microbatch.rank not in ranks:
             raise PlanError(
                 f"{place} is for rank {microbatch.rank}, which is not in the group; "
@@ -231,15 +191,9 @@ def _validate_ministages(ministages: Sequence[Ministage], *, num_groups: int) ->
     holder: dict[str, int] = {}
     for s, ministage in enumerate(ministages):
         where = f"ministages[{s}]"
-        _require_int(f"{where}.group", ministage.group, at_least=0)
         if ministage.group >= num_groups:
             raise PlanError(f"{where}.group is {ministage.group}; the plan has groups 0 to {num_groups - 1}")
-        if not isinstance(ministage.modules, tuple):
-            raise PlanError(f"{where}.modules is {_describe(ministage.modules)}; give a tuple of names")
-        if not ministage.modules:
-            raise PlanError(f"{where}.modules is empty; give it a module or remove the ministage")
         for i, name in enumerate(ministage.modules):
-            _require_str(f"{where}.modules[{i}]", name)
             if not all(name.split(".")):
                 raise PlanError(f"{where}.modules[{i}] is {name!r}; give a dotted name such as 'layers.0'")
             if name in holder:
@@ -283,17 +237,10 @@ def _validate_in_flight(plan: Plan) -> None:
 
 
 def _validate_devices(devices: Sequence[Device], num_ranks: int) -> None:
-    _require_tuple_of("devices", devices, Device)
     entry_of_rank: dict[int, int] = {}
     entry_of_place: dict[tuple[str, int], int] = {}
     for i, device in enumerate(devices):
         where = f"devices[{i}]"
-        _require_int(f"{where}.rank", device.rank, at_least=0)
-        _require_int(f"{where}.local_rank", device.local_rank, at_least=0)
-        _require_str(f"{where}.node", device.node)
-        _require_str(f"{where}.type", device.type)
-        if not device.node:
-            raise PlanError(f"{where}.node is empty; give the hostname")
         if device.rank >= num_ranks:
             raise PlanError(f"{where}.rank is {device.rank}; the plan has ranks 0 to {num_ranks - 1}")
         if device.rank in entry_of_rank:
@@ -313,65 +260,6 @@ def _validate_devices(devices: Sequence[Device], num_ranks: int) -> None:
         raise PlanError(
             f"devices lacks {list_few(missing, 'rank')}; give a device for every rank or for none"
         )
-
-
-def _validate_estimates(estimates: Estimates, num_ranks: int) -> None:
-    if not isinstance(estimates, Estimates):
-        raise PlanError(f"estimates is {_describe(estimates)}; give an Estimates")
-    for key in ("iteration_s", "cost_per_iteration", "share_of_ideal"):
-        value = getattr(estimates, key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise PlanError(f"estimates.{key} is {_describe(value)}; give a number")
-        if not 0 <= value < math.inf:
-            raise PlanError(f"estimates.{key} is {value}; give a finite number, 0 or more")
-    if not isinstance(estimates.limited_by, tuple) or not all(
-        isinstance(line, str) for line in estimates.limited_by
-    ):
-        raise PlanError(f"estimates.limited_by is {_describe(estimates.limited_by)}; give a tuple of strings")
-    if not isinstance(estimates.peak_memory_bytes, tuple):
-        raise PlanError(
-            f"estimates.peak_memory_bytes is {_describe(estimates.peak_memory_bytes)}; give a tuple"
-        )
-    for i, value in enumerate(estimates.peak_memory_bytes):
-        _require_int(f"estimates.peak_memory_bytes[{i}]", value, at_least=0)
-    if estimates.peak_memory_bytes and len(estimates.peak_memory_bytes) != num_ranks:
-        raise PlanError(
-            f"estimates.peak_memory_bytes has {len(estimates.peak_memory_bytes)} numbers; "
-            f"give one for each of the {num_ranks} ranks, or none"
-        )
-
-
-def _require_int(where: str, value: object, *, at_least: int) -> None:
-    # Exactly int: True would pass for 1, and numpy's integers cannot be written as TOML.
-    if type(value) is not int:
-        raise PlanError(f"{where} is {_describe(value)}; give an integer")
-    if value < at_least:
-        raise PlanError(f"{where} is {value}; give {at_least} or more")
-
-
-def _require_str(where: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise PlanError(f"{where} is {_describe(value)}; give a string")
-
-
-def _require_choice(where: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        hint = suggest(value, choices) if isinstance(value, str) else ""
-        raise PlanError(f"{where} is {value!r}; give one of {', '.join(map(repr, choices))}{hint}")
-
-
-def _require_tuple_of(where: str, values: object, kind: type) -> None:
-    if not isinstance(values, tuple):
-        raise PlanError(f"{where} is {_describe(values)}; give a tuple of {kind.__name__}")
-    for i, value in enumerate(values):
-        if not isinstance(value, kind):
-            raise PlanError(f"{where}[{i}] is {_describe(value)}; give a {kind.__name__}")
-
-
-def _describe(value: object) -> str:
-    return f"{show_value(value)} ({type(value).__name__})"
 
 
 def _parents(name: str) -> list[str]:

@@ -5,10 +5,19 @@ Plain data, immutable and free of torch.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Annotated, Any
+
+from zorselike.errors import FileError, ProfileError
+from zorselike.text.annotations import Must, Natural, OneOf, Positive, Quantity
+from zorselike.text.dataclass_tables import check_dataclass, read_dataclass, read_value, write_dataclass
+from zorselike.text.document import Document
+from zorselike.text.files import hash_content
+from zorselike.text.wording import list_few, suggest
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of an element of each dtype that layers compute in."""
@@ -20,53 +29,64 @@ class LayerKind:
 
     name: str
     """`embedding`, `layer`, `norm`, `head`, or a module's class."""
-    num_parameters: int
-    num_trainable: int | None = None
-    """None: all."""
-    num_borrowed: int = 0
-    """Parameters that it shares with the owner of a tie; not in `num_parameters`."""
-    forward_flops_per_row: float
-    backward_flops_per_row: float | None = None
-    """None: twice the forward; recomputation is not in it."""
-    input_elements_per_row: int = 0
+    num_parameters: Natural
+    num_trainable: Natural | None = None
+    """Parameters that train; None: all."""
+    num_borrowed: Natural = 0
+    """Parameters shared with the owner of a tie; not in `num_parameters`."""
+    forward_flops_per_row: Quantity
+    backward_flops_per_row: Quantity | None = None
+    """FLOPs without recomputation; None: twice the forward."""
+    input_elements_per_row: Natural = 0
     """Elements that enter, in the compute dtype: what crosses a boundary before this layer."""
-    output_elements_per_row: int = 0
-    activation_bytes_per_row: int = 0
+    output_elements_per_row: Natural = 0
+    activation_bytes_per_row: Natural = 0
     """What autograd keeps from the forward until the backward, without recomputation."""
-    working_bytes_per_row: int = 0
-    """What else comes and goes while it computes."""
+    working_bytes_per_row: Natural = 0
+    """Temporary memory while it computes."""
 
     @property
     def trainable(self) -> int:
+        """Number of parameters that train."""
         return self.num_parameters if self.num_trainable is None else self.num_trainable
 
     @property
     def trains(self) -> bool:
-        """Whether it has weights that train, its own or borrowed ones."""
+        """Whether it has weights that train, borrowed ones included."""
         return bool(self.trainable or self.num_borrowed)
 
     @property
     def backward_flops(self) -> float:
-        """Per row."""
+        """FLOPs of the backward of one row."""
         given = self.backward_flops_per_row
         return 2 * self.forward_flops_per_row if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The layers of a model in model order, at one sequence length and compute dtype."""
+class Workload(Document):
+    """The layers of a model in model order, at one sequence length and compute dtype.
+
+    `Workload.load(path)` and `workload.save(path)` read and write JSON; what is wrong is a `ProfileError`.
+    """
+
+    noun = "workload"
+    error = ProfileError
+    syntax = "JSON"
 
     model: str
     """For people and for matching with plans and profiles: `llama 7b`."""
-    sequence_length: int
-    dtype: str
+    sequence_length: Positive
+    dtype: Annotated[str, OneOf(ITEMSIZES)]
     """What layers compute in, one of `ITEMSIZES`."""
-    layers: tuple[tuple[str, str], ...]
+    layers: Annotated[
+        tuple[Annotated[tuple[str, str], "[module, kind]"], ...],
+        Must(bool, "list the model's modules with their kinds"),
+    ]
     """`(module, kind)`: global module names as plans list them; each is one FSDP unit."""
     kinds: Mapping[str, LayerKind]
-    ties: tuple[tuple[str, str], ...] = ()
+    ties: tuple[Annotated[tuple[str, str], "[owner, borrower]"], ...] = ()
     """Modules that share a weight: `(owner, borrower)`, in model order."""
-    num_moments: int = 2
+    num_moments: Natural = 2
     """Averages that the optimizer keeps of each parameter, in fp32 (AdamW: 2)."""
 
     @property
@@ -86,7 +106,7 @@ class Workload:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, tied ones counted once: a borrower's kind does not count them."""
+        """Parameters of the whole model, tied ones counted once: a borrower's kind does not count them."""
         return sum(self.kinds[kind].num_parameters for _, kind in self.layers)
 
     def flops_per_row(self, *, recompute: bool = False) -> float:
@@ -99,21 +119,68 @@ class Workload:
         return total
 
     @classmethod
-    def load(cls, path: str | Path) -> Workload:
-        """Reads a workload file (JSON); raises `ProfileError` naming file, key and mend."""
-        from zorselike.plan.workload_json import load_workload
+    def from_table(cls, table: Mapping[str, Any]) -> Workload:
+        return read_dataclass(cls, table, readers={Mapping[str, LayerKind]: _read_kinds})
 
-        return load_workload(path)
+    def to_text(self) -> str:
+        lines = []
+        for key, value in self._describe().items():
+            text = json.dumps(value, indent=2).replace("\n", "\n  ")
+            if key in ("layers", "ties") and value:
+                text = "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
+            lines.append(f"  {json.dumps(key)}: {text}")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def save(self, path: str | Path) -> None:
-        """Writes the workload as JSON that `Workload.load` reads back equal."""
-        from zorselike.plan.workload_json import save_workload
-
-        save_workload(self, path)
+    def _describe(self) -> dict[str, Any]:
+        """The file's table; equal workloads give equal ones."""
+        table = write_dataclass(self)
+        lists = {key: table.pop(key) for key in ("kinds", "layers", "ties")}
+        lists["kinds"] = [kind for _, kind in lists["kinds"]]
+        return {"version": self.version, **table, **lists}
 
     @cached_property
     def fingerprint(self) -> str:
         """Twelve hex digits that change with anything in it."""
-        from zorselike.plan.workload_json import fingerprint
+        return hash_content(self._describe())
 
-        return fingerprint(self)
+    def validate(self) -> Workload:
+        """Returns the workload itself if it is consistent; raises `ProfileError` otherwise."""
+        with self.errors():
+            check_dataclass(self)
+            for name, kind in self.kinds.items():
+                if name != kind.name:
+                    raise ProfileError(f"kinds has {kind.name!r} under the name {name!r}; give it one name")
+                check_dataclass(kind, f"kind {name}: ")
+                if kind.trainable > kind.num_parameters:
+                    raise ProfileError(
+                        f"kind {name}: num_trainable is {kind.num_trainable} of num_parameters = "
+                        f"{kind.num_parameters}; it cannot be more"
+                    )
+        self._validate_layers()
+        return self
+
+    def _validate_layers(self) -> None:
+        position = {module: i for i, (module, _) in enumerate(self.layers)}
+        twice = [module for module, times in Counter(m for m, _ in self.layers).items() if times > 1]
+        if twice:
+            raise ProfileError(f"layers has {list_few(twice, 'module')} more than once; list each once")
+        for module, name in self.layers:
+            if name not in self.kinds:
+                hint = suggest(name, self.kinds) or f"; kinds has {', '.join(self.kinds)}"
+                raise ProfileError(f"layers: {module} is of kind {name!r}, which kinds does not have{hint}")
+        for owner, borrower in self.ties:
+            for module in (owner, borrower):
+                if module not in position:
+                    raise ProfileError(
+                        f"ties names {module!r}, which is not in layers{suggest(module, position)}"
+                    )
+            if position[owner] >= position[borrower]:
+                raise ProfileError(f"ties: the owner {owner!r} must come before {borrower!r} in layers")
+
+
+def _read_kinds(value: object, where: str) -> dict[str, LayerKind]:
+    kinds = read_value(tuple[LayerKind, ...], value, where)
+    for name, times in Counter(kind.name for kind in kinds).items():
+        if times > 1:
+            raise FileError(f"kinds has {name!r} {times} times; give each kind a name of its own")
+    return {kind.name: kind for kind in kinds}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zorselike.errors import FileError, PlanError
+from zorselike.errors import PlanError
 from zorselike.plan.plan import Estimates, Plan
-from zorselike.plan.toml import format_estimates, parse_plan, save_plan
+from zorselike.plan.toml import format_estimates
 from zorselike.text.files import read_text, write_text
 
 _HEADER = "[estimates]"
@@ -22,14 +22,9 @@ def write_estimates(path: str | Path, estimates: Estimates) -> None:
         PlanError: The file is no valid plan, or cannot be written.
     """
     plan = replace(Plan.load(path), estimates=estimates)
-    try:
+    with Plan.errors(f"{path}: "):
         edited = _edit(read_text(path, "plan"), estimates)
-        if _is_plan(edited, plan):
-            write_text(path, edited)
-        else:
-            save_plan(plan, path)
-    except FileError as error:
-        raise PlanError(f"{path}: {error}") from None
+        write_text(path, edited if _is_plan(edited, plan) else plan.format())
 
 
 def _edit(text: str, estimates: Estimates) -> str:
@@ -50,6 +45,6 @@ def _edit(text: str, estimates: Estimates) -> str:
 
 def _is_plan(text: str, plan: Plan) -> bool:
     try:
-        return parse_plan(text) == plan
+        return Plan.parse(text) == plan
     except PlanError:
         return False

@@ -1,24 +1,11 @@
-"""TOML texts: parsed, and written as people would, short tables in one line and long lists in rows."""
+"""TOML as people would write it: short tables in one line and long lists in rows."""
 
 from __future__ import annotations
 
-import tomllib
+import json
 from collections.abc import Mapping
-from typing import Any
-
-import tomli_w
-
-from zorselike.errors import FileError
 
 LINE_LENGTH = 100
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The table that a text says; `FileError` if it is not TOML."""
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise FileError(f"is not TOML: {error}") from None
 
 
 def format_table(values: Mapping[str, object]) -> list[str]:
@@ -30,7 +17,6 @@ def _format_line(key: str, value: object) -> str:
     line = f"{key} = {_format_value(value)}"
     if len(line) <= LINE_LENGTH or not isinstance(value, (list, tuple)):
         return line
-    # tomli_w writes one number a line; a thousand microbatches want a table one can read.
     rows = [""]
     for item in value:
         text = f"{_format_value(item)}, "
@@ -47,5 +33,13 @@ def _format_value(value: object) -> str:
         case Mapping():
             fields = [f"{key} = {_format_value(item)}" for key, item in value.items() if item is not None]
             return f"{{ {', '.join(fields)} }}"
-        case _:
-            return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
+        case bool():
+            return str(value).lower()
+        case float():
+            return float.__repr__(value)
+        case str():
+            # JSON's strings are TOML's but for one character that must be escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int():
+            return str(value)
+    raise TypeError(f"{value!r} has no form in TOML")

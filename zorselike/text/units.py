@@ -104,6 +104,8 @@ def _show(value: float, units: Mapping[str, float]) -> str:
     """A text that is read back equal: in the largest unit of which it is some short number, else the
     shortest."""
     texts = []
+    if not value:
+        units = {unit: factor for unit, factor in units.items() if factor == 1}
     for unit, factor in sorted(units.items(), key=lambda item: -item[1]):
         number = _number(value / factor if factor >= 1 else value * round(1 / factor))
         if _times(number, factor) != value:

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from zorselike.errors import ClusterError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 from zorselike.plan.cluster.device_types import DEVICE_TYPES
-from zorselike.plan.cluster.text import format_cluster
-from zorselike.plan.cluster.toml import parse_cluster
-from zorselike.plan.cluster.validate import validate_cluster
+from zorselike.plan.cluster.toml import format_cluster
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "clusters"
 
@@ -81,7 +79,7 @@ def test_a_file_says_what_people_mean() -> None:
         nic=Link(6.25e9),
     )
     small = Node(name="small", devices=("T4", "L4"), zone="b", region="east", fabric=Link(10e9))
-    assert parse_cluster(TEXT) == Cluster(
+    assert Cluster.parse(TEXT) == Cluster(
         nodes=(big, replace(big, name="big-1"), small),
         node_links={("big-1", "small"): Link(2e9, 0.0, ((1e6, 1e9), (64e6, 2e9)))},
         zone_links={("a", "b"): Link(625e6, 1e-3)},
@@ -100,15 +98,15 @@ def test_recipes_are_valid(path: Path, tmp_path: Path) -> None:
 
 def test_a_fit_is_read_as_points() -> None:
     fit = '{ coefficients = [0.1, 0.2, 1], max = "2GB/s", from = "1MB", to = "8MB" }'
-    cluster = parse_cluster(TEXT.replace('bandwidth = "10GB/s"', f"fit = {fit}"))
+    cluster = Cluster.parse(TEXT.replace('bandwidth = "10GB/s"', f"fit = {fit}"))
     expected = Link(2e9, 0.0, ((1e6, 1e9), (2e6, 1.3e9), (4e6, 1.8e9), (8e6, 2e9)))
     assert cluster.nodes[2].fabric == expected
 
 
 def test_copies_are_numbered_from_where_one_says() -> None:
-    cluster = parse_cluster(TEXT.replace("copies = 2", "copies = 2\nfirst = 0")).nodes
+    cluster = Cluster.parse(TEXT.replace("copies = 2", "copies = 2\nfirst = 0")).nodes
     assert [node.name for node in cluster] == ["big-0", "big-1", "small"]
-    shifted = parse_cluster(TEXT.replace("copies = 2", "copies = 3\nfirst = 1"))
+    shifted = Cluster.parse(TEXT.replace("copies = 2", "copies = 3\nfirst = 1"))
     assert [node.name for node in shifted.nodes] == ["big-1", "big-2", "big-3", "small"]
     assert 'name = "big-{}"\ncopies = 3\nfirst = 1\n' in format_cluster(shifted)
 
@@ -120,27 +118,27 @@ def test_copies_are_numbered_from_where_one_says() -> None:
     ("old", "new", "told"),
     [
         # the file
-        ("version = 1", "", 'version is missing; write "version = 1" on the first line'),
+        ("version = 1", "", "version is missing; begin with version = 1"),
         ("version = 1", "version = 2", "version is 2; this zorselike reads version 1"),
         ("version = 1", "version", "is not TOML"),
         (
             "default_link",
             "defaultlink",
-            "defaultlink is not a key of a cluster; did you mean 'default_link'?",
+            "defaultlink is not a key; did you mean 'default_link'?",
         ),
         # nodes
-        ("zone = ", "zones = ", "nodes[0].zones is not a key of a node; did you mean 'zone'?"),
+        ("zone = ", "zones = ", "nodes[0].zones is not a key; did you mean 'zone'?"),
         ('name = "small"', "", "nodes[1].name is missing; add it"),
         ('"small"', '"big-1"', "2 nodes have the name 'big-1'; give each a name of its own"),
         ('name = "small"', 'name = ""', "a node's name is empty"),
-        ('zone = "b"', 'zone = "b\\n"', "a node's zone is 'b\\n'; use printable characters"),
+        ('zone = "b"', 'zone = "b\\n"', "node small: zone is 'b\\n'; use printable characters"),
         (
             '"A100-40"',
             '"A100"',
             "node big-0: there is no device type 'A100'; did you mean A100-40 or A100-80?",
         ),
         ('["T4", "L4"]', '["T4", "L44"]', "node small: there is no device type 'L44'; did you mean 'L4'?"),
-        ('["T4", "L4"]', "[]", "node small: it has no devices"),
+        ('["T4", "L4"]', "[]", "node small: devices is empty; give the type of each device"),
         ("count = 4", "count = 0", "nodes[0].count is 0; it must be from 1 to 256"),
         ("count = 4", "count = 4000000000", "nodes[0].count is 4000000000; it must be from 1 to 256"),
         ("copies = 2", "copies = 20000", "nodes[0].copies is 20000; it must be from 1 to 10000"),
@@ -151,10 +149,10 @@ def test_copies_are_numbered_from_where_one_says() -> None:
         ("copies = 2", "first = 2", "nodes[0].first numbers copies, and there are none"),
         ("big-{}", "big", "nodes[0].name is 'big' for 2 copies; put {} once where their numbers go"),
         ('"39GiB"', '["39GiB"]', "node big-0: device_memory has 1 size for 4 devices"),
-        ('"39GiB"', '"0GiB"', "node big-0: device_memory is 0 bytes"),
+        ('"39GiB"', '"0GiB"', "node big-0: device_memory[0] is 0B; write what the machine has"),
         ('"256GiB"', "256", 'nodes[0].host_memory is 256; write a size with its unit, such as "256GiB"'),
-        ('"256GiB"', '"-1GiB"', "node big-0: host_memory is -1073741824 bytes"),
-        ("14.5", "-1", "node big-0: price_per_hour is -1; it must be a number from 0 up"),
+        ('"256GiB"', '"-1GiB"', "node big-0: host_memory is -1GiB; write what"),
+        ("14.5", "-1", "node big-0: price_per_hour is -1; give a finite number, 0 or more"),
         ("14.5", "nan", "node big-0: price_per_hour is nan"),
         ("14.5", "'14.5 USD'", "nodes[0].price_per_hour is '14.5 USD'; it must be a number"),
         (
@@ -169,24 +167,24 @@ def test_copies_are_numbered_from_where_one_says() -> None:
         (
             '"10GB/s"',
             '"11TB/s"',
-            "node small: fabric: bandwidth is 11TB/s, above 10TB/s, which no link reaches",
+            "node small: fabric.bandwidth is 11TB/s; give one above 0 and up to 10TB/s, which",
         ),
-        ('"50Gb/s"', '"500TB/s"', "node big-0: nic: bandwidth is 500TB/s, above 10TB/s"),
-        ('"600GB/s"', '"600TB/s"', "node big-0: fabric_total is 600TB/s, above 10TB/s"),
-        ('"40GB/s"', '"0B/s"', "node big-0: host_link_both is 0 bytes/s; it must be above 0"),
-        ('"24GB/s"', '"-24GB/s"', "node big-0: host_link: bandwidth is -2.4e+10 bytes/s; it must be above 0"),
-        ('"50us"', '"50s"', "default_link: latency is 50s; it must be from 0s to 10s"),
-        ('"50us"', '"-1us"', "default_link: latency is -1us; it must be from 0s to 10s"),
+        ('"50Gb/s"', '"500TB/s"', "node big-0: nic.bandwidth is 500TB/s; give one above 0 and up to 10TB/s"),
+        ('"600GB/s"', '"600TB/s"', "node big-0: fabric_total is 600TB/s; give one above 0 and up to 10TB/s"),
+        ('"40GB/s"', '"0B/s"', "node big-0: host_link_both is 0B/s; give one above 0"),
+        ('"24GB/s"', '"-24GB/s"', "node big-0: host_link.bandwidth is -24GB/s; give one above 0"),
+        ('"50us"', '"50s"', "default_link.latency is 50s; give one from 0s to 10s"),
+        ('"50us"', '"-1us"', "default_link.latency is -1us; give one from 0s to 10s"),
         ('"50us"', "50", "default_link.latency is 50; write a time with its unit"),
         ('bandwidth = "10GB/s"', 'latency = "1us"', "nodes[1].fabric.bandwidth is missing; add it"),
-        ('latency = "50us"', 'lateny = "50us"', "default_link.lateny is not a key of a link; did you mean"),
+        ('latency = "50us"', 'lateny = "50us"', "default_link.lateny is not a key; did you mean"),
         ('["64MB", ', '["1MB", ', "points have 1e+06 bytes after 1e+06; list them by rising size"),
         (
             '["64MB", "2GB/s"]',
             '["64MB"]',
             "links[0].points[1] is ['64MB']; it must be a size with its bandwidth",
         ),
-        ('"2GB/s"', '"20TB/s"', "link of nodes big-1 and small: bandwidth is 20TB/s, above 10TB/s"),
+        ('"2GB/s"', '"20TB/s"', "link of nodes big-1 and small: bandwidth is 20TB/s; give one above 0"),
         # links
         ('["small", "big-1"]', '["small", "big-2"]', "a link names the node 'big-2', which does not exist"),
         ('["small", "big-1"]', '["small"]', "links[0].nodes is ['small']; it must be a list of two names"),
@@ -205,7 +203,7 @@ def test_copies_are_numbered_from_where_one_says() -> None:
             "links[1].zones is said before of a and b; keep one of the two",
         ),
         # money
-        ("0.01", "-0.01", "egress from a to b: price_per_gb is -0.01; it must be a number from 0 up"),
+        ("0.01", "-0.01", "egress from a to b: price_per_gb is -0.01; give a finite number, 0 or more"),
         ('to = "b"', 'to = "mars"', "an egress price names the zone or region 'mars', which does not exist"),
         ('to = "b"', "", "egress[0].to is missing; add it"),
     ],
@@ -225,10 +223,10 @@ def test_what_cannot_be_is_refused(old: str, new: str, told: str, tmp_path: Path
 def test_nodes_need_not_all_be_connected() -> None:
     default = 'default_link = { bandwidth = "10Gb/s", latency = "50us" }'
     text = TEXT.replace(default, "")
-    cluster = parse_cluster(text)
+    cluster = Cluster.parse(text)
     with pytest.raises(ClusterError, match="nothing says how nodes big-0 and big-1 are connected"):
         cluster.link(Place(0, 0), Place(1, 0))
-    assert parse_cluster(format_cluster(cluster)) == cluster and cluster.fingerprint
+    assert Cluster.parse(format_cluster(cluster)) == cluster and cluster.fingerprint
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -249,7 +247,7 @@ def test_a_cluster_made_in_python_is_judged_when_it_is_saved(tmp_path: Path) -> 
         )
     with pytest.raises(ClusterError, match="the cluster has no nodes"):
         Cluster(nodes=()).validate()
-    with pytest.raises(ClusterError, match="default_link: bandwidth is inf bytes/s, above 10TB/s"):
+    with pytest.raises(ClusterError, match=r"default_link\.bandwidth is inf; give one above 0"):
         Cluster(nodes=(node,), default_link=Link(float("inf"))).validate()
     with pytest.raises(ClusterError, match="is a directory"):
         Cluster(nodes=(node,)).save(tmp_path)
@@ -259,7 +257,7 @@ def test_a_cluster_made_in_python_is_judged_when_it_is_saved(tmp_path: Path) -> 
 @given(st.integers(0, len(TEXT) - 1), st.integers(0, 12), st.text(string.printable, max_size=4))
 def test_a_slip_anywhere_is_read_or_refused_in_one_line(start: int, length: int, slip: str) -> None:
     try:
-        parse_cluster(TEXT[:start] + slip + TEXT[start + length :])
+        Cluster.parse(TEXT[:start] + slip + TEXT[start + length :])
     except ClusterError as error:
         assert len(str(error).splitlines()) == 1
 
@@ -338,7 +336,7 @@ def make_clusters(draw: st.DrawFn) -> Cluster:
 
 def is_valid(cluster: Cluster) -> bool:
     try:
-        validate_cluster(cluster)
+        cluster.validate()
     except ClusterError:
         return False  # Two names came out equal, or a region has a zone's name.
     return True
@@ -350,16 +348,16 @@ CLUSTERS = make_clusters().filter(is_valid)
 @settings(max_examples=60, deadline=None)
 @given(CLUSTERS)
 def test_what_is_written_is_read_back_equal(cluster: Cluster) -> None:
-    read_back = parse_cluster(format_cluster(cluster))
+    read_back = Cluster.parse(format_cluster(cluster))
     assert read_back == cluster
     assert read_back.fingerprint == cluster.fingerprint
 
 
 def test_the_fingerprint_changes_with_what_is_said_and_not_with_how() -> None:
-    cluster = parse_cluster(TEXT)
+    cluster = Cluster.parse(TEXT)
     assert len(cluster.fingerprint) == 12
     reworded = TEXT.replace('"10Gb/s"', '"1.25GB/s"').replace('["b", "a"]', '["a", "b"]')
-    assert parse_cluster(reworded).fingerprint == cluster.fingerprint
+    assert Cluster.parse(reworded).fingerprint == cluster.fingerprint
     assert replace(cluster, name="another").fingerprint == cluster.fingerprint
     others = [
         replace(cluster, nodes=cluster.nodes[::-1]),

@@ -6,92 +6,52 @@ Plain data, immutable and free of torch. `zorselike/plan/cluster/toml.py` reads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any
 
 from zorselike.errors import ClusterError
+from zorselike.plan.cluster.parts import Link, Node, Place, Rate
+from zorselike.plan.cluster.placing import place_ranks
+from zorselike.plan.cluster.toml import READERS, describe_cluster, format_cluster, read_links
+from zorselike.plan.cluster.validate import validate_cluster
 from zorselike.plan.plan import Plan
+from zorselike.text.annotations import Must, Quantity
+from zorselike.text.dataclass_tables import read_dataclass, write_dataclass
+from zorselike.text.document import Document
+from zorselike.text.files import hash_content
+
+__all__ = ["Cluster", "Link", "Node", "Place"]
 
 
 @dataclass(frozen=True)
-class Link:
-    """How fast bytes go one way: a bandwidth and a latency, or a fitted curve."""
+class Cluster(Document):
+    """What one has, or could rent.
 
-    bandwidth_bytes_per_s: float
-    """The most that it carries, however many share it."""
-    latency_s: float = 0.0
-    points: tuple[tuple[float, float], ...] = ()
-    """What one transfer of a size reaches, `(bytes, bytes_per_s)` by rising size; empty: the bandwidth.
-    Interpolated over the logarithm of the size, constant outside."""
+    `Cluster.load(path)` and `cluster.save(path)` read and write TOML; what is wrong is a `ClusterError`.
+    """
 
-    def rate(self, num_bytes: float) -> float:
-        """Bytes per second that one transfer of this size reaches if it is alone, latency not counted."""
-        from zorselike.plan.cluster.link_curve import interpolate_rate
+    noun = "cluster"
+    error = ClusterError
 
-        return interpolate_rate(self, num_bytes)
-
-    def transfer_s(self, num_bytes: float) -> float:
-        """Seconds of one transfer if it is alone, latency included."""
-        return self.latency_s + (num_bytes / self.rate(num_bytes) if num_bytes else 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """One machine."""
-
-    name: str
-    devices: tuple[str, ...]
-    """The type of each device, by local rank: names of the device catalogue (`A100-40`, `T4`)."""
-    memory_bytes: tuple[int, ...] = ()
-    """Of each device, where it is not the catalogue's."""
-    zone: str = ""
-    region: str = ""
-    price_per_hour: float = 0.0
-    """Of the whole node, in the cluster's currency."""
-    host_memory_bytes: int | None = None
-    """RAM for what is offloaded; None: not known, not limited."""
-    host_link: Link | None = None
-    """One device's link to the host's memory, each way; None: the catalogue's bus."""
-    host_link_both_bytes_per_s: float | None = None
-    """What both ways carry together when both are busy; None: each way has its own."""
-    fabric: Link | None = None
-    """Between two devices of this node; None where there is one device."""
-    fabric_total_bytes_per_s: float | None = None
-    """What all devices of the node carry at once; None: every device has `fabric` in and out."""
-    nic: Link | None = None
-    """The node's way out and, of the same size, its way in; None: the links to others bound it alone."""
-
-
-class Place(NamedTuple):
-    """Where a rank is."""
-
-    node: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What one has, or could rent."""
-
-    nodes: tuple[Node, ...]
+    nodes: Annotated[tuple[Node, ...], Must(bool, "add a [[nodes]] with a name and its devices")]
     node_links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
-    """Between two nodes, by their names in alphabetical order."""
+    """Links between two nodes, by their names in alphabetical order."""
     zone_links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
-    """Between two zones, or inside one (`("a", "a")`), by names in alphabetical order."""
+    """Links between two zones, or inside one (`("a", "a")`), by names in alphabetical order."""
     region_links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     default_link: Link | None = None
-    """Between nodes that no other link names."""
-    shared_links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Link between nodes that no other link names."""
+    shared_links: Mapping[tuple[str, str], Rate] = field(default_factory=dict)
     """Bytes per second that all traffic between two regions (or zones) has together, each way."""
-    egress_price_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    egress_price_per_gb: Mapping[tuple[str, str], Quantity] = field(default_factory=dict)
     """Money per 10^9 bytes from the first zone (or region) to the second; what is missing is free."""
     currency: str = "USD"
     name: str = ""
 
     @property
     def num_devices(self) -> int:
+        """Devices of all nodes."""
         return sum(len(node.devices) for node in self.nodes)
 
     @cached_property
@@ -106,8 +66,6 @@ class Cluster:
             ClusterError: A node or device that the plan names is not here, or has another type; or the
                 plan has more ranks than the cluster devices.
         """
-        from zorselike.plan.cluster.placing import place_ranks
-
         return place_ranks(self, plan)
 
     def device_type(self, place: Place) -> str:
@@ -143,29 +101,20 @@ class Cluster:
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Cluster:
-        """Reads and validates a cluster file; raises `ClusterError` naming file, key and mend."""
-        from zorselike.plan.cluster.toml import load_cluster
+    def from_table(cls, table: Mapping[str, Any]) -> Cluster:
+        return read_dataclass(cls, table, readers=READERS, extra=("links", "egress"), **read_links(table))
 
-        return load_cluster(path)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the cluster as TOML that `Cluster.load` reads back equal."""
-        from zorselike.plan.cluster.toml import save_cluster
-
-        save_cluster(self, path)
+    def to_text(self) -> str:
+        return f"# cluster {self.fingerprint}: {describe_cluster(self)}\n{format_cluster(self)}"
 
     def validate(self) -> Cluster:
         """Returns the cluster itself if it can be; raises `ClusterError` otherwise."""
-        from zorselike.plan.cluster.validate import validate_cluster
-
-        validate_cluster(self)
+        with self.errors():
+            validate_cluster(self)
         return self
 
     @cached_property
     def fingerprint(self) -> str:
         """Twelve hex digits that change with anything in it but its name; raises `ClusterError` as
         `validate` does."""
-        from zorselike.plan.cluster.toml import fingerprint
-
-        return fingerprint(self)
+        return hash_content(write_dataclass(replace(self.validate(), name="")))

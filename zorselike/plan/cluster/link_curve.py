@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from zorselike.errors import ClusterError
-
-if TYPE_CHECKING:
-    from zorselike.plan.cluster.cluster import Link
 
 _MEGABYTE = 1e6
 _GIGABYTE = 1e9
 
 
-def interpolate_rate(link: Link, num_bytes: float) -> float:
-    """Bytes per second that one transfer of this size reaches, at most the link's bandwidth.
+def interpolate_rate(
+    points: Sequence[tuple[float, float]], num_bytes: float, *, max_bytes_per_s: float
+) -> float:
+    """Bytes per second that one transfer of this size reaches on a link.
 
-    Linear in the logarithm of the size between the link's points, constant outside them.
+    Linear in the logarithm of the size between points `(bytes, bytes_per_s)`, constant outside them.
     """
-    points = link.points
     if not points:
-        return link.bandwidth_bytes_per_s
+        return max_bytes_per_s
     after = bisect_right(points, num_bytes, key=lambda point: point[0])
     if after == 0:
         rate = points[0][1]
@@ -33,7 +30,7 @@ def interpolate_rate(link: Link, num_bytes: float) -> float:
         (size, low), (next_size, high) = points[after - 1], points[after]
         share = math.log(num_bytes / size) / math.log(next_size / size)
         rate = low + share * (high - low)
-    return min(rate, link.bandwidth_bytes_per_s)
+    return min(rate, max_bytes_per_s)
 
 
 def tabulate_fit(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zorselike.errors import ClusterError
-from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.plan.cluster.parts import Place
 from zorselike.plan.plan import Device, Plan
 from zorselike.text.wording import count, suggest
+
+if TYPE_CHECKING:
+    from zorselike.plan.cluster.cluster import Cluster
 
 
 def place_ranks(cluster: Cluster, plan: Plan) -> tuple[Place, ...]:

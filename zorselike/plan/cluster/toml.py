@@ -1,7 +1,7 @@
-"""Clusters as TOML: reading and the fingerprint; `plan/cluster/text.py` writes them.
+"""Clusters as TOML.
 
 Sizes, bandwidths and times are strings with their units (`text/units.py`), since a bare number would not say
-whether it means bits or bytes. Additions of the file to the dataclasses in `plan/cluster/cluster.py`:
+whether it means bits or bytes. Additions of the file to the dataclasses in `plan/cluster/parts.py`:
 
 - a node's `device = "T4"` with `count = 8` stands for `devices` with eight of them;
 - `copies = 8` on a node whose name has `{}` stands for eight nodes, numbered from 0, or from `first`;
@@ -12,168 +12,62 @@ whether it means bits or bytes. Additions of the file to the dataclasses in `pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 from zorselike.errors import ClusterError, FileError
-from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.cluster.link_curve import tabulate_fit
-from zorselike.plan.cluster.text import CLUSTER_VERSION, describe_cluster, format_cluster
-from zorselike.plan.cluster.validate import validate_cluster
-from zorselike.text.files import hash_content, read_text, write_text
-from zorselike.text.tables import (
+from zorselike.plan.cluster.parts import Link, Node
+from zorselike.text.annotations import RATE, SIZE, Key
+from zorselike.text.dataclass_tables import (
     check_keys,
-    check_version,
-    read,
-    read_int,
-    read_list,
-    read_number,
-    read_numbers,
-    read_optional,
-    read_str,
-    read_strings,
+    list_keys,
+    read_dataclass,
     read_table,
-    read_tables,
-    wrong_type,
+    read_value,
+    write_dataclass,
+    wrong_value,
 )
-from zorselike.text.toml import parse_toml
-from zorselike.text.units import read_memory, read_rate, read_size, read_time
+from zorselike.text.toml import format_table
+from zorselike.text.units import read_memory, read_rate, show_rate
+from zorselike.text.wording import count
 
-CLUSTER_KEYS = ("version", "name", "currency", "default_link", "nodes", "links", "egress")
-LINK_KEYS = ("bandwidth", "latency", "points", "fit")
-FIT_KEYS = ("coefficients", "max", "from", "to")
-ENDS = ("nodes", "zones", "regions")
-EGRESS_KEYS = ("from", "to", "price_per_gb")
-NODE_KEYS = (
-    "name",
-    "copies",
-    "first",
-    "device",
-    "count",
-    "devices",
-    "device_memory",
-    "zone",
-    "region",
-    "price_per_hour",
-    "host_memory",
-    "host_link",
-    "host_link_both",
-    "fabric",
-    "fabric_total",
-    "nic",
-)
+if TYPE_CHECKING:
+    from zorselike.plan.cluster.cluster import Cluster
 
 MAX_COUNT, MAX_COPIES = 256, 10_000
 """Devices of a node and nodes alike that are no slip."""
 
+ENDS = ("nodes", "zones", "regions")
+
 Pair = tuple[str, str]
 
 
-def load_cluster(path: str | Path) -> Cluster:
-    """Reads and validates a cluster file.
-
-    Raises:
-        ClusterError: The file cannot be read, is not TOML, has an unknown key, a value of the wrong type
-            or unit, or describes no possible cluster. Names file, key and mend.
-    """
-    try:
-        return parse_cluster(read_text(path, "cluster"))
-    except (FileError, ClusterError) as error:
-        raise ClusterError(f"{path}: {error}") from None
+# -- nodes -----------------------------------------------------------------------------------
 
 
-def parse_cluster(text: str) -> Cluster:
-    """The cluster that a TOML text says, validated; raises `ClusterError`."""
-    try:
-        cluster = _read_cluster(parse_toml(text))
-    except FileError as error:
-        raise ClusterError(str(error)) from None
-    validate_cluster(cluster)
-    return cluster
+def _read_nodes(value: object, where: str) -> tuple[Node, ...]:
+    entries = read_value(tuple[dict[str, Any], ...], value, where)
+    return tuple(node for i, entry in enumerate(entries) for node in _read_copies(entry, f"{where}[{i}]"))
 
 
-def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Writes a valid cluster as TOML that `load_cluster` reads back equal, whole or not at all.
-
-    Raises:
-        ClusterError: The cluster contradicts itself, or the file cannot be written.
-    """
-    validate_cluster(cluster)
-    text = f"# cluster {cluster.fingerprint}: {describe_cluster(cluster)}\n{format_cluster(cluster)}"
-    try:
-        write_text(path, text)
-    except FileError as error:
-        raise ClusterError(f"{path}: {error}") from None
-
-
-def fingerprint(cluster: Cluster) -> str:
-    """Twelve hex digits of a hash over all but the cluster's name, however it is written in the file.
-
-    Raises `ClusterError` if the cluster contradicts itself.
-    """
-    validate_cluster(cluster)
-    return hash_content(format_cluster(replace(cluster, name="")))
-
-
-# -- reading ---------------------------------------------------------------------------------
-
-
-def _read_cluster(table: Mapping[str, Any]) -> Cluster:
-    check_keys(table, "", CLUSTER_KEYS, "cluster")
-    check_version(table, CLUSTER_VERSION, f'write "version = {CLUSTER_VERSION}" on the first line')
-    nodes = [
-        node
-        for i, each in enumerate(read(table, "nodes", read_tables))
-        for node in _read_nodes(each, f"nodes[{i}].")
-    ]
-    links: dict[str, dict[Pair, Link]] = {end: {} for end in ENDS}
-    shared: dict[Pair, float] = {}
-    for i, each in enumerate(read_optional(table, "links", read_tables, ())):
-        _read_joined(each, f"links[{i}].", links, shared)
-    return Cluster(
-        nodes=tuple(nodes),
-        node_links=links["nodes"],
-        zone_links=links["zones"],
-        region_links=links["regions"],
-        default_link=read_optional(table, "default_link", _read_link_table, None),
-        shared_links=shared,
-        egress_price_per_gb=read_optional(table, "egress", _read_egress, {}),
-        currency=read_optional(table, "currency", read_str, Cluster.currency),
-        name=read_optional(table, "name", read_str, ""),
-    )
-
-
-def _read_nodes(table: Mapping[str, Any], where: str) -> list[Node]:
+def _read_copies(table: Mapping[str, Any], where: str) -> list[Node]:
     """The node that a table says, or its copies."""
-    check_keys(table, where, NODE_KEYS, "node")
+    extra = ("copies", "first", "device", "count", "devices", "device_memory")
+    node = read_dataclass(Node, table, where, readers=READERS, extra=extra, devices=(), memory_bytes=())
     devices = _read_devices(table, where)
-    node = Node(
-        name=read(table, "name", read_str, where),
-        devices=devices,
-        memory_bytes=_read_memory(table, where, len(devices)),
-        zone=read_optional(table, "zone", read_str, "", where),
-        region=read_optional(table, "region", read_str, "", where),
-        price_per_hour=read_optional(table, "price_per_hour", read_number, 0.0, where),
-        host_memory_bytes=read_optional(table, "host_memory", read_memory, None, where),
-        host_link=read_optional(table, "host_link", _read_link_table, None, where),
-        host_link_both_bytes_per_s=read_optional(table, "host_link_both", read_rate, None, where),
-        fabric=read_optional(table, "fabric", _read_link_table, None, where),
-        fabric_total_bytes_per_s=read_optional(table, "fabric_total", read_rate, None, where),
-        nic=read_optional(table, "nic", _read_link_table, None, where),
-    )
-    copies = None
-    if "copies" in table:
-        copies = _read_count(table, "copies", MAX_COPIES, where)
-    first = read_optional(table, "first", read_int, 0, where)
-    if copies is None:
+    node = replace(node, devices=devices, memory_bytes=_read_memory(table, where, len(devices)))
+    first = read_value(int, table.get("first", 0), f"{where}.first")
+    if "copies" not in table:
         if "first" in table:
-            raise FileError(f"{where}first numbers copies, and there are none; add copies or leave it out")
+            raise FileError(f"{where}.first numbers copies, and there are none; add copies or leave it out")
         return [node]
+    copies = _read_count(table, "copies", MAX_COPIES, where)
     if node.name.count("{}") != 1:
         raise FileError(
-            f"{where}name is {node.name!r} for {copies} copies; put {{}} once where their numbers go, "
+            f"{where}.name is {node.name!r} for {copies} copies; put {{}} once where their numbers go, "
             f"such as '{node.name.replace('{}', '')}-{{}}'"
         )
     return [replace(node, name=node.name.replace("{}", str(first + i))) for i in range(copies)]
@@ -182,64 +76,105 @@ def _read_nodes(table: Mapping[str, Any], where: str) -> list[Node]:
 def _read_devices(table: Mapping[str, Any], where: str) -> tuple[str, ...]:
     if ("devices" in table) == ("device" in table):
         raise FileError(
-            f"{where}devices or {where}device, one of them must be given: "
+            f"{where}.devices or {where}.device, one of them must be given: "
             'devices = ["T4", "L4"], or device = "T4" with count = 8'
         )
-    if "devices" in table:
-        if "count" in table:
-            raise FileError(f"{where}count goes with device; with devices list each, or leave count out")
-        return read(table, "devices", read_strings, where)
-    type = read(table, "device", read_str, where)
-    return (type,) * (_read_count(table, "count", MAX_COUNT, where) if "count" in table else 1)
+    if "devices" not in table:
+        type: str = read_value(str, table["device"], f"{where}.device")
+        return (type,) * _read_count(table, "count", MAX_COUNT, where)
+    if "count" in table:
+        raise FileError(f"{where}.count goes with device; with devices list each, or leave count out")
+    devices: tuple[str, ...] = read_value(tuple[str, ...], table["devices"], f"{where}.devices")
+    return devices
 
 
 def _read_memory(table: Mapping[str, Any], where: str, num_devices: int) -> tuple[int, ...]:
     """One size for all devices, or a list with one for each."""
     value = table.get("device_memory")
     if isinstance(value, list):
-        return tuple(read_memory(size, f"{where}device_memory[{i}]") for i, size in enumerate(value))
-    return () if value is None else (read_memory(value, f"{where}device_memory"),) * num_devices
+        return tuple(read_memory(size, f"{where}.device_memory[{i}]") for i, size in enumerate(value))
+    return () if value is None else (read_memory(value, f"{where}.device_memory"),) * num_devices
 
 
 def _read_count(table: Mapping[str, Any], key: str, most: int, where: str) -> int:
-    number = read(table, key, read_int, where)
+    number: int = read_value(int, table.get(key, 1), f"{where}.{key}")
     if not 1 <= number <= most:
-        raise FileError(f"{where}{key} is {number}; it must be from 1 to {most}")
+        raise FileError(f"{where}.{key} is {number}; it must be from 1 to {most}")
     return number
 
 
 # -- links -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Fit:
+    """Sailor's way to write a link's curve (`link_curve.py`)."""
+
+    coefficients: Annotated[tuple[float, float, float], "[a, b, c] of GB/s = a log2(MB)^2 + b log2(MB) + c"]
+    max: Annotated[float, RATE]
+    from_: Annotated[float, SIZE, Key("from")]
+    to: Annotated[float, SIZE]
+
+
+@dataclass(frozen=True)
+class _Egress:
+    from_: Annotated[str, Key("from")]
+    to: str
+    price_per_gb: float
+
+
+def read_links(table: Mapping[str, Any]) -> dict[str, Mapping[Pair, Any]]:
+    """The fields of a `Cluster` that its `[[links]]` and `[[egress]]` say; raises `FileError`."""
+    links: dict[str, dict[Pair, Link]] = {end: {} for end in ENDS}
+    shared: dict[Pair, float] = {}
+    for i, entry in enumerate(read_value(tuple[dict[str, Any], ...], table.get("links", []), "links")):
+        _read_joined(entry, f"links[{i}]", links, shared)
+    prices: dict[Pair, float] = {}
+    for i, egress in enumerate(read_value(tuple[_Egress, ...], table.get("egress", []), "egress")):
+        pair = (egress.from_, egress.to)
+        if pair in prices:
+            raise FileError(
+                f"egress[{i}].from and to say {pair[0]} to {pair[1]} a second time; keep one of the two"
+            )
+        prices[pair] = egress.price_per_gb
+    return {
+        "node_links": links["nodes"],
+        "zone_links": links["zones"],
+        "region_links": links["regions"],
+        "shared_links": shared,
+        "egress_price_per_gb": prices,
+    }
+
+
 def _read_joined(
     table: Mapping[str, Any], where: str, links: dict[str, dict[Pair, Link]], shared: dict[Pair, float]
 ) -> None:
     """Enters one of `[[links]]` where it belongs."""
-    check_keys(table, where, (*ENDS, *LINK_KEYS, "total"), "link")
+    keys = (*list_keys(Link), "fit")
+    check_keys(table, where, (*ENDS, *keys, "total"))
     ends = [end for end in ENDS if end in table]
     if len(ends) != 1:
         raise FileError(
-            f"{where.rstrip('.')} must say once what it joins: nodes, zones or regions, as in "
-            'zones = ["a", "b"]'
+            f'{where} must say once what it joins: nodes, zones or regions, as in zones = ["a", "b"]'
         )
     (end,) = ends
-    pair = _read_pair(table[end], f"{where}{end}", may_be_one=end != "nodes")
-    has_link = any(key in table for key in LINK_KEYS)
+    pair = _read_pair(table[end], f"{where}.{end}", may_be_one=end != "nodes")
     if "total" in table:
         if end == "nodes":
-            raise FileError(f"{where}total is for zones and regions; bound a node's traffic by its nic")
-        _refuse_second(pair, shared, f"{where}total")
-        shared[pair] = read(table, "total", read_rate, where)
-    if has_link or "total" not in table:
-        _refuse_second(pair, links[end], f"{where}{end}")
-        links[end][pair] = _read_link({k: v for k, v in table.items() if k in LINK_KEYS}, where)
+            raise FileError(f"{where}.total is for zones and regions; bound a node's traffic by its nic")
+        _refuse_second(pair, shared, f"{where}.total")
+        shared[pair] = read_rate(table["total"], f"{where}.total")
+    link = {key: value for key, value in table.items() if key in keys}
+    if link or "total" not in table:
+        _refuse_second(pair, links[end], f"{where}.{end}")
+        links[end][pair] = _read_link(link, where)
 
 
 def _read_pair(value: object, where: str, *, may_be_one: bool) -> Pair:
-    names = read_strings(value, where)
+    names = read_value(tuple[str, ...], value, where)
     if len(names) != 2 and not (may_be_one and len(names) == 1):
         one = ", or one name for inside it" if may_be_one else ""
-        raise wrong_type(where, value, f"a list of two names{one}")
+        raise wrong_value(where, value, f"a list of two names{one}")
     return min(names), max(names)
 
 
@@ -248,64 +183,128 @@ def _refuse_second(pair: Pair, known: Mapping[Pair, object], where: str) -> None
         raise FileError(f"{where} is said before of {pair[0]} and {pair[1]}; keep one of the two")
 
 
-def _read_link_table(value: object, where: str) -> Link:
-    table = read_table(value, where)
-    check_keys(table, f"{where}.", LINK_KEYS, "link")
-    return _read_link(table, f"{where}.")
-
-
-def _read_link(table: Mapping[str, Any], where: str) -> Link:
+def _read_link(value: object, where: str) -> Link:
+    table = {**read_table(value, where)}
     if "points" in table and "fit" in table:
-        raise FileError(f"{where}points and {where}fit are both given; keep one of them")
-    points = read_optional(table, "points", _read_points, (), where)
-    points = read_optional(table, "fit", _read_fit, points, where)
-    if points and "bandwidth" not in table:
-        bandwidth = max(rate for _, rate in points)
+        raise FileError(f"{where}.points and {where}.fit are both given; keep one of them")
+    curve = {key: table[key] for key in ("points", "fit") if key in table}
+    if not curve or "bandwidth" in table:
+        link = read_dataclass(Link, table, where, extra=("fit",))
     else:
-        bandwidth = read(table, "bandwidth", read_rate, where)
-    return Link(bandwidth, read_optional(table, "latency", read_time, 0.0, where), points)
-
-
-def _read_points(value: object, where: str) -> tuple[tuple[float, float], ...]:
-    expected = 'a list of sizes with their bandwidth, [["1MB", "1.2GB/s"], ...]'
-    points = []
-    for i, item in enumerate(read_list(value, where, expected)):
-        if not isinstance(item, list) or len(item) != 2:
-            raise wrong_type(f"{where}[{i}]", item, 'a size with its bandwidth, ["1MB", "1.2GB/s"]')
-        points.append((read_size(item[0], f"{where}[{i}][0]"), read_rate(item[1], f"{where}[{i}][1]")))
-    if not points:
-        raise FileError(f"{where} is empty; list sizes, or leave it out for the bandwidth at every size")
-    return tuple(points)
+        link = read_dataclass(Link, table, where, extra=("fit",), bandwidth_bytes_per_s=0.0)
+    if "fit" in table:
+        link = replace(link, points=_read_fit(table["fit"], f"{where}.fit"))
+    if curve and not link.points:
+        raise FileError(
+            f"{where}.points is empty; list sizes, or leave it out for the bandwidth at every size"
+        )
+    if curve and "bandwidth" not in table:
+        link = replace(link, bandwidth_bytes_per_s=max(rate for _, rate in link.points))
+    return link
 
 
 def _read_fit(value: object, where: str) -> tuple[tuple[float, float], ...]:
-    table = read_table(value, where)
-    check_keys(table, f"{where}.", FIT_KEYS, "fit")
-    coefficients = read(table, "coefficients", read_numbers, f"{where}.")
-    if len(coefficients) != 3:
-        raise wrong_type(
-            f"{where}.coefficients", list(coefficients), "[a, b, c] of GB/s = a log2(MB)^2 + b log2(MB) + c"
-        )
+    fit = read_dataclass(_Fit, value, where)
     try:
         return tabulate_fit(
-            coefficients,
-            max_bytes_per_s=read(table, "max", read_rate, f"{where}."),
-            smallest_bytes=read(table, "from", read_size, f"{where}."),
-            largest_bytes=read(table, "to", read_size, f"{where}."),
+            fit.coefficients, max_bytes_per_s=fit.max, smallest_bytes=fit.from_, largest_bytes=fit.to
         )
     except ClusterError as error:
         raise FileError(f"{where}: {error}") from None
 
 
-def _read_egress(value: object, key: str) -> dict[Pair, float]:
-    prices: dict[Pair, float] = {}
-    for i, table in enumerate(read_tables(value, key)):
-        where = f"{key}[{i}]."
-        check_keys(table, where, EGRESS_KEYS, "egress price")
-        pair = (read(table, "from", read_str, where), read(table, "to", read_str, where))
-        if pair in prices:
-            raise FileError(
-                f"{where}from and to say {pair[0]} to {pair[1]} a second time; keep one of the two"
-            )
-        prices[pair] = read(table, "price_per_gb", read_number, where)
-    return prices
+READERS = {tuple[Node, ...]: _read_nodes, Link: _read_link}
+"""What is not read by annotations alone."""
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """`2 nodes: 8 T4, 4 A100-40`."""
+    types = Counter(type for node in cluster.nodes for type in node.devices)
+    devices = ", ".join(f"{number} {type}" for type, number in types.items())
+    return f"{count(len(cluster.nodes), 'node')}: {devices}"
+
+
+def format_cluster(cluster: Cluster) -> str:
+    """A cluster as TOML; equal clusters give equal texts. Nodes that are alike and numbered in a row are
+    one entry."""
+    lines = format_table(
+        {
+            "version": cluster.version,
+            "name": cluster.name or None,
+            "currency": cluster.currency,
+            "default_link": cluster.default_link and _write_link(cluster.default_link),
+        }
+    )
+    for nodes in _split_alike(cluster.nodes):
+        lines += ["", "[[nodes]]", *format_table(_write_nodes(nodes))]
+    shared = {pair: show_rate(total) for pair, total in sorted(cluster.shared_links.items())}
+    for key, links in (
+        ("nodes", cluster.node_links),
+        ("zones", cluster.zone_links),
+        ("regions", cluster.region_links),
+    ):
+        for pair, link in sorted(links.items()):
+            total = shared.pop(pair, None) if key != "nodes" else None
+            values = {key: pair, **_write_link(link), "total": total}
+            lines += ["", "[[links]]", *format_table(values)]
+    zones = {node.zone for node in cluster.nodes}
+    for pair, total in shared.items():
+        key = "zones" if zones.issuperset(pair) else "regions"
+        lines += ["", "[[links]]", *format_table({key: pair, "total": total})]
+    for (source, target), price in sorted(cluster.egress_price_per_gb.items()):
+        egress = write_dataclass(_Egress(source, target, price))
+        lines += ["", "[[egress]]", *format_table(egress)]
+    return "\n".join(lines) + "\n"
+
+
+def _write_link(link: Link) -> dict[str, Any]:
+    return write_dataclass(link, omit_defaults=True)
+
+
+def _write_nodes(nodes: Sequence[Node]) -> dict[str, object]:
+    """The keys of nodes that differ only in their numbers."""
+    node, copies = nodes[0], len(nodes)
+    prefix, number = _split_number(node.name)
+    table = write_dataclass(node, omit_defaults=True)
+    alike = len(set(node.devices)) == 1
+    memory = table.pop("device_memory", None)
+    head = {
+        "name": node.name if copies == 1 else f"{prefix}{{}}",
+        "copies": copies if copies > 1 else None,
+        "first": number if copies > 1 and number else None,
+        "device": node.devices[0] if alike else None,
+        "count": len(node.devices) if alike and len(node.devices) > 1 else None,
+        "devices": None if alike else node.devices,
+        "device_memory": memory[0] if memory and len(set(memory)) == 1 else memory,
+    }
+    return head | {key: value for key, value in table.items() if key not in head}
+
+
+def _split_alike(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Runs of nodes that are equal but for their names, which are numbered one after the other."""
+    runs: list[list[Node]] = []
+    for node in nodes:
+        if runs and _follows(runs[-1][-1], node):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs
+
+
+def _follows(before: Node, node: Node) -> bool:
+    if replace(before, name=node.name) != node:
+        return False
+    (prefix, number), (next_prefix, next_number) = _split_number(before.name), _split_number(node.name)
+    return prefix == next_prefix and number is not None and next_number == number + 1
+
+
+def _split_number(name: str) -> tuple[str, int | None]:
+    """`v100-` and 7 of `v100-7`; no number where writing it again would not give the name."""
+    prefix = name.rstrip("0123456789")
+    digits = name[len(prefix) :]
+    return (
+        (prefix, int(digits)) if digits.isascii() and digits and str(int(digits)) == digits else (name, None)
+    )

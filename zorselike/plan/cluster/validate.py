@@ -5,27 +5,26 @@ Nodes need not all be: what exchanges data without a link is refused where a pla
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from zorselike.errors import ClusterError
-from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.cluster.device_types import require_device_type
-from zorselike.text.units import show_rate, show_time
-from zorselike.text.wording import count, show_value, suggest
+from zorselike.plan.cluster.parts import Link, Node, Rate
+from zorselike.text.annotations import Quantity
+from zorselike.text.dataclass_tables import check_dataclass, check_value
+from zorselike.text.wording import count, suggest
 
-MAX_BYTES_PER_S = 10e12
-"""No link is faster; more is a slip of units."""
-MAX_LATENCY_S = 10.0
-MAX_MEMORY_BYTES = 2**50
+if TYPE_CHECKING:
+    from zorselike.plan.cluster.cluster import Cluster
 
 Pair = tuple[str, str]
 
 
 def validate_cluster(cluster: Cluster) -> None:
-    """Raises `ClusterError` at the first thing that is wrong; names node or link, key and mend."""
+    """Raises `ClusterError` or `FileError` at the first thing that is wrong, naming node or link and mend."""
     if not cluster.nodes:
         raise ClusterError("the cluster has no nodes; add a [[nodes]] with a name and its devices")
     for node in cluster.nodes:
@@ -34,24 +33,28 @@ def validate_cluster(cluster: Cluster) -> None:
         if times > 1:
             raise ClusterError(f"{count(times, 'node')} have the name {name!r}; give each a name of its own")
     _validate_zones(cluster.nodes)
-    _validate_links(cluster)
-    _validate_prices(cluster)
-
-
-# -- nodes -----------------------------------------------------------------------------------
+    nodes = [node.name for node in cluster.nodes]
+    zones = list(dict.fromkeys(node.zone for node in cluster.nodes if node.zone))
+    regions = list(dict.fromkeys(node.region for node in cluster.nodes if node.region))
+    _validate_links(cluster.node_links, "node", nodes)
+    _validate_links(cluster.zone_links, "zone", zones)
+    _validate_links(cluster.region_links, "region", regions)
+    if cluster.default_link is not None:
+        _validate_link(cluster.default_link, "default_link")
+    for pair, rate in cluster.shared_links.items():
+        _require_pair(pair, "region or zone", [*regions, *zones])
+        check_value(Rate, rate, f"total of {pair[0]} and {pair[1]}")
+    for pair, price in cluster.egress_price_per_gb.items():
+        for name in pair:
+            _require_name(name, "an egress price", "zone or region", [*zones, *regions])
+        check_value(Quantity, price, f"egress from {pair[0]} to {pair[1]}: price_per_gb")
 
 
 def _validate_node(node: Node) -> None:
-    if not node.name:
-        raise ClusterError("a node's name is empty; give it its hostname")
-    for key in ("name", "zone", "region"):
-        if not getattr(node, key).isprintable():
-            raise ClusterError(f"a node's {key} is {getattr(node, key)!r}; use printable characters")
+    where = f"node {node.name}: " if node.name and node.name.isprintable() else "a node's "
+    check_dataclass(node, where)
     if "{}" in node.name:
-        raise ClusterError(f"node {node.name}: {{}} in its name is for copies; add copies or take it out")
-    where = f"node {node.name}: "
-    if not node.devices:
-        raise ClusterError(f"{where}it has no devices; give the type of each, or leave the node out")
+        raise ClusterError(f"{where}{{}} in its name is for copies; add copies or take it out")
     for type in node.devices:
         try:
             require_device_type(type)
@@ -62,20 +65,9 @@ def _validate_node(node: Node) -> None:
             f"{where}device_memory has {count(len(node.memory_bytes), 'size')} for "
             f"{count(len(node.devices), 'device')}; give one for each, or one size for all"
         )
-    for num_bytes in node.memory_bytes:
-        _require_memory(num_bytes, f"{where}device_memory")
-    if node.host_memory_bytes is not None:
-        _require_memory(node.host_memory_bytes, f"{where}host_memory")
-    _require_price(node.price_per_hour, f"{where}price_per_hour")
     for key, link in (("host_link", node.host_link), ("fabric", node.fabric), ("nic", node.nic)):
         if link is not None:
-            _validate_link(link, f"{where}{key}: ")
-    for key, rate in (
-        ("host_link_both", node.host_link_both_bytes_per_s),
-        ("fabric_total", node.fabric_total_bytes_per_s),
-    ):
-        if rate is not None:
-            _require_rate(rate, f"{where}{key}")
+            _validate_link(link, f"{where}{key}")
     if len(node.devices) > 1 and node.fabric is None:
         raise ClusterError(
             f"{where}nothing says how its {len(node.devices)} devices are connected; give it a fabric with "
@@ -107,40 +99,24 @@ def _name_region(node: Node) -> str:
     return f"region {node.region}" if node.region else "no region"
 
 
-# -- links -----------------------------------------------------------------------------------
+def _validate_links(links: Mapping[Pair, Link], noun: str, names: Sequence[str]) -> None:
+    for pair, link in links.items():
+        _require_pair(pair, noun, names)
+        _validate_link(link, f"link of {noun}s {pair[0]} and {pair[1]}: ")
+        if noun == "node" and pair[0] == pair[1]:
+            raise ClusterError(
+                f"link of nodes {pair[0]} and {pair[0]}: it joins a node with itself; what joins the "
+                "devices inside a node is its fabric"
+            )
 
 
-def _validate_links(cluster: Cluster) -> None:
-    nodes = [node.name for node in cluster.nodes]
-    zones, regions = zones_of(cluster), regions_of(cluster)
-    for links, noun, names in (
-        (cluster.node_links, "node", nodes),
-        (cluster.zone_links, "zone", zones),
-        (cluster.region_links, "region", regions),
-    ):
-        for pair, link in links.items():
-            _require_pair(pair, noun, names)
-            _validate_link(link, f"link of {noun}s {pair[0]} and {pair[1]}: ")
-            if noun == "node" and pair[0] == pair[1]:
-                raise ClusterError(
-                    f"link of nodes {pair[0]} and {pair[0]}: it joins a node with itself; what joins the "
-                    "devices inside a node is its fabric"
-                )
-    if cluster.default_link is not None:
-        _validate_link(cluster.default_link, "default_link: ")
-    for pair, rate in cluster.shared_links.items():
-        _require_pair(pair, "region or zone", [*regions, *zones])
-        _require_rate(rate, f"total of {pair[0]} and {pair[1]}")
-
-
-def zones_of(cluster: Cluster) -> list[str]:
-    """Names of the zones, in the order of the nodes."""
-    return list(dict.fromkeys(node.zone for node in cluster.nodes if node.zone))
-
-
-def regions_of(cluster: Cluster) -> list[str]:
-    """Names of the regions, in the order of the nodes."""
-    return list(dict.fromkeys(node.region for node in cluster.nodes if node.region))
+def _validate_link(link: Link, where: str) -> None:
+    check_dataclass(link, where)
+    for (size, _), (after, _) in pairwise(link.points):
+        if after <= size:
+            raise ClusterError(
+                f"{where} points have {after:g} bytes after {size:g}; list them by rising size, each once"
+            )
 
 
 def _require_pair(pair: Pair, noun: str, names: Sequence[str]) -> None:
@@ -155,57 +131,3 @@ def _require_name(name: str, user: str, noun: str, names: Sequence[str]) -> None
         known = f"; there are {', '.join(names)}" if names else f"; give nodes their {noun}"
         hint = suggest(name, names) or known
         raise ClusterError(f"{user} names the {noun} {name!r}, which does not exist{hint}")
-
-
-def _validate_link(link: Link, where: str) -> None:
-    _require_rate(link.bandwidth_bytes_per_s, f"{where}bandwidth")
-    if not 0 <= link.latency_s <= MAX_LATENCY_S:
-        raise ClusterError(
-            f"{where}latency is {_show_seconds(link.latency_s)}; it must be from 0s to {MAX_LATENCY_S:g}s, "
-            'written with its unit, such as "10us"'
-        )
-    for size, rate in link.points:
-        if not (size > 0 and math.isfinite(size)):
-            raise ClusterError(f"{where}points have a size of {size:g} bytes; it must be above 0")
-        _require_rate(rate, f"{where}points' bandwidth at {size:g} bytes")
-    for (size, _), (after, _) in pairwise(link.points):
-        if after <= size:
-            raise ClusterError(
-                f"{where}points have {after:g} bytes after {size:g}; list them by rising size, each once"
-            )
-
-
-def _require_rate(rate: float, where: str) -> None:
-    if rate > MAX_BYTES_PER_S:
-        shown = show_rate(rate) if math.isfinite(rate) else f"{rate} bytes/s"
-        raise ClusterError(
-            f"{where} is {shown}, above {show_rate(MAX_BYTES_PER_S)}, which no link reaches; check its unit: "
-            "25Gb/s are bits and 25GB/s bytes"
-        )
-    if not rate > 0:
-        raise ClusterError(f"{where} is {rate:g} bytes/s; it must be above 0")
-
-
-def _show_seconds(seconds: float) -> str:
-    return show_time(seconds) if math.isfinite(seconds) else f"{seconds}s"
-
-
-def _require_memory(num_bytes: int, where: str) -> None:
-    if not 0 < num_bytes <= MAX_MEMORY_BYTES:
-        raise ClusterError(f'{where} is {num_bytes} bytes; write what the machine has, such as "256GiB"')
-
-
-# -- money -----------------------------------------------------------------------------------
-
-
-def _validate_prices(cluster: Cluster) -> None:
-    places = [*zones_of(cluster), *regions_of(cluster)]
-    for pair, price in cluster.egress_price_per_gb.items():
-        for name in pair:
-            _require_name(name, "an egress price", "zone or region", places)
-        _require_price(price, f"egress from {pair[0]} to {pair[1]}: price_per_gb")
-
-
-def _require_price(price: float, where: str) -> None:
-    if not (math.isfinite(price) and price >= 0):
-        raise ClusterError(f"{where} is {show_value(price)}; it must be a number from 0 up")

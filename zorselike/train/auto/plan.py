@@ -20,7 +20,6 @@ from zorselike.models import Decoder, DecoderConfig, build_model
 from zorselike.models.workload import make_workload
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan, Recompute
-from zorselike.plan.toml import parse_plan
 from zorselike.plan.workload import Workload
 from zorselike.planner.answer import OnProgress, Progress
 from zorselike.planner.problem import Fixed, PlanProblem
@@ -103,7 +102,7 @@ def find_auto_plan(config: Config, shape: DecoderConfig, world: World, recipe: P
             )
         _measure(config, shape, workload, files, infos, world)
         written = world.from_first(lambda: _plan_and_write(config, workload, files))
-    plan = parse_plan(written["plan.toml"])
+    plan = Plan.parse(written["plan.toml"])
     used = {(device.node, device.local_rank) for device in plan.devices}
     members = tuple(info.rank for info in infos if (info.node, info.local_rank) in used)
     _tell_left_out(infos, members)

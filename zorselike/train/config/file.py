@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import tomli_w
-
 from zorselike.errors import ConfigError
+from zorselike.text.toml import format_table
 from zorselike.train.config.config import AUTO, Config, check_config
 from zorselike.train.config.titan_keys import REFUSED_KEYS, REFUSED_SECTIONS, REFUSED_VALUES, refusal
 
@@ -102,7 +101,13 @@ def load_config(path: str | Path) -> Config:
 def dump_config(config: Config, *, comment: str = "") -> str:
     """TOML that `load_config` reads back equal, under a comment."""
     head = "".join(f"# {line}\n" for line in comment.splitlines())
-    return head + tomli_w.dumps(_without_none(asdict(config)))
+    lines = []
+    for name, section in asdict(config).items():
+        tables = {f"{name}.{key}": value for key, value in section.items() if isinstance(value, dict)}
+        keys = {key: value for key, value in section.items() if not isinstance(value, dict)}
+        for title, table in ({name: keys} | tables).items():
+            lines += ["", f"[{title}]", *format_table(table)]
+    return head + "\n".join(lines[1:]) + "\n"
 
 
 # -- the command line ------------------------------------------------------------------------
@@ -234,12 +239,3 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
             resolved = str(folder / Path(value).expanduser())
             config = replace(config, **{section: replace(getattr(config, section), **{key: resolved})})
     return config
-
-
-def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null: a key that is `None` stays out."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value is not None
-    }

@@ -1,0 +1,87 @@
+"""Data with a text form that is kept in a file: a plan, a cluster, a workload, a profile."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from zorselike.errors import FileError
+from zorselike.text.dataclass_tables import read_table, read_value
+from zorselike.text.files import read_text, write_text
+
+
+class Document:
+    """A base of dataclasses. Its files are TOML or JSON, of one version."""
+
+    noun: ClassVar[str]
+    error: ClassVar[type[ValueError]]
+    """What is raised for a file or content that is wrong; its message names file, key and mend."""
+    syntax: ClassVar[Literal["TOML", "JSON"]] = "TOML"
+    version: ClassVar[int] = 1
+    """Raised when a key changes its meaning or must be there; keys that may be missing come without it."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads and validates a file; raises `error` naming file, key and mend."""
+        with cls.errors(f"{path}: "):
+            return cls.parse(read_text(path, cls.noun))
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file, whole or not at all, that `load` reads back equal.
+
+        Raises:
+            ValueError: Of the kind `error`: the content contradicts itself, or the file cannot be written.
+        """
+        with self.errors(f"{path}: "):
+            write_text(path, self.format())
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What a text says, validated."""
+        with cls.errors():
+            table = {**_parse(text, cls.syntax)}
+            if "version" not in table:
+                key = "version =" if cls.syntax == "TOML" else '"version":'
+                raise FileError(f"version is missing; begin with {key} {cls.version}")
+            # Before anything else is judged: another version may mean something else by any key.
+            version = read_value(int, table.pop("version"), "version")
+            if version != cls.version:
+                raise FileError(f"version is {version}; this zorselike reads version {cls.version}")
+            return cls.from_table(table).validate()
+
+    def format(self) -> str:
+        """The text of its file."""
+        return self.validate().to_text()
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Self:
+        """What a file's table says; raises `FileError`."""
+        raise NotImplementedError
+
+    def to_text(self) -> str:
+        """The text that `from_table` gets as a table, of content that is valid."""
+        raise NotImplementedError
+
+    def validate(self) -> Self:
+        """Returns itself if it is consistent; raises `error` otherwise."""
+        raise NotImplementedError
+
+    @classmethod
+    @contextmanager
+    def errors(cls, where: str = "") -> Iterator[None]:
+        """Errors of files and of the content become `error`, with `where` before them."""
+        try:
+            yield
+        except (FileError, cls.error) as error:
+            raise cls.error(f"{where}{error}") from None
+
+
+def _parse(text: str, syntax: str) -> Mapping[str, Any]:
+    try:
+        return read_table(tomllib.loads(text) if syntax == "TOML" else json.loads(text), "the file")
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FileError(f"is not {syntax}: {error}") from None
