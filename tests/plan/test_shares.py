@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorselike.plan import Microbatch, PlanError, expand_shares
+from zorselike.plan.shares import apportion, cut_in_proportion
 
 
 def test_one_rank_is_cut_with_a_smaller_last_microbatch():
@@ -70,3 +71,28 @@ def test_shares_cover_every_row_once_in_order_of_time(pairs):
         done[microbatch.rank] += microbatch.num_rows
     assert done == {rank: rows for rank, (rows, _) in enumerate(pairs)}
     assert middles == sorted(middles)
+
+
+@given(total=st.integers(0, 10**4), weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
+def test_apportioning_gives_all_and_is_off_by_less_than_one(total: int, weights: list[float]) -> None:
+    given_out = apportion(total, weights)
+    assert sum(given_out) == total
+    for number, weight in zip(given_out, weights, strict=True):
+        assert abs(number - total * weight / sum(weights)) < 1 + 1e-6
+
+
+def test_what_is_left_after_rounding_goes_to_the_largest_remainder() -> None:
+    assert apportion(4, [3.3, 1, 1.9]) == [2, 1, 1]  # 2.13, 0.65 and 1.23 exactly.
+    assert apportion(3, [1, 1]) == [2, 1]
+
+
+@given(data=st.data(), weights=st.lists(st.floats(0, 10), min_size=1, max_size=30))
+def test_cuts_leave_no_piece_empty_and_miss_by_half_a_thing(
+    data: st.DataObject, weights: list[float]
+) -> None:
+    shares = data.draw(st.lists(st.floats(0.01, 10), min_size=1, max_size=len(weights)))
+    ends = cut_in_proportion(weights, shares)
+    assert len(ends) == len(shares) and ends[-1] == len(weights)
+    assert all(start < end for start, end in zip([0, *ends], ends, strict=False))
+    equal = cut_in_proportion([1.0] * 12, [1, 2, 1])
+    assert equal == [3, 9, 12]

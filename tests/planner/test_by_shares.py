@@ -15,7 +15,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.planner.by_shares import SharesJob, apportion, cut_in_proportion, plan_shares
+from zorselike.planner.by_shares import SharesJob, plan_shares
 
 SOURCE = Source("measured", "2026-11-21", "a test")
 
@@ -196,28 +196,3 @@ def test_any_cluster_has_a_valid_plan(
     assert plan.num_ranks == machines.num_devices
     assert [name for m in plan.ministages for name in m.modules] == [name for name, _ in WORKLOAD.layers]
     assert all(m.num_rows <= rows for group in plan.groups for m in group.microbatches)
-
-
-@given(total=st.integers(0, 10**4), weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
-def test_apportioning_gives_all_and_is_off_by_less_than_one(total: int, weights: list[float]) -> None:
-    given_out = apportion(total, weights)
-    assert sum(given_out) == total
-    for number, weight in zip(given_out, weights, strict=True):
-        assert abs(number - total * weight / sum(weights)) < 1 + 1e-6
-
-
-def test_what_is_left_after_rounding_goes_to_the_largest_remainder() -> None:
-    assert apportion(4, [3.3, 1, 1.9]) == [2, 1, 1]  # 2.13, 0.65 and 1.23 exactly.
-    assert apportion(3, [1, 1]) == [2, 1]
-
-
-@given(data=st.data(), weights=st.lists(st.floats(0, 10), min_size=1, max_size=30))
-def test_cuts_leave_no_piece_empty_and_miss_by_half_a_thing(
-    data: st.DataObject, weights: list[float]
-) -> None:
-    shares = data.draw(st.lists(st.floats(0.01, 10), min_size=1, max_size=len(weights)))
-    ends = cut_in_proportion(weights, shares)
-    assert len(ends) == len(shares) and ends[-1] == len(weights)
-    assert all(start < end for start, end in zip([0, *ends], ends, strict=False))
-    equal = cut_in_proportion([1.0] * 12, [1, 2, 1])
-    assert equal == [3, 9, 12]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
-from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -118,12 +117,7 @@ class Bench:
         grouping = rng.choice(find_groupings(bandwidths))
         if not 1 < len(grouping.groups) <= len(self.table.keys):
             return None
-        modes = [
-            mode
-            for family in list_families(Fixed())
-            for mode in family
-            if not {*mode.offload} - {*OFFLOAD_IN_FLIGHT}
-        ]
+        modes = [mode for family in list_families(Fixed()) for mode in family if mode.may_bound_in_flight]
         groups = tuple(
             GroupChoice(own, rng.choice(modes), rng.choice([2, 4, 8, 16])) for own in grouping.groups
         )

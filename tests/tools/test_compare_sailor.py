@@ -27,7 +27,7 @@ from tools.papers.sailor.library import Library, find_library
 from tools.papers.sailor.pipelines import Quotas, make_problems, to_sailor_plan
 from tools.papers.sailor.planning import format_plan
 from zorselike.errors import ClusterError, ConfigError
-from zorselike.planner.devices.allocation import AllocationGoal, allocate
+from zorselike.planner.pipelines.allocation import AllocationGoal, allocate
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -16,7 +16,7 @@ from zorselike import HeteroPipeline
 from zorselike.models.flops import parameters_by_module
 from zorselike.models.llama import Llama, LlamaConfig
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.planner.by_shares import cut_in_proportion
+from zorselike.plan.shares import cut_in_proportion
 
 from .job import CPU_OFFLOADING, OFFLOAD_OF, Job, Shape
 

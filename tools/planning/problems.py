@@ -145,12 +145,8 @@ def _ask_for_money(rng: random.Random, problem: PlanProblem) -> PlanProblem:
 def find_ideal_s(problem: PlanProblem) -> float:
     """A step if all devices that may be used computed all the time, a row at once."""
     clock = LayerTimeModel(problem.profile, problem.workload)
-    speed = 0.0
-    for device in (problem.cluster.device_type(problem.cluster.places[i]) for i in problem.usable):
-        speed += 1 / sum(
-            clock.forward_s(kind, device, 1, "none") + clock.backward_s(kind, device, 1, "none")
-            for _, kind in problem.workload.layers
-        )
+    types = (problem.cluster.device_type(problem.cluster.places[i]) for i in problem.usable)
+    speed = sum(1 / clock.model_s(device) for device in types)
     return problem.global_batch / speed
 
 

@@ -82,6 +82,15 @@ class LayerTimeModel:
         """One layer's backward; with recomputation the second forward is in it. Raises `ProfileError`."""
         return self._find("backward", kind, device, rows, recompute, tensor_parallel)
 
+    def model_s(self, device: str, rows: int = 1, *, tensor_parallel: int = 1) -> float:
+        """Forward and backward of one microbatch through the whole model, nothing recomputed. Raises as
+        `forward_s`."""
+        return sum(
+            self.forward_s(kind, device, rows, "none", tensor_parallel)
+            + self.backward_s(kind, device, rows, "none", tensor_parallel)
+            for _, kind in self._workload.layers
+        )
+
     def update_s(self, device: str, num_parameters: int) -> float:
         """The optimizer's update of so many parameters in one call; 0 for none."""
         if not num_parameters:

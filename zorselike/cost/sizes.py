@@ -76,10 +76,6 @@ def add_up(
     )
 
 
-def find_gradient_itemsize(itemsize: int) -> int:
-    return ParameterBytes(itemsize).gradient
-
-
 def is_layer(module: str) -> bool:
     """Whether a module is one of a container's numbered layers: what recomputation is for."""
     return module.rpartition(".")[2].isdigit()

@@ -1,9 +1,11 @@
-"""Shares: rows per rank, the shorthand in which a person says who computes how much."""
+"""Shares: rows per rank, the shorthand in which a person says who computes how much; and what is given out
+in proportion."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 from zorselike.errors import PlanError
 from zorselike.plan.parts import Microbatch
@@ -72,3 +74,29 @@ def deal_rows(pieces: Iterable[tuple[Fraction | float, int, int]]) -> tuple[Micr
         microbatches.append(Microbatch(rank, row, row + num_rows))
         row += num_rows
     return tuple(microbatches)
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `total`, in proportion to positive weights: what is left after rounding
+    down goes to the largest remainders (Hamilton's method), among equals to the first."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    given = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: given[i] - exact[i])
+    for i in by_remainder[: total - sum(given)]:
+        given[i] += 1
+    return given
+
+
+def cut_in_proportion(weights: Sequence[float], shares: Sequence[float]) -> list[int]:
+    """Where to cut a row of things so that piece `i` has about `shares[i]` of the weight and none is empty:
+    the end of each piece. There are at least as many things as pieces."""
+    edges = [0.0, *accumulate(weights)]
+    wanted = list(accumulate(shares))
+    ends: list[int] = []
+    for piece, reached in enumerate(wanted):
+        least = (ends[-1] if ends else 0) + 1
+        most = len(weights) - (len(shares) - 1 - piece)
+        target = edges[-1] * reached / wanted[-1]
+        ends.append(min(range(least, most + 1), key=lambda end: abs(edges[end] - target)))
+    ends[-1] = len(weights)
+    return ends

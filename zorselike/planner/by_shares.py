@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
-from zorselike.plan.cluster.cluster import Cluster, Place
-from zorselike.plan.plan import Device, Group, Ministage, Plan, Recompute
-from zorselike.plan.shares import expand_shares
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.plan import Group, Ministage, Plan, Recompute
+from zorselike.plan.shares import apportion, cut_in_proportion, expand_shares
 from zorselike.plan.workload import Workload
+from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.text.wording import count
 
 GroupBy = Literal["type", "node"]
@@ -78,38 +78,12 @@ def plan_shares(workload: Workload, cluster: Cluster, clock: LayerTimeModel, job
         global_batch=job.global_batch,
         groups=tuple(groups),
         ministages=ministages,
-        devices=_name_devices(cluster, places),
+        devices=name_devices(cluster, places),
         sequence_length=workload.sequence_length,
         model=workload.model,
         cluster_fingerprint=cluster.fingerprint,
         workload_fingerprint=workload.fingerprint,
     ).validate()
-
-
-def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `total`, in proportion to positive weights: what is left after rounding
-    down goes to the largest remainders (Hamilton's method), among equals to the first."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    given = [int(share) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: given[i] - exact[i])
-    for i in by_remainder[: total - sum(given)]:
-        given[i] += 1
-    return given
-
-
-def cut_in_proportion(weights: Sequence[float], shares: Sequence[float]) -> list[int]:
-    """Where to cut a row of things so that piece `i` has about `shares[i]` of the weight and none is empty:
-    the end of each piece. There are at least as many things as pieces."""
-    edges = [0.0, *accumulate(weights)]
-    wanted = list(accumulate(shares))
-    ends: list[int] = []
-    for piece, reached in enumerate(wanted):
-        least = (ends[-1] if ends else 0) + 1
-        most = len(weights) - (len(shares) - 1 - piece)
-        target = edges[-1] * reached / wanted[-1]
-        ends.append(min(range(least, most + 1), key=lambda end: abs(edges[end] - target)))
-    ends[-1] = len(weights)
-    return ends
 
 
 def _check(job: SharesJob) -> None:
@@ -197,11 +171,4 @@ def _cut(
     return tuple(
         Ministage(i % len(group_speeds), tuple(modules[start:end]))
         for i, (start, end) in enumerate(zip(starts, ends, strict=True))
-    )
-
-
-def _name_devices(cluster: Cluster, places: Sequence[Place]) -> tuple[Device, ...]:
-    return tuple(
-        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
-        for rank, place in enumerate(places)
     )

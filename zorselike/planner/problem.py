@@ -7,6 +7,7 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import Literal
 
+from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Profile
 from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster
@@ -144,6 +145,11 @@ class PlanProblem:
     def usable(self) -> tuple[int, ...]:
         """Indices into `Cluster.places` that may be used."""
         return tuple(range(self.cluster.num_devices)) if self.devices is None else tuple(sorted(self.devices))
+
+    @cached_property
+    def parameter_bytes(self) -> ParameterBytes:
+        """What one parameter of the model takes."""
+        return ParameterBytes.of(self.workload)
 
     @cached_property
     def setting(self) -> SimulationInputs:

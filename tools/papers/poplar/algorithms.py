@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zorselike.errors import PlanError, ProfileError
-from zorselike.planner.by_shares import apportion
+from zorselike.plan.shares import apportion
 from zorselike.planner.rows.split import (
     BatchSplit,
     RankCosts,

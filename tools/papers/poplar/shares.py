@@ -9,7 +9,7 @@ from time import process_time
 
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import PlanError
-from zorselike.planner.by_shares import apportion
+from zorselike.plan.shares import apportion
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
 from zorselike.planner.rows.split import (
     BatchSplit,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zorselike.planner.devices.allocation import AllocationGoal
+from zorselike.planner.pipelines.allocation import AllocationGoal
 
 from .arithmetic import SailorArithmetic
 from .library import Library

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 from itertools import combinations
 from math import ceil
 
-from zorselike.planner.devices.allocation import Allocation, Problem
-from zorselike.planner.devices.pipeline_costs import Pool
+from zorselike.planner.pipelines.allocation import Allocation, Problem
+from zorselike.planner.pipelines.costs import Pool
 
 from .arithmetic import (
     DOLLARS_PER_HOUR,

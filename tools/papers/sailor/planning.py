@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from zorselike.planner.devices.allocation import Allocation, AllocationGoal, allocate
+from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal, allocate
 
 from .arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
 from .pipelines import TENSOR_PARALLEL, Quotas, make_problems, to_sailor_plan

@@ -8,7 +8,7 @@ from math import fsum
 from typing import Any, Literal, get_args
 
 from zorselike.errors import ConfigError, PlanError
-from zorselike.planner.devices.allocation import AllocationGoal
+from zorselike.planner.pipelines.allocation import AllocationGoal
 
 from .arithmetic import SailorArithmetic
 from .cases import GLOBAL_BATCH, ZONES

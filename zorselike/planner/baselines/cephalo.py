@@ -24,7 +24,8 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.planner.baselines.even import ORDER, find_misfit, name_devices
+from zorselike.planner.baselines.even import ORDER, find_misfit
+from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.planner.rows.split import RankCosts, share_once
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan

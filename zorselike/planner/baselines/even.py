@@ -11,8 +11,9 @@ from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Place
-from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.workload import Workload
+from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.schedule.actions import Action
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import Baseline, Schedule, SimulatedPlan
@@ -158,14 +159,6 @@ def make_data_parallel_plan(
         devices=name_devices(cluster, places),
         sequence_length=workload.sequence_length,
         model=workload.model,
-    )
-
-
-def name_devices(cluster: Cluster, places: Sequence[Place]) -> tuple[Device, ...]:
-    """Ranks 0, 1, ... at these places."""
-    return tuple(
-        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
-        for rank, place in enumerate(places)
     )
 
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.sizes import find_gradient_itemsize, is_layer
+from zorselike.cost.sizes import is_layer
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.workload import LayerKind
-from zorselike.planner.baselines.even import ORDER, Misfit, find_misfit, name_devices
+from zorselike.planner.baselines.even import ORDER, Misfit, find_misfit
 from zorselike.planner.baselines.stages import Shape, Stages
+from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.planner.layers.split import GroupCosts, LayerSplit, bound_slowest_s, split_layers
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
@@ -32,7 +33,6 @@ ENTERED = 16
 MOST_FITTINGS = 6
 """How often layers are cut anew where the walk over memory finds more than the estimate."""
 _GRAD_REDUCE: tuple[GradReduce, ...] = ("once", "microbatch")
-_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -225,18 +225,15 @@ class _Estimate:
     def _held_bytes(self, name: str, kind: LayerKind, num_replicas: int, rows: int, num_kept: int) -> float:
         """Parameters whole and as shards, gradients, optimizer state, and activations of the microbatches
         that are under way."""
-        workload = self._stages.workload
-        itemsize = workload.itemsize
-        gradient_itemsize = find_gradient_itemsize(itemsize)
-        whole = kind.num_parameters * itemsize
-        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
-        shards = (whole + kind.trainable * state_itemsize) / num_replicas
-        gradients: float = kind.trainable * gradient_itemsize
+        each = self._stages.parameter_bytes
+        whole = kind.num_parameters * each.weight
+        shards = (whole + kind.trainable * each.state) / num_replicas
+        gradients: float = kind.trainable * each.gradient
         if self._choice.grad_reduce == "microbatch":
             gradients /= num_replicas
         is_layer_kind = name in self._stages.layer_kinds
         if is_layer_kind and self._choice.recompute == "layer":
-            kept = kind.input_elements_per_row * itemsize
+            kept = kind.input_elements_per_row * self._stages.workload.itemsize
             working = 0
         else:
             kept = kind.activation_bytes_per_row
@@ -252,7 +249,7 @@ class _Estimate:
             (kind.working_bytes_per_row + again * kind.activation_bytes_per_row for kind in layers), default=0
         )
         largest = max((kind.num_parameters for kind in layers), default=0)
-        return rows * working + 2 * largest * find_gradient_itemsize(stages.workload.itemsize)
+        return rows * working + 2 * largest * stages.parameter_bytes.gradient
 
     # -- time ------------------------------------------------------------------------------
 

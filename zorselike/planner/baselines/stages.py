@@ -10,13 +10,14 @@ from itertools import accumulate, pairwise
 from zorselike.cost.device_memory import find_memory_bytes
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.network import Network
-from zorselike.cost.sizes import find_gradient_itemsize, is_layer
+from zorselike.cost.parameter_bytes import ParameterBytes
+from zorselike.cost.sizes import is_layer
 from zorselike.cost.wires import make_network
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Recompute
+from zorselike.plan.shares import apportion
 from zorselike.plan.workload import LayerKind
 from zorselike.planner.baselines.replicas import Replicas, count_backward_passes
-from zorselike.planner.by_shares import apportion
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Stages:
         self.groups = shape.replicas.groups
         self.setting = shape.replicas.setting
         self.workload = self.setting.workload
+        self.parameter_bytes = ParameterBytes.of(self.workload)
         self.places = [place for group in self.groups for place in group]
         self.network: Network = make_network(self.setting.cluster, self.places, self.setting.profile)
         self._evenly = shape.evenly
@@ -95,18 +97,17 @@ class Stages:
 
     def gather_s(self, g: int, kind: LayerKind) -> float:
         """A layer's parameters, to the replicas of a stage."""
-        num_bytes = kind.num_parameters * self.workload.itemsize
+        num_bytes = kind.num_parameters * self.parameter_bytes.weight
         return self.network.time_alone(self.network.collective("all_gather", self.ranks[g], num_bytes))
 
     def reduce_s(self, g: int, kind: LayerKind) -> float:
         """A layer's gradients."""
-        num_bytes = kind.trainable * find_gradient_itemsize(self.workload.itemsize)
+        num_bytes = kind.trainable * self.parameter_bytes.gradient
         return self.network.time_alone(self.network.collective("reduce_scatter", self.ranks[g], num_bytes))
 
     def memory_bytes(self, place: Place) -> float:
         """Of a replica; infinite where it is not known."""
-        found = find_memory_bytes(self.setting.cluster, place)
-        return math.inf if found is None else found
+        return find_memory_bytes(self.setting.cluster, place) or math.inf
 
     def room_bytes(self, place: Place) -> float:
         """For tensors."""

@@ -15,12 +15,12 @@ from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ClusterError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Recompute
+from zorselike.plan.shares import apportion
 from zorselike.planner.baselines.cephalo import find_cephalo
 from zorselike.planner.baselines.even import find_data_parallel, find_even
 from zorselike.planner.baselines.pipeline import find_pipeline
 from zorselike.planner.baselines.replicas import AllReduces, make_replicas
 from zorselike.planner.baselines.stages import Shape
-from zorselike.planner.by_shares import apportion
 from zorselike.planner.groups.bandwidths import read_bandwidths
 from zorselike.planner.groups.candidates import find_groupings
 from zorselike.planner.groups.order import order_by_bandwidth
@@ -83,19 +83,12 @@ def _choose_places(problem: PlanProblem) -> list[Place]:
 
 def _measure_speeds(problem: PlanProblem) -> dict[str, float]:
     """Rows per second of each type of device through the model, one at a time."""
-    clock, cluster = _clock(problem), problem.cluster
+    cluster, layer_times = problem.cluster, _layer_times(problem)
     types = {cluster.device_type(cluster.places[device]) for device in problem.usable}
-    return {
-        device: 1
-        / sum(
-            clock.forward_s(kind, device, 1, "none") + clock.backward_s(kind, device, 1, "none")
-            for _, kind in problem.workload.layers
-        )
-        for device in types
-    }
+    return {device: 1 / layer_times.model_s(device) for device in types}
 
 
-def _clock(problem: PlanProblem) -> LayerTimeModel:
+def _layer_times(problem: PlanProblem) -> LayerTimeModel:
     return LayerTimeModel(problem.profile, problem.workload)
 
 
@@ -134,7 +127,7 @@ def _plan_torchtitan(problem: PlanProblem, places: Sequence[Place]) -> Baseline:
     the fastest devices first in the pipeline or last."""
     shapes = _list_meshes(problem, places, AllReduces(problem.setting), evenly=True)
     return find_pipeline(
-        "TorchTitan-Het", shapes, problem.global_batch, _clock(problem), recompute=_recompute(problem)
+        "TorchTitan-Het", shapes, problem.global_batch, _layer_times(problem), recompute=_recompute(problem)
     )
 
 
@@ -166,7 +159,7 @@ def _plan_hexiscale(problem: PlanProblem, places: Sequence[Place]) -> Baseline:
         _list_meshes(problem, places, all_reduces, evenly=False),
     )
     return find_pipeline(
-        "HexiScale-like", shapes, problem.global_batch, _clock(problem), recompute=_recompute(problem)
+        "HexiScale-like", shapes, problem.global_batch, _layer_times(problem), recompute=_recompute(problem)
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from zorselike.cost.parameter_bytes import count_shards
 from zorselike.planner.candidate.modes import Mode
 
 Sizes = tuple[int, ...]
@@ -28,6 +29,11 @@ class CandidateGroup:
         """The microbatches of a device whose activations it holds at once."""
         own = self.sizes[position]
         return own if self.max_in_flight is None else own[: self.max_in_flight]
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that share parameters, gradients and optimizer state."""
+        return count_shards(self.mode.zero, len(self.devices))
 
     @cached_property
     def microbatches_per_device(self) -> int:
@@ -52,6 +58,11 @@ class CandidatePlan:
     @property
     def num_ministages(self) -> int:
         return len(self.owners)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether each microbatch goes forward and at once back, as with a single ministage."""
+        return self.num_ministages == 1
 
     @property
     def bounds_in_flight(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zorselike.plan.plan import GradReduce, Recompute
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
 from zorselike.planner.problem import Fixed
 
 
@@ -22,6 +22,11 @@ class Mode:
     def reduces_per_microbatch(self) -> bool:
         """As `Group.reduces_per_microbatch`."""
         return self.zero == 3 or self.grad_reduce == "microbatch"
+
+    @property
+    def may_bound_in_flight(self) -> bool:
+        """Whether it offloads nothing that bounds on microbatches in flight do not allow."""
+        return {*self.offload} <= {*OFFLOAD_IN_FLIGHT}
 
     @property
     def complexity(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from zorselike.cost.device_memory import find_memory_bytes
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.candidate.candidate import CandidatePlan
 
@@ -43,8 +44,7 @@ class Structures:
     def _kind_of(self, device: int) -> tuple[str, int]:
         """What it is, apart from where."""
         place = self._cluster.places[device]
-        memory_bytes = self._cluster.nodes[place.node].memory_bytes
-        return self._cluster.device_type(place), memory_bytes[place.local_rank] if memory_bytes else 0
+        return self._cluster.device_type(place), find_memory_bytes(self._cluster, place) or 0
 
     def _number_nodes(self, candidate: CandidatePlan) -> dict[int, tuple[int, int]]:
         """Nodes by their kind, and which of that kind each is in the order of the groups."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Device, Group, Ministage, Plan
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.deal_rows import deal_candidate
@@ -9,26 +12,31 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
 
 
+def name_devices(cluster: Cluster, places: Iterable[Place]) -> tuple[Device, ...]:
+    """Ranks 0, 1, ... at these places."""
+    return tuple(
+        Device(rank, cluster.nodes[place.node].name, place.local_rank, cluster.device_type(place))
+        for rank, place in enumerate(places)
+    )
+
+
 def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> Plan:
     """The plan of a candidate, ranks numbered group by group."""
     cluster = problem.cluster
-    devices: list[Device] = []
-    groups: list[Group] = []
     dealt = deal_candidate(
         candidate,
         table,
         lambda device: cluster.places[device].node,
         lambda device: cluster.device_type(cluster.places[device]),
     )
+    groups: list[Group] = []
+    places: list[Place] = []
     for own, rows in zip(candidate.groups, dealt, strict=True):
-        first = len(devices)
-        for rank, device in enumerate(own.devices, first):
-            place = cluster.places[device]
-            name = cluster.nodes[place.node].name
-            devices.append(Device(rank, name, place.local_rank, cluster.device_type(place)))
+        first = len(places)
+        places += [cluster.places[device] for device in own.devices]
         groups.append(
             Group(
-                ranks=tuple(range(first, len(devices))),
+                ranks=tuple(range(first, len(places))),
                 microbatches=rows,
                 zero=own.mode.zero,
                 grad_reduce=own.mode.grad_reduce,
@@ -45,7 +53,7 @@ def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable)
         global_batch=problem.global_batch,
         groups=tuple(groups),
         ministages=ministages,
-        devices=tuple(devices),
+        devices=name_devices(cluster, places),
         sequence_length=problem.workload.sequence_length,
         model=problem.workload.model,
         cluster_fingerprint=cluster.fingerprint,

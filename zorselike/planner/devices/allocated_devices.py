@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import ceil, isfinite
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.planner.devices.allocation import AllocationGoal, find_allocation
-from zorselike.planner.devices.model_pipeline_costs import MOST_POOLS, ModelTables, list_pools, make_problems
 from zorselike.planner.devices.node_kinds import NodeKind
+from zorselike.planner.devices.pipeline_costs import MOST_POOLS, ModelTables, list_pools, make_problems
 from zorselike.planner.groups.bandwidths import Bandwidths
+from zorselike.planner.pipelines.allocation import AllocationGoal, find_allocation
 from zorselike.planner.problem import PlanProblem
 
 TIGHTER = (1.0, 0.8, 0.6)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.devices.allocated_devices import allocate_devices
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.mixes import Mix, mix_kinds
-from zorselike.planner.devices.model_pipeline_costs import count_state_bytes, find_memory
 from zorselike.planner.devices.node_kinds import count_types, find_node_kinds
+from zorselike.planner.devices.pipeline_costs import count_state_bytes
 from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.text.wording import count, list_few
@@ -238,15 +238,8 @@ class _Chooser:
     def _holds_state(self, chosen: DeviceSet) -> bool:
         """Whether parameters, gradients and optimizer state have room in all devices together; offloaded
         they may need less."""
-        return sum(map(self._find_memory, chosen.devices)) >= self._state_bytes
-
-    def _find_memory(self, device: int) -> float:
-        return self._memory[self._bandwidths.block_of[device]]
-
-    @cached_property
-    def _memory(self) -> list[float]:
-        """Of a device of each block."""
-        return [find_memory(self._problem.cluster, block.devices[0]) for block in self._bandwidths.blocks]
+        blocks = (self._bandwidths.blocks[self._bandwidths.block_of[device]] for device in chosen.devices)
+        return sum(block.memory_bytes or inf for block in blocks) >= self._state_bytes
 
     # -- choices ---------------------------------------------------------------------------
 

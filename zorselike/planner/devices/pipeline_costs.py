@@ -1,151 +1,298 @@
-"""What the search for a pipeline asks of a cost model (Sailor section 4.2.2; DESIGN section 9).
+"""Our costs for the search for a pipeline (Sailor 4.2.2).
 
-A step of a pipeline whose stages all have as many replicas takes
-
-    (m - 1) max(stage) + sum(stage) + max(update) + max(sync) seconds,
-
-m its microbatches and stage a stage's compute with its sends. The search knows neither models nor devices:
-only layers by number, device pools by number, and options: ways to equip a stage, each so many devices of
-each pool. One of these stands for one data-parallel degree and one microbatch size.
+Rough where the real search is not: a stage is so many devices of one kind of nodes, all with as many rows;
+parameters, gradients and optimizer state are sharded over them; layers are taken together into a few pieces;
+what is sent is not hidden behind computation. What comes of it is a proposal of devices, not a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import NamedTuple, Protocol
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import ceil, inf
 
-from zorselike.errors import ConfigError
+from zorselike.cost.device_memory import find_memory_bytes
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.parameter_bytes import ParameterBytes, largest_shard
+from zorselike.cost.sizes import is_layer
+from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import Workload
+from zorselike.planner.devices.node_kinds import NodeKind
+from zorselike.planner.groups.bandwidths import Bandwidths
+from zorselike.planner.pipelines.allocation import Problem
+from zorselike.planner.pipelines.costs import Pool
+from zorselike.planner.problem import PlanProblem
+
+MOST_PIECES = 10
+"""Into so many the layers are put together; the search takes as many stages as there are pieces, at most."""
+MOST_POOLS = 6
+"""Of more, the first ones: those on the nodes with the fastest devices."""
+MOST_ROWS = 8
+"""Of a microbatch, in powers of two."""
+_NEVER_S = 1e12
+"""For what nothing joins: finite, as the search wants it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Interchangeable devices: of one type in one zone."""
+def count_state_bytes(workload: Workload) -> tuple[int, ...]:
+    """Of each layer: parameters, gradients and optimizer state, as if one device had it all and offloaded
+    nothing."""
+    each = ParameterBytes.of(workload)
+    kinds = [workload.kinds[kind] for _, kind in workload.layers]
+    return tuple(
+        kind.num_parameters * each.weight + kind.trainable * (each.gradient + each.state) for kind in kinds
+    )
 
-    name: str
-    num_devices: int
-    """Quota, or what is available now."""
-    dollars_per_device_s: float = 0.0
-    devices_per_node: int = 1
 
-    def __post_init__(self) -> None:
-        if self.num_devices < 0 or self.devices_per_node < 1 or self.dollars_per_device_s < 0:
-            raise ConfigError(
-                f"pool {self.name}: num_devices {self.num_devices}, devices_per_node {self.devices_per_node} "
-                f"and dollars_per_device_s {self.dollars_per_device_s:g} must be at least 0, 1 and 0"
+@dataclass(frozen=True)
+class DevicePool:
+    """The devices of one type on nodes of one kind."""
+
+    kind: int
+    type: str
+    first_device: int
+    """That stands for all."""
+    per_node: int
+    pool: Pool
+
+
+def list_pools(kinds: Sequence[NodeKind], max_devices: int | None = None) -> list[DevicePool]:
+    """In the order of the kinds; a node's price is divided among those of its devices that may be used."""
+    most = inf if max_devices is None else max_devices
+    pools = []
+    for k, kind in enumerate(kinds):
+        for device in dict.fromkeys(kind.types):
+            per_node = kind.types.count(device)
+            pool = Pool(
+                name=f"{device} of {kind.label}",
+                num_devices=int(min(most, per_node * len(kind.nodes))),
+                dollars_per_device_s=kind.price_per_hour / len(kind.types) / 3600,
+                devices_per_node=per_node,
             )
+            pools.append(DevicePool(k, device, kind.nodes[0][kind.types.index(device)], per_node, pool))
+    return pools
 
 
-class PipelineCosts(Protocol):
-    """Costs at one degree of data parallelism and one microbatch size; everything finite and at least 0.
+class ModelTables:
+    """What all degrees and microbatch sizes have in common."""
 
-    Stages are given by an option and layers `start` to `stop` - 1. Update, sync and memory must not fall
-    when layers are added at either end.
-    """
+    def __init__(
+        self, problem: PlanProblem, clock: LayerTimeModel, bandwidths: Bandwidths, pools: Sequence[DevicePool]
+    ) -> None:
+        self.pools = tuple(pools)
+        self.workload = problem.workload
+        self._clock = clock
+        self._cluster = problem.cluster
+        self._bandwidths = bandwidths
+        layers = self.workload.layers
+        size = ceil(len(layers) / MOST_PIECES)
+        self.pieces = [layers[start : start + size] for start in range(0, len(layers), size)]
+        states = count_state_bytes(self.workload)
+        self.state_bytes = self._before(states)
+        kinds = [self.workload.kinds[kind] for _, kind in layers]
+        self.parameters = self._before([kind.trainable for kind in kinds])
+        self.entering_bytes = [
+            self.workload.kinds[piece[0][1]].input_elements_per_row * self.workload.itemsize
+            for piece in self.pieces
+        ]
+        self.parameter_bytes = problem.parameter_bytes
+        self.memory = [
+            find_memory_bytes(problem.cluster, problem.cluster.places[pool.first_device]) or inf
+            for pool in pools
+        ]
+        self.piece_s = lru_cache(maxsize=None)(self._time_piece)
+        self.allows_rows = lru_cache(maxsize=None)(self._allows_rows)
+        self.kept_bytes = lru_cache(maxsize=None)(self._count_kept)
+        self.rate = lru_cache(maxsize=None)(self._find_rate)
+        self.egress_price = lru_cache(maxsize=None)(self._find_egress_price)
 
-    @property
-    def num_layers(self) -> int: ...
+    def _before(self, of_layers: Sequence[int]) -> list[int]:
+        """Sums over the layers before each piece, and over all."""
+        sums = [0, *accumulate(of_layers)]
+        ends = accumulate((len(piece) for piece in self.pieces), initial=0)
+        return [sums[end] for end in ends]
 
-    @property
-    def num_microbatches(self) -> int:
-        """Of one replica in one step."""
-
-    @property
-    def uses(self) -> Sequence[Sequence[int]]:
-        """Devices of each pool that a stage takes, by option."""
-
-    def layer_s(self, option: int, layer: int) -> float:
-        """Forward and backward of one layer for one microbatch, on the slowest replica."""
-
-    def forward_send_s(self, option: int, following: int, stop: int, first_of: int) -> float:
-        """What sending forward adds to a stage.
-
-        Args:
-            first_of: the number of stages if this is the first of them, else 0.
-        """
-
-    def backward_send_s(self, option: int, previous: int, start: int, is_last: bool) -> float:
-        """What sending backward adds to a stage."""
-
-    def least_send_s(self, option: int) -> float:
-        """No more than what sends add to any stage of the option that is not the only one."""
-
-    def update_s(self, option: int, start: int, stop: int) -> float: ...
-
-    def sync_s(self, option: int, start: int, stop: int) -> float:
-        """Of gradients between the replicas."""
-
-    def fits(self, option: int, start: int, stop: int, depth: int) -> bool:
-        """Whether memory is enough for the stage with `depth` - 1 stages after it; must not turn true as
-        `depth` grows."""
-
-    def boundary_dollars(self, option: int, following: int, stop: int) -> float:
-        """Egress of a step between a stage and the next."""
-
-    def sync_dollars(self, option: int, start: int, stop: int) -> float:
-        """Egress of a step within a stage."""
-
-
-class Stage(NamedTuple):
-    """Layers `start` to `stop` - 1 on the devices of an option."""
-
-    option: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a pipeline takes."""
-
-    iteration_s: float
-    dollars: float
-    """A step: rent and egress."""
-    used: tuple[int, ...]
-    """Devices by pool."""
-
-
-@dataclass(frozen=True)
-class Rent:
-    """What devices cost by the second."""
-
-    pools: tuple[Pool, ...]
-    bill_idle: bool
-    """Whole nodes are paid for."""
-
-    def dollars_per_s(self, used: Sequence[int]) -> float:
+    def _time_piece(self, device: str, rows: int, recompute: Recompute, piece: int) -> float:
         total = 0.0
-        for pool, count in zip(self.pools, used, strict=True):
-            if self.bill_idle:
-                count = ceil(count / pool.devices_per_node) * pool.devices_per_node
-            total += count * pool.dollars_per_device_s
+        for module, kind in self.pieces[piece]:
+            how = recompute if is_layer(module) else "none"
+            total += self._clock.forward_s(kind, device, rows, how)
+            total += self._clock.backward_s(kind, device, rows, how)
         return total
 
+    def _allows_rows(self, device: str, rows: int, recompute: Recompute) -> bool:
+        limits = (
+            self._clock.max_rows(kind, device, recompute if is_layer(module) else "none")
+            for module, kind in self.workload.layers
+        )
+        return all(limit is None or rows <= limit for limit in limits)
 
-def count_used(costs: PipelineCosts, stages: Sequence[Stage], num_pools: int) -> tuple[int, ...]:
-    """Devices of each pool in a pipeline."""
-    return tuple(sum(costs.uses[stage.option][p] for stage in stages) for p in range(num_pools))
+    def update_s(self, device: str, num_parameters: int) -> float:
+        return self._clock.update_s(device, num_parameters)
+
+    def _count_kept(self, recompute: Recompute) -> list[int]:
+        """Bytes of a row's activations before each piece, and of all."""
+        found = []
+        for module, name in self.workload.layers:
+            kind = self.workload.kinds[name]
+            is_input_kept = recompute == "layer" and is_layer(module)
+            inputs = kind.input_elements_per_row * self.workload.itemsize
+            found.append(inputs if is_input_kept else kind.activation_bytes_per_row)
+        return self._before(found)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """Of a row, of the layer that needs most while it is computed again."""
+        kinds = self.workload.kinds.values()
+        return max(kind.activation_bytes_per_row + kind.working_bytes_per_row for kind in kinds)
+
+    def _find_rate(self, a: int, b: int) -> float:
+        """Bytes per second between nodes of two pools; 0 where nothing joins them. Within one pool between
+        two of its nodes, or inside its only one."""
+        blocks = self._bandwidths.block_of
+        first, second = (blocks[self.pools[p].first_device] for p in (a, b))
+        if a != b:
+            return float(self._bandwidths.rates[first, second])
+        on_node = self._bandwidths.blocks[first].node
+        others = [
+            blocks[block.devices[0]]
+            for block in self._bandwidths.blocks
+            if block.node != on_node and block.type == self.pools[a].type
+        ]
+        joined = [float(self._bandwidths.rates[first, other]) for other in others]
+        return max(joined, default=self.inside_rate(a))
+
+    def inside_rate(self, pool: int) -> float:
+        block = self._bandwidths.block_of[self.pools[pool].first_device]
+        return float(self._bandwidths.rates[block, block])
+
+    def _find_egress_price(self, a: int, b: int) -> float:
+        """Of a byte."""
+        prices = self._cluster.egress_price_per_gb
+        first, second = (
+            self._cluster.nodes[self._cluster.places[self.pools[p].first_device].node] for p in (a, b)
+        )
+        price = prices.get((first.zone, second.zone))
+        if price is None:
+            price = prices.get((first.region, second.region), 0.0)
+        return price / 1e9
 
 
-def evaluate(costs: PipelineCosts, stages: Sequence[Stage], rent: Rent) -> Figures:
-    """Time and money of a step, straight from the formula above."""
-    times, egress, last = [], 0.0, len(stages) - 1
-    for i, (option, start, stop) in enumerate(stages):
-        seconds = sum(costs.layer_s(option, layer) for layer in range(start, stop))
-        if i < last:
-            following = stages[i + 1].option
-            seconds += costs.forward_send_s(option, following, stop, len(stages) if i == 0 else 0)
-            egress += costs.boundary_dollars(option, following, stop)
-        if i > 0:
-            seconds += costs.backward_send_s(option, stages[i - 1].option, start, i == last)
-        egress += costs.sync_dollars(option, start, stop)
-        times.append(seconds)
-    iteration_s = (
-        (costs.num_microbatches - 1) * max(times)
-        + sum(times)
-        + max(costs.update_s(s.option, s.start, s.stop) for s in stages)
-        + max(costs.sync_s(s.option, s.start, s.stop) for s in stages)
-    )
-    used = count_used(costs, stages, len(rent.pools))
-    return Figures(iteration_s, rent.dollars_per_s(used) * iteration_s + egress, used)
+@dataclass(frozen=True)
+class StageOption:
+    """Devices of one pool, with or without recomputation."""
+
+    pool: int
+    recompute: Recompute
+
+
+class ModelPipelineCosts:
+    """`PipelineCosts` at one degree and one microbatch size."""
+
+    def __init__(
+        self, tables: ModelTables, options: Sequence[StageOption], degree: int, rows: int, global_batch: int
+    ) -> None:
+        self.options = tuple(options)
+        self.num_layers = len(tables.pieces)
+        self.num_microbatches = ceil(global_batch / (rows * degree))
+        self.uses = tuple(
+            tuple(degree if p == option.pool else 0 for p in range(len(tables.pools))) for option in options
+        )
+        self._tables = tables
+        self._degree = degree
+        self._rows = rows
+
+    def layer_s(self, option: int, layer: int) -> float:
+        own = self.options[option]
+        return self._tables.piece_s(self._tables.pools[own.pool].type, self._rows, own.recompute, layer)
+
+    def forward_send_s(self, option: int, following: int, stop: int, first_of: int) -> float:
+        return self._send_s(option, following, stop)
+
+    def backward_send_s(self, option: int, previous: int, start: int, is_last: bool) -> float:
+        return self._send_s(option, previous, start)
+
+    def _send_s(self, option: int, other: int, piece: int) -> float:
+        """All devices of a node send at once."""
+        a, b = self.options[option].pool, self.options[other].pool
+        per_node = self._tables.pools[a].per_node
+        num_bytes = self._rows * self._tables.entering_bytes[piece]
+        if a == b and 2 * self._degree <= per_node:
+            rate = self._tables.inside_rate(a)
+        else:
+            rate = self._tables.rate(a, b) / min(self._degree, per_node)
+        return num_bytes / rate if rate else _NEVER_S
+
+    def least_send_s(self, option: int) -> float:
+        return 0.0
+
+    def update_s(self, option: int, start: int, stop: int) -> float:
+        parameters = self._tables.parameters[stop] - self._tables.parameters[start]
+        share = largest_shard(parameters, self._degree)
+        return self._tables.update_s(self._tables.pools[self.options[option].pool].type, share)
+
+    def sync_s(self, option: int, start: int, stop: int) -> float:
+        """Gradients scattered and parameters gathered over a ring."""
+        pool = self.options[option].pool
+        num_bytes = self._sync_bytes(start, stop)
+        if not num_bytes:
+            return 0.0
+        is_inside = self._degree <= self._tables.pools[pool].per_node
+        rate = self._tables.inside_rate(pool) if is_inside else self._tables.rate(pool, pool)
+        return num_bytes / rate if rate else _NEVER_S
+
+    def _sync_bytes(self, start: int, stop: int) -> float:
+        """Over each edge of the ring."""
+        parameters = self._tables.parameters[stop] - self._tables.parameters[start]
+        each = self._tables.parameter_bytes
+        return parameters * (each.gradient + each.weight) * (self._degree - 1) / self._degree
+
+    def fits(self, option: int, start: int, stop: int, depth: int) -> bool:
+        own, tables = self.options[option], self._tables
+        kept = tables.kept_bytes(own.recompute)
+        held = min(depth, self.num_microbatches) * self._rows * (kept[stop] - kept[start])
+        working = self._rows * tables.working_bytes if own.recompute == "layer" else 0
+        state = (tables.state_bytes[stop] - tables.state_bytes[start]) / self._degree
+        return state + held + working <= tables.memory[own.pool]
+
+    def boundary_dollars(self, option: int, following: int, stop: int) -> float:
+        """Activations there, gradients back, of all rows."""
+        a, b = self.options[option].pool, self.options[following].pool
+        num_rows = self.num_microbatches * self._degree * self._rows
+        price = self._tables.egress_price(a, b) + self._tables.egress_price(b, a)
+        return num_rows * self._tables.entering_bytes[stop] * price
+
+    def sync_dollars(self, option: int, start: int, stop: int) -> float:
+        """Each node on the ring sends to the next."""
+        pool = self.options[option].pool
+        per_node = self._tables.pools[pool].per_node
+        if self._degree <= per_node:
+            return 0.0
+        num_nodes = ceil(self._degree / per_node)
+        return num_nodes * self._sync_bytes(start, stop) * self._tables.egress_price(pool, pool)
+
+
+def make_problems(tables: ModelTables, problem: PlanProblem) -> Iterator[Problem]:
+    """Degrees in powers of two, and all of a node or of a pool; microbatches in powers of two."""
+    degrees: set[int] = set()
+    for pool in tables.pools:
+        number = pool.pool.num_devices
+        degrees |= {number, pool.per_node, *(1 << i for i in range(number.bit_length()))}
+    settings: tuple[Recompute, ...] = ("none", "layer")
+    if problem.fixed.recompute is not None:
+        settings = (problem.fixed.recompute,)
+    most_rows = min(problem.fixed.rows_per_microbatch or MOST_ROWS, MOST_ROWS)
+    for degree in sorted(degrees):
+        for rows in [1 << i for i in range(most_rows.bit_length())]:
+            if (degree - 1) * rows >= problem.global_batch:
+                continue
+            options = [
+                StageOption(p, recompute)
+                for p, pool in enumerate(tables.pools)
+                for recompute in settings
+                if degree <= pool.pool.num_devices and tables.allows_rows(pool.type, rows, recompute)
+            ]
+            if options:
+                costs = ModelPipelineCosts(tables, options, degree, rows, problem.global_batch)
+                yield Problem(degree, rows, costs)

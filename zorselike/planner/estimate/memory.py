@@ -23,7 +23,6 @@ from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.sizes import (
     KeptBytes,
     add_up,
-    find_gradient_itemsize,
     find_row_bytes,
     list_units,
 )
@@ -35,7 +34,6 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.actions import Action
 from zorselike.schedule.lowering.build import RECEIVE_AHEAD
 
-_FP32 = 4
 FEW_MICROBATCHES = 4
 """Of a device, that are walked: more than are on their way to the host at once."""
 MORE_MICROBATCHES = 16
@@ -120,7 +118,7 @@ class RankMemory:
             (layers.start, layers.stop) for layers in map(candidate.layers_of, candidate.ministages_of(group))
         )
         sizes = own.held_sizes(position) or max(own.sizes, key=len)
-        rows = max(sizes) if _accumulates(candidate) else sum(sizes)
+        rows = max(sizes) if candidate.accumulates else sum(sizes)
         bounded = None if own.max_in_flight is None else (len(sizes), own.microbatches_per_device)
         summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]), bounded)
         key = (cuts, own.mode, summary, len(own.devices), device)
@@ -138,10 +136,9 @@ class RankMemory:
         device = self._device_type(own.devices[position])
         sizes = own.held_sizes(position)
         parts = [self._part(candidate.layers_of(i), own.mode, device) for i in candidate.ministages_of(group)]
-        num_shards = 1 if own.mode.zero == 0 else len(own.devices)
         rows_at_once = max(sizes, default=0)
-        rows = rows_at_once if _accumulates(candidate) else sum(sizes)
-        held = _hold(parts, own.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
+        rows = rows_at_once if candidate.accumulates else sum(sizes)
+        held = _hold(parts, own.mode, own.num_shards, rows, rows_at_once, self._problem.defer_updates)
         return self._overheads.context_bytes + round(held * (1 + self._overheads.allocator_share))
 
     def _part(self, layers: range, mode: Mode, device: str) -> _Part:
@@ -151,9 +148,7 @@ class RankMemory:
         return self._parts[key]
 
     def _add_up(self, layers: range, mode: Mode, device: str) -> _Part:
-        workload = self._problem.workload
-        gradient_itemsize = find_gradient_itemsize(workload.itemsize)
-        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        itemsize, each = self._problem.workload.itemsize, self._problem.parameter_bytes
         kept = working = 0.0
         number = trained = largest = 0
         keys = Counter(self._table.keys[layer] for layer in layers)
@@ -165,7 +160,7 @@ class RankMemory:
             largest = max(largest, own)
             whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
             if self._table.recompute(key, mode.recompute) == "layer":
-                inputs = kind.input_elements_per_row * workload.itemsize
+                inputs = kind.input_elements_per_row * itemsize
                 kept += count * self._kept_bytes.get((kind.name, device, "layer"), inputs)
                 working = max(working, whole + kind.working_bytes_per_row)
             else:
@@ -174,15 +169,15 @@ class RankMemory:
         edges = [layers.start, min(layers.stop, len(self._table.keys) - 1)]
         boundary = max(self._table.kind(self._table.keys[e]).input_elements_per_row for e in edges if e)
         return _Part(
-            whole=number * workload.itemsize,
-            gradients=trained * gradient_itemsize,
-            state=trained * state_itemsize,
-            unit=largest * workload.itemsize,
-            unit_gradients=largest * gradient_itemsize,
+            whole=number * each.weight,
+            gradients=trained * each.gradient,
+            state=trained * each.state,
+            unit=largest * each.weight,
+            unit_gradients=largest * each.gradient,
             kept_per_row=kept,
             working_per_row=working,
-            boundary_per_row=boundary * workload.itemsize,
-            masters=workload.masters,
+            boundary_per_row=boundary * itemsize,
+            masters=each.masters,
         )
 
     def _walk(
@@ -283,11 +278,6 @@ class RankMemory:
             return 0
         num_rows = sum(sizes) + RECEIVE_AHEAD * max(sizes, default=0)
         return num_rows * max(size.boundary_bytes_per_row for size in own.values())
-
-
-def _accumulates(candidate: CandidatePlan) -> bool:
-    """Whether each microbatch goes forward and at once back, as with a single ministage."""
-    return candidate.num_ministages == 1
 
 
 def _hold(

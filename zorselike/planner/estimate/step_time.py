@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from zorselike.cost.device_memory import CPU
 from zorselike.cost.network import CollectiveOp, Network
-from zorselike.cost.sizes import find_gradient_itemsize
+from zorselike.cost.parameter_bytes import largest_shard
 from zorselike.cost.wires import make_network
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Recompute
@@ -28,7 +28,6 @@ from zorselike.planner.estimate.one_f_one_b import Order, run_step_in_flight
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.orders.in_flight import find_needs, order_in_flight
 
-_FP32 = 4
 NUM_STEPS = 2
 """Of which the last counts, as in the simulator."""
 
@@ -62,8 +61,7 @@ class StepTimeEstimate:
 
     def estimate_s(self, candidate: CandidatePlan) -> float:
         """Seconds of a step in a steady run."""
-        accumulates = candidate.num_ministages == 1
-        workers = [self._make_worker(group, accumulates) for group in candidate.groups]
+        workers = [self._make_worker(group, candidate.accumulates) for group in candidate.groups]
         works = [self._measure(candidate, i) for i in range(candidate.num_ministages)]
         sends = self._measure_sends(candidate)
         lowest = self._lowest_backward(candidate)
@@ -189,22 +187,16 @@ class StepTimeEstimate:
 
     def _update_s(self, group: CandidateGroup, keys: Mapping[str, int]) -> float:
         trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
-        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
         types = {self.device_type(device) for device in group.devices}
-        return max(self._table.update_s(device, -(-trained // num_shards)) for device in types)
+        return max(self._table.update_s(device, largest_shard(trained, group.num_shards)) for device in types)
 
     def _collect_s(
         self, op: CollectiveOp, group: CandidateGroup, keys: Mapping[str, int], *, of_gradients: bool
     ) -> float:
-        itemsize = self._problem.workload.itemsize
-        total = 0.0
+        each, total = self._problem.parameter_bytes, 0.0
         for key, number in keys.items():
             kind = self._table.kind(key)
-            num_bytes = (
-                kind.trainable * find_gradient_itemsize(itemsize)
-                if of_gradients
-                else kind.num_parameters * itemsize
-            )
+            num_bytes = kind.trainable * each.gradient if of_gradients else kind.num_parameters * each.weight
             if num_bytes:
                 total += number * self.collective_s(op, group.devices, num_bytes)
         return total
@@ -223,17 +215,15 @@ class StepTimeEstimate:
         offload = group.mode.offload
         if not offload:
             return {}
-        workload = self._problem.workload
-        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
-        parameters = sum(n * self._table.kind(key).num_parameters for key, n in keys.items()) / num_shards
-        trained = sum(n * self._table.kind(key).trainable for key, n in keys.items()) / num_shards
-        gradient_itemsize = find_gradient_itemsize(workload.itemsize)
-        state_itemsize = workload.num_moments * gradient_itemsize + _FP32 * workload.masters
+        workload, each = self._problem.workload, self._problem.parameter_bytes
+        kinds = [(self._table.kind(key), number) for key, number in keys.items()]
+        parameters = sum(number * kind.num_parameters for kind, number in kinds) / group.num_shards
+        trained = sum(number * kind.trainable for kind, number in kinds) / group.num_shards
         copied: dict[str, float] = {}
         if "params" in offload:
-            copied["load_s"] = self._copy_s(group, parameters * workload.itemsize)
+            copied["load_s"] = self._copy_s(group, parameters * each.weight)
         if "optimizer" in offload:
-            copied["state_s"] = self._copy_s(group, trained * state_itemsize)
+            copied["state_s"] = self._copy_s(group, trained * each.state)
         if "activations" in offload:
             row_bytes = 0.0
             for key, number in keys.items():
@@ -303,7 +293,7 @@ class StepTimeEstimate:
 
     def _measure_ties(self, candidate: CandidatePlan) -> float:
         """Gradients of tied weights to their owners and values back, which nothing hides."""
-        workload = self._problem.workload
+        workload, each = self._problem.workload, self._problem.parameter_bytes
         home = {
             self._table.modules[layer]: i
             for i in range(candidate.num_ministages)
@@ -314,8 +304,8 @@ class StepTimeEstimate:
             a, b = (candidate.groups[candidate.owners[home[module]]] for module in (owner, borrower))
             if home[owner] != home[borrower] and a is not b:
                 number = workload.kind_of[borrower].num_borrowed
-                total += self._tie_s(b, a, number * find_gradient_itemsize(workload.itemsize))
-                total += self._tie_s(a, b, number * workload.itemsize)
+                total += self._tie_s(b, a, number * each.gradient)
+                total += self._tie_s(a, b, number * each.weight)
         return total
 
     def _tie_s(self, source: CandidateGroup, target: CandidateGroup, num_bytes: int) -> float:

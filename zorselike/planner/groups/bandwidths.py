@@ -15,8 +15,9 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
+from zorselike.cost.device_memory import find_memory_bytes
 from zorselike.errors import ClusterError
-from zorselike.plan.cluster.cluster import Cluster, Node, Place
+from zorselike.plan.cluster.cluster import Cluster, Place
 
 Rates = NDArray[np.float64]
 
@@ -34,7 +35,7 @@ class Block:
     node: int
     type: str
     memory_bytes: int | None
-    """Where the cluster gives it; None: the catalogue's."""
+    """None where it is not known."""
     devices: Group
 
 
@@ -143,13 +144,9 @@ def _find_blocks(cluster: Cluster, devices: Sequence[int]) -> tuple[Block, ...]:
     members: dict[tuple[int, str, int | None], list[int]] = {}
     for device in devices:
         place = cluster.places[device]
-        key = (place.node, cluster.device_type(place), _memory(cluster.nodes[place.node], place.local_rank))
+        key = (place.node, cluster.device_type(place), find_memory_bytes(cluster, place))
         members.setdefault(key, []).append(device)
     return tuple(Block(*key, tuple(own)) for key, own in members.items())
-
-
-def _memory(node: Node, local_rank: int) -> int | None:
-    return node.memory_bytes[local_rank] if node.memory_bytes else None
 
 
 def _rates_between_nodes(cluster: Cluster, nodes: Sequence[int]) -> Rates:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from zorselike.planner.by_shares import cut_in_proportion
+from zorselike.plan.shares import cut_in_proportion
 from zorselike.planner.groups.bandwidths import Bandwidths, Group, Partition, sort_groups
 
 MAX_UNEVEN = 8

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 
 from zorselike.cost.network import CollectiveOp
-from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.errors import PlanError
-from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
@@ -23,7 +21,6 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.split import BatchSplit, RankCosts, share_once, share_per_microbatch
 from zorselike.schedule.orders.in_flight import count_in_flight, least_in_flight
 
-_FP32 = 4
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
 _SHARE_FOR_WHOLE = 0.7
@@ -265,15 +262,15 @@ class CandidateBuilder:
         """What the collectives of one round through the whole model take, without and beside computation."""
         if len(group.devices) == 1:
             return 0.0, 0.0
-        itemsize = self._problem.workload.itemsize
+        each = self._problem.parameter_bytes
         reduced_s = gathered_s = 0.0
         for key, number in self._table.counts.items():
             kind = self._table.kind(key)
-            reduced = kind.trainable * find_gradient_itemsize(itemsize)
+            reduced = kind.trainable * each.gradient
             if reduced:
                 reduced_s += number * self._step_time.collective_s("reduce_scatter", group.devices, reduced)
             if group.mode.zero == 3 and kind.num_parameters:
-                gathered = kind.num_parameters * itemsize
+                gathered = kind.num_parameters * each.weight
                 gathered_s += 2 * number * self._step_time.collective_s("all_gather", group.devices, gathered)
         if group.mode.zero != 3:
             return reduced_s, 0.0
@@ -293,9 +290,7 @@ class CandidateBuilder:
             op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
             times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
             for key in seconds:
-                num_bytes = self._table.kind(key).trainable * find_gradient_itemsize(
-                    self._problem.workload.itemsize
-                )
+                num_bytes = self._table.kind(key).trainable * self._problem.parameter_bytes.gradient
                 if num_bytes:
                     each = self._step_time.collective_s(op, group.devices, num_bytes)
                     seconds[key] += times_reduced * each
@@ -326,19 +321,15 @@ class CandidateBuilder:
 
     def _held_bytes(self, key: str, group: CandidateGroup, rows: int) -> float:
         """What stays on a device for one layer from the forward to the backward."""
-        kind, workload = self._table.kind(key), self._problem.workload
-        num_shards = 1 if group.mode.zero == 0 else len(group.devices)
-        shards = kind.num_parameters * workload.itemsize / num_shards
-        state = kind.trainable * (
-            workload.num_moments * find_gradient_itemsize(workload.itemsize) + _FP32 * workload.masters
-        )
-        held = 0.0 if "params" in group.mode.offload else shards
-        held += 0.0 if "optimizer" in group.mode.offload else state / num_shards
+        kind, each = self._table.kind(key), self._problem.parameter_bytes
+        whole, state = kind.num_parameters * each.weight, kind.trainable * each.state
+        held = 0.0 if "params" in group.mode.offload else whole / group.num_shards
+        held += 0.0 if "optimizer" in group.mode.offload else state / group.num_shards
         if group.mode.zero < 2:
-            held += kind.num_parameters * workload.itemsize
+            held += whole
         if "activations" not in group.mode.offload:
             recomputed = self._table.recompute(key, group.mode.recompute) == "layer"
-            inputs = kind.input_elements_per_row * workload.itemsize
+            inputs = kind.input_elements_per_row * self._problem.workload.itemsize
             held += rows * (inputs if recomputed else kind.activation_bytes_per_row)
         return held
 
@@ -347,24 +338,21 @@ class CandidateBuilder:
         one find room on its smallest devices (ZeRO 2)."""
         kind = max((self._table.kind(key) for key in self._table.counts), key=lambda own: own.num_parameters)
         typical = self._problem.workload.num_parameters / len(self._table.keys)
-        itemsize = self._problem.workload.itemsize
-        each = min(kind.num_parameters, 2 * typical) * (2 * itemsize + find_gradient_itemsize(itemsize))
+        each = self._problem.parameter_bytes
+        needed = min(kind.num_parameters, 2 * typical) * (2 * each.weight + each.gradient)
         layers = 0.0
         for devices in groups:
             limits = [self._memory.limit_bytes(device) for device in devices]
             known = [limit for limit in limits if limit is not None]
-            layers += max(1.0, _SHARE_FOR_WHOLE * min(known) // each) if known and each else math.inf
+            layers += max(1.0, _SHARE_FOR_WHOLE * min(known) // needed) if known and needed else math.inf
         return math.ceil(len(self._table.keys) / layers)
 
     # -- memory ----------------------------------------------------------------------------
 
     def may_run(self, candidate: CandidatePlan) -> bool:
         """Whether the runtime takes it, memory apart."""
-        if candidate.bounds_in_flight and any(
-            {*group.mode.offload} - {*OFFLOAD_IN_FLIGHT} for group in candidate.groups
-        ):
-            return False
-        return not self._shares_unevenly(candidate)
+        may_bound = all(group.mode.may_bound_in_flight for group in candidate.groups)
+        return (may_bound or not candidate.bounds_in_flight) and not self._shares_unevenly(candidate)
 
     def _shares_unevenly(self, candidate: CandidatePlan) -> bool:
         """Whether a ministage with ZeRO 3 holds both ends of a tie while its devices have different numbers

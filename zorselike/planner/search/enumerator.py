@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isfinite
 
-from zorselike.cost.sizes import find_gradient_itemsize
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.choose import DeviceSet, propose_devices
@@ -134,9 +133,7 @@ class CandidateEnumerator:
         speeds = [
             sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in own) for own in grouping.groups
         ]
-        model_bytes = self._problem.workload.num_parameters * find_gradient_itemsize(
-            self._problem.workload.itemsize
-        )
+        model_bytes = self._problem.workload.num_parameters * self._problem.parameter_bytes.gradient
         reduced_s = max(
             model_bytes * speed / sum(speeds) / bandwidths.slowest_link(own)
             for speed, own in zip(speeds, grouping.groups, strict=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from zorselike.errors import ClusterError
-from zorselike.plan.plan import OFFLOAD_IN_FLIGHT
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Family, Mode, list_families
@@ -134,7 +133,7 @@ class CandidateEvaluator:
         return (
             choice.num_ministages == len(choice.groups) > 1
             and self._problem.fixed.bounds_in_flight is not False
-            and not any({*own.mode.offload} - {*OFFLOAD_IN_FLIGHT} for own in choice.groups)
+            and all(group.mode.may_bound_in_flight for group in choice.groups)
         )
 
     def estimate(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
@@ -197,9 +196,7 @@ class CandidateEvaluator:
         needs least memory where time is over."""
         if len(groups) == 1 or self._list_num_ministages(len(groups))[0] != len(groups):
             return None
-        plain = [
-            tuple(mode for mode in own if not {*mode.offload} - {*OFFLOAD_IN_FLIGHT}) for own in families
-        ]
+        plain = [tuple(mode for mode in family if mode.may_bound_in_flight) for family in families]
         plain = [own for own in plain if own]
         microbatch_counts = self._list_microbatch_counts(groups)
         most_microbatches = microbatch_counts[-1]

@@ -27,20 +27,12 @@ def measure_speeds(
         device = cluster.device_type(place)
         sizes = {microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)}
         seconds = {
-            rows: _time_model(workload, clock, device, rows, degree)
+            rows: clock.model_s(device, rows, tensor_parallel=degree)
             for rows in powers | sizes
             if rows in sizes or _is_known(workload, clock, device, rows, degree)
         }
         speeds.append(max(rows / seconds[rows] for rows in seconds) / degree)
     return tuple(speeds)
-
-
-def _time_model(workload: Workload, clock: LayerTimeModel, device: str, rows: int, degree: int) -> float:
-    return sum(
-        clock.forward_s(kind, device, rows, "none", degree)
-        + clock.backward_s(kind, device, rows, "none", degree)
-        for _, kind in workload.layers
-    )
 
 
 def _is_known(workload: Workload, clock: LayerTimeModel, device: str, rows: int, degree: int) -> bool:

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from zorselike.errors import ConfigError, PlanError
-from zorselike.planner.devices.allocation import Allocation, AllocationGoal, Problem, allocate
-from zorselike.planner.devices.pipeline_bounds import Bounds
-from zorselike.planner.devices.pipeline_costs import Figures, Pool, Rent, Stage, evaluate
+from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal, Problem, allocate
+from zorselike.planner.pipelines.bounds import Bounds
+from zorselike.planner.pipelines.costs import Figures, Pool, Rent, Stage, evaluate
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from math import gcd, inf, prod
 
-from zorselike.planner.devices.pipeline_costs import PipelineCosts, Pool
+from zorselike.planner.pipelines.costs import PipelineCosts, Pool
 
 _MAX_STATES = 20_000
 """Of a reach table; a larger one costs more than it prunes."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from zorselike.planner.devices.pipeline_bounds import Bounds, Floors, Reach
-from zorselike.planner.devices.pipeline_costs import Figures, PipelineCosts, Rent, Stage, evaluate
+from zorselike.planner.pipelines.bounds import Bounds, Floors, Reach
+from zorselike.planner.pipelines.costs import Figures, PipelineCosts, Rent, Stage, evaluate
 
 _CAPS = (1.1, 1.3)
 """Times the least straggler."""

@@ -15,9 +15,9 @@ from math import inf, isfinite
 from typing import Literal
 
 from zorselike.errors import ConfigError, PlanError
-from zorselike.planner.devices.pipeline_bounds import Bounds, Floors
-from zorselike.planner.devices.pipeline_costs import Figures, PipelineCosts, Pool, Rent, Stage
-from zorselike.planner.devices.pipeline_search import Incumbent, Limits, PipelineSearch
+from zorselike.planner.pipelines.bounds import Bounds, Floors
+from zorselike.planner.pipelines.costs import Figures, PipelineCosts, Pool, Rent, Stage
+from zorselike.planner.pipelines.search import Incumbent, Limits, PipelineSearch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.plan.cluster.cluster import Link
 from zorselike.plan.workload import Workload
 from zorselike.planner.devices.allocated_devices import allocate_devices
-from zorselike.planner.devices.allocation import AllocationGoal, find_allocation
-from zorselike.planner.devices.model_pipeline_costs import (
+from zorselike.planner.devices.node_kinds import NodeKind, find_node_kinds
+from zorselike.planner.devices.pipeline_costs import (
     ModelPipelineCosts,
     ModelTables,
     StageOption,
@@ -21,8 +21,8 @@ from zorselike.planner.devices.model_pipeline_costs import (
     list_pools,
     make_problems,
 )
-from zorselike.planner.devices.node_kinds import NodeKind, find_node_kinds
 from zorselike.planner.groups.bandwidths import read_bandwidths
+from zorselike.planner.pipelines.allocation import AllocationGoal, find_allocation
 from zorselike.planner.problem import Fixed, PlanProblem
 
 GIB = 2**30
