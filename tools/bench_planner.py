@@ -13,7 +13,6 @@ profiling, Sailor's as measured on a machine of this class (128 + 384) and as in
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -24,11 +23,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.planning.scale import Scale, find_times, list_scales
+from tools.papers.zorse.times import find_folder
+from tools.planning.scale import Scale, list_scales
 from tools.planning.timing import Timing, time_search
+from tools.report import describe_machine, make_parser, write_json
 from zorselike.planner.answer import NothingFitsError
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 BUDGET_SHARE = 0.7
 """Of the most that a search may take."""
 MAX_BYTES = 2e9
@@ -37,9 +37,9 @@ MAX_BYTES = 2e9
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times all; the exit status says whether every target was met."""
     options = parse(arguments)
-    folder = find_times(options.data)
+    folder = None if options.data is None else find_folder(options.data)
     if folder is None:
-        print(f"note: {options.data}: no layer times of Zorse's; give --data their folder. Left out: A, B, C")
+        print("note: no --data with Zorse's layer times (github.com/benson-guo/zorse). Left out: A, B, C")
     scales = [own for own in list_scales(folder) if options.only is None or options.only in own.name]
     print(HEADER)
     results: dict[str, Timing | str] = {}
@@ -52,22 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(format_line(scale, results[scale.name]), flush=True)
     misses = [miss for scale in scales for miss in list_misses(scale, results[scale.name])]
     print("\n".join(["", *(f"MISSED: {miss}" for miss in misses)]) if misses else "\nall targets met")
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps(to_json(scales, results, misses), indent=1) + "\n", encoding="utf-8"
-        )
+    report = {"misses": misses, "cases": results, "machine": describe_machine()}
+    write_json(options.json, report)
     return int(bool(misses))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, default=DATA, help=f"default: {DATA}")
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="with github.com/benson-guo/zorse, a clone")
     parser.add_argument("--only", metavar="TEXT", help="those whose names hold this")
     parser.add_argument("--budget", type=float, metavar="S", help="of each search, in place of four fifths")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and plans there")
     return parser.parse_args(arguments)
 
 
@@ -101,23 +96,6 @@ def list_misses(scale: Scale, result: Timing | str) -> list[str]:
     if result.peak_bytes > MAX_BYTES:
         misses.append(f"{scale.name}: {result.peak_bytes / 1e6:.0f} MB, not at most {MAX_BYTES / 1e6:.0f}")
     return misses
-
-
-def to_json(
-    scales: Sequence[Scale], results: dict[str, Timing | str], misses: Sequence[str]
-) -> dict[str, object]:
-    from tools.bench.report import describe_machine  # It imports torch, which no search needs.
-
-    return {
-        "misses": list(misses),
-        "cases": [
-            {"name": scale.name, "target_s": scale.target_s, "published_s": scale.published_s}
-            | (result.to_json() if isinstance(result, Timing) else {"failed": result})
-            for scale in scales
-            for result in [results[scale.name]]
-        ],
-        "machine": describe_machine(),
-    }
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ that a discrete simulation of the same actions gives.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
@@ -24,11 +22,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.bench.contest import Bench
+from tools.bench.contest import Bench, format_runs
 from tools.bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal
 from tools.bench.overhead import run_cycles, run_growth, run_overhead
 from tools.bench.ragged import run_hand_tuned
-from tools.bench.report import describe_machine, format_figures, format_runs, to_json
+from tools.report import (
+    describe_machine,
+    format_figures,
+    format_machine,
+    list_figures,
+    make_parser,
+    write_json,
+)
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "unequal": run_unequal,
@@ -44,10 +49,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 def main() -> int:
     """Runs the sections asked for; the exit status says whether every target was met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs and figures there")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer cases, one step each")
     parser.add_argument(
         "--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}"
@@ -63,11 +65,11 @@ def main() -> int:
     if bench.runs:
         print(format_runs(bench.runs), end="\n\n")
     print(format_figures(bench.figures))
-    print("\n" + ", ".join(f"{key} {value}" for key, value in describe_machine().items()))
+    machine = describe_machine()
+    print("\n" + format_machine(machine))
     print(f"{seconds:.0f} s" + (" (quick: one step each)" if arguments.quick else ""))
-    if arguments.json:
-        report = to_json(bench.runs, bench.figures, seconds, quick=arguments.quick)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = list_figures(bench.figures) | {"runs": bench.runs, "machine": machine, "seconds": seconds}
+    write_json(arguments.json, report | {"quick": arguments.quick})
     return int(any(figure.is_met is False for figure in bench.figures))
 
 

@@ -10,18 +10,24 @@ it, and is timed by itself, as is the making of the schedule.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.bench.report import Figure, describe_machine, format_figures
+from tools.report import (
+    Figure,
+    describe_machine,
+    format_figures,
+    format_machine,
+    list_figures,
+    make_parser,
+    write_json,
+)
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Profile
 from zorselike.cost.step_costs import StepCosts
@@ -203,11 +209,7 @@ CASES: tuple[tuple[Callable[[], Case], str, float], ...] = (
 
 def main() -> int:
     """Times all cases; the exit status says whether every target was met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
     timings, figures = [], []
     for make, name, target in CASES:
         timing = time_case(make())
@@ -223,15 +225,8 @@ def main() -> int:
         )
     print("\n" + format_figures(figures))
     machine = describe_machine()
-    print("\n" + ", ".join(f"{key} {value}" for key, value in machine.items()))
-    if arguments.json:
-        report = {
-            "figures": {figure.name: figure.value for figure in figures},
-            "targets": {figure.name: figure.target_text for figure in figures},
-            "runs": [asdict(timing) for timing in timings],
-            "machine": machine,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n" + format_machine(machine))
+    write_json(arguments.json, list_figures(figures) | {"runs": timings, "machine": machine})
     return int(any(figure.is_met is False for figure in figures))
 
 

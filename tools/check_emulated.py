@@ -14,21 +14,18 @@ what the simulator says of it, and four wrong models must miss.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 # Before torch is imported, here and in every rank forked from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.bench.forked import RankFailedError, num_cores
-from tools.bench.report import describe_machine
+from tools.bench.forked import RankFailedError
 from tools.emulation.calibrate import calibrate
 from tools.emulation.comparison import Comparison, Scores, compare, format_comparison, score
 from tools.emulation.constants import HostConstants, measure_constants
@@ -39,6 +36,7 @@ from tools.emulation.noise import Moment, is_busy
 from tools.emulation.predict import predict_emulation
 from tools.emulation.runs import COMPUTE_REPEATS, computing_runs, kernel_runs, sleeping_runs
 from tools.emulation.scenarios import Scenario, Setup, count_kinds, make_workload, set_up
+from tools.report import describe_machine, make_parser, num_cores, write_json
 from zorselike.cost.profile import Profile
 
 MAX_MEAN_ERROR = 0.05
@@ -57,7 +55,7 @@ class Check:
     constants: HostConstants
     comparisons: list[Comparison] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    computed: Profile | None = None
+    computed: Profile | None = field(default=None, repr=False)
     """Times of computing layers, measured before the first such run."""
 
     def do(self, scenario: Scenario) -> None:
@@ -121,18 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_scores(scores, misses))
     seconds = time.monotonic() - begin_s
     print(f"{seconds:.0f} s")
-    if options.json:
-        result = to_json(check, scores, misses, notes, seconds)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    report = {"scores": scores, "check": check, "misses": misses, "notes": notes, "seconds": seconds}
+    write_json(options.json, report | {"machine": describe_machine()})
     return int(bool(misses))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs and errors there")
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, metavar="N", help="that many runs at most, of all kinds")
     parser.add_argument("--quick", action="store_true", help="two timed steps each")
     parser.add_argument("--only", metavar="TEXT", help="runs whose names hold this")
@@ -186,26 +180,6 @@ def format_scores(scores: Scores, misses: Sequence[str]) -> str:
         *(f"MISSED: {miss}" for miss in misses),
     ]
     return "\n".join(lines)
-
-
-def to_json(
-    check: Check,
-    scores: Scores,
-    misses: Sequence[str],
-    notes: Sequence[str],
-    seconds: float,
-) -> dict[str, Any]:
-    """Everything for `--json`."""
-    return scores.to_json() | {
-        "num_runs": len(check.comparisons),
-        "runs": [own.to_json() for own in check.comparisons],
-        "misses": list(misses),
-        "notes": list(notes),
-        "machine_was_busy": is_busy([own.others_share for own in check.comparisons]),
-        "constants": check.constants.to_json(),
-        "machine": describe_machine(),
-        "seconds": seconds,
-    }
 
 
 if __name__ == "__main__":

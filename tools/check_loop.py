@@ -13,7 +13,6 @@ fact. Cases that `--shares` does not make (uneven rows, groups in line) are its 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -26,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.bench.forked import num_cores
 from tools.emulation.noise import Moment, is_busy
+from tools.report import make_parser, num_cores, write_json
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 SEQUENCE_LENGTH = 128
@@ -107,20 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     print(f"\n{summarise(pairs)}")
     mean = mean_error(pairs)
-    if options.json is not None:
-        options.json.write_text(json.dumps(describe(pairs), indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"mean_error": mean, "cases": pairs})
     return 0 if mean <= TARGET else 1
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="CPU ranks; no more than cores")
     parser.add_argument("--only", choices=[case.name for case in CASES], help="one case")
     parser.add_argument("--folder", help="where files are kept; by default nowhere")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures, as a file")
     return parser.parse_args(arguments)
 
 
@@ -306,17 +301,6 @@ def summarise(pairs: dict[str, list[Pair]]) -> str:
     if is_busy([pair.others_share for own in pairs.values() for pair in own]):
         lines.append("note: other processes used much of the machine; run this on a quiet one")
     return "\n".join(lines)
-
-
-def describe(pairs: dict[str, list[Pair]]) -> dict[str, object]:
-    """For a file."""
-    cases = {
-        name: [
-            {"estimated_s": p.estimated_s, "found_s": p.found_s, "others_share": p.others_share} for p in own
-        ]
-        for name, own in pairs.items()
-    }
-    return {"mean_error": mean_error(pairs), "cases": cases}
 
 
 if __name__ == "__main__":

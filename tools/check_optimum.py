@@ -14,7 +14,6 @@ must come within 2 % of the best on average and 8 % at worst.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,13 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.planning.small_cases import MAX_PLANS, Comparison, compare
 from tools.planning.trials import describe
+from tools.report import make_parser, write_json
 
 NUM_RUNS = 200
 BUDGET_S = 5.0
@@ -51,17 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("".join(f"\n{format_both(own)}\n" for own in worst[:NUM_SHOWN]))
     misses = list_misses(found)
     print(format_summary(found, misses, time.monotonic() - begin_s))
-    if options.json is not None:
-        result = {"misses": misses, "cases": [to_json(own) for own in found]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"misses": misses, "cases": found})
     return int(bool(misses))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=NUM_RUNS, metavar="N", help=f"default {NUM_RUNS}")
     parser.add_argument("--seed", type=int, metavar="N", help="only this one")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s")
@@ -69,7 +64,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--max-plans", type=int, default=MAX_PLANS, metavar="N", help=f"of a case (default {MAX_PLANS})"
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all cases there")
     return parser.parse_args(arguments)
 
 
@@ -140,21 +134,6 @@ def format_summary(found: Sequence[Comparison], misses: Sequence[str], seconds: 
             f"{same} cases, better than all plans tried in {beyond}"
         )
     return "\n".join([*lines, *(f"MISSED: {miss}" for miss in misses)])
-
-
-def to_json(own: Comparison) -> dict[str, Any]:
-    return {
-        "seed": own.seed,
-        "what": describe(own.case.problem),
-        "plans": own.optimum.num_plans,
-        "simulated": own.optimum.num_simulated,
-        "best": own.best_score,
-        "found": own.score,
-        "excess": own.excess,
-        "search_s": own.search_s,
-        "ending": None if own.answer is None else own.answer.ending,
-        "fault": own.fault,
-    }
 
 
 if __name__ == "__main__":

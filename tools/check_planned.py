@@ -3,8 +3,7 @@
     python tools/check_planned.py --json result.json       # two clusters, ten plans each, about 15 minutes
     python tools/check_planned.py --only "two nodes" --plans 5
 
-Ranks are processes that sleep instead of computing, over links that are slept in the transport (see
-`tools/emulate.py`); what this machine itself adds is measured first. The planner is asked for the same work
+Ranks are processes that sleep instead of computing, over links that are slept in the transport (tools/emulation); what this machine itself adds is measured first. The planner is asked for the same work
 under different wishes, so that its plans spread over a factor of two in predicted time. Run and prediction
 may differ by 5 % on average; their ranks must agree (Spearman 0.9); and the plan predicted to be the fastest
 must be within 3 % of the fastest run.
@@ -13,7 +12,6 @@ must be within 3 % of the fastest run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,17 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 # Before torch is imported, here and in every rank forked from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.bench.report import describe_machine
 from tools.emulation.constants import measure_constants
 from tools.emulation.emulation import run
 from tools.emulation.noise import Moment, is_busy
 from tools.planning.emulated import CLUSTERS, SPREAD, Candidate, choose, make_machines, propose
+from tools.report import describe_machine, make_parser, write_json
 
 NUM_PLANS = 10
 NUM_STEPS = 3
@@ -92,21 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_busy(shares):
         print("note: other processes used the cores during most runs: measured times are too long")
     print("\n".join([f"{time.monotonic() - begin_s:.0f} s", *(f"MISSED: {miss}" for miss in misses)]))
-    if options.json is not None:
-        options.json.write_text(json.dumps(to_json(results, misses), indent=1) + "\n", encoding="utf-8")
+    plans = {own.candidate.name: own.candidate.plan.explain() for runs in results.values() for own in runs}
+    report = {"misses": misses, "clusters": results, "plans": plans, "machine": describe_machine()}
+    write_json(options.json, report)
     return int(bool(misses))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--plans", type=int, default=NUM_PLANS, metavar="N", help=f"default {NUM_PLANS}")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="timed steps of each")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="of each search")
     parser.add_argument("--only", metavar="TEXT", help="clusters whose names hold this")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs and plans there")
     return parser.parse_args(arguments)
 
 
@@ -160,27 +155,6 @@ def format_score(score: Score) -> str:
         f"  mean error {score.mean_error:.1%}, Spearman {score.spearman:.3f}, the plan predicted best is "
         f"{score.regret:.1%} slower than the best run, predictions spread over a factor of {score.spread:.2f}"
     )
-
-
-def to_json(results: dict[str, list[PlanRun]], misses: Sequence[str]) -> dict[str, Any]:
-    return {
-        "misses": list(misses),
-        "clusters": {
-            name: [
-                {
-                    "name": own.candidate.name,
-                    "predicted_s": own.candidate.predicted_s,
-                    "step_s": own.step_s,
-                    "error": own.error,
-                    "others_share": own.others_share,
-                    "plan": own.candidate.plan.explain(),
-                }
-                for own in runs
-            ]
-            for name, runs in results.items()
-        },
-        "machine": describe_machine(),
-    }
 
 
 if __name__ == "__main__":

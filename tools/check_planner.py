@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.planning.trials import Trial, try_seed
+from tools.report import make_parser, to_plain, write_json
 
 NUM_RUNS = 10_000
 BUDGET_S = 0.5
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.seed is not None:
         trial = try_seed(options.seed, budget_s=options.budget)
-        print(json.dumps(trial.to_json(), indent=1))
+        print(json.dumps(to_plain(trial), indent=1))
         return int(bool(trial.faults))
     begin_s = time.monotonic()
     trials: list[Trial] = []
@@ -60,22 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"... {len(trials)} questions, {failed} wrong, {time.monotonic() - begin_s:.0f} s", flush=True
             )
     print(format_summary(trials, time.monotonic() - begin_s))
-    if options.json is not None:
-        options.json.write_text(json.dumps(to_json(options, trials), indent=1) + "\n", encoding="utf-8")
+    wrong = [trial.seed for trial in trials if trial.faults]
+    write_json(options.json, {"budget_s": options.budget, "wrong": wrong, "trials": trials})
     return int(any(trial.faults for trial in trials))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=NUM_RUNS, metavar="N", help=f"default {NUM_RUNS}")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed (default 0)")
     parser.add_argument("--seed", type=int, metavar="N", help="only this one")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all trials there")
     return parser.parse_args(arguments)
 
 
@@ -151,15 +149,6 @@ def _first_words(cause: str) -> str:
     """Without the numbers and names that differ from plan to plan."""
     words = [word for word in cause.split(":")[0].split() if not any(c.isdigit() for c in word)]
     return " ".join(words[:8])
-
-
-def to_json(options: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, object]:
-    return {
-        "budget_s": options.budget,
-        "first": options.first,
-        "wrong": [trial.seed for trial in trials if trial.faults],
-        "trials": [trial.to_json() for trial in trials],
-    }
 
 
 if __name__ == "__main__":

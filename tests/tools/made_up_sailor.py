@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.papers.sailor.library import Library, find_library
+from tools.papers.sailor.library import Library
 
 NUM_LAYERS = 5
 """Embedding, three blocks, head; the head gives four times as much."""
@@ -45,7 +45,7 @@ def write_library(folder: Path, zones: Sequence[str]) -> Library:
     )
     prices = {zone: {other: EGRESS * (zone != other) for other in zones} for zone in zones}
     write(root / "providers" / "communication_cost.json", prices)
-    return find_library(folder)
+    return Library(folder)
 
 
 def shapes(degree: int) -> dict[str, dict[str, int]]:

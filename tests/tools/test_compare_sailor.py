@@ -20,18 +20,17 @@ from made_up_sailor import (
     SECONDS,
     write_library,
 )
+from paper_data import DATA, needs_data
 
 from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorPlan, SailorStage
 from tools.papers.sailor.cases import CASES, Case, answer
-from tools.papers.sailor.library import Library, find_library
+from tools.papers.sailor.library import Library
 from tools.papers.sailor.pipelines import Quotas, make_problems, to_sailor_plan
 from tools.papers.sailor.planning import format_plan
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.planner.pipelines.allocation import AllocationGoal, allocate
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_a_plan_is_spelled_in_a_line() -> None:
 @needs_data
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[4]], ids=lambda case: case.name)
 def test_what_must_be_reached_is(case: Case) -> None:
-    found = answer(case, find_library(DATA))
+    found = answer(case, Library(DATA))
     assert found.reached
     assert found.searched.figures.throughput > (case.sailor or inf)
 
@@ -152,4 +151,4 @@ def test_without_the_data_the_tool_says_so(tmp_path: Path) -> None:
     given = [sys.executable, ROOT / "tools" / "papers" / "compare_sailor.py", "--data", tmp_path / "none"]
     done = subprocess.run(given, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "there is no such folder" in done.stderr
+    assert "no sailor/Planner/llm_info.json of github.com/eth-easl/sailor" in done.stderr

@@ -110,9 +110,8 @@ def test_cells_show_both_figures_and_what_does_not_fit(setup: Setup) -> None:
     assert lines[2].split()[:4] == ["A", "65b", f"{cell.tflops('TorchTitan-Het'):.0f}", "OOM"]
     assert lines[3].split()[2:] == ["OOM", "OOM", "OOM", "2049", "OOM", "1938", "OOM", "OOM"]
     assert "  A 65b Whale: OUT OF MEMORY: x" in lines
-    said = cell.to_json()
-    assert said["paper_tflops"] == dict(zip(SYSTEMS, PAPER["A", "65b"], strict=True))
-    assert {own["name"] for own in said["baselines"]} >= {"even shares", "Whale", *OURS.values()}
+    assert cell.paper == dict(zip(SYSTEMS, PAPER["A", "65b"], strict=True))
+    assert {own.name for own in cell.baselines} >= {"even shares", "Whale", *OURS.values()}
 
 
 # -- ours beside the paper's -------------------------------------------------------------------
@@ -166,9 +165,6 @@ def test_shares_are_of_what_devices_could_compute(setup: Setup) -> None:
     assert own.share_of_limit(limit_s) == pytest.approx(1.0)
     assert own.share_of_limit(2 * limit_s) == pytest.approx(0.5)
     assert own.share_of_limit(None) is None
-    said = own.to_json()
-    assert said["free"]["share_of_ideal"] == pytest.approx(0.5)
-    assert said["recomputed"]["share_of_limit"] == pytest.approx(own.share_of_limit(own.recomputed.step_s))
     assert f"aimed at {AIMS['A']:.0%}" in format_summary([own])[1]
 
 
@@ -185,9 +181,12 @@ def test_the_tool_says_what_it_lacks(tmp_path: Path) -> None:
         [sys.executable, str(script), "--data", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "no model_latencies.json in it or its zorse/" in done.stderr
+    assert "no data/model_stats.json of github.com/benson-guo/zorse" in done.stderr
     wrong = subprocess.run(
-        [sys.executable, str(script), "--cells", "D:7b"], capture_output=True, text=True, check=False
+        [sys.executable, str(script), "--data", ".", "--cells", "D:7b"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "give cluster and model" in wrong.stderr
     assert len(CELLS) == 10

@@ -1,17 +1,14 @@
-"""The emulated cluster: its wires, its scales, its scenarios and mutations, and one tiny run."""
+"""The emulated cluster: its wires, its scenarios and mutations, and one tiny run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tools import check_emulated, emulate
-from tools.bench.forked import num_cores, run_forked
+from tools import check_emulated
+from tools.bench.forked import run_forked
 from tools.emulation.comparison import Comparison, MemoryPair, pair_memory, score
 from tools.emulation.constants import GlooTimes, HostConstants, uniform_profile, uniform_workload
 from tools.emulation.device_times import DeviceTimes
@@ -19,19 +16,12 @@ from tools.emulation.emulation import Emulation, run
 from tools.emulation.mutations import MUTATIONS
 from tools.emulation.namespaces import NamespaceError, Namespaces
 from tools.emulation.noise import Moment, is_busy, straighten
-from tools.emulation.predict import Prediction, host_network, predict_emulation, simulate_costs
+from tools.emulation.predict import Prediction, host_network, predict_emulation
 from tools.emulation.runs import all_runs, computing_runs, kernel_runs, sleeping_runs
-from tools.emulation.scaling import (
-    MIN_SLEEP_S,
-    SLEEP_PER_RANK_S,
-    find_shortest_s,
-    scale_cluster,
-    scale_profile,
-    scale_workload,
-)
-from tools.emulation.scenarios import Scenario, set_up
+from tools.emulation.scenarios import MIN_SLEEP_S, SLEEP_PER_RANK_S, Scenario, find_shortest_s, set_up
 from tools.emulation.wires import Buckets, BucketWires, lay_buckets, order_ring
 from tools.emulation.wires import Path as Way
+from tools.report import num_cores
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Overheads
 from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
@@ -135,31 +125,6 @@ def test_the_kernel_limits_cards_only() -> None:
     ):
         with pytest.raises(NamespaceError):
             Namespaces(cluster)
-
-
-# -- scales --------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=20)
-@given(time_by=st.floats(0.1, 50), bytes_by=st.sampled_from([0.125, 0.5, 1.0]), which=st.integers(0, 11))
-def test_scaled_seconds_and_bytes_change_nothing_else(time_by: float, bytes_by: float, which: int) -> None:
-    setup = set_up(sleeping_runs()[which], num_steps=1)
-    own = setup.emulation
-    light = scale_workload(own.workload, bytes_by)
-    slow = scale_profile(setup.profile, light, time_by=time_by, bytes_by=bytes_by)
-    cluster = scale_cluster(own.cluster, time_by=time_by, bytes_by=bytes_by)
-    before = make_costs(own.plan, own.workload, own.cluster, setup.profile)
-    after = make_costs(own.plan, light, cluster, slow)
-    first, second = (
-        simulate_costs(own.plan, workload, costs).step_s
-        for workload, costs in ((own.workload, before), (light, after))
-    )
-    assert second == pytest.approx(time_by * first, rel=0.01)
-
-
-def test_tied_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="ties weights"):
-        scale_workload(replace(uniform_workload(2), ties=(("layers.0", "layers.1"),)), 1.0)
 
 
 # -- scenarios -----------------------------------------------------------------------------
@@ -313,26 +278,3 @@ def test_a_tiny_run_sleeps_and_holds_what_the_model_says() -> None:
         assert {pair.purpose for pair in pairs} >= {"gathered parameters", "optimizer state"}
         assert [pair.error for pair in pairs] == [0.0] * len(pairs)
         assert [time.action for time in own.actions[0]] == prediction.actions[rank]
-
-
-def test_the_command_prints_steps_beside_the_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    emulation, _ = tiny()
-    monkeypatch.setattr(emulate, "measure_constants", lambda counts: CONSTANTS)
-    files = {name: tmp_path / f"{name}.file" for name in ("cluster", "profile", "plan", "workload")}
-    emulation.cluster.save(files["cluster"])
-    uniform_profile(emulation.workload, SLEEP_S).save(files["profile"])
-    emulation.plan.save(files["plan"])
-    emulation.workload.save(files["workload"])
-    arguments = [text for name, path in files.items() for text in (f"--{name}", str(path))]
-    assert emulate.main([*arguments, "--steps", "1", "--time-scale", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "2 ranks on 2 nodes" in printed and "times x 1, bytes x 1" in printed
-    assert "step 0: " in printed and ", predicted " in printed and "rank 1: busy" in printed
-
-
-def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        emulate.main(["--cluster", "c.toml"])
-    assert "--profile FILE, --plan FILE" in capsys.readouterr().err

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_data import DATA, needs_data
 
-from tools.papers.sailor.library import find_library
+from tools.papers.data import SAILOR
+from tools.papers.sailor.library import Library
 from tools.papers.sailor.links import (
     LARGEST_BYTES,
     Machine,
@@ -17,20 +19,15 @@ from tools.papers.sailor.links import (
     divide,
     make_link,
     read_egress_prices,
-    read_fabrics,
-    read_region_links,
 )
 from tools.papers.sailor.profiles import read_profile as read_sailor_profile
 from tools.papers.sailor.profiles import read_shapes
 from tools.papers.sailor.profiles import read_workload as read_sailor_workload
 from tools.papers.sailor.runs import read_run, to_cluster, to_plan
-from tools.papers.zorse.times import read_profile, read_workload
+from tools.papers.zorse.times import find_folder, read_profile, read_workload
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ClusterError, PlanError, ProfileError
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
 
 GIGA = 1e9
 
@@ -39,6 +36,25 @@ def write(path: Path, found: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found), encoding="utf-8")
     return path
+
+
+# -- where files are ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["clones", "clone", "copies", "copy"])
+def test_files_are_found_in_clones_and_in_copies(tmp_path: Path, given: str) -> None:
+    name = "providers/communication_cost.json"
+    inside = SAILOR.files[name] if given.startswith("clone") else name
+    root = tmp_path / "sailor" if given in ("clones", "copies") else tmp_path
+    path = write(root / inside, {})
+    assert SAILOR.find(tmp_path, name) == path
+
+
+def test_what_is_missing_is_named_with_its_repository(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError) as raised:
+        Library(tmp_path).find_profile("OPT-350", "T4")
+    path = "sailor/Planner/sailor_planner/profiles/OPT-350/T4/profile.json"
+    assert f"no {path} of github.com/eth-easl/sailor; git clone https://github.com/" in str(raised.value)
 
 
 # -- Zorse's layer times -------------------------------------------------------------------
@@ -107,9 +123,10 @@ def test_a_workload_counts_what_the_authors_count(tmp_path: Path) -> None:
 
 @needs_data
 def test_totals_of_the_real_models_agree() -> None:
-    stats = json.loads((DATA / "zorse" / "model_stats.json").read_text())
+    folder = find_folder(DATA)
+    stats = json.loads((folder / "model_stats.json").read_text())
     for model in ("7b", "13b", "33b", "65b"):
-        assert read_workload(DATA / "zorse", model, 512).num_parameters == pytest.approx(
+        assert read_workload(folder, model, 512).num_parameters == pytest.approx(
             stats[f"deepspeedllama_{model}"]["total_parameters"], rel=1e-6
         )
 
@@ -117,7 +134,7 @@ def test_totals_of_the_real_models_agree() -> None:
 @needs_data
 @pytest.mark.parametrize("model", ["7b", "13b", "33b", "65b"])
 def test_real_times_without_the_suspect_ones_rise(model: str) -> None:
-    for times in read_profile(DATA / "zorse", model, 4096).layers:
+    for times in read_profile(find_folder(DATA), model, 4096).layers:
         if times.device in ("H100-NVL", "A100-80"):
             is_left_out = times.device == "H100-NVL" or model != "13b"
             assert (2 not in times.rows) == is_left_out
@@ -209,9 +226,9 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
 @needs_data
 def test_real_updates_lie_on_a_line_through_the_degrees() -> None:
     """That they are of a model of two blocks is what makes seconds proportional to parameters."""
-    root = DATA / "sailor"
-    shapes = read_shapes(root / "llm_info.json", "OPT-350")
-    path = root / "profiles" / "OPT-350" / "GH-96" / "profile.json"
+    library = Library(DATA)
+    shapes = library.shapes["OPT-350"]
+    path = library.find_profile("OPT-350", "GH-96")
     (update,) = read_sailor_profile(path, "OPT-350", "GH-96", shapes).updates
     measured = json.loads(path.read_text())["8"]
     for degree, own in shapes.items():
@@ -263,15 +280,9 @@ def test_a_gpu_has_its_share_of_what_all_reach_together(tmp_path: Path) -> None:
         links.share(Machine("z", "RTX-3090", 2), Machine("z", "V100-16", 2))
 
 
-def test_prices_fabrics_and_regions(tmp_path: Path) -> None:
+def test_prices_of_egress(tmp_path: Path) -> None:
     prices = write(tmp_path / "prices.json", {"a": {"a": 0.0, "b": 0.01}, "b": {"a": 0.02, "b": 0.0}})
     assert read_egress_prices(prices) == {("a", "b"): 0.01, ("b", "a"): 0.02}
-    fabrics = read_fabrics(write(tmp_path / "inside.json", {"T": {"2": FIT}}))
-    assert fabrics["T"][2].rate(4e6) == pytest.approx(13.6 * GIGA, rel=0.01)
-    regions = read_region_links(
-        write(tmp_path / "regions.json", {"Oregon-Ohio": {"delay_ms": 49, "bandwidth_gbps": 8}})
-    )
-    assert regions[("Ohio", "Oregon")].transfer_s(1e9) == pytest.approx(1.049)
 
 
 # -- runs ----------------------------------------------------------------------------------
@@ -335,8 +346,8 @@ def test_a_run_that_cannot_be_read_is_refused(tmp_path: Path, change: dict[str, 
 
 @needs_data
 def test_all_real_runs_are_read() -> None:
-    library = find_library(DATA)
-    root = library.root / "measured" / "OPT-350-GH200"
+    library = Library(DATA)
+    root = library.find("measured/OPT-350-GH200")
     runs = [read_run(path, root) for path in sorted(root.rglob("*.json"))]
     assert len(runs) == 15
     assert {library.guess_model(run.num_layers) for run in runs} == {"OPT-350"}

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from made_up_sailor import NUM_LAYERS, write, write_library
+from paper_data import DATA, needs_data
 
 from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
-from tools.papers.sailor.library import Library, find_library
+from tools.papers.sailor.library import Library
 from tools.papers.sailor.pipelines import Quotas
 from tools.papers.sailor.planning import Planned, lay_even_mesh
 from tools.papers.sailor.replay import A100, V100, Event, Policy, Replay, replay
@@ -22,9 +23,7 @@ from tools.papers.sailor.traces import Period, read_trace
 from zorselike.errors import ConfigError, ProfileError
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared" / "data"
 TOOL = ROOT / "tools" / "papers" / "replay_trace.py"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of other people's data is not here")
 ZONE = "us-central1-a"
 
 
@@ -149,33 +148,32 @@ def run(*given: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_tool_prints_and_writes_every_trace(library: Library, tmp_path: Path) -> None:
     entries = [{"Time": 0, "GPUs": 2}, {"Time": 60, "GPUs": 1}, {"Time": 120, "GPUs": 1}]
-    write(library.root / "traces" / "small.json", entries)
+    write(tmp_path / "sailor" / "traces" / "a100_trace_small.json", entries)
     out = tmp_path / "figures.json"
-    done = run("--data", library.root, "--model", "Tiny", "--v100", 1, "--pause", 5, "--json", out)
+    done = run("--data", tmp_path, "--model", "Tiny", "--v100", 1, "--pause", 5, "--json", out)
     assert done.returncode == 0, done.stderr
-    assert "small: A100 by the trace\n" in done.stdout
-    assert "small: A100 by the trace and 1 V100\n" in done.stdout
-    alone, beside = json.loads(out.read_text())["replays"]
-    assert [total["policy"] for total in alone["totals"]] == [
-        "ours",
-        "cheaper",
-        "even mesh",
-        "never replanned",
-    ]
-    assert beside["totals"][0]["iterations"] >= alone["totals"][0]["iterations"] * (1 - 5 / 60)
-    assert [event["a100"] for event in alone["events"]] == [2, 1]
+    assert "a100_trace_small: A100 by the trace\n" in done.stdout
+    assert "a100_trace_small: A100 by the trace and 1 V100\n" in done.stdout
+    found = json.loads(out.read_text())
+    alone, beside = found["totals"]
+    assert [total["policy"] for total in alone] == ["ours", "cheaper", "even mesh", "never replanned"]
+    assert beside[0]["iterations"] >= alone[0]["iterations"] * (1 - 5 / 60)
+    assert [event["period"]["num_gpus"] for event in found["replays"][0]["events"]] == [2, 1]
 
 
 def test_without_traces_or_data_the_tool_says_so(library: Library, tmp_path: Path) -> None:
     none = run("--data", tmp_path / "none")
-    assert none.returncode == 2 and "there is no such folder" in none.stderr
-    empty = run("--data", library.root, "--model", "Tiny")
-    assert empty.returncode == 2 and "no traces in it" in empty.stderr
+    assert none.returncode == 2 and "no sailor/Planner/llm_info.json of" in none.stderr
+    missing = run("--data", tmp_path, "--model", "Tiny")
+    assert missing.returncode == 2 and "no sailor/Controller/trace_based of" in missing.stderr
+    (tmp_path / "sailor" / "traces").mkdir()
+    empty = run("--data", tmp_path, "--model", "Tiny")
+    assert empty.returncode == 2 and "no a100_trace_*.json in it" in empty.stderr
 
 
 @needs_data
 def test_the_recorded_traces_are_read() -> None:
-    folder = find_library(DATA).root / "traces"
+    folder = Library(DATA).find("traces")
     for name, num_periods, most in (("a100_trace_16", 28, 14), ("a100_trace_original", 12, 16)):
         found = read_trace(folder / f"{name}.json")
         assert len(found) == num_periods and max(period.num_gpus for period in found) == most

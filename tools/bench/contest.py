@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from zorselike.plan.plan import Plan
 from zorselike.schedule.lowering.build import build
 
+from ..report import Figure
 from .actions_bound import MIN_COST_ROWS, Workload, simulate
+from .forked import Timing
 from .meshes import Cluster, Mesh, simulate_mesh
 from .plans import make_plan
-from .report import Figure, Run
 from .runs import Emulation, run_fsdp, run_mesh, run_ours
 
 MIN_SLEEP_S = 0.045
@@ -24,6 +25,41 @@ QUICK = 0.8
 MIN_STEP_S = 5.0
 """The shortest step, so that what a step costs once (collectives of seven ranks on two cores)
 stays small against it, as it is against a real step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contestant in one case."""
+
+    case: str
+    contestant: str
+    timing: Timing
+    bound_s: float
+    """Seconds of a step in the simulation of the same actions."""
+    ideal_s: float
+    """All rows over the summed speed of all ranks."""
+
+    @property
+    def share_of_bound(self) -> float:
+        return self.bound_s / self.timing.median_s
+
+    @property
+    def share_of_ideal(self) -> float:
+        return self.ideal_s / self.timing.median_s
+
+
+def format_runs(runs: Sequence[Run]) -> str:
+    """A table of all timed steps."""
+    lines = [
+        f"{'case':28} {'contestant':36} "
+        f"{'step s':>8} {'bound s':>8} {'of bound':>8} {'of ideal':>8} {'cpu':>5}"
+    ]
+    for run in runs:
+        lines.append(
+            f"{run.case:28} {run.contestant:36} {run.timing.median_s:8.3f} {run.bound_s:8.3f} "
+            f"{run.share_of_bound:8.3f} {run.share_of_ideal:8.3f} {run.timing.cpu_share:5.0%}"
+        )
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

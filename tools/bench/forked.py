@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..report import num_cores
 from .link_sleep import LinkSleeper
 from .sleeping import Device
 
@@ -176,8 +177,3 @@ def time_steps(
         if links is not None:
             links.is_on = False
     return RankTimes(tuple(begins), tuple(ends), cpu_s, device.asleep_s)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
 from zorselike.plan.workload import Workload
 
-from ..bench.forked import num_cores, run_forked
+from ..bench.forked import run_forked
+from ..report import num_cores
 from .model import ComputingLayer, EmulatedDevice, SleepingAdamW
 from .noise import straighten
 

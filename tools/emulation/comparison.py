@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from zorselike.cost.memory import MemoryWalk
 from zorselike.runtime.memory.report import MemoryLine
@@ -77,10 +76,6 @@ class Comparison:
         """The mean over ranks and purposes."""
         return statistics.fmean(pair.error for pair in self.memory) if self.memory else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        own = asdict(self) | {"measured_median_s": self.median_s, "error": self.error, "spread": self.spread}
-        return own | {"memory_error": self.memory_error}
-
 
 def compare(
     scenario: Scenario, prediction: Prediction, measured: Measurement, *, others_share: float | None
@@ -133,9 +128,6 @@ class Scores:
     memory_max_error: float
     mutation_errors: Mapping[str, float]
     """By mutation, the mean miss on the runs where it matters."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def score(comparisons: Sequence[Comparison]) -> Scores:

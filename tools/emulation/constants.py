@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,9 +66,6 @@ class HostConstants:
         by_ranks = [float(np.interp(num_bytes, own.num_bytes, own.seconds)) for own in times]
         return float(np.interp(num_ranks, [own.num_ranks for own in times], by_ranks))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_constants(num_ranks: Sequence[int] = (2, 4, 8, 16)) -> HostConstants:
     """Takes some ten seconds for each number of ranks."""
@@ -76,11 +73,6 @@ def measure_constants(num_ranks: Sequence[int] = (2, 4, 8, 16)) -> HostConstants
     after_sleep, awake = (measure_actions(sleep_s) for sleep_s in (SLEEP_S, 0.0))
     gloo = tuple(times for count in num_ranks for times in measure_gloo(count))
     return HostConstants(overshoot, after_sleep, awake, gloo)
-
-
-def choose_counts(plan: Plan) -> tuple[int, ...]:
-    """Numbers of ranks to measure Gloo with for a plan: two, and the sizes of its groups."""
-    return tuple(sorted({2, *(len(group.flat_ranks) for group in plan.groups if len(group.flat_ranks) > 1)}))
 
 
 def _oversleep(rank: int) -> float:

@@ -21,8 +21,9 @@ from zorselike.plan.workload import Workload
 from zorselike.profiler.program.action_clock import ActionClock, ActionTime
 from zorselike.runtime.memory.report import MemoryLine
 
-from ..bench.forked import num_cores, run_forked
+from ..bench.forked import run_forked
 from ..bench.link_sleep import LinkSleeper
+from ..report import num_cores
 from .calibrate import idle_device, pin
 from .device_times import DeviceTimes
 from .model import DTYPES, EmulatedDevice, SleepingAdamW, build_model, count_rows, make_rows, squared_error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bench.forked import num_cores
+from ..report import num_cores
 
 MAX_OTHERS_SHARE = 0.1
 """Of the cores: above, what is measured is not a run alone."""

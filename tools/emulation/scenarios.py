@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Ministage, Plan, Recompute
@@ -14,10 +15,14 @@ from zorselike.plan.workload import LayerKind, Workload
 from ..bench.plans import make_plan
 from .device_times import DeviceTimes
 from .emulation import Emulation, Limit
-from .scaling import find_time_scale
 
 Stress = Literal["dependency", "collectives", "contention", "ring"]
 """What of the model a run depends on: each has a mutation that must miss there."""
+
+SLEEP_PER_RANK_S = 0.1 / 16
+"""The shortest sleep of a ministage for each rank of a run: what all ranks' actions cost together stays
+under 30 % of two cores over that time."""
+MIN_SLEEP_S = 0.04
 
 SPEEDS = {"A100-80": 4.0, "A100-40": 3.0, "V100-32": 2.0, "T4": 1.0}
 """How fast the emulated device types are, against each other."""
@@ -179,6 +184,31 @@ def make_profile(scenario: Scenario, workload: Workload, unit_s: float) -> Profi
         for device in dict.fromkeys(times.device for times in layers)
     )
     return Profile(model=workload.model, layers=tuple(layers), updates=updates)
+
+
+def find_shortest_s(plan: Plan, workload: Workload, cluster: Cluster, profile: Profile) -> float:
+    """The shortest forward of a microbatch through a ministage."""
+    places = cluster.place_ranks(plan)
+    clock = LayerTimeModel(profile, workload)
+    return min(
+        sum(
+            clock.forward_s(
+                workload.kind_of[module].name,
+                cluster.device_type(places[microbatch.rank]),
+                microbatch.num_rows,
+                "none",
+            )
+            for module in ministage.modules
+        )
+        for ministage in plan.ministages
+        for microbatch in plan.groups[ministage.group].microbatches
+    )
+
+
+def find_time_scale(plan: Plan, workload: Workload, cluster: Cluster, profile: Profile) -> float:
+    """By how much sleeps must be longer for all ranks to fit two cores."""
+    wanted_s = max(MIN_SLEEP_S, SLEEP_PER_RANK_S * plan.num_ranks)
+    return wanted_s / find_shortest_s(plan, workload, cluster, profile)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Our search against Sailor's planner, both scored by Sailor's published simulator.
 
-    python tools/papers/compare_sailor.py --json figures.json
-    python tools/papers/compare_sailor.py --only money
+    python tools/papers/compare_sailor.py --data DIR --json figures.json
+    python tools/papers/compare_sailor.py --data DIR --only money
 
 OPT-350M, global batch 1024, sequence 2048, fp32, machines of 4 GPUs in GCP's us-central1. Plans are such as
 both can express: one machine a replica, as many replicas in every stage, one microbatch size. Money is the
@@ -11,62 +11,37 @@ planner; `reach` is what our search must reach. Seconds are of one core, search 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
 
+from tools.papers.data import SAILOR, make_data_parser, report_errors
 from tools.papers.sailor.cases import CASES, Answer, answer
-from tools.papers.sailor.library import find_library
+from tools.papers.sailor.library import Library
 from tools.papers.sailor.planning import format_plan
-from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
+from tools.report import write_json
 
 
 def main() -> int:
-    args = _read_arguments()
-    if not args.data.is_dir():
-        print(
-            f"{args.data}: there is no such folder; give --data the one with Sailor's files", file=sys.stderr
-        )
-        return 2
-    print(_HEADER)
+    parser = make_data_parser(__doc__, SAILOR)
+    parser.add_argument("--only", choices=("same", "mixed", "money"), help="one group of cases")
+    mixed_help = "also stages with replicas of two kinds, by quarters; takes several times as long"
+    parser.add_argument("--mixed-stages", action="store_true", help=mixed_help)
+    args = parser.parse_args()
+    library = Library(args.data)
     answers = []
-    try:
-        library = find_library(args.data)
-        for case in CASES:
-            if args.only in (None, case.group):
-                answers.append(answer(case, library, mixed=args.mixed_stages))
-                print("\n".join(format_answer(answers[-1])), flush=True)
-    except (ClusterError, ConfigError, PlanError, ProfileError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    if args.json is not None:
-        text = json.dumps({"answers": [a.to_json() for a in answers]}, indent=2)
-        args.json.write_text(text + "\n", encoding="utf-8")
-    missed = [a.case.name for a in answers if not a.reached]
+    print(_HEADER)
+    for case in CASES:
+        if args.only in (None, case.group):
+            answers.append(answer(case, library, mixed=args.mixed_stages))
+            print("\n".join(format_answer(answers[-1])), flush=True)
+    write_json(args.json, {"answers": answers, "plans": [own.searched.plan.to_json() for own in answers]})
+    missed = [own.case.name for own in answers if not own.reached]
     print(
         f"\nreached {len(answers) - len(missed)} of {len(answers)}" + "".join(f"; not: {m}" for m in missed)
     )
     return 1 if missed else 0
-
-
-def _read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, default=DATA, help=f"default: {DATA}")
-    parser.add_argument("--json", type=Path, help="where figures and plans are written")
-    parser.add_argument("--only", choices=("same", "mixed", "money"), help="one group of cases")
-    parser.add_argument(
-        "--mixed-stages",
-        action="store_true",
-        help="also stages with replicas of two kinds, by quarters; takes several times as long",
-    )
-    return parser.parse_args()
 
 
 _HEADER = f"{'case':<46} {'ours it/s':>9} {'reach':>7} {'Sailor':>7} {'$/it':>7} {'seconds':>8}"
@@ -85,4 +60,4 @@ def format_answer(given: Answer) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_errors(main))

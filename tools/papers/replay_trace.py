@@ -1,8 +1,8 @@
 """A job along the availability of GPUs that Sailor's authors recorded in a cloud: planned anew at every
 change, and what that comes to beside simpler ways.
 
-    python tools/papers/replay_trace.py --json figures.json
-    python tools/papers/replay_trace.py --v100 0 --pause 60
+    python tools/papers/replay_trace.py --data DIR --json figures.json
+    python tools/papers/replay_trace.py --data DIR --v100 0 --pause 60
 
 OPT-350M, global batch 1024, sequence 2048, fp32, machines of 4 GPUs in GCP's us-central1, planned and scored
 as in `compare_sailor.py`: by the arithmetic of Sailor's published simulator. Assumed here, since the traces
@@ -13,78 +13,52 @@ along these traces. Seconds of planning are of one core.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
 
+from tools.papers.data import SAILOR, make_data_parser, report_errors
 from tools.papers.sailor.arithmetic import SailorArithmetic
 from tools.papers.sailor.cases import MODEL
-from tools.papers.sailor.library import find_library
+from tools.papers.sailor.library import Library
 from tools.papers.sailor.planning import Planned, format_plan
 from tools.papers.sailor.replay import A100, EXPLAINED, V100, Replay, replay
 from tools.papers.sailor.traces import read_trace
-from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
-DEFAULT_V100 = 16
+from tools.report import write_json
+from zorselike.errors import ConfigError
 
 
 def main() -> int:
-    args = _read_arguments()
-    if not args.data.is_dir():
-        print(
-            f"{args.data}: there is no such folder; give --data the one with Sailor's files", file=sys.stderr
-        )
-        return 2
-    replays = []
-    try:
-        library = find_library(args.data)
-        arithmetic = SailorArithmetic(library, args.model, (A100, V100))
-        for path in list_traces(library.root / "traces"):
-            for num_v100 in dict.fromkeys((0, args.v100)):
-                replays.append(replay(path.stem, read_trace(path), arithmetic, num_v100=num_v100))
-                print("\n".join(format_replay(replays[-1], args.pause)), flush=True)
-    except (ClusterError, ConfigError, PlanError, ProfileError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(f"{policy}: {what}" for policy, what in EXPLAINED.items()))
-    if args.json is not None:
-        text = json.dumps({"replays": [to_json(each, args.pause) for each in replays]}, indent=2)
-        args.json.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-def _read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, default=DATA, help=f"default: {DATA}")
-    parser.add_argument("--json", type=Path, help="where figures and plans are written")
-    parser.add_argument("--model", default=MODEL, help=f"of Sailor's profiles; default: {MODEL}")
+    parser = make_data_parser(__doc__, SAILOR)
+    parser.add_argument("--model", default=MODEL, help="of Sailor's profiles (default: %(default)s)")
+    v100_help = "beside the trace alone, the trace and so many V100s (default: %(default)s)"
+    parser.add_argument("--v100", type=int, default=16, metavar="N", help=v100_help)
     parser.add_argument(
-        "--v100",
-        type=int,
-        default=DEFAULT_V100,
-        help=f"beside the trace alone, the trace and so many V100s; default: {DEFAULT_V100}",
-    )
-    parser.add_argument(
-        "--pause", type=float, default=0.0, help="seconds that a change of plan takes; default: 0"
+        "--pause", type=float, default=0.0, help="seconds that a change of plan takes (default: 0)"
     )
     args = parser.parse_args()
     if args.v100 < 0 or args.pause < 0:
         parser.error("--v100 and --pause must be at least 0")
-    return args
+    library = Library(args.data)
+    arithmetic = SailorArithmetic(library, args.model, (A100, V100))
+    replays = []
+    for path in list_traces(library.find("traces")):
+        for num_v100 in dict.fromkeys((0, args.v100)):
+            replays.append(replay(path.stem, read_trace(path), arithmetic, num_v100=num_v100))
+            print("\n".join(format_replay(replays[-1], args.pause)), flush=True)
+    print("\n".join(f"{policy}: {what}" for policy, what in EXPLAINED.items()))
+    totals = [[own.add_up(policy, args.pause) for policy in own.policies] for own in replays]
+    write_json(args.json, {"replays": replays, "pause_s": args.pause, "totals": totals})
+    return 0
 
 
 def list_traces(folder: Path) -> list[Path]:
     """Raises `ConfigError` if there is none."""
-    found = sorted(folder.glob("*.json"))
+    found = sorted(folder.glob("a100_trace_*.json"))
     if not found:
-        raise ConfigError(f"{folder}: no traces in it; give --data Sailor's folder")
+        raise ConfigError(f"{folder}: no a100_trace_*.json in it")
     return found
 
 
@@ -133,36 +107,5 @@ def _format_plans(given: Replay) -> list[str]:
     ]
 
 
-def to_json(given: Replay, pause_s: float) -> dict[str, object]:
-    return {
-        "trace": given.name,
-        "v100": given.num_v100,
-        "pause_s": pause_s,
-        "totals": [given.add_up(policy, pause_s).to_json() for policy in given.policies],
-        "break_even_s": given.break_even_s(),
-        "events": [
-            {
-                "start_s": event.period.start_s,
-                "stop_s": event.period.stop_s,
-                "a100": event.period.num_gpus,
-                "planned": {policy: _planned_to_json(event.planned[policy]) for policy in given.policies},
-            }
-            for event in given.events
-        ],
-    }
-
-
-def _planned_to_json(planned: Planned | None) -> dict[str, object] | None:
-    if planned is None:
-        return None
-    return {
-        "iterations_per_s": planned.figures.throughput,
-        "dollars_per_iteration": planned.dollars,
-        "gpus": planned.num_gpus,
-        "search_s": planned.search_s,
-        "plan": planned.plan.to_json(),
-    }
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_errors(main))

@@ -1,86 +1,52 @@
 """Simulates what Poplar's paper measured: Figs. 3 to 5, rows dealt to unequal GPUs at each ZeRO stage.
 
-    python tools/papers/reproduce_poplar.py --json poplar.json
-    python tools/papers/reproduce_poplar.py --cluster A --network-gbit 100 --tokens 262144
+    python tools/papers/reproduce_poplar.py --data DIR --json poplar.json
+    python tools/papers/reproduce_poplar.py --data DIR --cluster A --network-gbit 100 --tokens 262144
 
-`--data` is the folder of other people's data (or its `zorse/`), with the layer times that Zorse's authors
-published: Poplar's own are not. Its figures are plots without numbers, so beside ours stand the ratios that
-its text names. Nothing is tuned to them. All takes about a minute of one core.
+Layer times are those that Zorse's authors published: Poplar's own are not. Its figures are plots without
+numbers, so beside ours stand the ratios that its text names. Nothing is tuned to them. All takes about a
+minute of one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
 
+from tools.papers.data import ZORSE, make_data_parser, report_errors, say_progress
 from tools.papers.poplar.paper import ASSUMPTIONS, CLUSTERS, NETWORK_BYTES_PER_S, TOKENS_PER_STEP
 from tools.papers.poplar.shares import Run
 from tools.papers.poplar.study import PAPER_SIZES, STAGES, WAYS, Cell, Claim, Study, find_stage, list_claims
 from tools.papers.zorse.paper import GBIT
-from tools.papers.zorse.times import STATS_FILE, TIMES_FILE
-from zorselike.cost.curves import CurveWarning
-from zorselike.errors import ClusterError, PlanError, ProfileError
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
+from tools.papers.zorse.times import find_folder
+from tools.report import write_json
 
 
 def main() -> int:
-    args = _read_arguments()
-    folder = find_folder(args.data)
-    if folder is None:
-        print(
-            f"{args.data}: no {TIMES_FILE} with {STATS_FILE} in it or its zorse/; give --data that folder",
-            file=sys.stderr,
-        )
-        return 2
-    # Of the authors' times some fall by a few percent where more is computed; curves repair them.
-    warnings.simplefilter("ignore", CurveWarning)
+    parser = make_data_parser(__doc__, ZORSE)
+    names = [paper.name for paper in CLUSTERS]
+    parser.add_argument("--cluster", nargs="+", choices=names, default=names, help="of Table 1")
+    gbit_help = "Gb/s between a cluster's two machines, which the paper does not give (default: %(default)g)"
+    gbit = NETWORK_BYTES_PER_S / GBIT
+    parser.add_argument("--network-gbit", type=_read_gbit, default=gbit, help=gbit_help)
+    tokens_help = "of a step (default: the paper's, %(default)d)"
+    parser.add_argument("--tokens", type=_read_tokens, default=TOKENS_PER_STEP, help=tokens_help)
+    args = parser.parse_args()
     study = Study(
-        folder,
+        find_folder(args.data),
         clusters=tuple(args.cluster),
         network_bytes_per_s=args.network_gbit * GBIT,
         tokens_per_step=args.tokens,
-        say=lambda line: print(f"... {line}", file=sys.stderr, flush=True),
+        say=say_progress,
     )
-    try:
-        print("\n".join(format_study(study)))
-    except (ClusterError, PlanError, ProfileError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    if args.json is not None:
-        args.json.write_text(json.dumps(to_json(study), indent=2) + "\n", encoding="utf-8")
+    print("\n".join(format_study(study)))
+    write_json(args.json, {"cells": study.cells, "by_numbers": study.by_numbers})
     return 0
-
-
-def _read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [paper.name for paper in CLUSTERS]
-    parser.add_argument("--data", type=Path, default=DATA, help=f"default: {DATA}")
-    parser.add_argument("--json", type=Path, help="where figures are written")
-    parser.add_argument("--cluster", nargs="+", choices=names, default=names, help="of Table 1")
-    parser.add_argument(
-        "--network-gbit",
-        type=_read_gbit,
-        default=NETWORK_BYTES_PER_S / GBIT,
-        help="Gb/s between a cluster's two machines, which the paper does not give (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_read_tokens,
-        default=TOKENS_PER_STEP,
-        help="of a step (default: the paper's, %(default)d)",
-    )
-    return parser.parse_args()
 
 
 def _read_gbit(text: str) -> float:
@@ -95,12 +61,6 @@ def _read_tokens(text: str) -> int:
     if tokens < least:
         raise argparse.ArgumentTypeError(f"{text} tokens; give at least {least}, one row")
     return tokens
-
-
-def find_folder(data: Path) -> Path | None:
-    """Where both files of Zorse's authors are."""
-    folders = (data / "zorse", data)
-    return next((f for f in folders if (f / TIMES_FILE).is_file() and (f / STATS_FILE).is_file()), None)
 
 
 # -- text ----------------------------------------------------------------------------------
@@ -187,21 +147,5 @@ def _list_assumptions(cells: Sequence[Cell]) -> list[str]:
     return sorted({line for cell in cells for line in cell.job.clock.assumptions})
 
 
-def to_json(study: Study) -> dict[str, Any]:
-    return {
-        "network_gbit": study.network_bytes_per_s / GBIT,
-        "tokens_per_step": study.tokens_per_step,
-        "assumptions": [*ASSUMPTIONS, *_list_assumptions(study.cells)],
-        "cells": [cell.to_json() for cell in study.cells],
-        "by_numbers": [
-            {"strong": strong, "weak": weak, "tflops": dict(zip(map(str, STAGES), tflops, strict=True))}
-            for (strong, weak), tflops in study.by_numbers.items()
-        ],
-        "claims": [
-            {"what": claim.what, "paper": claim.paper, "ours": claim.ours} for claim in list_claims(study)
-        ],
-    }
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_errors(main))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from math import log
 
@@ -18,8 +18,15 @@ from ..emulation.constants import HostConstants
 from ..emulation.device_times import DeviceTimes
 from ..emulation.emulation import Emulation
 from ..emulation.predict import add_host, predict_emulation
-from ..emulation.scaling import MIN_SLEEP_S, find_shortest_s
-from ..emulation.scenarios import SPEEDS, Scenario, make_cluster, make_profile, make_workload
+from ..emulation.scenarios import (
+    MIN_SLEEP_S,
+    SPEEDS,
+    Scenario,
+    find_shortest_s,
+    make_cluster,
+    make_profile,
+    make_workload,
+)
 
 SPREAD = 2.0
 """Of the predicted times of the plans that are run, the slowest over the fastest at least."""
@@ -58,7 +65,7 @@ class Candidate:
     """A plan, by what was asked for, and how long a step of it should take on this machine."""
 
     name: str
-    emulation: Emulation
+    emulation: Emulation = field(repr=False)
     predicted_s: float
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.sizes import is_layer
@@ -19,7 +19,7 @@ from .every_plan import Options, Shape, list_shapes, make_plan
 class Optimum:
     """What trying all plans comes to."""
 
-    case: SimulatedPlan | None
+    case: SimulatedPlan | None = field(repr=False)
     """Of the best that fits; None where none does."""
     num_plans: int
     num_simulated: int

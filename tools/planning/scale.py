@@ -14,7 +14,7 @@ from zorselike.planner.problem import PlanProblem
 
 from ..papers.zorse.paper import CONTEXT_BYTES, make_clusters
 from ..papers.zorse.runs import make_setup
-from ..papers.zorse.times import TIMES_FILE, read_workload
+from ..papers.zorse.times import read_workload
 from .workloads import REAL_DECODERS, make_workload
 
 ZORSE_PLANNING_S = 180.0
@@ -55,11 +55,6 @@ def list_scales(data: Path | None) -> list[Scale]:
             "4 x 256, Llama 13B", 60.0, None, partial(make_rented, four, "llama 13b", 1024, 4096, "float16")
         ),
     ]
-
-
-def find_times(data: Path) -> Path | None:
-    """The folder with Zorse's layer times, in this one or its `zorse/`."""
-    return next((folder for folder in (data / "zorse", data) if (folder / TIMES_FILE).is_file()), None)
 
 
 def make_zorse(folder: Path, cluster: str, model: str) -> PlanProblem:

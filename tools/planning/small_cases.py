@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -126,11 +126,11 @@ class Comparison:
     """The search beside the best of all plans."""
 
     seed: int
-    case: SmallCase
+    case: SmallCase = field(repr=False)
     optimum: Optimum
-    found: SimulatedPlan | None
+    found: SimulatedPlan | None = field(repr=False)
     """Of the search; None where it says that nothing fits."""
-    answer: PlanAnswer | None
+    answer: PlanAnswer | None = field(repr=False)
     search_s: float
     error: str = ""
     """Of a search that failed."""

@@ -8,8 +8,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from zorselike.cost.curves import CurveWarning
 from zorselike.planner.answer import Progress
@@ -40,9 +39,6 @@ class Timing:
     num_used: int
     grouping: str
     plan: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def time_search(make: Callable[[], PlanProblem], budget_s: float) -> Timing:

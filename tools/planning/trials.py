@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
@@ -68,9 +68,6 @@ class Trial:
     search_cpu_s: float = 0.0
     """Of these, what the processor worked."""
     examine_s: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def try_seed(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from zorselike.errors import PlanError
 
@@ -30,7 +29,7 @@ class Cell:
 
     paper: PoplarCluster
     model: str
-    job: Job
+    job: Job = field(repr=False)
     runs: Mapping[str, Run | None]
     """By way; None: it does not fit."""
     neighbours: Mapping[str, Neighbours]
@@ -45,23 +44,6 @@ class Cell:
         """Of throughputs; None where one of them does not fit."""
         first, second = self.runs[way], self.runs[other]
         return None if first is None or second is None else first.tflops / second.tflops
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "cluster": self.paper.name,
-            "devices": self.paper.describe(),
-            "model": self.model,
-            "zero": self.job.zero,
-            "max_rows": self.max_rows,
-            "tflops": {way: None if run is None else run.tflops for way, run in self.runs.items()},
-            "iteration_s": {way: None if run is None else run.iteration_s for way, run in self.runs.items()},
-            "planning_s": {way: None if run is None else run.planning_s for way, run in self.runs.items()},
-            "sizes": {way: None if run is None else run.sizes for way, run in self.runs.items()},
-            "neighbours": {
-                way: {"number": found.number, "best_gain": found.best_gain}
-                for way, found in self.neighbours.items()
-            },
-        }
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from zorselike.errors import ClusterError, ProfileError
 
-from ..json_files import read_object
+from ..data import read_object
 from .library import Library
 from .links import MACHINES_FILE, Machine, read_egress_prices
 
@@ -160,11 +160,9 @@ class SailorArithmetic:
             for degree, shapes in self.shapes.items()
         }
         """Parameters and bytes of activations of a row before each layer, by tensor-parallel degree."""
-        self._profiles = {
-            gpu: read_object(library.root / "profiles" / model / gpu / "profile.json") for gpu in gpus
-        }
-        self._fits = read_object(library.root / "providers" / MACHINES_FILE)
-        self._egress = read_egress_prices(library.root / "providers" / "communication_cost.json")
+        self._profiles = {gpu: read_object(library.find_profile(model, gpu)) for gpu in gpus}
+        self._fits = read_object(library.find(f"providers/{MACHINES_FILE}"))
+        self._egress = read_egress_prices(library.find("providers/communication_cost.json"))
         self.link = lru_cache(maxsize=None)(self._link)
 
     def rows(self) -> list[int]:

@@ -6,8 +6,7 @@ are those of its public planner scored by its own simulator.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from zorselike.planner.pipelines.allocation import AllocationGoal
 
@@ -92,23 +91,6 @@ class Answer:
         figures, limit = self.searched.figures, self.case.reach_dollars
         enough = round(figures.throughput, 4) >= self.case.reach
         return figures.fits and enough and (limit is None or self.searched.dollars <= limit)
-
-    def to_json(self) -> dict[str, Any]:
-        searched = self.searched
-        return {
-            "case": self.case.name,
-            "iterations_per_s": searched.figures.throughput,
-            "reach": self.case.reach,
-            "sailor": self.case.sailor,
-            "dollars": searched.dollars,
-            "reach_dollars": self.case.reach_dollars,
-            "reached": self.reached,
-            "search_s": searched.search_s,
-            "problems": searched.found.num_problems,
-            "searched": searched.found.num_searched,
-            "goal": {k: v for k, v in asdict(self.case.goal).items() if v != float("inf")},
-            "plan": searched.plan.to_json(),
-        }
 
 
 def answer(case: Case, library: Library, *, mixed: bool = False) -> Answer:

@@ -1,4 +1,4 @@
-"""Where Sailor's files lie beside each other, and which profile belongs to a run."""
+"""Sailor's files, and which profile belongs to a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zorselike.cost.profile import Profile
 from zorselike.errors import ProfileError
 from zorselike.plan.workload import Workload
 
-from ..json_files import read_object
+from ..data import SAILOR, read_object
 from .links import MACHINES_FILE, MachineLinks
 from .profiles import Shapes, read_profile, read_shapes, read_workload
 
@@ -20,18 +20,24 @@ SIZES_FILE = "llm_info.json"
 
 @dataclass(frozen=True)
 class Library:
-    """The folder that holds `llm_info.json`, `profiles/` and `providers/`."""
+    """Sailor's repository, or copies of its files, under a folder."""
 
-    root: Path
+    data: Path
+
+    def find(self, name: str, below: str = "") -> Path:
+        return SAILOR.find(self.data, name, below)
+
+    def find_profile(self, model: str, gpu: str) -> Path:
+        return self.find("profiles", f"{model}/{gpu}/profile.json")
 
     @cached_property
     def links(self) -> MachineLinks:
-        return MachineLinks(self.root / "providers" / MACHINES_FILE)
+        return MachineLinks(self.find(f"providers/{MACHINES_FILE}"))
 
     @cached_property
     def shapes(self) -> dict[str, Shapes]:
         """Of every model."""
-        path = self.root / SIZES_FILE
+        path = self.find(SIZES_FILE)
         return {model: read_shapes(path, model) for model in read_object(path)}
 
     def guess_model(self, num_layers: int) -> str:
@@ -46,10 +52,7 @@ class Library:
 
     def profile(self, model: str, gpus: Sequence[str]) -> Profile:
         """The times of one model on all those types of GPUs; raises `ProfileError` for what is missing."""
-        parts = [
-            read_profile(self.root / "profiles" / model / gpu / "profile.json", model, gpu, self._of(model))
-            for gpu in gpus
-        ]
+        parts = [read_profile(self.find_profile(model, gpu), model, gpu, self._of(model)) for gpu in gpus]
         return Profile(
             model=model,
             layers=tuple(times for part in parts for times in part.layers),
@@ -58,20 +61,9 @@ class Library:
 
     def workload(self, model: str, tensor_parallel: int) -> Workload:
         """What one GPU has of a model; raises `ProfileError` for what is missing."""
-        return read_workload(self.root / SIZES_FILE, model, tensor_parallel)
+        return read_workload(self.find(SIZES_FILE), model, tensor_parallel)
 
     def _of(self, model: str) -> Shapes:
         if model not in self.shapes:
-            raise ProfileError(f"{self.root / SIZES_FILE}: no model {model}; it has {', '.join(self.shapes)}")
+            raise ProfileError(f"{self.find(SIZES_FILE)}: no model {model}; it has {', '.join(self.shapes)}")
         return self.shapes[model]
-
-
-def find_library(folder: Path) -> Library:
-    """The library in a folder, in its `sailor/`, or in one above it; `ProfileError` if there is none."""
-    for above in (folder, *folder.resolve().parents):
-        for root in (above, above / "sailor"):
-            if (root / SIZES_FILE).is_file() and (root / "profiles").is_dir():
-                return Library(root)
-    raise ProfileError(
-        f"{folder}: no {SIZES_FILE} beside profiles/ in it or above it; give --data Sailor's folder"
-    )

@@ -1,4 +1,4 @@
-"""Bandwidths and prices of Sailor's providers (github.com/eth-easl/sailor, `providers/`), and of regions.
+"""Bandwidths and prices of Sailor's providers (github.com/eth-easl/sailor, `providers/`).
 
 Between machines: `{zone: {GPU: {count: {zone: {GPU: {count: [[a, b, c], maximum]}}}}}}`; `count` GPUs of one
 machine send at once to as many of another, and together they reach `GB/s = a log2(MB)^2 + b log2(MB) + c`
@@ -18,14 +18,12 @@ from zorselike.errors import ClusterError
 from zorselike.plan.cluster.cluster import Link
 from zorselike.plan.cluster.link_curve import tabulate_fit
 
-from ..json_files import read_object
+from ..data import read_object
 
 MACHINES_FILE = "multizone_bandwidths_het.json"
 
 SMALLEST_BYTES, LARGEST_BYTES = float(2**16), float(2**30)
 """Sizes that their script measured."""
-
-_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -104,15 +102,6 @@ def divide(link: Link, ways: int) -> Link:
     )
 
 
-def read_fabrics(path: Path) -> dict[str, dict[int, Link]]:
-    """`intra_node_bandwidths.json`: what GPUs of one machine reach together, by Sailor's name of the type and
-    how many they are."""
-    return {
-        gpu: {int(count): make_link(fit) for count, fit in by_count.items()}
-        for gpu, by_count in read_object(path).items()
-    }
-
-
 def read_egress_prices(path: Path) -> dict[tuple[str, str], float]:
     """`communication_cost.json`: dollars per GB from zone to zone, free ones left out."""
     found = read_object(path)
@@ -123,17 +112,3 @@ def read_egress_prices(path: Path) -> dict[tuple[str, str], float]:
         for target, price in targets.items()
         if price
     }
-
-
-def read_region_links(path: Path) -> dict[tuple[str, str], Link]:
-    """Links between regions of AWS by names in alphabetical order, from DT-FM's measurements: delays in
-    milliseconds and bandwidths in Gb/s."""
-    links = {}
-    for pair, entry in read_object(path).items():
-        first, _, second = pair.partition("-")
-        try:
-            link = Link(float(entry["bandwidth_gbps"]) * 1e9 / _BITS, float(entry["delay_ms"]) / 1e3)
-        except (KeyError, TypeError, ValueError):
-            raise ClusterError(f"{path}: {pair} needs delay_ms and bandwidth_gbps") from None
-        links[min(first, second), max(first, second)] = link
-    return links

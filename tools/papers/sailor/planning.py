@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal, allocate
@@ -36,7 +36,7 @@ class Planned:
 class Searched(Planned):
     """With what the search says of itself."""
 
-    found: Allocation
+    found: Allocation = field(repr=False)
 
 
 def search_quotas(

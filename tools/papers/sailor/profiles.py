@@ -19,7 +19,7 @@ from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
 from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
-from ..json_files import read_object
+from ..data import read_object
 
 DTYPE = "float32"
 SEQUENCE_LENGTH = 2048

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
 from typing import Any, Literal, get_args
 
 from zorselike.errors import ConfigError, PlanError
@@ -59,18 +58,6 @@ class Total:
     @property
     def dollars_per_iteration(self) -> float:
         return self.dollars / self.iterations if self.iterations else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy,
-            "iterations": self.iterations,
-            "iterations_per_s": self.throughput,
-            "dollars": self.dollars,
-            "dollars_per_iteration": self.dollars_per_iteration,
-            "plan_s_mean": fsum(self.plan_s) / len(self.plan_s),
-            "plan_s_max": max(self.plan_s),
-            "changes": self.num_changes,
-        }
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from zorselike.errors import PlanError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
-from ..json_files import read_object
+from ..data import read_object
 from .links import Machine, MachineLinks
 from .profiles import DEVICES, SEQUENCE_LENGTH, module_of
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from zorselike.errors import ClusterError, PlanError, ProfileError
 
@@ -56,22 +55,6 @@ class Score:
         if not self.run.memory_bytes:
             return None
         return self.memory_bytes / self.run.memory_bytes - 1
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "run": self.run.name,
-            "model": self.model,
-            "nodes": self.run.num_nodes,
-            "gpus": self.run.num_gpus,
-            "types": list(self.run.gpus),
-            "iteration_s": self.iteration_s,
-            "measured_s": self.run.iteration_s,
-            "time_error": self.time_error,
-            "memory_bytes": self.memory_bytes,
-            "measured_bytes": self.run.memory_bytes,
-            "memory_error": self.memory_error,
-            "doubts": list(self.doubts),
-        }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zorselike.errors import ProfileError
 
-from ..json_files import read_list
+from ..data import read_list
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zorselike.planner.baselines.systems import Baseline, plan_baselines
 from zorselike.planner.problem import Fixed, PlanProblem
@@ -64,17 +63,6 @@ class BaselineCell:
     @property
     def paper(self) -> Mapping[str, float | None]:
         return dict(zip(SYSTEMS, PAPER[self.cluster, self.model], strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "cluster": self.cluster,
-            "model": self.model,
-            "paper_tflops": dict(self.paper),
-            "baselines": [
-                {"name": own.name, "tflops": self.tflops(own.name), "how": own.how or own.reason}
-                for own in self.baselines
-            ],
-        }
 
 
 def make_problem(setup: Setup) -> PlanProblem:

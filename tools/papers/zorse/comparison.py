@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed
@@ -30,7 +29,7 @@ EVEN = 1.001
 class Search:
     """What our search found for one question."""
 
-    answer: PlanAnswer | None
+    answer: PlanAnswer | None = field(repr=False)
     """None: nothing fits."""
     seconds: float
     reason: str = ""
@@ -50,7 +49,7 @@ class Comparison:
 
     cluster: str
     model: str
-    setup: Setup
+    setup: Setup = field(repr=False)
     paper: Outcome | None
     """The paper's plan; None: none fits."""
     recomputed: Search
@@ -80,28 +79,6 @@ class Comparison:
             return None
         flops = self.setup.workload.flops_per_row(recompute=True) * self.setup.global_batch
         return flops / step_s / 1e12 / compute_bound_tflops(self.setup)
-
-    def to_json(self) -> dict[str, Any]:
-        measured = TABLE_5.get((self.cluster, self.model))
-        said: dict[str, Any] = {
-            "cluster": self.cluster,
-            "model": self.model,
-            "paper_plan_s": self.paper_s,
-            "paper_plan_share": self.share_of_limit(self.paper_s),
-            "paper_measured_tflops": None if measured is None else measured.tflops,
-        }
-        for name, own in (("recomputed", self.recomputed), ("free", self.free)):
-            best = None if own.answer is None else own.answer.best
-            said[name] = {
-                "step_s": own.step_s,
-                "search_s": own.seconds,
-                "share_of_limit": self.share_of_limit(own.step_s) if name == "recomputed" else None,
-                "share_of_ideal": None if best is None else best.share_of_ideal,
-                "grouping": None if best is None else best.grouping,
-                "plan": own.reason if best is None else describe(best.case),
-                "worse": self.is_worse(own),
-            }
-        return said
 
 
 def compare(study: Study, cluster: str, model: str, *, budget_s: float, seed: int) -> Comparison:

@@ -36,20 +36,6 @@ class Figure:
     panels: tuple[Panel, ...]
     notes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "notes": list(self.notes),
-            "panels": [
-                {
-                    "title": panel.title,
-                    "labels": list(panel.labels),
-                    "series": {name: list(values) for name, values in panel.series.items()},
-                }
-                for panel in self.panels
-            ],
-        }
-
 
 def make_figures(study: Study) -> list[Figure]:
     """All of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -99,11 +99,11 @@ def make_setup(folder: Path, model: str, paper: PaperCluster) -> Setup:
 class Outcome:
     """A simulated run."""
 
-    setup: Setup
+    setup: Setup = field(repr=False)
     options: Options
-    plan: Plan
-    costs: StepCosts
-    simulation: Simulation
+    plan: Plan = field(repr=False)
+    costs: StepCosts = field(repr=False)
+    simulation: Simulation = field(repr=False)
     peak_bytes: tuple[int, ...]
     """The most on a device of each group; what was sent is freed once it is gone."""
     estimate_s: float

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from .paper import MINISTAGES, TABLE_5, PaperCluster, Result, make_clusters
 from .plans import Options
@@ -42,30 +41,6 @@ class Cell:
     @property
     def hfu(self) -> float | None:
         return None if self.outcome is None else self.outcome.tflops / self.peak_tflops
-
-    def to_json(self) -> dict[str, Any]:
-        said: dict[str, Any] = {
-            "cluster": self.cluster,
-            "model": self.model,
-            "paper_tflops": self.paper.tflops,
-            "paper_hfu": self.paper.hfu,
-            "compute_bound_tflops": self.bound_tflops,
-            "error": self.error,
-            "hfu": self.hfu,
-        }
-        outcome = self.outcome
-        if outcome is not None:
-            said |= {
-                "tflops": outcome.tflops,
-                "iteration_s": outcome.simulation.iteration_s,
-                "closed_form_s": outcome.estimate_s,
-                "ministages": outcome.options.ministages,
-                "rows_per_microbatch": outcome.options.rows_per_microbatch,
-                "offload": list(outcome.options.offload),
-                "layers": outcome.layers,
-                "memory_share": outcome.memory_share,
-            }
-        return said
 
 
 def mean_error(cells: Sequence[Cell]) -> float:

@@ -17,7 +17,7 @@ from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
-from ..json_files import read_object
+from ..data import ZORSE, read_object
 
 TIMES_FILE = "model_latencies.json"
 STATS_FILE = "model_stats.json"
@@ -58,6 +58,12 @@ most of them far under their neighbours. The point is left out; curves go over i
 
 FIT_ROWS = (4, 8, 16)
 """Where an entry has only its linear fit, the fit at these rows stands for it: small ones can be negative."""
+
+
+def find_folder(data: Path) -> Path:
+    """The folder with both files of Zorse's authors; raises `ProfileError` if there is none."""
+    ZORSE.find(data, STATS_FILE)
+    return ZORSE.find(data, TIMES_FILE).parent
 
 
 def read_profile(folder: Path, model: str, sequence_length: int, *, dtype: str = "float16") -> Profile:
