@@ -34,7 +34,7 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.schedule import Action, build
+from zorselike.schedule import Action, ScheduleSpec, build
 from zorselike.simulator import simulate
 
 NUM_RUNS = 5
@@ -175,7 +175,7 @@ def cluster_c() -> Case:
 def make_case(name: str, plan: Plan, workload: Workload, cluster: Cluster) -> Case:
     costs = make_costs(plan, workload, cluster, Profile(model=workload.model))
     begin_s = time.process_time()
-    actions = build(plan, masters=True)
+    actions = build(ScheduleSpec(plan, masters=True))
     return Case(name=name, plan=plan, actions=actions, costs=costs, build_s=time.process_time() - begin_s)
 
 

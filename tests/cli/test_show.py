@@ -11,7 +11,7 @@ import pytest
 from zorselike import Group, Microbatch, Ministage, Plan
 from zorselike.cli import main
 from zorselike.cli.show import Show
-from zorselike.schedule import build, format_actions
+from zorselike.schedule import ScheduleSpec, build, format_actions
 
 FIT = ("show", "--fit", "--memory", "24GiB", "--host-memory", "64GiB")
 
@@ -78,7 +78,7 @@ def test_a_schedule_is_what_build_makes(
     assert shown.startswith(plan.explain())
     assert max(map(len, shown.splitlines())) <= 110
     listed = " ".join(shown.partition("rank 0: ")[2].split())
-    assert listed == format_actions(build(plan, masters=masters)[0])
+    assert listed == format_actions(build(ScheduleSpec(plan, masters=masters))[0])
 
 
 def test_bounds_with_which_no_step_would_end_are_refused(

@@ -19,7 +19,7 @@ from zorselike.errors import ClusterError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.schedule import build
+from zorselike.schedule import ScheduleSpec, build
 
 SOURCE = Source("measured", "2026-11-21")
 GIB = 2**30
@@ -306,7 +306,7 @@ def test_every_action_of_a_schedule_has_its_cost(seed: int) -> None:
     nodes = tuple(Node(name=f"n{i}", devices=("T4",)) for i in range(plan.num_ranks))
     cluster = Cluster(nodes=nodes, default_link=Link(10.0))
     costs = make_costs(plan, workload, cluster, PROFILE)
-    for rank, actions in build(plan, masters=workload.masters).items():
+    for rank, actions in build(ScheduleSpec(plan, masters=workload.masters)).items():
         rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         for action in actions:
             i, m = action.ministage, action.microbatch

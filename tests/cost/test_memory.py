@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from schedules import Options, random_case
+from schedules import random_spec
 
 from zorselike.cost import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.schedule import Action, Kind, build, parse_actions
+from zorselike.schedule import Action, Kind, ScheduleSpec, build, parse_actions
 
 SIZES = MinistageBytes(
     gathered_bytes=20,
@@ -240,15 +240,12 @@ def random_sizes(rng: random.Random, *, trains: bool, masters: bool) -> Ministag
     )
 
 
-def random_walks(seed: int) -> tuple[Plan, Options, dict[int, list[Action]], dict[int, MinistageBytes]]:
+def random_walks(seed: int) -> tuple[ScheduleSpec, dict[int, list[Action]], dict[int, MinistageBytes]]:
     rng = random.Random(f"memory/{seed}")
-    plan, options = random_case(rng, small=True)
-    options["ties"] = ()
-    trainable = options["trainable"] or (True,) * plan.num_ministages
-    sizes = {
-        i: random_sizes(rng, trains=trains, masters=options["masters"]) for i, trains in enumerate(trainable)
-    }
-    return plan, options, build(plan, **options), sizes
+    spec = replace(random_spec(rng, small=True), ties=())
+    trainable = spec.trainable or (True,) * spec.plan.num_ministages
+    sizes = {i: random_sizes(rng, trains=trains, masters=spec.masters) for i, trains in enumerate(trainable)}
+    return spec, build(spec), sizes
 
 
 def with_offload(plan: Plan, offload: tuple[str, ...]) -> Plan:
@@ -257,7 +254,8 @@ def with_offload(plan: Plan, offload: tuple[str, ...]) -> Plan:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_every_walk_promises(seed: int) -> None:
-    plan, _, lists, sizes = random_walks(seed)
+    spec, lists, sizes = random_walks(seed)
+    plan = spec.plan
     for rank, actions in lists.items():
         group = plan.groups[plan.group_of_rank[rank]]
         own = plan.ministages_of_rank(rank)
@@ -288,7 +286,8 @@ def test_what_every_walk_promises(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gathered_parameters_and_state_are_those_of_a_plain_count(seed: int) -> None:
-    plan, _, lists, sizes = random_walks(seed)
+    spec, lists, sizes = random_walks(seed)
+    plan = spec.plan
     for rank, actions in lists.items():
         group = plan.groups[plan.group_of_rank[rank]]
         found = walk_memory(plan, rank, actions, sizes)
@@ -308,20 +307,22 @@ def test_gathered_parameters_and_state_are_those_of_a_plain_count(seed: int) -> 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_offloading_never_raises_what_it_offloads(seed: int) -> None:
-    plan, options, _, sizes = random_walks(seed)
+    spec, _, sizes = random_walks(seed)
+    plan = spec.plan
     purposes: dict[str, tuple[Purpose, ...]] = {
         "params": ("parameter shards",),
         "optimizer": ("optimizer state", "gradient shards"),
         "activations": ("activations",),
     }
     offload: tuple[str, ...] = ()
-    lists = build(with_offload(plan, offload), **options)
+    lists = build(replace(spec, plan=with_offload(plan, offload)))
     before = {rank: walk_memory(with_offload(plan, offload), rank, own, sizes) for rank, own in lists.items()}
     for kind in random.Random(seed).sample(list(purposes), 3):
         offload = (*offload, kind)
         changed = with_offload(plan, offload)
         after = {
-            rank: walk_memory(changed, rank, own, sizes) for rank, own in build(changed, **options).items()
+            rank: walk_memory(changed, rank, own, sizes)
+            for rank, own in build(replace(spec, plan=changed)).items()
         }
         for rank in after:
             for purpose in purposes[kind]:
@@ -344,5 +345,5 @@ def leaving_bytes(plan: Plan, rank: int, sizes: dict[int, MinistageBytes]) -> in
 def test_random_plans_reach_every_kind() -> None:
     kinds: Counter[Kind] = Counter()
     for seed in SEEDS:
-        kinds.update(action.kind for own in random_walks(seed)[2].values() for action in own)
+        kinds.update(action.kind for own in random_walks(seed)[1].values() for action in own)
     assert set(kinds) >= set(Kind) - {Kind.TIE_GRAD, Kind.TIE_VALUE, Kind.TIE_FETCH}

@@ -11,7 +11,7 @@ from ranks import RunRanks
 from tiny import Case, assert_same, train_all_planned, train_all_single, with_groups
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.schedule import build
+from zorselike.schedule import ScheduleSpec, build
 
 
 def has_unequal_zero3(plan: Plan) -> bool:
@@ -61,7 +61,7 @@ def test_the_cases_cover_bounds_on_microbatches_in_flight() -> None:
     assert len(bounded) >= 10
     several = [plan for plan in bounded if len(plan.groups) > 1]
     assert len(several) >= 10
-    assert sum(build(plan) != build(unbounded(plan)) for plan in several) >= 8
+    assert sum(build(ScheduleSpec(plan)) != build(ScheduleSpec(unbounded(plan))) for plan in several) >= 8
     assert sum(map(has_unequal_counts, several)) >= 5
     assert sum(has_group(plan, 3, "once") or has_group(plan, 3, "microbatch") for plan in several) >= 3
     assert sum(has_unequal_zero3(plan) for plan in several) >= 2

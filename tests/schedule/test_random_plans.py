@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 from plans import random_plan
-from schedules import Lists, NaiveRun, Options, random_case
+from schedules import Lists, NaiveRun, random_spec
 
 from zorselike.plan.plan import Plan
-from zorselike.schedule import Action, Kind, build, format_actions, parse_actions
+from zorselike.schedule import Action, Kind, ScheduleSpec, build, format_actions, parse_actions
 from zorselike.schedule.actions import TRANSFERS
 from zorselike.schedule.checker.check import check
 
@@ -23,13 +23,14 @@ LARGE_PER_BLOCK = 30
 def test_what_build_makes_is_right(block: int) -> None:
     for seed in range(SMALL_PER_BLOCK + LARGE_PER_BLOCK):
         rng = random.Random(f"{block}/{seed}")
-        plan, options = random_case(rng, small=seed < SMALL_PER_BLOCK)
+        spec = random_spec(rng, small=seed < SMALL_PER_BLOCK)
         try:
-            lists = build(plan.validate(), **options)
-            report = check(plan, lists, **options)
+            spec.plan.validate()
+            lists = build(spec)
+            report = check(spec, lists)
             assert report.num_actions == sum(map(len, lists.values()))
             assert len(report.cycles) <= len(report.buffered_edges)
-            _assert_each_row_once(plan, lists, options)
+            _assert_each_row_once(spec, lists)
             for own in lists.values():
                 assert parse_actions(format_actions(own)) == own
         except Exception as error:
@@ -37,8 +38,9 @@ def test_what_build_makes_is_right(block: int) -> None:
             raise
 
 
-def _assert_each_row_once(plan: Plan, lists: Lists, options: Options) -> None:
+def _assert_each_row_once(spec: ScheduleSpec, lists: Lists) -> None:
     """Counts rows by hand, without the checker."""
+    plan = spec.plan
     computed: Counter[tuple[Kind, int | None, int]] = Counter()
     for rank, own in lists.items():
         rows = plan.microbatches_of_rank(rank)
@@ -48,9 +50,9 @@ def _assert_each_row_once(plan: Plan, lists: Lists, options: Options) -> None:
                 for microbatch in rows[action.microbatch : action.microbatch + 1]:
                     for row in range(microbatch.start, microbatch.stop):
                         computed[action.kind, action.ministage, row] += 1
-    trains = options["trainable"] or (True,) * plan.num_ministages
+    trains = spec.trainable or (True,) * plan.num_ministages
     first = next((i for i, trained in enumerate(trains) if trained), plan.num_ministages)
-    first = plan.num_ministages if options["forward_only"] else first
+    first = plan.num_ministages if spec.forward_only else first
     phases = [(Kind.F, i) for i in range(plan.num_ministages)]
     phases += [(Kind.B, i) for i in range(first, plan.num_ministages)]
     assert computed == {(kind, i, row): 1 for kind, i in phases for row in range(plan.global_batch)}
@@ -59,19 +61,20 @@ def _assert_each_row_once(plan: Plan, lists: Lists, options: Options) -> None:
 @pytest.mark.parametrize("seed", range(150))
 def test_a_naive_run_agrees_on_where_sends_must_buffer(seed: int) -> None:
     rng = random.Random(seed)
-    plan, options = random_case(rng, small=seed % 10 > 0)
-    lists = build(plan, **options)
-    buffered = check(plan, lists, **options).buffered_edges
-    assert NaiveRun(plan, lists, options["ties"], None).ends(rng)
-    assert NaiveRun(plan, lists, options["ties"], buffered).ends(rng)
-    assert NaiveRun(plan, lists, options["ties"], frozenset()).ends(rng) == (not buffered)
+    spec = random_spec(rng, small=seed % 10 > 0)
+    plan = spec.plan
+    lists = build(spec)
+    buffered = check(spec, lists).buffered_edges
+    assert NaiveRun(plan, lists, spec.ties, None).ends(rng)
+    assert NaiveRun(plan, lists, spec.ties, buffered).ends(rng)
+    assert NaiveRun(plan, lists, spec.ties, frozenset()).ends(rng) == (not buffered)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_transfers_are_the_intersections_of_row_ranges(seed: int) -> None:
     rng = random.Random(seed)
     plan = random_plan(rng, max_ministages_per_group=3, round_robin=rng.random() < 0.5)
-    lists = build(plan)
+    lists = build(ScheduleSpec(plan))
     found = Counter(
         (rank, action) for rank, own in lists.items() for action in own if action.kind in TRANSFERS
     )

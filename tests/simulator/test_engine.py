@@ -12,7 +12,7 @@ from plain_costs import PlainNetwork, make_costs
 from zorselike.cost.wires import make_network
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
-from zorselike.schedule import build, parse_actions
+from zorselike.schedule import ScheduleSpec, build, parse_actions
 from zorselike.schedule.actions import Action, Kind
 from zorselike.simulator import DeadlockError, Simulation, simulate
 from zorselike.simulator.rank.tasks import Tasks
@@ -54,7 +54,7 @@ def one_group(
 def run(plan: Plan, lists: Mapping[int, list[Action]] | None = None, **costs: object) -> Simulation:
     """One step from a common start, with spans."""
     made = make_costs(plan, **costs)  # type: ignore[arg-type]
-    return simulate(plan, lists or build(plan), made, num_steps=1, record=True)
+    return simulate(plan, lists or build(ScheduleSpec(plan)), made, num_steps=1, record=True)
 
 
 def spans_of(simulation: Simulation, rank: int, track: str) -> list[tuple[float, float, str]]:
@@ -124,7 +124,7 @@ def test_units_and_steps_take_the_host_s_time_too() -> None:
 def test_the_norm_takes_the_time_of_all_of_a_rank_s_units() -> None:
     plan = one_group(1, ministages=2)
     host_s = {("NORM", 0): 0.25, ("NORM", 1): 0.5}
-    lists = build(plan, defer_steps=True)
+    lists = build(ScheduleSpec(plan, defer_steps=True))
     alone, found = (run(plan, lists, cpu=True, unit_host_s=each) for each in ({}, host_s))
     assert found.iteration_s == alone.iteration_s + 0.75
 
@@ -160,7 +160,7 @@ def test_two_transfers_out_of_one_node_take_twice_as_long(cpu: bool) -> None:
 def test_ranks_that_end_early_wait_for_data_of_the_next_step() -> None:
     plan = fan_out()
     costs = make_costs(plan, row_bytes=3, network=PlainNetwork(range(3)))
-    found = simulate(plan, build(plan), costs)
+    found = simulate(plan, build(ScheduleSpec(plan)), costs)
     assert found.iteration_s == 21
     times = found.ranks[1]
     # Its own step: until its send has gone, 17 s after the step began.
@@ -209,7 +209,7 @@ def test_edges_that_wrap_around_go_through_host_memory_on_devices() -> None:
     # Each way once over the wrapping edge: a copy off the device and one onto it, 1 s each.
     assert run(plan, row_bytes=2, network=network).iteration_s == 12 + 6 * 2 + 2 * 2
     costs = make_costs(plan, row_bytes=2, network=network)
-    assert simulate(plan, build(plan), costs, num_steps=1, buffered_edges=()).iteration_s == 24
+    assert simulate(plan, build(ScheduleSpec(plan)), costs, num_steps=1, buffered_edges=()).iteration_s == 24
 
 
 # -- collectives -------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_zero_3_dummies_join_the_collectives(cpu: bool) -> None:
 @BOTH
 def test_norm_waits_for_all_ranks(cpu: bool) -> None:
     plan = pipeline(2, 2)
-    lists = build(plan, defer_steps=True)
+    lists = build(ScheduleSpec(plan, defer_steps=True))
     network = PlainNetwork(range(2), latency_s=0.5, rate=1e99)
     found = run(plan, lists, update=1.0, network=network, cpu=cpu)
     # Two microbatches through two stages with a latency each way, the sum over the ranks, the update.
@@ -326,7 +326,7 @@ def test_offload_is_hidden_by_a_fast_host_link_and_shows_on_a_slow_one(what: str
     def iteration(plan: Plan, host_rate: float) -> Simulation:
         network = PlainNetwork((0,), host_rate=host_rate)
         costs = make_costs(plan, update=0.1, network=network, sizes=sizes)
-        return simulate(plan, build(plan, masters=True), costs)
+        return simulate(plan, build(ScheduleSpec(plan, masters=True)), costs)
 
     base = iteration(plain, 1.0)
     fast, slow = iteration(offloading, 100.0), iteration(offloading, 0.25)
@@ -358,7 +358,7 @@ def test_a_tied_weight_goes_to_its_owner_and_back(cpu: bool) -> None:
     plan = pipeline(2, 2)
     found = run(
         plan,
-        build(plan, ties=[(0, 1)]),
+        build(ScheduleSpec(plan, ties=[(0, 1)])),
         update=1.0,
         tie_bytes={(0, 1): 2},
         tie_gradient_bytes={(0, 1): 4},
@@ -425,7 +425,7 @@ def test_memory_is_that_of_the_walk_with_context_and_allocator() -> None:
 def test_times_of_actions() -> None:
     found = run(one_group(1), update=0.5)
     assert found.action_times is not None
-    texts = [action.text for action in build(one_group(1))[0]]
+    texts = [action.text for action in build(ScheduleSpec(one_group(1)))[0]]
     at = dict(zip(texts, found.action_times[0], strict=True))
     assert (at["0F0"], at["0B0"], at["0STEP"]) == ((0.0, 1.0), (1.0, 3.0), (3.0, 3.5))
     assert at["0RESHARD"] == (3.0, 3.0)
@@ -433,14 +433,14 @@ def test_times_of_actions() -> None:
 
 def test_without_record_nothing_is_kept() -> None:
     plan = one_group(1)
-    found = simulate(plan, build(plan), make_costs(plan))
+    found = simulate(plan, build(ScheduleSpec(plan)), make_costs(plan))
     assert found.spans == () and found.action_times is None
 
 
 def test_nothing_of_a_simulation_is_left_for_the_garbage_collector() -> None:
     plan = pipeline(2, 4, ministages=2)
     costs = make_costs(plan, row_bytes=1, unit_bytes=1)
-    lists = build(plan)
+    lists = build(ScheduleSpec(plan))
     gc.collect()
     gc.disable()
     try:
@@ -455,7 +455,7 @@ def test_nothing_of_a_simulation_is_left_for_the_garbage_collector() -> None:
 
 def test_a_receive_that_nobody_sends_is_found() -> None:
     plan = pipeline(2, 1)
-    lists = build(plan)
+    lists = build(ScheduleSpec(plan))
     lists[0] = [action for action in lists[0] if action.kind is not Kind.SEND_F]
     with pytest.raises(DeadlockError) as caught:
         run(plan, lists)
@@ -466,7 +466,7 @@ def test_a_receive_that_nobody_sends_is_found() -> None:
 
 def test_collectives_in_opposite_order_are_found() -> None:
     plan = one_group(1, 1, ministages=2)
-    lists = build(plan)
+    lists = build(ScheduleSpec(plan))
     turned = parse_actions("1UNSHARD 0UNSHARD")
     lists[1][:2] = turned
     with pytest.raises(DeadlockError, match=r"a collective that not all of ranks \[0, 1\] have reached"):
@@ -483,4 +483,4 @@ def test_copies_that_never_end_are_found_in_the_step_that_needs_them() -> None:
     plan = one_group(2, ministages=2, offload=("optimizer",))
     costs = make_costs(plan, sizes={"state_bytes": 4}, network=PlainNetwork((0,), host_rate=0.0))
     with pytest.raises(DeadlockError, match=r"rank 0 at .* waits for copies that do not end"):
-        simulate(plan, build(plan), costs)
+        simulate(plan, build(ScheduleSpec(plan)), costs)

@@ -9,10 +9,9 @@ from itertools import pairwise
 
 import pytest
 from plain_costs import PlainNetwork, make_costs
-from schedules import Lists, Options, random_case
+from schedules import Lists, random_spec
 
 from zorselike.cost.step_costs import StepCosts
-from zorselike.plan.plan import Plan
 from zorselike.schedule import build
 from zorselike.schedule.actions import SENDS, TRANSFERS, Kind
 from zorselike.simulator import Simulation, simulate
@@ -26,10 +25,9 @@ class Case:
 
     def __init__(self, seed: str) -> None:
         rng = random.Random(seed)
-        self.plan: Plan
-        self.options: Options
-        self.plan, self.options = random_case(rng, small=rng.random() < 0.9)
-        self.lists: Lists = build(self.plan, **self.options)
+        self.spec = random_spec(rng, small=rng.random() < 0.9)
+        self.plan = self.spec.plan
+        self.lists: Lists = build(self.spec)
         self._rng_seed = seed
         self.costs = self.make_costs()
 
@@ -56,7 +54,7 @@ class Case:
             num_units=rng.randint(1, 3),
             cpu=is_cpu if cpu is None else cpu,
             sends_buffer=rng.random() < 0.5,
-            tie_bytes=dict.fromkeys(self.options["ties"], 3),
+            tie_bytes=dict.fromkeys(self.spec.ties, 3),
             host_s={"F": 0.02 * seconds} if rng.random() < 0.3 else {},
             overlap_slowdown=rng.choice([1.0, 1.0, 1.25]),
         )
@@ -83,7 +81,7 @@ def test_where_the_time_went_adds_up(block: int) -> None:
             assert sum(parts) == pytest.approx(found.iteration_s, rel=1e-9)
             assert min(parts) >= 0
             computed = times.forward_s + times.backward_s
-            if case.options["trainable"] is None and not case.options["forward_only"]:
+            if case.spec.trainable is None and not case.spec.forward_only:
                 # A whole step of the rank lies in one iteration. Without a backward of the first ministages
                 # nothing keeps ranks from running ahead, more with every step.
                 assert times.busy_s >= computed * (1 - 1e-9)

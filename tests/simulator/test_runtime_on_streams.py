@@ -17,7 +17,7 @@ from tiny import Case, module_names
 from zorselike import HeteroPipeline
 from zorselike.cost.network import Flow
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
-from zorselike.schedule import build
+from zorselike.schedule import ScheduleSpec, build
 from zorselike.simulator import simulate
 from zorselike.simulator.rank.copies import HostCopies
 
@@ -146,7 +146,7 @@ def predict(run: Run, found: Found, monkeypatch: pytest.MonkeyPatch) -> float:
         for i in range(plan.num_ministages)
     }
     monkeypatch.setattr(HostCopies, "_activation_bytes", lambda _, i, m: found.kept_bytes.get((i, m), 0))
-    actions = build(plan, masters=masters, defer_steps=run.max_norm is not None)
+    actions = build(ScheduleSpec(plan, masters=masters, defer_steps=run.max_norm is not None))
     return simulate(plan, actions, replace(costs, sizes=(sizes,))).iteration_s
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from plain_costs import PlainNetwork, make_costs
-from schedules import random_case
+from schedules import random_spec
 
 from tools.bench import actions_bound
 from zorselike.schedule import build
@@ -21,11 +21,10 @@ from zorselike.simulator import simulate
 def test_the_benchmark_s_simulation_agrees(block: int) -> None:
     for number in range(20):
         rng = random.Random(f"{block}/{number}")
-        plan, options = random_case(rng, small=number % 10 > 0)
-        groups = tuple(replace(group, offload=(), zero=min(group.zero, 2)) for group in plan.groups)
-        plan = replace(plan, groups=groups)
-        options["ties"] = ()
-        lists = build(plan, **options)
+        spec = random_spec(rng, small=number % 10 > 0)
+        groups = tuple(replace(group, offload=(), zero=min(group.zero, 2)) for group in spec.plan.groups)
+        plan = replace(spec.plan, groups=groups)
+        lists = build(replace(spec, plan=plan, ties=()))
         ranks = sorted(plan.group_of_rank)
         workload = actions_bound.Workload(
             seconds_of_rank=tuple(rng.choice([1.0, 1.3, 4.7]) for _ in ranks),

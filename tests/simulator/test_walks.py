@@ -9,9 +9,10 @@ import pytest
 from plain_costs import make_costs
 from plans import random_plan
 
-from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, walk_memory
+from zorselike.cost.memory import walk_memory
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.schedule.lowering.build import build
+from zorselike.schedule import ScheduleSpec, build
+from zorselike.schedule.contract import SENDS_KEPT_BY_NCCL
 from zorselike.simulator import memory as walks
 from zorselike.simulator.memory import MemoryWalks
 
@@ -21,7 +22,7 @@ SIZES = {"activation_bytes_per_row": 10, "shard_bytes": 7, "state_bytes": 20}
 def test_shared_walks_are_those_of_each_rank() -> None:
     for seed in range(60):
         plan = random_plan(random.Random(seed), max_groups=3, max_ranks_per_group=4)
-        actions = build(plan)
+        actions = build(ScheduleSpec(plan))
         costs = make_costs(plan, row_bytes=3, sizes=SIZES)
         found = MemoryWalks(plan, actions, costs)
         for rank in range(plan.num_ranks):
@@ -45,6 +46,6 @@ def test_ranks_that_are_alike_are_walked_once(monkeypatch: pytest.MonkeyPatch) -
     )
     stages = (Ministage(0, ("layers.0",)), Ministage(1, ("layers.1",)))
     plan = Plan(4, groups, stages).validate()
-    found = MemoryWalks(plan, build(plan), make_costs(plan, row_bytes=3, sizes=SIZES))
+    found = MemoryWalks(plan, build(ScheduleSpec(plan)), make_costs(plan, row_bytes=3, sizes=SIZES))
     assert len({walk.device_peak_bytes for walk in found[:4]}) == 1
     assert len(found[:]) == 8 and walked == [0, 4]

@@ -5,28 +5,18 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
 
 from plans import random_plan
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.spec import ScheduleSpec
 
 Lists = dict[int, list[Action]]
 
 
-class Options(TypedDict):
-    """What `build` and `check` take besides the plan."""
-
-    trainable: tuple[bool, ...] | None
-    ties: tuple[tuple[int, int], ...]
-    forward_only: bool
-    defer_steps: bool
-    masters: bool
-
-
-def random_case(rng: random.Random, *, small: bool) -> tuple[Plan, Options]:
-    """A valid plan of up to 6 groups of 8 ranks and 8 ministages (small: 3, 3 and 3) with options."""
+def random_spec(rng: random.Random, *, small: bool) -> ScheduleSpec:
+    """Of a valid plan of up to 6 groups of 8 ranks and 8 ministages (small: 3, 3 and 3)."""
     sizes = (3, 3, 3, 10) if small else (6, 8, 8, 24)
     max_groups, max_ranks, max_ministages, max_rows = sizes
     plan = random_plan(
@@ -37,11 +27,11 @@ def random_case(rng: random.Random, *, small: bool) -> tuple[Plan, Options]:
         max_rows=max_rows,
         round_robin=rng.random() < 0.5,
     )
-    return plan, random_options(rng, plan)
+    return spec_of(rng, plan)
 
 
-def random_options(rng: random.Random, plan: Plan) -> Options:
-    """Options for a plan's `build` and `check`."""
+def spec_of(rng: random.Random, plan: Plan) -> ScheduleSpec:
+    """Of a plan, with random options."""
     masked = rng.random() < 0.4
     trainable = tuple(rng.random() < 0.6 for _ in plan.ministages) if masked else None
     trained = [i for i in range(plan.num_ministages) if trainable is None or trainable[i]]
@@ -50,7 +40,8 @@ def random_options(rng: random.Random, plan: Plan) -> Options:
         for _ in range(rng.randint(1, 3)):
             owner, borrower = sorted(rng.sample(trained, 2))
             ties.add((owner, borrower))
-    return Options(
+    return ScheduleSpec(
+        plan,
         trainable=trainable,
         ties=tuple(sorted(ties)),
         forward_only=rng.random() < 0.15,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tools.bench.actions_bound import Workload, compute_s, simulate
 from tools.bench.plans import apportion, lay_rows, make_plan, spread_modules
-from zorselike.schedule.lowering.build import build
+from zorselike.schedule import ScheduleSpec, build
 
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0)
 
@@ -56,7 +56,7 @@ def test_a_small_microbatch_costs_as_much_as_two_rows() -> None:
 def test_one_group_by_speed_reaches_the_ideal() -> None:
     plan, layers = make_plan([range(7)], SPEEDS, (60,), num_rows=480, num_microbatches=32, ministages=4)
     workload = Workload(tuple(1 / speed for speed in SPEEDS), layers)
-    outcome = simulate(plan, build(plan), workload)
+    outcome = simulate(plan, build(ScheduleSpec(plan)), workload)
     assert outcome.makespan_s == pytest.approx(workload.ideal_s(480))
     assert min(outcome.busy_share) == pytest.approx(1.0)
 
@@ -76,7 +76,7 @@ def test_equal_single_ranks_take_what_the_pipeline_formula_says(num_groups: int,
     workload = Workload(speeds, layers)
     microbatch_s = 3 * 4 * 6 / ministages
     expected = microbatch_s * (8 * ministages + num_groups - 1)
-    assert simulate(plan, build(plan), workload).makespan_s == pytest.approx(expected)
+    assert simulate(plan, build(ScheduleSpec(plan)), workload).makespan_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -85,5 +85,7 @@ def test_every_zero_stage_can_be_simulated(zero: int) -> None:
         [(0, 2), (4, 5, 6)], SPEEDS, (4, 2), num_rows=30, num_microbatches=7, ministages=2, zero=zero
     )
     workload = Workload(tuple(1 / speed for speed in SPEEDS), layers)
-    outcome = simulate(plan.__class__(**{**plan.__dict__, "groups": plan.groups}), build(plan), workload)
+    outcome = simulate(
+        plan.__class__(**{**plan.__dict__, "groups": plan.groups}), build(ScheduleSpec(plan)), workload
+    )
     assert outcome.makespan_s >= workload.ideal_s(30) * 0.99

@@ -18,8 +18,8 @@ from tools.papers.sailor.runs import read_run
 from tools.papers.sailor.score import score_folder, summarise
 from zorselike.cost.curves import CurveWarning
 from zorselike.errors import ProfileError
-from zorselike.schedule.checker.check import check
-from zorselike.schedule.orders.fixed_order import as_checked
+from zorselike.schedule import ScheduleSpec, check
+from zorselike.schedule.orders.even_plans import as_checked
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +140,7 @@ def test_of_equal_cards_each_tensor_parallel_rank_sends_the_whole_boundary(
 
 def test_the_schedule_is_one_that_the_checker_accepts(library: Library, tmp_path: Path) -> None:
     prepared = prepare(read_run(write_run(tmp_path, "a", replicas=2, gbs=8)), library, "Tiny")
-    check(as_checked(prepared.plan), prepared.actions)
+    check(as_checked(ScheduleSpec(prepared.plan)), prepared.actions)
 
 
 def test_constants_of_memory_come_from_small_runs_alone(library: Library, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.workload import Workload
+from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.checker.check import check
-from zorselike.schedule.lowering.build import build
 
 speeds = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8)
 
@@ -127,7 +127,8 @@ def test_plans_are_valid_and_their_schedules_complete(
         Options(ministages, rows, offload=offload),
     ).validate()
     assert [name for stage in plan.ministages for name in stage.modules] == [n for n, _ in WORKLOAD.layers]
-    check(plan, build(plan, masters=True), masters=True)
+    spec = ScheduleSpec(plan, masters=True)
+    check(spec, build(spec))
 
 
 # -- the paper's clusters ------------------------------------------------------------------

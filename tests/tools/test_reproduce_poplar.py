@@ -32,7 +32,7 @@ from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.schedule.checker.check import check
-from zorselike.schedule.orders.fixed_order import as_checked
+from zorselike.schedule.orders.even_plans import as_checked
 
 TOOL = Path(__file__).parents[2] / "tools" / "papers" / "reproduce_poplar.py"
 
@@ -161,7 +161,7 @@ def test_every_way_deals_all_rows_as_it_should(zero: int) -> None:
         assert sum(map(sum, run.sizes)) == 60
         assert largest_rows(job, run)
         plan = job.lay_plan(deal_rounds(run.sizes))
-        check(as_checked(plan), job.setting.list_actions(plan, "1f1b"))
+        check(as_checked(job.setting.make_spec(plan)), job.setting.list_actions(plan, "1f1b"))
     assert [sum(own) for own in even.sizes] == [20, 20, 20]
     peaks = {device: find_device(device).peak_flops["float32"] for device in ("V100-16", "T4")}
     share = peaks["T4"] / (peaks["T4"] + 2 * peaks["V100-16"])

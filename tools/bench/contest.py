@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zorselike.plan.plan import Plan
-from zorselike.schedule.lowering.build import build
+from zorselike.schedule import ScheduleSpec, build
 
 from ..report import Figure
 from .actions_bound import MIN_COST_ROWS, Workload, simulate
@@ -137,7 +137,9 @@ class Bench:
         """Our runtime on a plan, with the bound of its own actions."""
         if case not in self._ours:
             workload = case.workload
-            bound_s = simulate(case.plan, build(case.plan), workload, case.emulation.links).makespan_s
+            bound_s = simulate(
+                case.plan, build(ScheduleSpec(case.plan)), workload, case.emulation.links
+            ).makespan_s
             timing = run_ours(case.plan, case.layers, case.emulation)
             ideal_s = workload.ideal_s(case.plan.global_batch)
             self._ours[case] = self._add(Run(case.name, "zorselike", timing, bound_s, ideal_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from zorselike.schedule.lowering.build import build
+from zorselike.schedule import ScheduleSpec, build
 
 from .actions_bound import simulate
 from .contest import Bench, Case
@@ -88,7 +88,7 @@ def _cases(num_rows: int, unit_s: float, num_steps: int) -> Iterator[Case]:
 
 
 def _bound_s(case: Case) -> float:
-    return simulate(case.plan, build(case.plan), case.workload, case.emulation.links).makespan_s
+    return simulate(case.plan, build(ScheduleSpec(case.plan)), case.workload, case.emulation.links).makespan_s
 
 
 def _search(case: Case) -> dict[tuple[int, int], tuple[float, Mesh]]:

@@ -13,8 +13,8 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
+from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.actions import Action
-from zorselike.schedule.lowering.build import build
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.result import Simulation
 
@@ -162,6 +162,6 @@ def predict_emulation(
 
 def simulate_costs(plan: Plan, workload: Workload, costs: StepCosts, *, record: bool = False) -> Prediction:
     """One step at these costs."""
-    actions = build(plan, masters=workload.masters)
+    actions = build(ScheduleSpec(plan, masters=workload.masters))
     simulation = simulate(plan, actions, costs, record=record)
     return Prediction(plan=plan, actions=actions, costs=costs, simulation=simulation)

@@ -12,7 +12,7 @@ from zorselike.plan.plan import Plan
 from zorselike.planner.answer import PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.search import ONE_STEP
-from zorselike.schedule.checker.check import check
+from zorselike.schedule import ScheduleSpec, check
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 LIMITED = 0.7
@@ -64,17 +64,17 @@ def _check_schedule(problem: PlanProblem, plan: Plan) -> None:
     """What is trained and tied is read from the workload itself, not by what made the schedule."""
     workload = problem.workload
     home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
-    check(
+    spec = ScheduleSpec(
         plan,
-        problem.setting.list_actions(plan),
-        trainable=[
+        trainable=tuple(
             any(workload.kind_of[module].trains for module in ministage.modules)
             for ministage in plan.ministages
-        ],
-        ties=[(home[a], home[b]) for a, b in workload.ties if home[a] != home[b]],
+        ),
+        ties=tuple((home[a], home[b]) for a, b in workload.ties if home[a] != home[b]),
         defer_steps=problem.defer_updates,
         masters=workload.masters,
     )
+    check(spec, problem.setting.list_actions(plan))
 
 
 def _examine_memory(case: SimulatedPlan) -> Iterator[str]:

@@ -97,18 +97,19 @@ def show_plan(command: Show) -> str:
 def _check_bounds(plan: Plan, path: str) -> None:
     """Refuses bounds on microbatches in flight that would deadlock."""
     from zorselike.schedule.orders.in_flight import LowBoundError, order_in_flight
+    from zorselike.schedule.spec import ScheduleSpec
 
     if plan.bounds_in_flight:
         try:
-            order_in_flight(plan)
+            order_in_flight(ScheduleSpec(plan))
         except LowBoundError as error:
             raise PlanError(f"{path}: {error}") from None
 
 
 def _show_schedule(plan: Plan, dtype: str) -> str:
-    from zorselike.schedule import build, format_actions
+    from zorselike.schedule import ScheduleSpec, build, format_actions
 
-    actions = build(plan, masters=_ITEMSIZES[dtype] < 4)
+    actions = build(ScheduleSpec(plan, masters=_ITEMSIZES[dtype] < 4))
     lines = [
         f"one step in {dtype}, rank by rank (ministage, action, microbatch, @peer[rows]);",
         "max_norm and fp16 would defer each STEP to its end:",

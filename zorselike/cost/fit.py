@@ -14,7 +14,7 @@ from zorselike.cost.memory import PURPOSES, MemoryWalk, MinistageBytes, Purpose,
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.sizes import RowBytes, UnitSize, add_up
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.schedule import build
+from zorselike.schedule import ScheduleSpec, build
 from zorselike.text.wording import count
 
 NAMED_SHARE = 2 / 3
@@ -180,7 +180,7 @@ def walk_model(
         for i, part in enumerate(parts)
     }
     ties = ((0, len(parts) - 1),) if is_cut else ()
-    actions = build(plan, ties=ties, masters=job.masters)[0]
+    actions = build(ScheduleSpec(plan, ties=ties, masters=job.masters))[0]
     return walk_memory(plan, 0, actions, sizes, context_bytes=context_bytes)
 
 

@@ -27,6 +27,7 @@ from typing import Literal, get_args
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
 Purpose = Literal[
     "gathered parameters",
@@ -38,12 +39,6 @@ Purpose = Literal[
     "working set",
 ]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-
-SENDS_KEPT_BY_NCCL = 2
-"""Computations whose rows may not have left: receives are posted two computations ahead."""
-
-LEAVING_MICROBATCHES = 2
-"""Offloaded microbatches whose copy to the host may not be over."""
 
 REDUCTION_BUFFERS = 1
 """Copies of a unit's gradients from which FSDP2 reduces."""
@@ -463,7 +458,7 @@ class _Walk:
         self._put("gradient shards", i, self._sizes[i].gradient_shard_bytes)
 
     def _offload_activations(self, i: int, m: int) -> None:
-        while len(self._leaving_microbatches) >= LEAVING_MICROBATCHES:
+        while len(self._leaving_microbatches) >= COPIES_IN_FLIGHT:
             self._drop_activations(self._leaving_microbatches.popleft())
         num_bytes = self._drop_activations(("kept", Kind.F, i, m))
         leaving: _Entry = ("leaving", Kind.F, i, m)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,8 +34,9 @@ from zorselike.runtime.model.partition import ModelPart, Split, Tie, find_ties, 
 from zorselike.runtime.model.pruning import find_units, plan_module
 from zorselike.runtime.processes.world import ProcessInfo, check_world, describe_process, gather_world
 from zorselike.schedule.actions import Action
+from zorselike.schedule.build import build
 from zorselike.schedule.checker.check import CheckReport, check
-from zorselike.schedule.lowering.build import build
+from zorselike.schedule.spec import ScheduleSpec
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,8 @@ class Blueprint:
     plan: Plan
     parts: tuple[ModelPart, ...]
     ties: tuple[Tie, ...]
-    trainable: tuple[bool, ...]
-    masters: bool
-    """Whether optimizers update fp32 master weights only, and never the shards."""
-    lowest_backward: int
+    spec: ScheduleSpec
+    """Of a step: what trains, and whether optimizers update fp32 master weights only, never the shards."""
     step_actions: dict[int, list[Action]]
     evaluate_actions: dict[int, list[Action]]
     report: CheckReport
@@ -87,21 +86,23 @@ def draw(
     trainable = trainable_ministages(parts)
     if not any(trainable):
         raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
-    tied = [(t.owner_ministage, t.borrower_ministage) for t in ties if trains_tie(model, t)]
-    masters = have_masters(model, param_dtype)
-    step_actions = build(plan, trainable=trainable, ties=tied, defer_steps=defer_steps, masters=masters)
-    evaluate_actions = build(plan, trainable=trainable, forward_only=True)
-    report = check(
-        plan, step_actions, trainable=trainable, ties=tied, defer_steps=defer_steps, masters=masters
+    spec = ScheduleSpec(
+        plan,
+        trainable=trainable,
+        ties=tuple((t.owner_ministage, t.borrower_ministage) for t in ties if trains_tie(model, t)),
+        defer_steps=defer_steps,
+        masters=have_masters(model, param_dtype),
     )
-    evaluation = check(plan, evaluate_actions, trainable=trainable, forward_only=True)
+    step_actions = build(spec)
+    report = check(spec, step_actions)
+    evaluation_spec = replace(spec, forward_only=True)
+    evaluate_actions = build(evaluation_spec)
+    evaluation = check(evaluation_spec, evaluate_actions)
     return Blueprint(
         plan=plan,
         parts=parts,
         ties=ties,
-        trainable=trainable,
-        masters=masters,
-        lowest_backward=trainable.index(True),
+        spec=spec,
         step_actions=step_actions,
         evaluate_actions=evaluate_actions,
         report=CheckReport(
@@ -299,7 +300,7 @@ def assemble(
         ministages=ministages,
         shared=shared,
         accepts={i: blueprint.parts[i].accepts for i in ministages},
-        lowest_backward=blueprint.lowest_backward,
+        lowest_backward=blueprint.spec.lowest_backward,
         transport=transport,
         updates=updates,
         ties=ties,
@@ -363,7 +364,7 @@ def _make_ministages(
             group=plan.group_of(index),
             mesh=mesh,
             rank=shared,
-            receives_grad=index > blueprint.lowest_backward,
+            receives_grad=index > blueprint.spec.lowest_backward,
             param_dtype=param_dtype,
             compiles=compiles,
             keeps_shards=index == plan.ministages_of_rank(ranks.rank)[0],

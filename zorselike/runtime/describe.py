@@ -13,7 +13,7 @@ def describe_assembly(assembly: Assembly) -> str:
     lines = [plan.explain().rstrip(), "", "ministages:"]
     for index, part in enumerate(assembly.blueprint.parts):
         group = plan.ministages[index].group
-        trains = "" if assembly.blueprint.trainable[index] else ", frozen"
+        trains = "" if assembly.blueprint.spec.trains[index] else ", frozen"
         lines.append(
             f"  {index}: group {group}, {count_parameters(part.module):,} parameters"
             f" in {count(len(part.units) or 1, 'FSDP unit')}{trains}"

@@ -406,7 +406,7 @@ class HeteroPipeline:
                 self.plan,
                 signature,
                 kwargs,
-                trainable=blueprint.trainable,
+                trainable=blueprint.spec.trains,
                 param_dtype=self.param_dtype,
             )
             check_unit_order(blueprint, trace)

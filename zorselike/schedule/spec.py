@@ -1,29 +1,61 @@
-"""What a plan asks of its schedule, worked out once for all checks."""
+"""What a schedule is built for, and proven against: a plan with the options that change its actions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.errors import ScheduleError
 
+TiedMinistages = tuple[int, int]
+"""Ministages of a tied weight: its owner (the lowest) and one borrower."""
+
 
 @dataclass(frozen=True)
-class Demands:
-    """A plan with the options that its schedule was built for (see `build`)."""
+class ScheduleSpec:
+    """A plan and the options of its schedule; raises `ScheduleError` if they contradict each other."""
 
     plan: Plan
-    trains: tuple[bool, ...]
-    """Per ministage: whether it has a parameter that trains, and so reduces and steps."""
-    ties: tuple[tuple[int, int], ...]
-    """Owner and borrower of each tied weight; none if nothing trains."""
-    lowest_backward: int
-    """The first ministage that runs a backward; the number of ministages if none does."""
-    defer_steps: bool
+    _: KW_ONLY
+    trainable: tuple[bool, ...] | None = None
+    """Per ministage, whether it has a parameter that trains (None: all have). Ministages below the lowest
+    such one run no backward, frozen ones above it neither reduce nor step."""
+    ties: tuple[TiedMinistages, ...] = ()
+    """Tied weights that train and span two ministages."""
+    forward_only: bool = False
+    """An evaluation in place of an optimizer step."""
+    defer_steps: bool = False
+    """All updates wait for the global gradient norm."""
     masters: bool = False
-    """Updates overwrite the shards, and so need not have them on the device before."""
+    """Updates change fp32 master weights and overwrite the shards, which a step need not load for that."""
+
+    def __post_init__(self) -> None:
+        num_ministages, trainable = self.plan.num_ministages, self.trainable
+        if trainable is not None and len(trainable) != num_ministages:
+            raise ScheduleError(
+                f"trainable has {len(trainable)} entries for {num_ministages} ministages: give one for each"
+            )
+        for owner, borrower in self.ties:
+            if not 0 <= owner < borrower < num_ministages:
+                raise ScheduleError(
+                    f"tie ({owner}, {borrower}) does not name two ministages of 0..{num_ministages - 1}, "
+                    "the owner, which is the lower one, first"
+                )
+            if trainable is not None and not (trainable[owner] and trainable[borrower]):
+                raise ScheduleError(f"tie ({owner}, {borrower}) has a frozen end: leave frozen weights out")
+
+    @cached_property
+    def trains(self) -> tuple[bool, ...]:
+        """Per ministage, whether it reduces and steps."""
+        if self.forward_only:
+            return (False,) * self.plan.num_ministages
+        return self.trainable or (True,) * self.plan.num_ministages
+
+    @cached_property
+    def lowest_backward(self) -> int:
+        """The first ministage that runs a backward; the number of ministages if none does."""
+        return next((i for i, trains in enumerate(self.trains) if trains), self.plan.num_ministages)
 
     @property
     def has_backward(self) -> bool:
@@ -32,63 +64,31 @@ class Demands:
     @cached_property
     def tied(self) -> frozenset[int]:
         """Ministages that hold an end of a tied weight."""
-        return frozenset(ministage for tie in self.ties for ministage in tie)
+        return self.owners | self.borrowers
 
     @cached_property
     def owners(self) -> frozenset[int]:
-        return frozenset(owner for owner, _ in self.ties)
+        """Ministages that own a tied weight."""
+        return frozenset(owner for owner, _ in self.ties if not self.forward_only)
 
     @cached_property
     def borrowers(self) -> frozenset[int]:
-        return frozenset(borrower for _, borrower in self.ties)
+        """Ministages that borrow a tied weight."""
+        return frozenset(borrower for _, borrower in self.ties if not self.forward_only)
 
     def group_of_rank(self, rank: int) -> Group:
         return self.plan.groups[self.plan.group_of_rank[rank]]
 
-    def rows_of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """`[start, stop)` of each of the rank's microbatches, by its own number."""
-        return tuple((own.start, own.stop) for own in self.plan.microbatches_of_rank(rank))
+    def num_computed(self, rank: int) -> int:
+        """How many microbatches of a ministage a rank computes: those it has, and with ZeRO 3 dummies up to
+        the most of its group."""
+        group = self.group_of_rank(rank)
+        return group.max_microbatches if group.zero == 3 else len(group.microbatches_by_rank[rank])
 
     def remote_neighbour(self, ministage: int, step: int) -> int | None:
-        """The group that owns `ministage + step`, if there is such a ministage and another group owns it."""
+        """The group of `ministage + step`, if there is such a ministage and another group has it."""
         neighbour = ministage + step
         if not 0 <= neighbour < self.plan.num_ministages:
             return None
         group = self.plan.ministages[neighbour].group
         return None if group == self.plan.ministages[ministage].group else group
-
-
-def work_out_demands(
-    plan: Plan,
-    *,
-    trainable: Sequence[bool] | None,
-    ties: Sequence[tuple[int, int]],
-    forward_only: bool,
-    defer_steps: bool,
-    masters: bool = False,
-) -> Demands:
-    """The demands of `build`'s arguments; raises `ScheduleError` if they contradict each other."""
-    trains = (True,) * plan.num_ministages if trainable is None else tuple(trainable)
-    if len(trains) != plan.num_ministages:
-        raise ScheduleError(
-            f"trainable has {len(trains)} entries for {plan.num_ministages} ministages: give one for each"
-        )
-    for owner, borrower in ties:
-        if not 0 <= owner < borrower < plan.num_ministages:
-            raise ScheduleError(
-                f"tie ({owner}, {borrower}) does not name two ministages of 0..{plan.num_ministages - 1}, "
-                "the owner, which is the lower one, first"
-            )
-        if not (trains[owner] and trains[borrower]):
-            raise ScheduleError(f"tie ({owner}, {borrower}) has a frozen end: leave frozen weights out")
-    if forward_only:
-        trains = (False,) * plan.num_ministages
-    lowest = next((i for i, trained in enumerate(trains) if trained), plan.num_ministages)
-    return Demands(
-        plan=plan,
-        trains=trains,
-        ties=() if forward_only else tuple(sorted(set(ties))),
-        lowest_backward=lowest,
-        defer_steps=defer_steps,
-        masters=masters,
-    )

@@ -15,6 +15,7 @@ from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import SENDS, Action, Kind
 from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.rendezvous import wraps_around
+from zorselike.schedule.contract import NUM_STEPS, NUM_STEPS_OFFLOADING
 from zorselike.simulator.deadlock import describe_deadlock
 from zorselike.simulator.events import PENDING, run
 from zorselike.simulator.garbage import without_collection
@@ -25,12 +26,6 @@ from zorselike.simulator.rank.program import Program
 from zorselike.simulator.rank.tasks import NOTHING, Tasks
 from zorselike.simulator.report.time_breakdown import break_down_time
 from zorselike.simulator.result import Simulation
-
-NUM_STEPS = 2
-"""Steps after which all are alike: what one step does to the next (ranks that end and begin early) shows in
-the second."""
-NUM_STEPS_OFFLOADING = 3
-"""Copies to the host that continue beside the next step may delay the second step more than later ones."""
 
 
 @without_collection()

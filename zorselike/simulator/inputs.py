@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zorselike.cost.assemble import make_costs
@@ -13,19 +13,12 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import Action
+from zorselike.schedule.build import build
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.lowering.build import build
-from zorselike.schedule.orders.interleaved import build_interleaved
-from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
+from zorselike.schedule.spec import ScheduleSpec
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.garbage import without_collection
-from zorselike.simulator.simulated_plan import Schedule, SimulatedPlan
-
-_BUILDERS: Mapping[Schedule, Callable[..., dict[int, list[Action]]]] = {
-    "ours": build,
-    "1f1b": build_one_f_one_b,
-    "interleaved": build_interleaved,
-}
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +31,29 @@ class SimulationInputs:
     defer_updates: bool = False
     """Whether updates wait for all gradients of the step, as with a global `max_norm` and with float16."""
 
+    def make_spec(self, plan: Plan) -> ScheduleSpec:
+        """What a schedule of the plan is built for."""
+        kind_of = self.workload.kind_of
+        trains = tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
+        home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
+        ties = [(home[owner], home[borrower]) for owner, borrower in self.workload.ties]
+        return ScheduleSpec(
+            plan,
+            trainable=trains,
+            ties=tuple((a, b) for a, b in ties if a != b and trains[a] and trains[b]),
+            defer_steps=self.defer_updates,
+            masters=self.workload.masters,
+        )
+
     @without_collection()
-    def list_actions(self, plan: Plan, schedule: Schedule = "ours") -> Mapping[int, Sequence[Action]]:
-        """Each rank's actions in a step; raises `PlanError` if the schedule cannot run the plan."""
+    def list_actions(self, plan: Plan, schedule: str = "ours") -> Mapping[int, Sequence[Action]]:
+        """Each rank's actions in a step, in the order `schedule` (see `build`).
+
+        Raises:
+            PlanError: The schedule cannot run the plan.
+        """
         try:
-            return _BUILDERS[schedule](
-                plan,
-                trainable=self.find_trainable(plan),
-                ties=self.find_ties(plan),
-                defer_steps=self.defer_updates,
-                masters=self.workload.masters,
-            )
+            return build(self.make_spec(plan), schedule)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
 
@@ -62,7 +67,7 @@ class SimulationInputs:
         plan: Plan,
         costs: StepCosts | None = None,
         *,
-        schedule: Schedule = "ours",
+        schedule: str = "ours",
         record: bool = False,
         num_steps: int | None = None,
     ) -> SimulatedPlan:
@@ -78,14 +83,3 @@ class SimulationInputs:
             simulation=simulate(plan, actions, costs, record=record, num_steps=num_steps),
             schedule=schedule,
         )
-
-    def find_trainable(self, plan: Plan) -> tuple[bool, ...]:
-        """Whether any parameter of each ministage trains."""
-        kind_of = self.workload.kind_of
-        return tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
-
-    def find_ties(self, plan: Plan) -> tuple[tuple[int, int], ...]:
-        """Owner and borrower ministage of each weight that is in two."""
-        home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
-        pairs = [(home[owner], home[borrower]) for owner, borrower in self.workload.ties]
-        return tuple((owner, borrower) for owner, borrower in pairs if owner != borrower)

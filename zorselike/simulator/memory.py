@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
-from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MemoryWalk, walk_memory
+from zorselike.cost.memory import MemoryWalk, walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action
+from zorselike.schedule.contract import SENDS_KEPT_BY_NCCL
 
 
 class MemoryWalks(Sequence[MemoryWalk]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster.cluster import Cluster
@@ -13,9 +12,6 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import Action
 from zorselike.simulator.result import Simulation
-
-Schedule = Literal["ours", "1f1b", "interleaved"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class SimulatedPlan:
     actions: Mapping[int, Sequence[Action]]
     costs: StepCosts
     simulation: Simulation
-    schedule: Schedule = "ours"
+    schedule: str = "ours"
 
     @cached_property
     def device_types(self) -> tuple[str, ...]:

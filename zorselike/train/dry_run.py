@@ -85,8 +85,8 @@ def _describe_auto(config: Config) -> list[str]:
 
 
 def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
-    num_bytes = _BYTES_KEPT_HALF if blueprint.masters else _BYTES_KEPT
-    kept = "half precision, with fp32 masters and" if blueprint.masters else "fp32, with"
+    num_bytes = _BYTES_KEPT_HALF if blueprint.spec.masters else _BYTES_KEPT
+    kept = "half precision, with fp32 masters and" if blueprint.spec.masters else "fp32, with"
     lines = [
         f"parameters of each rank's ministages, how many of them it keeps, and their size in {kept} Adam's "
         "states\n(gradients, gathered parameters and activations come on top):"

@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from schedules import Lists, Options, random_case
+from schedules import Lists, random_spec
 
 from zorselike.plan.plan import Plan
-from zorselike.schedule import Action, Kind, build
+from zorselike.schedule import Action, Kind, ScheduleSpec, build
 from zorselike.schedule.actions import RECEIVES, SENDS, TRANSFERS
 from zorselike.schedule.checker.check import check
 from zorselike.schedule.errors import ScheduleError
@@ -210,30 +210,28 @@ def test_a_changed_schedule_is_refused(name: str) -> None:
     num_changed = 0
     for seed in range(120):
         rng = random.Random(f"{name}/{seed}")
-        plan, options = random_case(rng, small=seed % 12 > 0)
-        lists = build(plan, **options)
-        change = MUTATIONS[name](rng, plan, lists)
+        spec = random_spec(rng, small=seed % 12 > 0)
+        lists = build(spec)
+        change = MUTATIONS[name](rng, spec.plan, lists)
         if change is not None:
             num_changed += 1
-            _assert_refused(plan, lists, options, f"seed {name}/{seed}: {change}")
+            _assert_refused(spec, lists, f"seed {name}/{seed}: {change}")
     assert num_changed >= 40
 
 
 def test_no_action_of_a_schedule_can_be_left_out() -> None:
     for seed in range(25):
-        plan, options = random_case(random.Random(seed), small=True)
-        lists = build(plan, **options)
+        spec = random_spec(random.Random(seed), small=True)
+        lists = build(spec)
         for rank, own in lists.items():
             for position in range(len(own)):
                 changed = {**lists, rank: own[:position] + own[position + 1 :]}
-                _assert_refused(
-                    plan, changed, options, f"seed {seed}: {own[position]} of rank {rank} left out"
-                )
+                _assert_refused(spec, changed, f"seed {seed}: {own[position]} of rank {rank} left out")
 
 
-def _assert_refused(plan: Plan, lists: Lists, options: Options, change: str) -> None:
+def _assert_refused(spec: ScheduleSpec, lists: Lists, change: str) -> None:
     try:
-        check(plan, lists, **options)
+        check(spec, lists)
     except ScheduleError:
         return
     pytest.fail(f"not refused: {change}")

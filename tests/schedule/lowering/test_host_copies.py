@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
-from zorselike.schedule import Action, Kind, ScheduleError, build, format_actions, parse_actions
+from zorselike.schedule import Action, Kind, ScheduleError, ScheduleSpec, build, format_actions, parse_actions
 from zorselike.schedule.actions import HOST_COPIES
 from zorselike.schedule.checker.check import check
 
@@ -19,8 +19,9 @@ def one_rank(zero: int = 2, offload: tuple[str, ...] = OFFLOAD_KINDS, *, minista
 
 
 def listed(plan: Plan, *, masters: bool = True, defer_steps: bool = False) -> str:
-    lists = build(plan, masters=masters, defer_steps=defer_steps)
-    check(plan, lists, masters=masters, defer_steps=defer_steps)
+    spec = ScheduleSpec(plan, masters=masters, defer_steps=defer_steps)
+    lists = build(spec)
+    check(spec, lists)
     return format_actions(lists[0])
 
 
@@ -64,15 +65,16 @@ def test_with_zero_3_shards_stay_for_a_phase() -> None:
 
 def test_an_evaluation_moves_shards_only() -> None:
     plan = one_rank()
-    lists = build(plan, forward_only=True)
-    check(plan, lists, forward_only=True)
+    spec = ScheduleSpec(plan, forward_only=True)
+    lists = build(spec)
+    check(spec, lists)
     copies = [action.text for action in lists[0] if action.kind in HOST_COPIES]
     assert copies == ["1LOAD", "1OFFLOAD", "2LOAD", "2OFFLOAD"]
 
 
 def test_without_offload_nothing_moves() -> None:
     plan = one_rank(offload=())
-    assert not any(action.kind in HOST_COPIES for action in build(plan)[0])
+    assert not any(action.kind in HOST_COPIES for action in build(ScheduleSpec(plan))[0])
 
 
 @pytest.mark.parametrize(
@@ -92,15 +94,15 @@ def test_a_wrong_place_is_refused_by_name(wrong: str, right: str, reason: str) -
     text = listed(plan)
     assert wrong in text
     with pytest.raises(ScheduleError, match=reason):
-        check(plan, {0: parse_actions(text.replace(wrong, right, 1))}, masters=True)
+        check(ScheduleSpec(plan, masters=True), {0: parse_actions(text.replace(wrong, right, 1))})
 
 
 def test_a_group_that_does_not_offload_has_no_copies() -> None:
     plan = one_rank(offload=("params",))
-    lists = build(plan)
+    lists = build(ScheduleSpec(plan))
     other = replace(plan, groups=(replace(plan.groups[0], offload=()),))
     with pytest.raises(ScheduleError, match="does not name 'params'"):
-        check(other, lists)
+        check(ScheduleSpec(other), lists)
 
 
 def test_the_text_form_of_new_actions_is_read_back() -> None:

@@ -10,9 +10,8 @@ from plans import random_plan
 
 from zorselike.cost import MinistageBytes, walk_memory
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan
-from zorselike.schedule import build, format_actions
+from zorselike.schedule import ScheduleSpec, build, format_actions
 from zorselike.schedule.checker.check import check
-from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
 
 SIZES = MinistageBytes(
     gathered_bytes=20,
@@ -60,23 +59,23 @@ def with_offload(plan: Plan, offload: tuple[str, ...]) -> Plan:
 )
 def test_lists(zero: int, grad_reduce: GradReduce, most: str, fewer: str) -> None:
     plan = one_ministage(2, 1, zero=zero, grad_reduce=grad_reduce)
-    lists = build(plan)
-    check(plan, lists)
+    lists = build(ScheduleSpec(plan))
+    check(ScheduleSpec(plan), lists)
     assert [format_actions(own) for own in lists.values()] == [most, fewer]
 
 
 def test_without_a_backward_all_microbatches_go_forward() -> None:
     plan = one_ministage(2)
-    for options in ({"forward_only": True}, {"trainable": [False]}):
-        lists = build(plan, **options)  # type: ignore[arg-type]
-        check(plan, lists, **options)  # type: ignore[arg-type]
+    for spec in (ScheduleSpec(plan, forward_only=True), ScheduleSpec(plan, trainable=(False,))):
+        lists = build(spec)
+        check(spec, lists)
         assert format_actions(lists[0]) == "0UNSHARD 0F0 0F1 0RESHARD"
 
 
 def test_activations_that_are_wanted_at_once_are_not_offloaded() -> None:
     plan = with_offload(one_ministage(3), OFFLOAD_KINDS)
-    lists = build(plan)
-    check(plan, lists)
+    lists = build(ScheduleSpec(plan))
+    check(ScheduleSpec(plan), lists)
     assert format_actions(lists[0]) == (
         "0UNSHARD 0F0 0LOAD_STATE 0B0 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0RESHARD 0STEP 0OFFLOAD_STATE"
     )
@@ -88,10 +87,10 @@ def test_random_plans_are_built_as_those_of_1f1b(seed: int) -> None:
     rng = random.Random(seed)
     plan = random_plan(rng, max_groups=1, max_ministages_per_group=1)
     plan = with_offload(plan, rng.choice(((), ("optimizer",))))
-    options = {"defer_steps": rng.random() < 0.5, "masters": rng.random() < 0.5}
-    lists = build(plan, **options)
-    check(plan, lists, **options)
-    assert lists == build_one_f_one_b(plan, **options)
+    spec = ScheduleSpec(plan, defer_steps=rng.random() < 0.5, masters=rng.random() < 0.5)
+    lists = build(spec)
+    check(spec, lists)
+    assert lists == build(spec, "1f1b")
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -99,7 +98,7 @@ def test_random_plans_are_built_as_those_of_1f1b(seed: int) -> None:
 def test_memory_does_not_grow_with_the_number_of_microbatches(zero: int, offload: tuple[str, ...]) -> None:
     def peak(num_microbatches: int) -> int:
         plan = with_offload(one_ministage(num_microbatches, 1, zero=zero), offload)
-        walk = walk_memory(plan, 0, build(plan)[0], {0: SIZES})
+        walk = walk_memory(plan, 0, build(ScheduleSpec(plan))[0], {0: SIZES})
         assert walk.device["activations"] == SIZES.activation_bytes_per_row
         return walk.device_peak_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -12,16 +13,20 @@ from plain_costs import make_costs
 
 from zorselike.cost.memory import walk_memory
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
-from zorselike.schedule import Action, build
+from zorselike.schedule import Action, ScheduleSpec, build
 from zorselike.schedule.actions import COMPUTE
 from zorselike.schedule.checker.check import check
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.orders.fixed_order import as_checked
-from zorselike.schedule.orders.interleaved import build_interleaved
-from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
+from zorselike.schedule.lowering.lower import lower
+from zorselike.schedule.orders.even_plans import as_checked
+from zorselike.schedule.orders.one_f_one_b import one_f_one_b_blocking
 from zorselike.simulator import simulate
 
-Builder = Callable[..., dict[int, list[Action]]]
+Builder = Callable[[ScheduleSpec], dict[int, list[Action]]]
+
+
+def build_blocking(spec: ScheduleSpec) -> dict[int, list[Action]]:
+    return lower(spec, one_f_one_b_blocking(spec))
 
 
 def even_plan(
@@ -54,7 +59,7 @@ def order(lists: dict[int, list[Action]], rank: int) -> str:
 
 
 def test_the_order_of_1f1b() -> None:
-    lists = build_one_f_one_b(even_plan(3, 4))
+    lists = build(ScheduleSpec(even_plan(3, 4)), "1f1b")
     assert order(lists, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     assert order(lists, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
     assert order(lists, 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
@@ -62,13 +67,13 @@ def test_the_order_of_1f1b() -> None:
 
 def test_the_order_of_interleaved_1f1b() -> None:
     """As Figure 4 of Narayanan et al. 2021, with two devices."""
-    lists = build_interleaved(even_plan(2, 4, ministages=2))
+    lists = build(ScheduleSpec(even_plan(2, 4, ministages=2)), "interleaved")
     assert order(lists, 0) == ("0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3")
     assert order(lists, 1) == ("1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3")
 
 
 def test_transfers_that_block_stand_as_in_deepspeed() -> None:
-    lists = build_one_f_one_b(even_plan(2, 2, zero=0), blocking=True)
+    lists = build_blocking(ScheduleSpec(even_plan(2, 2, zero=0)))
     assert [a.text for a in lists[0]] == [
         *("0F0", "0SEND_F0@1[0:4]", "0F1", "0RECV_B0@1[0:4]", "0SEND_F1@1[4:8]", "0B0"),
         *("0RECV_B1@1[4:8]", "0B1", "0REDUCE_GRAD", "0STEP"),
@@ -94,16 +99,18 @@ def test_the_checker_accepts_them_and_they_end(rng: random.Random) -> None:
         zero=zero,
         grad_reduce=rng.choice(["once", "microbatch"]) if zero == 2 else "once",
     )
-    trained = [rng.random() < 0.8 for _ in plan.ministages]
+    trained = tuple(rng.random() < 0.8 for _ in plan.ministages)
     own = [i for i, trains in enumerate(trained) if trains]
-    ties = [(own[0], own[-1])] if len(own) > 1 and rng.random() < 0.3 else []
-    options = {"ties": ties, "defer_steps": rng.random() < 0.3, "masters": rng.random() < 0.5}
-    builders: list[Builder] = [build_interleaved]
+    ties = ((own[0], own[-1]),) if len(own) > 1 and rng.random() < 0.3 else ()
+    spec = ScheduleSpec(
+        plan, trainable=trained, ties=ties, defer_steps=rng.random() < 0.3, masters=rng.random() < 0.5
+    )
+    builders: list[Builder] = [partial(build, order="interleaved")]
     if not interleaved:
-        builders = [build_one_f_one_b, lambda plan, **o: build_one_f_one_b(plan, blocking=True, **o)]
+        builders = [partial(build, order="1f1b"), build_blocking]
     for builder in builders:
-        lists = builder(plan, trainable=trained, **options)
-        check(as_checked(plan), lists, trainable=trained, **options)  # type: ignore[arg-type]
+        lists = builder(spec)
+        check(as_checked(spec), lists)
         costs = make_costs(
             plan,
             row_bytes=1,
@@ -123,7 +130,8 @@ def test_the_checker_accepts_them_and_they_end(rng: random.Random) -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_the_bubble_of_1f1b(num_groups: int, num_microbatches: int, blocking: bool) -> None:
     plan = even_plan(num_groups, num_microbatches)
-    lists = build_one_f_one_b(plan, blocking=blocking)
+    spec = ScheduleSpec(plan)
+    lists = build_blocking(spec) if blocking else build(spec, "1f1b")
     found = simulate(plan, lists, make_costs(plan, transfers_block=blocking))
     assert found.iteration_s == pytest.approx(12 * (num_microbatches + num_groups - 1))
 
@@ -131,7 +139,7 @@ def test_the_bubble_of_1f1b(num_groups: int, num_microbatches: int, blocking: bo
 @pytest.mark.parametrize("num_groups, num_microbatches, ministages", [(2, 4, 2), (4, 8, 2), (4, 4, 3)])
 def test_the_bubble_of_interleaved_1f1b(num_groups: int, num_microbatches: int, ministages: int) -> None:
     plan = even_plan(num_groups, num_microbatches, ministages=ministages)
-    found = simulate(plan, build_interleaved(plan), make_costs(plan, forward=1 / ministages))
+    found = simulate(plan, build(ScheduleSpec(plan), "interleaved"), make_costs(plan, forward=1 / ministages))
     assert found.iteration_s == pytest.approx(12 * (num_microbatches + (num_groups - 1) / ministages))
 
 
@@ -141,7 +149,7 @@ def test_1f1b_keeps_the_activations_of_as_many_microbatches_as_stages_follow() -
     for rank in range(3):
         one_f_one_b, ours = (
             walk_memory(plan, rank, lists[rank], costs.sizes[rank]).device["activations"]
-            for lists in (build_one_f_one_b(plan), build(plan))
+            for lists in (build(ScheduleSpec(plan), "1f1b"), build(ScheduleSpec(plan)))
         )
         assert (one_f_one_b, ours) == (4 * (3 - rank), 4 * 8)
 
@@ -161,8 +169,9 @@ def test_one_group_may_have_different_numbers_of_microbatches(
         grad_reduce=grad_reduce,
     )
     plan = Plan(4, (group,), (Ministage(0, ("a",)),)).validate()
-    lists = build_one_f_one_b(plan)
-    check(as_checked(plan), lists)
+    spec = ScheduleSpec(plan)
+    lists = build(spec, "1f1b")
+    check(as_checked(spec), lists)
     assert order(lists, 0).startswith("0F0 0B0 0F1 0B1")
     assert simulate(plan, lists, make_costs(plan, unit_bytes=1)).iteration_s > 3 * counts[0]
 
@@ -170,21 +179,21 @@ def test_one_group_may_have_different_numbers_of_microbatches(
 def test_plans_of_other_shapes_are_refused() -> None:
     two = even_plan(2, 2, ministages=2)
     with pytest.raises(ScheduleError, match="one ministage a group"):
-        build_one_f_one_b(two)
+        build(ScheduleSpec(two), "1f1b")
     with pytest.raises(ScheduleError, match="3 microbatches for 2 groups; give a multiple"):
-        build_interleaved(even_plan(2, 3, ministages=2))
+        build(ScheduleSpec(even_plan(2, 3, ministages=2)), "interleaved")
     groups = (
         Group((0,), (Microbatch(0, 0, 2), Microbatch(0, 2, 4))),
         Group((1,), (Microbatch(1, 0, 4),)),
     )
     ministages = (Ministage(0, ("a",)), Ministage(1, ("b",)))
     with pytest.raises(ScheduleError, match="rank 1 has 1 microbatches and rank 0 has 2"):
-        build_one_f_one_b(Plan(4, groups, ministages))
+        build(ScheduleSpec(Plan(4, groups, ministages)), "1f1b")
     turned = (groups[0], Group((1,), (Microbatch(1, 2, 4), Microbatch(1, 0, 2))))
     with pytest.raises(ScheduleError, match=r"rows \[0:2\) are in microbatch 0 of ministage 0"):
-        build_one_f_one_b(Plan(4, turned, ministages))
+        build(ScheduleSpec(Plan(4, turned, ministages)), "1f1b")
     with pytest.raises(ScheduleError, match="visit all groups in turn"):
-        build_interleaved(Plan(4, turned, (*ministages, Ministage(1, ("c",)))))
+        build(ScheduleSpec(Plan(4, turned, (*ministages, Ministage(1, ("c",))))), "interleaved")
     offloading = (groups[0], Group((1,), turned[1].microbatches, offload=("activations",)))
     with pytest.raises(ScheduleError, match="group 1 offloads"):
-        build_one_f_one_b(Plan(4, offloading, ministages))
+        build(ScheduleSpec(Plan(4, offloading, ministages)), "1f1b")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_costs import make_costs
 from plans import plans, random_plan, with_bounds
-from schedules import Lists, NaiveRun, Options, random_options
+from schedules import Lists, NaiveRun, spec_of
 
 from zorselike.cost.memory import walk_memory
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
-from zorselike.schedule import Action, Kind, build, check, format_actions
+from zorselike.schedule import Action, Kind, ScheduleSpec, build, check, format_actions
 from zorselike.schedule.actions import COMPUTE
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.orders.in_flight import (
@@ -26,7 +26,6 @@ from zorselike.schedule.orders.in_flight import (
     least_in_flight,
     order_in_flight,
 )
-from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
 from zorselike.simulator import simulate
 
 
@@ -52,7 +51,7 @@ def computed(actions: Sequence[Action]) -> str:
     return format_actions(action for action in actions if action.kind in COMPUTE)
 
 
-def random_case(rng: random.Random) -> tuple[Plan, Options]:
+def random_spec(rng: random.Random) -> ScheduleSpec:
     """Ranks with and without rows, of any sizes and ZeRO stages, with any options of `build`."""
     plan = random_plan(
         rng,
@@ -62,7 +61,7 @@ def random_case(rng: random.Random) -> tuple[Plan, Options]:
         max_rows=16,
         round_robin=rng.random() < 0.5,
     )
-    return with_bounds(plan, rng).validate(), random_options(rng, plan)
+    return spec_of(rng, with_bounds(plan, rng).validate())
 
 
 # -- by hand -----------------------------------------------------------------------------------
@@ -70,12 +69,12 @@ def random_case(rng: random.Random) -> tuple[Plan, Options]:
 
 def test_backwards_go_first() -> None:
     plan = pipeline([1] * 4, [1] * 4, bounds=(None, 2))
-    assert [computed(own) for own in build(plan).values()] == [
+    assert [computed(own) for own in build(ScheduleSpec(plan)).values()] == [
         # The first gradient is back after 1 + 1 + 2 of nominal time, in which three more go forward.
         "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
         "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
     ]
-    assert [computed(own) for own in build(bound_to(plan, (3, None))).values()] == [
+    assert [computed(own) for own in build(ScheduleSpec(bound_to(plan, (3, None)))).values()] == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
     ]
@@ -84,8 +83,8 @@ def test_backwards_go_first() -> None:
 def test_a_recomputing_backward_takes_a_forward_more() -> None:
     plan = pipeline([1] * 8, [1] * 8, bounds=(8, 8))
     again = replace(plan, groups=tuple(replace(group, recompute="layer") for group in plan.groups))
-    assert count_in_flight(plan) == (4, 1)
-    assert count_in_flight(again) == (5, 1)
+    assert count_in_flight(ScheduleSpec(plan)) == (4, 1)
+    assert count_in_flight(ScheduleSpec(again)) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_recomputing_backward_takes_a_forward_more() -> None:
 )
 def test_parameters_are_gathered_once(zero: int, grad_reduce: GradReduce, first: str, last: str) -> None:
     plan = pipeline([1] * 3, [1] * 3, bounds=(2, 1), zero=zero, grad_reduce=grad_reduce)
-    lists = build(plan)
+    lists = build(ScheduleSpec(plan))
     texts = [format_actions(own) for own in lists.values()]
     assert [text.endswith(end) for text, end in zip(texts, (first, last), strict=True)] == [True, True]
     assert [text.count("UNSHARD") for text in texts] == [int(zero in (1, 2))] * 2
@@ -122,7 +121,7 @@ def test_ranks_leave_out_the_rounds_that_they_do_not_have() -> None:
         Group((2,), tuple(Microbatch(2, row, row + 1) for row in (3, 0, 1, 2))),
     )
     plan = Plan(4, groups, (Ministage(0, ("a",)), Ministage(1, ("b",)))).validate()
-    assert [computed(own) for own in build(plan).values()] == [
+    assert [computed(own) for own in build(ScheduleSpec(plan)).values()] == [
         "0F0 0F1 0B0 0F2 0B1 0B2",
         "0F0 0B0",
         "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
@@ -131,29 +130,32 @@ def test_ranks_leave_out_the_rounds_that_they_do_not_have() -> None:
 
 def test_groups_below_what_trains_go_forward_without_bound() -> None:
     plan = pipeline([1] * 4, [1] * 4, [1] * 4, bounds=(1, 2, 1))
-    lists = build(plan, trainable=(False, True, True))
-    check(plan, lists, trainable=(False, True, True))
+    spec = ScheduleSpec(plan, trainable=(False, True, True))
+    lists = build(spec)
+    check(spec, lists)
     assert computed(lists[0]) == "0F0 0F1 0F2 0F3"
     assert computed(lists[1]) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
-    assert count_in_flight(plan, lowest_backward=1) == (0, 2, 1)
-    assert count_in_flight(plan, lowest_backward=3) == (0, 0, 0)
+    assert count_in_flight(spec) == (0, 2, 1)
+    assert count_in_flight(ScheduleSpec(plan, forward_only=True)) == (0, 0, 0)
 
 
 def test_an_evaluation_goes_forward_only() -> None:
     plan = pipeline([1, 1, 2], [4], bounds=(1, 1))  # Too low for a step, and nothing is held here.
-    assert build(plan, forward_only=True) == build(bound_to(plan, (None, None)), forward_only=True)
+    assert build(ScheduleSpec(plan, forward_only=True)) == build(
+        ScheduleSpec(bound_to(plan, (None, None)), forward_only=True)
+    )
 
 
 def test_a_single_ministage_accumulates_with_or_without_a_bound() -> None:
     plan = pipeline([1, 2, 1], bounds=(1,))
-    assert build(plan) == build(bound_to(plan, (None,)))
+    assert build(ScheduleSpec(plan)) == build(ScheduleSpec(bound_to(plan, (None,))))
 
 
 def test_rows_that_do_not_match_need_more_in_flight() -> None:
     sizes = ([1] * 8, [4, 4], [2] * 4)
     plan = pipeline(*sizes, bounds=(4, 1, 1))
     assert least_in_flight(plan) == (4, 1, 1)
-    assert count_in_flight(plan) == (4, 1, 1)
+    assert count_in_flight(ScheduleSpec(plan)) == (4, 1, 1)
     growing = pipeline([1] * 8, [2] * 4, [4, 4], bounds=(1, 1, 1))
     assert least_in_flight(growing) == (4, 2, 1)
     for bounds, message in (
@@ -161,11 +163,11 @@ def test_rows_that_do_not_match_need_more_in_flight() -> None:
         ((1, 1, None), r"^groups\[0\].max_in_flight is 1 and must be 4 or more: only then"),
     ):
         with pytest.raises(LowBoundError, match=message):
-            build(bound_to(plan, bounds))
+            build(ScheduleSpec(bound_to(plan, bounds)))
     with pytest.raises(
         LowBoundError, match=r"^groups\[0\].* is 1 .* 4 or more; groups\[1\].* 2 or more: only"
     ):
-        build(growing)
+        build(ScheduleSpec(growing))
 
 
 # -- rules for all plans -----------------------------------------------------------------------
@@ -175,12 +177,13 @@ def test_rows_that_do_not_match_need_more_in_flight() -> None:
 def test_what_build_makes_is_right(block: int) -> None:
     for seed in range(50):
         rng = random.Random(f"{block}/{seed}")
-        plan, options = random_case(rng)
+        spec = random_spec(rng)
+        plan = spec.plan
         try:
-            lists = build(plan, **options)
-            check(plan, lists, **options)
-            assert lists == build(plan, **options)
-            assert NaiveRun(plan, lists, options["ties"], None).ends(rng)
+            lists = build(spec)
+            check(spec, lists)
+            assert lists == build(spec)
+            assert NaiveRun(plan, lists, spec.ties, None).ends(rng)
             for rank, own in lists.items():
                 _assert_in_turn(own)
                 bound = plan.groups[plan.group_of_rank[rank]].max_in_flight
@@ -217,7 +220,7 @@ def test_the_least_bounds_are_those_with_which_a_step_ends(plan: Plan, rng: rand
     least = least_in_flight(plan)
     at_least = bound_to(plan, least)
     assert _ends(at_least)
-    assert count_in_flight(at_least) == least
+    assert count_in_flight(ScheduleSpec(at_least)) == least
     assert least_in_flight(at_least) == least
     g = rng.randrange(len(least))
     if least[g] > 1:
@@ -225,7 +228,7 @@ def test_the_least_bounds_are_those_with_which_a_step_ends(plan: Plan, rng: rand
         lower = bound_to(plan, [least[g] - 1 if i == g else None for i in range(len(least))])
         assert not _ends(lower)
         with pytest.raises(LowBoundError, match=rf"groups\[{g}\].max_in_flight .* {least[g]} or more"):
-            order_in_flight(lower)
+            order_in_flight(ScheduleSpec(lower))
 
 
 def _ends(plan: Plan) -> bool:
@@ -266,8 +269,9 @@ def _rows_of_rounds(group: Group) -> list[set[int]]:
 def test_what_is_counted_is_what_the_order_holds(plan: Plan, rng: random.Random) -> None:
     plan = with_bounds(plan, rng)
     lowest = rng.randint(0, plan.num_ministages)
-    counts = count_in_flight(plan, lowest_backward=lowest)
-    for g, order in enumerate(order_in_flight(plan, lowest_backward=lowest)):
+    spec = ScheduleSpec(plan, trainable=tuple(i >= lowest for i in range(plan.num_ministages)))
+    counts = count_in_flight(spec)
+    for g, order in enumerate(order_in_flight(spec)):
         rounds = range(plan.groups[g].max_microbatches)
         goes_back = plan.ministages_of_group(g)[0] >= lowest
         kinds = (Kind.F, Kind.B) if goes_back else (Kind.F,)
@@ -282,7 +286,7 @@ def test_what_is_counted_is_what_the_order_holds(plan: Plan, rng: random.Random)
 def test_even_pipelines_bound_to_their_depth_are_1f1b(num_groups: int, num_microbatches: int) -> None:
     bounds = [num_groups - g for g in range(num_groups)]
     plan = pipeline(*[[2] * num_microbatches] * num_groups, bounds=bounds)
-    ours, theirs = build(plan), build_one_f_one_b(plan)
+    ours, theirs = build(ScheduleSpec(plan)), build(ScheduleSpec(plan), "1f1b")
     assert {rank: computed(own) for rank, own in ours.items()} == {
         rank: computed(own) for rank, own in theirs.items()
     }
@@ -296,9 +300,13 @@ def test_fewer_activations_are_held() -> None:
         walks = [walk_memory(plan, rank, own, costs.sizes[rank]) for rank, own in lists.items()]
         return [walk.device["activations"] for walk in walks]
 
-    assert held(build(bound_to(plan, (None,) * 4))) == [24, 24, 24, 24]
-    assert held(build(plan)) == [2 * num_held for num_held in count_in_flight(plan)] == [16, 14, 8, 2]
-    assert held(build(bound_to(plan, (4, 3, 2, 1)))) == [8, 6, 4, 2]
+    assert held(build(ScheduleSpec(bound_to(plan, (None,) * 4)))) == [24, 24, 24, 24]
+    assert (
+        held(build(ScheduleSpec(plan)))
+        == [2 * num_held for num_held in count_in_flight(ScheduleSpec(plan))]
+        == [16, 14, 8, 2]
+    )
+    assert held(build(ScheduleSpec(bound_to(plan, (4, 3, 2, 1))))) == [8, 6, 4, 2]
 
 
 @pytest.mark.parametrize("num_groups, num_microbatches", [(2, 4), (3, 9), (4, 8), (4, 16), (6, 12)])
@@ -308,7 +316,10 @@ def test_twice_as_many_in_flight_as_groups_cost_no_time(num_groups: int, num_mic
         costs = make_costs(plan, row_bytes=row_bytes)  # type: ignore[arg-type]
         found, forward_first = (
             simulate(plan, lists, costs).iteration_s
-            for lists in (build(plan), build(bound_to(plan, (None,) * num_groups)))
+            for lists in (
+                build(ScheduleSpec(plan)),
+                build(ScheduleSpec(bound_to(plan, (None,) * num_groups))),
+            )
         )
         assert found <= forward_first * (1 + 1e-9)
 
@@ -321,8 +332,9 @@ def test_one_more_in_flight_is_refused() -> None:
     num_refused = 0
     for seed in range(220):
         rng = random.Random(seed)
-        plan, options = random_case(rng)
-        lists = build(plan, **options)
+        spec = random_spec(rng)
+        plan = spec.plan
+        lists = build(spec)
         for rank, own in lists.items():
             bound = plan.groups[plan.group_of_rank[rank]].max_in_flight
             places = [c for c in _swap_turns(own) if bound and _count_held(plan, rank, c) > bound]
@@ -331,7 +343,7 @@ def test_one_more_in_flight_is_refused() -> None:
             changed = rng.choice(places)
             message = f"^rank {rank}, .*: {bound + 1} microbatches would be in flight, and .* is {bound}:"
             with pytest.raises(ScheduleError, match=message):
-                check(plan, {**lists, rank: changed}, **options)
+                check(spec, {**lists, rank: changed})
             num_refused += 1
     assert num_refused >= 30
 

@@ -12,9 +12,8 @@ from plans import random_plan
 from schedules import Lists
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.schedule import Kind, build, format_actions
+from zorselike.schedule import Kind, ScheduleSpec, build, format_actions, from_torch_csv, to_torch_csv
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.orders.torch_csv import from_torch_csv, to_torch_csv
 
 
 def _single_rank_plan(rng: random.Random, zeros: tuple[int, ...] = (0, 1, 2)) -> Plan:
@@ -65,10 +64,10 @@ def test_what_goes_out_comes_back(seed: int) -> None:
     trainable = tuple(rng.random() < 0.7 for _ in plan.ministages)
     trained = [i for i, trains in enumerate(trainable) if trains]
     ties = ((trained[0], trained[-1]),) if len(trained) > 1 and rng.random() < 0.5 else ()
-    lists = build(plan, trainable=trainable, ties=ties, defer_steps=rng.random() < 0.5)
-    defer_steps = any(action.kind is Kind.NORM for action in lists[0])
+    spec = ScheduleSpec(plan, trainable=trainable, ties=ties, defer_steps=rng.random() < 0.5)
+    lists = build(spec)
     text = to_torch_csv(plan, lists)
-    assert from_torch_csv(plan, text, trainable=trainable, ties=ties, defer_steps=defer_steps) == lists
+    assert from_torch_csv(spec, text) == lists
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -80,14 +79,14 @@ def test_computations_alone_get_what_build_puts_around_them(seed: int) -> None:
         for group in plan.groups
     )
     plan = replace(plan, groups=groups).validate()
-    forward_only = rng.random() < 0.2
-    lists = build(plan, forward_only=forward_only)
-    assert from_torch_csv(plan, _computations(lists), forward_only=forward_only) == lists
+    spec = ScheduleSpec(plan, forward_only=rng.random() < 0.2)
+    lists = build(spec)
+    assert from_torch_csv(spec, _computations(lists)) == lists
 
 
 def test_by_hand() -> None:
     plan = _looped_plan(2, 1, 2, zero=1)
-    assert to_torch_csv(plan, build(plan)).split() == [
+    assert to_torch_csv(plan, build(ScheduleSpec(plan))).split() == [
         "0UNSHARD,0RECV_B1,0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0B1,0B0,0REDUCE_GRAD,0RESHARD",
         "1UNSHARD,1RECV_F0,1RECV_F1,1F0,1F1,1B1,1SEND_B1,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD",
     ]
@@ -100,7 +99,7 @@ def test_torch_reads_every_cell() -> None:
     action_type = _schedules()._Action
     for seed in range(20):
         plan = _single_rank_plan(random.Random(seed))
-        for row in csv.reader(io.StringIO(to_torch_csv(plan, build(plan)))):
+        for row in csv.reader(io.StringIO(to_torch_csv(plan, build(ScheduleSpec(plan))))):
             for cell in row:
                 assert str(action_type.from_str(cell)) == cell
 
@@ -130,10 +129,10 @@ def test_torchs_looped_bfs(layout: str, zero: int, size: tuple[int, int, int], t
     _torch_schedule("ScheduleLoopedBFS", *size)._dump_csv(path, format=layout)
     plan = _looped_plan(*size, zero=zero)
     with open(path, newline="") as file:  # noqa: PTH123
-        lists = from_torch_csv(plan, file.read())
-    assert _computations(lists) == _computations(build(plan)), "both run breadth first"
+        lists = from_torch_csv(ScheduleSpec(plan), file.read())
+    assert _computations(lists) == _computations(build(ScheduleSpec(plan))), "both run breadth first"
     if layout == "compute_only":
-        assert lists == build(plan)
+        assert lists == build(ScheduleSpec(plan))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -142,10 +141,10 @@ def test_torchs_interleaved_1f1b(zero: int, tmp_path: object) -> None:
     _torch_schedule("ScheduleInterleaved1F1B", 4, 2, 8)._dump_csv(path, format="compute_only")
     with open(path, newline="") as file:  # noqa: PTH123
         text = file.read()
-    lists = from_torch_csv(_looped_plan(4, 2, 8, zero=zero), text)
+    lists = from_torch_csv(ScheduleSpec(_looped_plan(4, 2, 8, zero=zero)), text)
     assert "0B0 0F" not in format_actions(lists[0]) and "STEP" in format_actions(lists[0])
     with pytest.raises(ScheduleError, match="comes back to F of ministage 0: ZeRO 2 gathers"):
-        from_torch_csv(_looped_plan(4, 2, 8, zero=2), text)
+        from_torch_csv(ScheduleSpec(_looped_plan(4, 2, 8, zero=2)), text)
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -155,17 +154,17 @@ def test_plans_that_torch_cannot_express_are_refused() -> None:
     rows = (Microbatch(0, 0, 1), Microbatch(1, 1, 2))
     several = Plan(2, (Group((0, 1), rows),), (Ministage(0, ("a",)),))
     with pytest.raises(ScheduleError, match="group 0: it has 2 ranks"):
-        to_torch_csv(several, build(several))
+        to_torch_csv(several, build(ScheduleSpec(several)))
     uneven = _looped_plan(2, 1, 2, zero=0)
     other = replace(uneven.groups[1], microbatches=(Microbatch(1, 0, 2),))
     uneven = replace(uneven, groups=(uneven.groups[0], other))
     with pytest.raises(ScheduleError, match="group 1: its microbatches differ"):
-        to_torch_csv(uneven, build(uneven))
+        to_torch_csv(uneven, build(ScheduleSpec(uneven)))
     with pytest.raises(ScheduleError, match="group 1: its microbatches differ"):
-        from_torch_csv(uneven, "0F0\n1F0")
+        from_torch_csv(ScheduleSpec(uneven), "0F0\n1F0")
     often = _looped_plan(2, 1, 2, zero=3)
     with pytest.raises(ScheduleError, match="group 0: it reduces after every microbatch"):
-        to_torch_csv(often, build(often))
+        to_torch_csv(often, build(ScheduleSpec(often)))
 
 
 @pytest.mark.parametrize(
@@ -185,4 +184,4 @@ def test_plans_that_torch_cannot_express_are_refused() -> None:
 )
 def test_bad_files_are_refused(text: str, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
-        from_torch_csv(_looped_plan(2, 1, 1, zero=0), text)
+        from_torch_csv(ScheduleSpec(_looped_plan(2, 1, 1, zero=0)), text)

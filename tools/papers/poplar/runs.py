@@ -21,13 +21,13 @@ from zorselike.plan.workload import Workload
 from zorselike.planner.rows.split import RankCosts, tabulate_seconds
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.inputs import SimulationInputs
-from zorselike.simulator.simulated_plan import Schedule, SimulatedPlan
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 from ..zorse.paper import CONTEXT_BYTES
 from ..zorse.times import read_profile, read_workload, spell_model
 from .paper import MODELS, STAND_INS, PoplarCluster
 
-ORDER: Schedule = "1f1b"
+ORDER = "1f1b"
 """A microbatch's backward right after its forward, as where gradients are accumulated."""
 LONG = 4.0
 """Computing so many times longer than collectives hides what of them can be hidden."""

@@ -20,7 +20,9 @@ from zorselike.cost.wires import make_network
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.schedule.actions import Action
-from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
+from zorselike.schedule.lowering.lower import lower
+from zorselike.schedule.orders.one_f_one_b import one_f_one_b_blocking
+from zorselike.schedule.spec import ScheduleSpec
 from zorselike.simulator import Simulation, simulate
 
 from .library import Library
@@ -79,7 +81,8 @@ def prepare(run: MeasuredRun, library: Library, model: str) -> Prepared:
         transfers_block=True,
         assumptions=tuple(line for clock in clocks.values() for line in clock.assumptions),
     )
-    return Prepared(plan, build_one_f_one_b(plan, blocking=True), costs)
+    spec = ScheduleSpec(plan)
+    return Prepared(plan, lower(spec, one_f_one_b_blocking(spec)), costs)
 
 
 def simulate_run(prepared: Prepared) -> Simulation:

@@ -18,8 +18,8 @@ from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Device, Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import SENDS, Action
-from zorselike.schedule.lowering.build import build
-from zorselike.schedule.orders.one_f_one_b import build_one_f_one_b
+from zorselike.schedule.build import build
+from zorselike.schedule.spec import ScheduleSpec
 from zorselike.simulator import Simulation, simulate
 
 from .closed_form import estimate_step_s
@@ -211,9 +211,8 @@ def _name_devices(plan: Plan, setup: Setup) -> Plan:
 
 
 def _build(setup: Setup, plan: Plan, options: Options) -> Mapping[int, Sequence[Action]]:
-    if options.order == "1f1b":
-        return build_one_f_one_b(plan, masters=setup.workload.masters)
-    return build(plan, masters=setup.workload.masters)
+    order = "1f1b" if options.order == "1f1b" else "ours"
+    return build(ScheduleSpec(plan, masters=setup.workload.masters), order)
 
 
 def _find_overfull(setup: Setup, plan: Plan, options: Options) -> dict[int, float]:

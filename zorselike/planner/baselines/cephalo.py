@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.memory import LEAVING_MICROBATCHES, MinistageBytes, walk_memory
+from zorselike.cost.memory import MinistageBytes, walk_memory
 from zorselike.cost.sizes import is_layer
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import PlanError, ProfileError
@@ -27,6 +27,7 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.planner.baselines.even import ORDER, find_misfit
 from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.planner.rows.split import RankCosts, share_once
+from zorselike.schedule.contract import COPIES_IN_FLIGHT
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
@@ -190,7 +191,7 @@ class _Job:
             largest, rows = max(sizes[rank], default=0), max(sum(sizes[rank]), 1)
             kept = own[0].activation_bytes_per_row
             if self.offloads:
-                kept = min(kept, math.ceil(LEAVING_MICROBATCHES * most_kept * largest / rows))
+                kept = min(kept, math.ceil(COPIES_IN_FLIGHT * most_kept * largest / rows))
             working = math.ceil(own[0].working_bytes_per_row * largest / rows)
             found.append({0: replace(own[0], activation_bytes_per_row=kept, working_bytes_per_row=working)})
         return tuple(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, walk_memory
+from zorselike.cost.memory import walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Place
@@ -15,11 +15,12 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.workload import Workload
 from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.schedule.actions import Action
+from zorselike.schedule.contract import SENDS_KEPT_BY_NCCL
 from zorselike.simulator.inputs import SimulationInputs
-from zorselike.simulator.simulated_plan import Baseline, Schedule, SimulatedPlan
+from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count, show_bytes
 
-ORDER: Schedule = "1f1b"
+ORDER = "1f1b"
 """Of a single stage: each microbatch forward and at once backward, so that activations of one are kept."""
 _STAGES = (0, 1, 2, 3)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zorselike.planner.candidate.candidate import CandidatePlan
-
-COPIES_IN_FLIGHT = 2
-"""Microbatches on their way between a device and its host, as in the simulator."""
+from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
 
 @dataclass(frozen=True)

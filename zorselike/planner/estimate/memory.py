@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU, find_memory_bytes
-from zorselike.cost.memory import SENDS_KEPT_BY_NCCL, MinistageBytes, walk_memory
+from zorselike.cost.memory import MinistageBytes, walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.sizes import (
     KeptBytes,
@@ -32,7 +32,8 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.actions import Action
-from zorselike.schedule.lowering.build import RECEIVE_AHEAD
+from zorselike.schedule.build import build
+from zorselike.schedule.contract import RECEIVES_AHEAD, SENDS_KEPT_BY_NCCL
 
 FEW_MICROBATCHES = 4
 """Of a device, that are walked: more than are on their way to the host at once."""
@@ -215,15 +216,15 @@ class RankMemory:
 
     def _list_actions(self, plan: Plan) -> Sequence[Action]:
         """Of the device; the same list whatever layers the ministages have."""
-        setting = self._problem.setting
+        spec = self._problem.setting.make_spec(plan)
         key = (
             tuple(ministage.group for ministage in plan.ministages),
             plan.groups,
-            setting.find_trainable(plan),
-            setting.find_ties(plan),
+            spec.trainable,
+            spec.ties,
         )
         if key not in self._lists:
-            self._lists[key] = setting.list_actions(plan)[0]
+            self._lists[key] = build(spec)[0]
         return self._lists[key]
 
     def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes) -> Plan:
@@ -276,7 +277,7 @@ class RankMemory:
         the inputs of those that follow."""
         if group.max_in_flight is None:
             return 0
-        num_rows = sum(sizes) + RECEIVE_AHEAD * max(sizes, default=0)
+        num_rows = sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
         return num_rows * max(size.boundary_bytes_per_row for size in own.values())
 
 

@@ -2,7 +2,7 @@
 
 A group is one worker with as many microbatches as its busiest device; what it sends on after each lets the
 next group begin with the same rows. Collectives and transfers share wires only with themselves. The order is
-the schedule's (`schedule/lowering/build.py`), so fill, drain and what gathers, reductions, updates and copies
+the schedule's (`schedule/orders/ours.py`), so fill, drain and what gathers, reductions, updates and copies
 leave exposed are there; what one group's traffic takes from another's, and unevenness inside a group, are
 not. The simulator decides in the end.
 """
@@ -26,10 +26,8 @@ from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.forward_first import Clock, Work, Worker, run_step
 from zorselike.planner.estimate.one_f_one_b import Order, run_step_in_flight
 from zorselike.planner.problem import PlanProblem
+from zorselike.schedule.contract import NUM_STEPS
 from zorselike.schedule.orders.in_flight import find_needs, order_in_flight
-
-NUM_STEPS = 2
-"""Of which the last counts, as in the simulator."""
 
 
 class StepTimeEstimate:
@@ -92,12 +90,12 @@ class StepTimeEstimate:
             lowest_backward,
         )
         if key not in self._orders:
-            self._orders[key] = self._find_orders(candidate, lowest_backward)
+            self._orders[key] = self._find_orders(candidate)
         return self._orders[key]
 
-    def _find_orders(self, candidate: CandidatePlan, lowest_backward: int) -> list[Order]:
+    def _find_orders(self, candidate: CandidatePlan) -> list[Order]:
         plan = make_plan(candidate, self._problem, self._table)
-        orders = order_in_flight(plan, lowest_backward=lowest_backward)
+        orders = order_in_flight(self._problem.setting.make_spec(plan))
         needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
         return [
             Order(

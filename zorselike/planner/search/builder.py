@@ -20,6 +20,7 @@ from zorselike.planner.layers.split import GroupCosts, split_layers, visit_in_tu
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.split import BatchSplit, RankCosts, share_once, share_per_microbatch
 from zorselike.schedule.orders.in_flight import count_in_flight, least_in_flight
+from zorselike.schedule.spec import ScheduleSpec
 
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
@@ -228,7 +229,7 @@ class CandidateBuilder:
             filled = tuple(
                 replace(own, max_in_flight=bound) for own, bound in zip(plan.groups, most, strict=True)
             )
-            self._bounds[key] = list(count_in_flight(replace(plan, groups=filled)))
+            self._bounds[key] = list(count_in_flight(ScheduleSpec(replace(plan, groups=filled))))
         return [
             replace(own, max_in_flight=bound) for own, bound in zip(groups, self._bounds[key], strict=True)
         ]

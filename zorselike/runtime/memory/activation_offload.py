@@ -22,12 +22,10 @@ from zorselike.runtime._compat import version_of
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event
 from zorselike.runtime.model.tracing import map_leaves
+from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
 Key = Hashable
 """One microbatch of one ministage."""
-
-COPIES_IN_FLIGHT = 2
-"""Microbatches whose device memory waits for the copy to the host; one more makes compute wait."""
 
 _WHOLE_SHARE = 0.5
 """A view that covers less of its storage than this is copied by itself."""

@@ -151,7 +151,7 @@ def measure_ministage(
         gradient_bytes=sizes.gradient_bytes,
         gradient_shard_bytes=sizes.gradient_shard_bytes,
         state_bytes=sizes.master_bytes + moments,
-        masters=assembly.blueprint.masters,
+        masters=assembly.blueprint.spec.masters,
         activation_bytes_per_row=max(kept, per_row if boundaries else 0),
         boundary_bytes_per_row=per_row,
         largest_unit_bytes=sizes.largest_unit_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action
 from zorselike.schedule.checker.channels import match_transfers
 from zorselike.schedule.checker.collectives import check_collectives
@@ -14,7 +13,7 @@ from zorselike.schedule.checker.rendezvous import check_ends, find_buffered_edge
 from zorselike.schedule.checker.steps import flatten
 from zorselike.schedule.checker.waits import find_waits
 from zorselike.schedule.errors import name_place, wrong_at
-from zorselike.schedule.spec import work_out_demands
+from zorselike.schedule.spec import ScheduleSpec
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,7 @@ class CheckReport:
     num_actions: int
 
 
-def check(
-    plan: Plan,
-    actions: Mapping[int, Sequence[Action]],
-    *,
-    trainable: Sequence[bool] | None = None,
-    ties: Sequence[tuple[int, int]] = (),
-    forward_only: bool = False,
-    defer_steps: bool = False,
-    masters: bool = False,
-) -> CheckReport:
+def check(spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]]) -> CheckReport:
     """Proves a schedule complete, ordered, within its memory bound and free of deadlock.
 
     Each in turn: every row goes forward and, where due, backward exactly once in every
@@ -47,29 +37,19 @@ def check(
     every send meets its receive; all lists end if sends buffer. Then it finds the edges on which
     sends must buffer for them to end.
 
-    Takes the same options as `build`.
-
     Raises:
         ScheduleError: at the first fault, with a table of the lists around it.
     """
-    demands = work_out_demands(
-        plan,
-        trainable=trainable,
-        ties=ties,
-        forward_only=forward_only,
-        defer_steps=defer_steps,
-        masters=masters,
-    )
-    steps = flatten(plan, actions)
+    steps = flatten(spec.plan, actions)
     for rank, own in steps.items():
-        fault = check_order(demands, rank, own)
+        fault = check_order(spec, rank, own)
         if fault is not None:
             place = (rank, fault.position)
             raise wrong_at(actions, f"{name_place(actions, place)}: {fault.message}", place)
-    check_collectives(demands, actions, steps)
-    waits = find_waits(demands, steps, match_transfers(actions, steps))
+    check_collectives(spec, actions, steps)
+    waits = find_waits(spec, steps, match_transfers(actions, steps))
     check_ends(waits, actions)
-    buffered, cycles = find_buffered_edges(plan, waits, actions)
+    buffered, cycles = find_buffered_edges(spec.plan, waits, actions)
     return CheckReport(
         buffered_edges=frozenset((edge.source, edge.target, edge.direction) for edge in buffered),
         cycles=cycles,

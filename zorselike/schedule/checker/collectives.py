@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.checker.steps import Step
 from zorselike.schedule.errors import wrong_at
-from zorselike.schedule.spec import Demands
+from zorselike.schedule.spec import ScheduleSpec
 
 _ALWAYS = frozenset(
     {Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.NORM, Kind.TIE_GRAD, Kind.TIE_VALUE, Kind.TIE_FETCH}
@@ -20,10 +20,10 @@ _WITH_ZERO_3 = _ALWAYS | {Kind.F, Kind.B}
 
 
 def check_collectives(
-    demands: Demands, actions: Mapping[int, Sequence[Action]], steps: Mapping[int, Sequence[Step]]
+    spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]], steps: Mapping[int, Sequence[Step]]
 ) -> None:
     """Raises `ScheduleError` at the first collective in which two ranks of a group differ."""
-    for g, group in enumerate(demands.plan.groups):
+    for g, group in enumerate(spec.plan.groups):
         kinds = _WITH_ZERO_3 if group.zero == 3 else _ALWAYS
         first, *others = group.flat_ranks
         expected = _positions(steps[first], kinds)

@@ -11,7 +11,7 @@ from zorselike.schedule.actions import HOST_COPIES, Kind
 from zorselike.schedule.checker.host_residence import HostResidence
 from zorselike.schedule.checker.residency import Fault, Residency
 from zorselike.schedule.checker.steps import NONE, Step
-from zorselike.schedule.spec import Demands
+from zorselike.schedule.spec import ScheduleSpec
 
 
 class OrderFault(NamedTuple):
@@ -21,14 +21,14 @@ class OrderFault(NamedTuple):
     message: str
 
 
-def check_order(demands: Demands, rank: int, steps: Sequence[Step]) -> OrderFault | None:
+def check_order(spec: ScheduleSpec, rank: int, steps: Sequence[Step]) -> OrderFault | None:
     """The first fault in a rank's list, or None once it is proven right.
 
     Proves that the rank computes each of its rows once, forward and backward, out of rows that
     it has or receives; that it reduces, exchanges tied weights and steps after that; and that
     it gathers and frees as its ZeRO stage says.
     """
-    order = _RankOrder(demands, rank, steps)
+    order = _RankOrder(spec, rank, steps)
     position = 0
     try:
         for position, step in enumerate(steps):  # noqa: B007
@@ -43,19 +43,19 @@ def check_order(demands: Demands, rank: int, steps: Sequence[Step]) -> OrderFaul
 class _RankOrder:
     """The state of a rank while its list is read once, front to back."""
 
-    def __init__(self, demands: Demands, rank: int, steps: Sequence[Step]) -> None:
-        group = demands.group_of_rank(rank)
-        self._demands = demands
-        self._own = demands.plan.ministages_of_rank(rank)
-        self._rows = demands.rows_of_rank(rank)
+    def __init__(self, spec: ScheduleSpec, rank: int, steps: Sequence[Step]) -> None:
+        group = spec.group_of_rank(rank)
+        self._spec = spec
+        self._own = spec.plan.ministages_of_rank(rank)
+        self._rows = tuple((own.start, own.stop) for own in spec.plan.microbatches_of_rank(rank))
         self._zero = group.zero
         self._reduces_once = not group.reduces_per_microbatch
         self._most = group.max_microbatches
         self._num_computed = self._most if group.zero == 3 else len(self._rows)
         """Microbatches of each ministage that run, dummies of ZeRO 3 among them."""
-        self._norm_due = demands.defer_steps and demands.has_backward
-        self._residency = Residency(group, demands.lowest_backward)
-        self._host = HostResidence(group, self._own, masters=demands.masters)
+        self._norm_due = spec.defer_steps and spec.has_backward
+        self._residency = Residency(group, spec.lowest_backward)
+        self._host = HostResidence(group, self._own, masters=spec.masters)
         self._following_backward = _following_backward(steps)
         self._done: set[tuple[Kind, int, int]] = set()
         """All so far of the kinds that come once for a (ministage, microbatch)."""
@@ -77,8 +77,8 @@ class _RankOrder:
             Kind.TIE_GRAD: self._tie_grad,
             Kind.NORM: self._norm,
             Kind.STEP: self._step,
-            Kind.TIE_VALUE: lambda step: self._tie_new_values(step, self._demands.owners),
-            Kind.TIE_FETCH: lambda step: self._tie_new_values(step, self._demands.borrowers),
+            Kind.TIE_VALUE: lambda step: self._tie_new_values(step, self._spec.owners),
+            Kind.TIE_FETCH: lambda step: self._tie_new_values(step, self._spec.borrowers),
             **dict.fromkeys(HOST_COPIES, self._copy),
         }
 
@@ -98,7 +98,7 @@ class _RankOrder:
 
     def _turns(self, ministage: int) -> bool:
         """Whether it is gathered twice running, at the turn from forward to backward."""
-        return self._zero == 2 and ministage == self._own[-1] and self._demands.has_backward
+        return self._zero == 2 and ministage == self._own[-1] and self._spec.has_backward
 
     def _copy(self, step: Step) -> None:
         """Between device and host."""
@@ -107,7 +107,7 @@ class _RankOrder:
             case Kind.LOAD | Kind.OFFLOAD if microbatch != NONE:
                 if (Kind.F, ministage, microbatch) not in self._done or microbatch >= len(self._rows):
                     raise Fault(f"{ministage}F{microbatch} must come first")
-                if (Kind.B, ministage, microbatch) in self._done or ministage < self._demands.lowest_backward:
+                if (Kind.B, ministage, microbatch) in self._done or ministage < self._spec.lowest_backward:
                     raise Fault(f"no backward of ministage {ministage} needs it any more")
                 self._host.move_activations(ministage, microbatch, load=step.kind is Kind.LOAD)
             case Kind.LOAD | Kind.OFFLOAD:
@@ -123,7 +123,7 @@ class _RankOrder:
 
     def _forward(self, step: Step) -> None:
         self._compute(step, step.ministage - 1, Kind.RECV_F)
-        if step.ministage >= self._demands.lowest_backward and step.microbatch < len(self._rows):
+        if step.ministage >= self._spec.lowest_backward and step.microbatch < len(self._rows):
             self._num_in_flight += 1
             if self._max_in_flight is not None and self._num_in_flight > self._max_in_flight:
                 raise Fault(
@@ -133,7 +133,7 @@ class _RankOrder:
 
     def _backward(self, step: Step) -> None:
         ministage, microbatch = step.ministage, step.microbatch
-        if ministage < self._demands.lowest_backward:
+        if ministage < self._spec.lowest_backward:
             raise Fault(f"ministage {ministage} runs no backward: nothing trains in it or below it")
         if (Kind.F, ministage, microbatch) not in self._done:
             raise Fault(f"{ministage}F{microbatch} must come first")
@@ -141,7 +141,7 @@ class _RankOrder:
             self._residency.start_backward(ministage, self._following_backward.get(ministage))
         self._compute(step, ministage + 1, Kind.RECV_B)
         self._num_in_flight -= step.microbatch < len(self._rows)
-        if self._demands.trains[ministage]:
+        if self._spec.trains[ministage]:
             if (Kind.REDUCE_GRAD, ministage, NONE if self._reduces_once else microbatch) in self._done:
                 raise Fault("its gradients were already reduced")
             self._residency.make_gradients(ministage, microbatch)
@@ -155,9 +155,9 @@ class _RankOrder:
         self._residency.use(ministage)
         self._use_host_copies(step, is_first=self._num_done[kind, ministage] == 1)
         is_dummy = microbatch >= len(self._rows)
-        if is_dummy or not 0 <= source < self._demands.plan.num_ministages:
+        if is_dummy or not 0 <= source < self._spec.plan.num_ministages:
             return
-        if self._demands.remote_neighbour(ministage, source - ministage) is not None:
+        if self._spec.remote_neighbour(ministage, source - ministage) is not None:
             self._check_received(receive, ministage, microbatch)
         elif (kind, source, microbatch) not in self._done:
             raise Fault(f"{source}{kind.value}{microbatch} must come first")
@@ -194,7 +194,7 @@ class _RankOrder:
         self._check_transfer(step, 1 if forward else -1)
         if (compute, step.ministage, step.microbatch) not in self._done:
             raise Fault(f"{step.ministage}{compute.value}{step.microbatch} must come first")
-        if not forward and step.ministage <= self._demands.lowest_backward:
+        if not forward and step.ministage <= self._spec.lowest_backward:
             raise Fault(f"ministage {step.ministage - 1} runs no backward and takes no gradients")
 
     def _receive(self, step: Step) -> None:
@@ -207,9 +207,9 @@ class _RankOrder:
 
     def _check_transfer(self, step: Step, direction: int) -> None:
         """The peer belongs to the neighbouring ministage's group, the rows to the microbatch."""
-        plan = self._demands.plan
+        plan = self._spec.plan
         neighbour = step.ministage + direction
-        group = self._demands.remote_neighbour(step.ministage, direction)
+        group = self._spec.remote_neighbour(step.ministage, direction)
         if group is None:
             raise Fault(f"no other group owns ministage {neighbour}: nothing travels there")
         if plan.group_of_rank[step.peer] != group:
@@ -254,7 +254,7 @@ class _RankOrder:
 
     def _tie_grad(self, step: Step) -> None:
         self._note(step)
-        if step.ministage not in self._demands.tied:
+        if step.ministage not in self._spec.tied:
             raise Fault(f"ministage {step.ministage} has no tied weight")
         self._check_reduced(step.ministage)
 
@@ -263,7 +263,7 @@ class _RankOrder:
         if not self._norm_due:
             raise Fault("no update waits for a norm")
         for ministage in self._own:
-            if self._demands.trains[ministage]:
+            if self._spec.trains[ministage]:
                 self._check_gradients_final(ministage)
 
     def _step(self, step: Step) -> None:
@@ -276,7 +276,7 @@ class _RankOrder:
 
     def _check_gradients_final(self, ministage: int) -> None:
         self._check_reduced(ministage)
-        if ministage in self._demands.tied and (Kind.TIE_GRAD, ministage, NONE) not in self._done:
+        if ministage in self._spec.tied and (Kind.TIE_GRAD, ministage, NONE) not in self._done:
             raise Fault(f"{ministage}TIE_GRAD must come first")
 
     def _tie_new_values(self, step: Step, ends: frozenset[int]) -> None:
@@ -287,24 +287,24 @@ class _RankOrder:
             raise Fault(f"{step.ministage}STEP must come first")
 
     def _check_trains(self, ministage: int) -> None:
-        if not self._demands.trains[ministage]:
+        if not self._spec.trains[ministage]:
             raise Fault(f"nothing trains in ministage {ministage}")
 
     # -- the end ---------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Raises `Fault` for what the list has left out."""
-        demands = self._demands
+        spec = self._spec
         for ministage in self._own:
-            trains, backward = demands.trains[ministage], ministage >= demands.lowest_backward
+            trains, backward = spec.trains[ministage], ministage >= spec.lowest_backward
             reduces = (NONE,) if self._reduces_once else range(self._most)
             self._expect(Kind.F, ministage, range(self._num_computed))
             self._expect(Kind.B, ministage, range(self._num_computed) if backward else ())
             self._expect(Kind.REDUCE_GRAD, ministage, reduces if trains and self._zero != 3 else ())
-            self._expect(Kind.TIE_GRAD, ministage, (NONE,) if ministage in demands.tied else ())
+            self._expect(Kind.TIE_GRAD, ministage, (NONE,) if ministage in spec.tied else ())
             self._expect(Kind.STEP, ministage, (NONE,) if trains else ())
-            self._expect(Kind.TIE_VALUE, ministage, (NONE,) if ministage in demands.owners else ())
-            self._expect(Kind.TIE_FETCH, ministage, (NONE,) if ministage in demands.borrowers else ())
+            self._expect(Kind.TIE_VALUE, ministage, (NONE,) if ministage in spec.owners else ())
+            self._expect(Kind.TIE_FETCH, ministage, (NONE,) if ministage in spec.borrowers else ())
         if self._norm_due:
             self._expect(Kind.NORM, NONE, (NONE,))
         if self._residency.gathered:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from zorselike.schedule.actions import COMPUTE, RECEIVES, Kind
 from zorselike.schedule.checker.channels import Channel, Match
 from zorselike.schedule.checker.steps import NONE, Step
-from zorselike.schedule.spec import Demands
+from zorselike.schedule.spec import ScheduleSpec
 
 Place = tuple[int, int]
 """A rank and a position in its list."""
@@ -47,7 +47,7 @@ class Waits:
 
 
 def find_waits(
-    demands: Demands, steps: Mapping[int, Sequence[Step]], matches: Mapping[Channel, Sequence[Match]]
+    spec: ScheduleSpec, steps: Mapping[int, Sequence[Step]], matches: Mapping[Channel, Sequence[Match]]
 ) -> Waits:
     """The precedence graph of a schedule whose transfers match and whose groups agree on collectives."""
     waits = Waits()
@@ -57,10 +57,10 @@ def find_waits(
         waits.after[rank] = [()] * len(own)
         waits.posted[rank] = [NONE] * len(own)
     sent = _add_transfers(waits, matches)
-    shared = _Shared(demands, waits)
+    shared = _Shared(spec, waits)
     for rank, own in steps.items():
-        _add_rank(demands, waits, shared, sent, rank, own)
-    _add_ties(demands, waits, shared, steps)
+        _add_rank(spec, waits, shared, sent, rank, own)
+    _add_ties(spec, waits, shared, steps)
     return waits
 
 
@@ -77,14 +77,14 @@ def _add_transfers(waits: Waits, matches: Mapping[Channel, Sequence[Match]]) -> 
 class _Shared:
     """Events that several ranks bring about together, found by what names them."""
 
-    def __init__(self, demands: Demands, waits: Waits) -> None:
-        self._demands = demands
+    def __init__(self, spec: ScheduleSpec, waits: Waits) -> None:
+        self._spec = spec
         self._waits = waits
         self._events: dict[tuple[int, int, Kind, int, int], int] = {}
 
     def join(self, step: Step, member: Place, *, turn: int = 0) -> int:
         """The member's arrival at its group's (or, for NORM, the world's) `turn`-th event of that name."""
-        group = NONE if step.kind is Kind.NORM else self._demands.plan.group_of_rank[member[0]]
+        group = NONE if step.kind is Kind.NORM else self._spec.plan.group_of_rank[member[0]]
         key = (group, turn, step.kind, step.ministage, step.microbatch)
         if key not in self._events:
             self._events[key] = self._waits.add_event()
@@ -93,7 +93,7 @@ class _Shared:
 
     def find(self, kind: Kind, ministage: int) -> int:
         """The event of a whole ministage, which exists."""
-        group = self._demands.plan.ministages[ministage].group
+        group = self._spec.plan.ministages[ministage].group
         return self._events[group, 0, kind, ministage, NONE]
 
 
@@ -102,14 +102,14 @@ _TIES = frozenset({Kind.TIE_GRAD, Kind.TIE_VALUE})
 
 
 def _add_rank(
-    demands: Demands,
+    spec: ScheduleSpec,
     waits: Waits,
     shared: _Shared,
     sent: Mapping[Place, int],
     rank: int,
     steps: Sequence[Step],
 ) -> None:
-    joins_computations = demands.group_of_rank(rank).zero == 3
+    joins_computations = spec.group_of_rank(rank).zero == 3
     before, after = waits.before[rank], waits.after[rank]
     incoming: defaultdict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     num_gathers: defaultdict[int, int] = defaultdict(int)
@@ -137,12 +137,12 @@ def _add_rank(
             before[position] = (gathering.pop(ministage),)
 
 
-def _add_ties(demands: Demands, waits: Waits, shared: _Shared, steps: Mapping[int, Sequence[Step]]) -> None:
+def _add_ties(spec: ScheduleSpec, waits: Waits, shared: _Shared, steps: Mapping[int, Sequence[Step]]) -> None:
     """An owner's TIE_GRAD waits for its borrowers' ones, a borrower's TIE_FETCH for its owners' values."""
-    if not demands.ties:
+    if spec.forward_only:
         return
     needed: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
-    for owner, borrower in demands.ties:
+    for owner, borrower in spec.ties:
         needed[Kind.TIE_GRAD, owner].append(shared.find(Kind.TIE_GRAD, borrower))
         needed[Kind.TIE_FETCH, borrower].append(shared.find(Kind.TIE_VALUE, owner))
     for rank, own in steps.items():

@@ -1,2 +1,2 @@
-"""From an order of computations to every rank's actions: transfers, gathers, reductions, host copies and
-updates, one pass each (Zorse 4.1 and 4.2)."""
+"""From an order of computations to every rank's actions, pass by pass: collectives, transfers, host copies
+(DESIGN section 6; Zorse 4.1, 4.2 and 5.4)."""

@@ -19,26 +19,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, SENDS, Action, Kind
+from zorselike.schedule.spec import ScheduleSpec
 
 KEPT_MICROBATCHES = 2
 """Newest microbatches of the last ministage whose activations stay: one that computes, one loaded."""
 
 
-def add_host_copies(
-    plan: Plan, rank: int, actions: Sequence[Action], *, lowest_backward: int, masters: bool
-) -> list[Action]:
-    """The rank's list with the copies that its group's `offload` asks for.
-
-    `lowest_backward`: the first ministage that runs a backward; `masters`: see `build`.
-    """
-    offload = plan.groups[plan.group_of_rank[rank]].offload
+def add_host_copies(spec: ScheduleSpec, rank: int, actions: list[Action]) -> list[Action]:
+    """The rank's list with the copies that its group's `offload` asks for."""
+    offload = spec.group_of_rank(rank).offload
     if not offload:
-        return list(actions)
-    weave = _Weave(plan, rank, actions, lowest_backward)
+        return actions
+    weave = _Weave(spec, rank, actions)
     if "params" in offload:
-        weave.add_parameters(masters=masters)
+        weave.add_parameters()
     if "optimizer" in offload:
         weave.add_state()
     if "activations" in offload:
@@ -49,12 +44,12 @@ def add_host_copies(
 class _Weave:
     """A list of actions, and what is to be put before and after each of them."""
 
-    def __init__(self, plan: Plan, rank: int, actions: Sequence[Action], lowest_backward: int) -> None:
+    def __init__(self, spec: ScheduleSpec, rank: int, actions: Sequence[Action]) -> None:
+        self._spec = spec
         self._actions = actions
-        self._zero = plan.groups[plan.group_of_rank[rank]].zero
-        self._own = plan.ministages_of_rank(rank)
-        self._num_microbatches = len(plan.microbatches_of_rank(rank))
-        self._lowest_backward = lowest_backward
+        self._zero = spec.group_of_rank(rank).zero
+        self._ministages = spec.plan.ministages_of_rank(rank)
+        self._num_microbatches = len(spec.plan.microbatches_of_rank(rank))
         self._before: defaultdict[int, list[Action]] = defaultdict(list)
         self._after: defaultdict[int, list[Action]] = defaultdict(list)
         self._positions: defaultdict[tuple[Kind, int | None], list[int]] = defaultdict(list)
@@ -79,11 +74,11 @@ class _Weave:
 
     # -- parameters ------------------------------------------------------------------------
 
-    def add_parameters(self, *, masters: bool) -> None:
-        for ministage in self._own[1:]:
+    def add_parameters(self) -> None:
+        for ministage in self._ministages[1:]:
             needs = [(self._ahead_of(start), start, stop) for start, stop in self._reads(ministage)]
             steps = self._positions[Kind.STEP, ministage]
-            if masters:  # The update overwrites them, so nothing is loaded for it.
+            if self._spec.masters:  # The update overwrites them, so nothing is loaded for it.
                 for position in steps:
                     self._after[position].append(Action(Kind.OFFLOAD, ministage))
             else:
@@ -118,7 +113,7 @@ class _Weave:
 
     def add_state(self) -> None:
         deferred = bool(self._positions[Kind.NORM, None])
-        for ministage in self._own:
+        for ministage in self._ministages:
             for position in self._positions[Kind.STEP, ministage]:
                 load = self._ahead_of_step(position)
                 self._before[load].append(Action(Kind.LOAD_STATE, ministage))
@@ -156,7 +151,7 @@ class _Weave:
             if action.ministage == backwards[0][1].ministage
         }
         for position, action in enumerate(self._actions):
-            is_due = action.kind is Kind.F and (action.ministage or 0) >= self._lowest_backward
+            is_due = action.kind is Kind.F and (action.ministage or 0) >= self._spec.lowest_backward
             if is_due and self._has_rows(action) and (action.ministage, action.microbatch) not in kept:
                 offload = Action(Kind.OFFLOAD, action.ministage, action.microbatch)
                 self._after[self._last_send(position)].append(offload)

@@ -1,2 +1,22 @@
-"""Orders of computation that a plan may run in, before anything else is put around them (Zorse 4.1;
-1F1B and interleaved 1F1B as pipelines use them today)."""
+"""Orders in which groups compute (Zorse 4.1; 1F1B and interleaved 1F1B as pipelines run them today; files of
+torch.distributed.pipelining).
+
+To add a schedule: one file here with one function from `ScheduleSpec` to `Order` (for each group, its `F`
+and `B` in order), and one line in `ORDERS`. The function raises `ScheduleError` for plans of a shape that it
+does not take. Nothing else changes: `zorselike/schedule/lowering/` adds transfers, collectives, updates and
+copies to any order, and `zorselike simulate --schedule NAME` simulates it. The runtime runs `ours`.
+"""
+
+from collections.abc import Callable, Mapping
+
+from zorselike.schedule.orders.interleaved import interleaved
+from zorselike.schedule.orders.one_f_one_b import one_f_one_b
+from zorselike.schedule.orders.order import Order
+from zorselike.schedule.orders.ours import ours
+from zorselike.schedule.spec import ScheduleSpec
+
+ORDERS: Mapping[str, Callable[[ScheduleSpec], Order]] = {
+    "ours": ours,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+}

@@ -24,6 +24,7 @@ from zorselike.errors import PlanError
 from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.errors import ScheduleError
+from zorselike.schedule.spec import ScheduleSpec
 from zorselike.schedule.transfers import number_microbatches
 
 BACKWARD_PASSES = {"none": 2, "layer": 3}
@@ -41,30 +42,29 @@ class Computation(NamedTuple):
     round: int
 
 
-def order_in_flight(plan: Plan, *, lowest_backward: int = 0) -> tuple[tuple[Computation, ...], ...]:
+def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Computation, ...], ...]:
     """The computations of every group, in order.
 
-    Args:
-        plan: every group has one ministage. Those below `lowest_backward` only go forward, without bound.
-        lowest_backward: the first ministage that runs a backward; the number of ministages if none does.
+    The plan has one ministage a group. Those below the lowest backward only go forward, without bound.
 
     Raises:
         LowBoundError: With a group's bound no step ends; names each such group and the least bound.
     """
-    _refuse_low_bounds(plan, lowest_backward)
+    plan = spec.plan
+    _refuse_low_bounds(spec)
     visited = _groups_as_visited(plan)
-    orders = _Run(_make_stages(plan, visited, lowest_backward)).run()
+    orders = _Run(_make_stages(plan, visited, spec.lowest_backward)).run()
     of_group = dict(zip(visited, orders, strict=True))
     return tuple(tuple(of_group[g]) for g in range(len(plan.groups)))
 
 
-def count_in_flight(plan: Plan, *, lowest_backward: int = 0) -> tuple[int, ...]:
+def count_in_flight(spec: ScheduleSpec) -> tuple[int, ...]:
     """Per group, how many rounds are in flight at most in the order of `order_in_flight`.
 
-    Zero for groups below `lowest_backward`: they keep no activations. Raises what `order_in_flight` does.
+    Zero for groups below the lowest backward: they keep no activations. Raises what `order_in_flight` does.
     """
-    counts = [0] * len(plan.groups)
-    for g, order in enumerate(order_in_flight(plan, lowest_backward=lowest_backward)):
+    counts = [0] * len(spec.plan.groups)
+    for g, order in enumerate(order_in_flight(spec)):
         if any(kind is Kind.B for kind, _ in order):
             counts[g] = max(accumulate(1 if kind is Kind.F else -1 for kind, _ in order))
     return tuple(counts)
@@ -87,8 +87,9 @@ def least_in_flight(plan: Plan) -> tuple[int, ...]:
     return tuple(least)
 
 
-def _refuse_low_bounds(plan: Plan, lowest_backward: int) -> None:
-    going_back = {ministage.group for ministage in plan.ministages[lowest_backward:]}
+def _refuse_low_bounds(spec: ScheduleSpec) -> None:
+    plan = spec.plan
+    going_back = {ministage.group for ministage in plan.ministages[spec.lowest_backward :]}
     low = [
         f"groups[{g}].max_in_flight is {group.max_in_flight} and must be {least} or more"
         for g, (group, least) in enumerate(zip(plan.groups, least_in_flight(plan), strict=True))

@@ -15,11 +15,9 @@ from dataclasses import replace
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, TRANSFERS, Action, Kind, parse_action
-from zorselike.schedule.checker.check import check
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.lowering.complete import add_surroundings, add_transfers, direction, pin_rows
-from zorselike.schedule.lowering.host_copies import add_host_copies
-from zorselike.schedule.spec import work_out_demands
+from zorselike.schedule.orders.order import Order, find_around
+from zorselike.schedule.spec import ScheduleSpec
 
 _KNOWN_TO_TORCH = COMPUTE | TRANSFERS | {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
 
@@ -48,67 +46,37 @@ def to_torch_csv(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> str:
     return file.getvalue()
 
 
-def from_torch_csv(
-    plan: Plan,
-    text: str,
-    *,
-    trainable: Sequence[bool] | None = None,
-    ties: Sequence[tuple[int, int]] = (),
-    forward_only: bool = False,
-    defer_steps: bool = False,
-    masters: bool = False,
-) -> dict[int, list[Action]]:
-    """Every rank's actions, with computations (and transfers, if it has any) in the file's order.
+def read_torch_csv(spec: ScheduleSpec, text: str) -> Order:
+    """The order of computations in a file, with the places of its transfers, if it has any.
 
-    Gathers and reductions of the file are replaced by those that the plan's ZeRO stage asks for,
-    and updates and copies are added, as `build` would place them. A file that only computes gets its
-    transfers too. The result has passed `check`; the options are those of `build`.
+    Gathers and reductions of the file are left out: lowering adds those that the plan's ZeRO stage asks
+    for. Nothing says that such a schedule is complete or ends: `check` does, once it is lowered.
 
     Args:
-        plan: a plan with one rank a group and the same microbatches in all groups; microbatch
+        spec: of a plan with one rank a group and the same microbatches in all groups; microbatch
             `k` of the file is the `k`-th of these.
         text: the file's content.
 
     Raises:
-        ScheduleError: the file does not fit the plan, or its schedule is wrong; says where.
+        ScheduleError: the file does not fit the plan; says where.
     """
+    plan = spec.plan
     _refuse_other_shapes(plan)
-    demands = work_out_demands(
-        plan,
-        trainable=trainable,
-        ties=ties,
-        forward_only=forward_only,
-        defer_steps=defer_steps,
-        masters=masters,
-    )
     rows = list(csv.reader(io.StringIO(text)))
     if len(rows) != plan.num_ranks:
         raise ScheduleError(
             f"the file has {len(rows)} rows and the plan {plan.num_ranks} ranks: give a row each"
         )
     lists = {rank: _read_row(plan, rank, cells) for rank, cells in enumerate(rows)}
-    if not any(action.kind in TRANSFERS for own in lists.values() for action in own):
-        lists = add_transfers(demands, lists)
-    actions = {
-        rank: add_host_copies(
-            plan,
-            rank,
-            add_surroundings(demands, rank, own),
-            lowest_backward=demands.lowest_backward,
-            masters=masters,
-        )
-        for rank, own in lists.items()
-    }
-    check(
-        plan,
-        actions,
-        trainable=trainable,
-        ties=ties,
-        forward_only=forward_only,
-        defer_steps=defer_steps,
-        masters=masters,
+    has_transfers = any(action.kind in TRANSFERS for actions in lists.values() for action in actions)
+    return Order(
+        tuple(
+            tuple(action for action in lists[rank] if action.kind in COMPUTE)
+            for group in plan.groups
+            for rank in group.flat_ranks
+        ),
+        transfers={rank: find_around(own) for rank, own in lists.items()} if has_transfers else None,
     )
-    return actions
 
 
 def _refuse_other_shapes(plan: Plan) -> None:
@@ -147,7 +115,7 @@ def _read_row(plan: Plan, rank: int, cells: Iterable[str]) -> list[Action]:
         fault = _find_misfit(plan, rank, action)
         if fault:
             raise ScheduleError(f"row {rank}, cell {column}: '{cell.strip()}' does not fit the plan: {fault}")
-        actions.append(pin_rows(plan, rank, action) if action.kind in TRANSFERS else action)
+        actions.append(_complete(plan, rank, action) if action.kind in TRANSFERS else action)
     return actions
 
 
@@ -160,6 +128,19 @@ def _find_misfit(plan: Plan, rank: int, action: Action) -> str | None:
     count = len(plan.microbatches_of_rank(rank))
     if action.microbatch is None or action.microbatch >= count:
         return f"microbatches are 0..{count - 1}"
-    if action.kind in TRANSFERS and not 0 <= action.ministage + direction(action.kind) < plan.num_ministages:
+    if action.kind in TRANSFERS and not 0 <= action.ministage + _direction(action.kind) < plan.num_ministages:
         return "nothing comes before the first ministage or after the last"
     return None
+
+
+def _direction(kind: Kind) -> int:
+    """Where the other end of a transfer is: 1 for the following ministage, -1 for the one before."""
+    return 1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1
+
+
+def _complete(plan: Plan, rank: int, transfer: Action) -> Action:
+    """The transfer with the peer and the rows that the plan gives its microbatch."""
+    assert transfer.ministage is not None and transfer.microbatch is not None
+    (peer,) = plan.group_of(transfer.ministage + _direction(transfer.kind)).flat_ranks
+    rows = plan.microbatches_of_rank(rank)[transfer.microbatch]
+    return replace(transfer, peer=peer, start=rows.start, stop=rows.stop)

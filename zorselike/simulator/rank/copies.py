@@ -13,13 +13,11 @@ from collections.abc import Callable
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.contract import COPIES_IN_FLIGHT
 from zorselike.simulator.rank.labels import Labels
 from zorselike.simulator.rank.streams import Stream, Streams
 from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
 from zorselike.simulator.result import Track
-
-COPIES_IN_FLIGHT = 2
-"""As in `zorselike/runtime/memory/activation_offload.py`."""
 
 
 class HostCopies:

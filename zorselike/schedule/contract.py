@@ -1,0 +1,21 @@
+"""Numbers that the runtime follows and that the memory model, the simulator and the planner foresee."""
+
+RECEIVES_AHEAD = 2
+"""Receives are posted this many computations before the one that needs them: enough to keep a
+link busy during a computation without holding a whole ministage's inputs early."""
+
+SENDS_KEPT_BY_NCCL = RECEIVES_AHEAD
+"""Computations, the newest, whose rows may not have left and are still held. Gloo holds what it sends until
+the step ends."""
+
+COPIES_IN_FLIGHT = 2
+"""Microbatches whose activations leave for the host at once and still occupy the device; one more makes the
+computation wait."""
+
+NUM_STEPS = 2
+"""Steps simulated or estimated, after which all are alike: what one step does to the next (ranks that end and
+begin early) shows in the second."""
+
+NUM_STEPS_OFFLOADING = 3
+"""The same with offload: copies to the host that continue beside the next step may delay the second step more
+than later ones."""

@@ -1,0 +1,98 @@
+"""Sends right after the computation that they follow, receives some computations ahead of theirs.
+
+A pass over an order: where each rank's transfers stand among its computations. A channel, from one rank
+to another in one direction, is posted in its sender's order: there are no tags to match by on NCCL.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.contract import RECEIVES_AHEAD
+from zorselike.schedule.orders.order import Around, Order
+from zorselike.schedule.spec import ScheduleSpec
+from zorselike.schedule.transfers import list_transfers
+
+
+@dataclass
+class _Channel:
+    """Receives of one rank from one other in one direction, in the sender's order."""
+
+    receives: list[Action] = field(default_factory=list)
+    num_posted: int = 0
+
+    def post(self, index: int) -> list[Action]:
+        """What is to be posted for the receive at `index` to be so."""
+        posts = self.receives[self.num_posted : index + 1]
+        self.num_posted = max(self.num_posted, index + 1)
+        return posts
+
+
+def place_transfers(spec: ScheduleSpec, order: Order) -> dict[int, list[Around]]:
+    """Per rank that has any, the transfers around each computation of its group."""
+    group_of_rank, computations = spec.plan.group_of_rank, order.computations
+    positions = [
+        {(_RECEIVES[a.kind], a.ministage, a.microbatch): position for position, a in enumerate(in_order)}
+        for in_order in computations
+    ]
+    around: dict[int, list[Around]] = {}
+    channels: defaultdict[tuple[int, int, Kind], _Channel] = defaultdict(_Channel)
+    needs: defaultdict[int, defaultdict[int, list[tuple[_Channel, int]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for source, target, position, send, receive in list_transfers(spec, computations):
+        for rank in (source, target):
+            if rank not in around:
+                around[rank] = [Around([], []) for _ in computations[group_of_rank[rank]]]
+        around[source][position].after.append(send)
+        channel = channels[target, source, receive.kind]
+        needed_at = positions[group_of_rank[target]].get(
+            (receive.kind, receive.ministage, receive.microbatch)
+        )
+        if needed_at is not None:
+            needs[target][needed_at].append((channel, len(channel.receives)))
+        channel.receives.append(receive)
+    look_ahead = _look_ahead_by_kind if order.receives_by_kind else _look_ahead
+    for rank, needed in needs.items():
+        in_order = computations[group_of_rank[rank]]
+        num_computed = spec.num_computed(rank)
+        computed = [p for p, a in enumerate(in_order) if (a.microbatch or 0) < num_computed]
+        for position, ahead in zip(computed, look_ahead(in_order, computed), strict=True):
+            posts = around[rank][position].before
+            for later in ahead:
+                for channel, index in needed.get(later, ()):
+                    posts += channel.post(index)
+    return around
+
+
+_RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+
+
+def _look_ahead(_: Sequence[Action], computed: Sequence[int]) -> Iterator[Sequence[int]]:
+    """For each position that a rank computes, those whose receives are posted by then, if not before."""
+    for here in range(len(computed)):
+        yield computed[here + RECEIVES_AHEAD if here else 0 : here + RECEIVES_AHEAD + 1]
+
+
+def _look_ahead_by_kind(computations: Sequence[Action], computed: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The same where forwards and backwards alternate: so many computations of each kind early, and what a
+    microbatch's backward needs right after its forward. Else a group waits to send a forward that the next
+    one takes only once it has sent a backward that the first one does not take yet."""
+    to_come = {kind: deque(p for p in computed if computations[p].kind is kind) for kind in (Kind.F, Kind.B)}
+    num_left = {kind: len(positions) for kind, positions in to_come.items()}
+    backwards = {computations[p].microbatch: p for p in to_come[Kind.B]}
+    before: Action | None = None
+    for position in computed:
+        found: list[int] = []
+        if before is not None and before.kind is Kind.F and before.microbatch in backwards:
+            found.append(backwards[before.microbatch])
+        now = computations[position].kind
+        for kind, positions in to_come.items():
+            while positions and num_left[kind] - len(positions) < RECEIVES_AHEAD + (kind is now):
+                found.append(positions.popleft())
+        num_left[now] -= 1
+        before = computations[position]
+        yield found

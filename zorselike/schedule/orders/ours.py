@@ -1,0 +1,53 @@
+"""The order that runs, unless another is asked for (DESIGN section 6, Zorse 4.1).
+
+Forward: all microbatches of a ministage, then the group's next ministage. Backward: the same in
+reverse, newest microbatch first. Torch's LoopedBFS is the same order.
+
+A plan with a single ministage is gradient accumulation: there is no other ministage to free room
+for and no other group to feed, so each microbatch goes forward and at once backward, and the
+activations of one are held. Parameters of ZeRO 1 and 2 are gathered once for the step.
+
+So they are where the plan bounds microbatches in flight: there each group has one ministage, and
+`in_flight.py` says in which order it goes forward and backward.
+"""
+
+from __future__ import annotations
+
+from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.orders.in_flight import order_in_flight
+from zorselike.schedule.orders.order import Order
+from zorselike.schedule.spec import ScheduleSpec
+
+
+def ours(spec: ScheduleSpec) -> Order:
+    """Breadth first; accumulation with a single ministage; bounded in flight where the plan says so.
+
+    Raises:
+        LowBoundError: no order keeps the plan's bounds.
+    """
+    plan = spec.plan
+    if plan.bounds_in_flight and spec.has_backward:
+        stages = [plan.ministages_of_group(g)[0] for g in range(len(plan.groups))]
+        return Order(
+            tuple(
+                tuple(Action(kind, stage, number) for kind, number in rounds)
+                for stage, rounds in zip(stages, order_in_flight(spec), strict=True)
+            ),
+            keeps_gathered=True,
+            receives_by_kind=True,
+        )
+    if plan.num_ministages == 1 and spec.has_backward:
+        numbers = range(plan.groups[0].max_microbatches)
+        accumulation = tuple(Action(kind, 0, number) for number in numbers for kind in (Kind.F, Kind.B))
+        return Order((accumulation,), keeps_gathered=True)
+    return Order(tuple(_breadth_first(spec, g) for g in range(len(plan.groups))))
+
+
+def _breadth_first(spec: ScheduleSpec, g: int) -> tuple[Action, ...]:
+    ministages = spec.plan.ministages_of_group(g)
+    numbers = range(spec.plan.groups[g].max_microbatches)
+    backward = [i for i in reversed(ministages) if i >= spec.lowest_backward]
+    return (
+        *(Action(Kind.F, i, number) for i in ministages for number in numbers),
+        *(Action(Kind.B, i, number) for i in backward for number in reversed(numbers)),
+    )
