@@ -41,6 +41,10 @@ Class = tuple[str, int]
 """Devices that are alike: their type, and bytes of memory."""
 
 
+Groups = tuple[tuple[int, ...], ...]
+"""Devices of each group, in the order in which the pipeline visits them."""
+
+
 @dataclass(frozen=True)
 class GroupChoice:
     """What is decided of a group before rows and layers are shared out."""
@@ -61,6 +65,19 @@ class Choice:
     in_flight_factor: float | None = None
     """Microbatches in flight, in those that 1F1B needs, where each group has one ministage; None: all go
     forward first."""
+
+    @classmethod
+    def alike(
+        cls,
+        groups: Groups,
+        mode: Mode,
+        microbatches_per_device: int,
+        num_ministages: int,
+        in_flight_factor: float | None = None,
+    ) -> Choice:
+        """The same for all groups."""
+        choices = tuple(GroupChoice(devices, mode, microbatches_per_device) for devices in groups)
+        return cls(choices, num_ministages, in_flight_factor)
 
     def change(self, group: int, **changes: object) -> Choice:
         """The same but for one group."""

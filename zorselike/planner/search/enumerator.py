@@ -14,7 +14,9 @@ from zorselike.planner.groups.candidates import Grouping, count_useful_groups, f
 from zorselike.planner.groups.order import order_by_bandwidth, order_groups
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import COARSE_SHARE, SearchBudget
-from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate, Groups
+from zorselike.planner.search.builder import Groups
+from zorselike.planner.search.coarse_search import CoarseSearch
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.top_k import WORTH_SIMULATING
 
 ASSUMED_MICROBATCHES = 32
@@ -78,7 +80,7 @@ class CandidateEnumerator:
         for groups, name in self.list_groups(devices):
             if self._budget.is_past(COARSE_SHARE):
                 break
-            candidates = self._evaluator.estimate_coarsely(groups, name)
+            candidates = CoarseSearch(self._evaluator, groups, name).run()
             if not candidates and self._problem.fixed.groups is None:
                 candidates = self._estimate_in_other_orders(groups, name, devices)
             for estimated in candidates:
@@ -93,10 +95,8 @@ class CandidateEnumerator:
         ministages, can make the difference."""
         orders = order_groups(self._read_bandwidths(devices), groups, max_orders=FEW_ORDERS)
         for order in orders:
-            found = self._evaluator.estimate_coarsely(
-                tuple(groups[i] for i in order), f"{name}, in another order"
-            )
-            if found:
+            reordered = tuple(groups[i] for i in order)
+            if found := CoarseSearch(self._evaluator, reordered, f"{name}, in another order").run():
                 return found
         return []
 

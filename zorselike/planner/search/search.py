@@ -33,9 +33,10 @@ from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import FUTILE_S, SearchBudget
-from zorselike.planner.search.builder import CandidateBuilder
+from zorselike.planner.search.builder import CandidateBuilder, Groups
+from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.enumerator import CandidateEnumerator
-from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate, Groups
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.local_search import LocalSearch
 from zorselike.planner.search.nothing_fits import describe_nothing
 from zorselike.planner.search.top_k import SimulatedCandidate, TopK
@@ -98,7 +99,7 @@ class _Search:
         builder = CandidateBuilder(problem, table, step_time, self._memory)
         self._bounds = DeviceBounds(problem, self._clock)
         self._evaluator = CandidateEvaluator(
-            problem, table, builder, step_time, self._bounds.price_per_hour, budget.is_enumeration_over
+            problem, builder, step_time, self._bounds.price_per_hour, budget.is_enumeration_over
         )
         self._enumerator = CandidateEnumerator(problem, self._evaluator, self._bounds, budget)
         self._top_k = TopK(problem, table, budget)
@@ -266,7 +267,9 @@ class _Search:
         for groups, name in self._likely_groups:
             if self._budget.worked_s > end_s:
                 break
-            if (found := self._evaluator.find_any(groups, name)) is not None:
+            search = CoarseSearch(self._evaluator, groups, name)
+            found = search.find_any(in_flight=bool(self._problem.fixed.bounds_in_flight))
+            if found is not None:
                 return found
         return None
 

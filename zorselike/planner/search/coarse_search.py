@@ -1,0 +1,211 @@
+"""A first look at a grouping: the same few modes for all groups, at usual numbers of ministages and
+microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from zorselike.planner.candidate.modes import Family, Mode
+from zorselike.planner.search.builder import Choice, Groups
+from zorselike.planner.search.evaluator import (
+    IN_FLIGHT_FACTORS,
+    CandidateEvaluator,
+    EstimatedCandidate,
+)
+
+_FIRST_MICROBATCHES = (8, 24)
+_FEW_MICROBATCHES = (1, 2, 4)
+_FIRST_MINISTAGES_PER_GROUP = 2
+"""What a grouping is first looked at with: microbatches of a device, more of them where these do not fit, and
+ministages of a group."""
+_FEW_GROUPS = 3
+_MICROBATCHES_PER_GROUP = 8
+"""Microbatches of a device for each group of a pipeline with few in flight, whose fill is then short."""
+_FITTING_MODES = 2
+"""Of a family's modes that fit, how many of the fastest are compared."""
+_FITTING_FAMILIES = 2
+"""Families that are compared where the first, which does nothing twice, does not fit."""
+
+
+class CoarseSearch:
+    """Tries one grouping, its groups in one order."""
+
+    def __init__(self, evaluator: CandidateEvaluator, groups: Groups, grouping: str) -> None:
+        self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
+        self._ministage_counts = evaluator.list_num_ministages(len(groups))
+        self._microbatch_counts = evaluator.list_microbatch_counts(groups)
+        self._has_few_layers = evaluator.has_few_layers
+        families = evaluator.families
+        self._once = [family for family in families if not family[0].reduces_per_microbatch]
+        self._often = [family for family in families if family[0].reduces_per_microbatch]
+
+    def run(self) -> list[EstimatedCandidate]:
+        """The best with all forward first; and with bounds on microbatches in flight, which is another trade
+        of memory for time."""
+        found = (
+            self._try_forward_first(),
+            self._try_all_in_flight(self._once) or self._try_all_in_flight(self._often),
+        )
+        return [estimated for estimated in found if estimated is not None]
+
+    def find_any(self, *, in_flight: bool) -> EstimatedCandidate | None:
+        """Whatever fits first with what needs least memory; None where that does not either."""
+        if in_flight:
+            return self._try_all_in_flight(self._often) or self._try_all_in_flight(self._once)
+        may_fit = any(self._may_fit(families) for families in (self._often, self._once))
+        return self._evaluator.first_found() if may_fit else None
+
+    # -- all forward first -----------------------------------------------------------------
+
+    def _try_forward_first(self) -> EstimatedCandidate | None:
+        best = self._try_in_turn(self._once, self._first_tries())
+        if len(self._groups) == 1 and self._ministage_counts[0] == 1:
+            # With one ministage of all layers each microbatch goes at once back, and little is kept.
+            tries = dict.fromkeys((1, number) for _, number in self._first_tries())
+            best = _take_better(best, self._try_in_turn(self._once, tries))
+        if len(self._groups) <= _FEW_GROUPS or best is None:
+            # Collectives of every microbatch: the fewer, the better, and there is no fill to shorten.
+            fewest = [(self._ministage_counts[0], number) for number in _FEW_MICROBATCHES]
+            found = self._try_in_turn(self._often, fewest)
+            if best is None:
+                found = _take_better(found, self._try_in_turn(self._often, self._first_tries()))
+            best = _take_better(best, found)
+        return best
+
+    def _first_tries(self) -> Iterator[tuple[int, int]]:
+        """Ministages in all and microbatches of a device: the usual, then what needs least memory."""
+        counts = self._microbatch_counts
+        few, more = (min(counts, key=lambda number: abs(number - wanted)) for wanted in _FIRST_MICROBATCHES)
+        per_group = self._evaluator.builder.count_ministages_per_group(self._groups)
+        usual = self._at_least(max(_FIRST_MINISTAGES_PER_GROUP, per_group) * len(self._groups))
+        twice, most = self._at_least(2 * usual), self._ministage_counts[-1]
+        tries = [(usual, few), (usual, more), (twice, more), (twice, counts[-1]), (most, counts[-1])]
+        if self._has_few_layers:
+            tries += [(number, counts[-1]) for number in self._ministage_counts]
+        yield from dict.fromkeys(tries)
+
+    def _at_least(self, wanted: int) -> int:
+        """The least number of ministages from there on, or the most there is."""
+        return next((n for n in self._ministage_counts if n >= wanted), self._ministage_counts[-1])
+
+    def _try_in_turn(
+        self, families: Sequence[Family], tries: Iterable[tuple[int, int]]
+    ) -> EstimatedCandidate | None:
+        """The best at the first numbers of ministages and microbatches at which something fits."""
+        evaluator = self._evaluator
+        if evaluator.is_doubtful and not self._may_fit(families):
+            return None
+        for number, (num_ministages, per_device) in enumerate(tries):
+            if evaluator.is_over():
+                return None
+            best = self._try_families(families, num_ministages, per_device)
+            if best is not None:
+                evaluator.is_doubtful = False
+                return best
+            if number == 0 and not evaluator.is_doubtful and not self._may_fit(families):
+                evaluator.is_doubtful = True
+                return None
+        return None
+
+    def _may_fit(self, families: Sequence[Family]) -> bool:
+        """Whether the mode that needs least memory fits at the most ministages or microbatches."""
+        if not families:
+            return False
+        usual = self._at_least(_FIRST_MINISTAGES_PER_GROUP * len(self._groups))
+        wanted = self._ministage_counts[::-1] if self._has_few_layers else (self._ministage_counts[-1], usual)
+        return any(
+            self._fits_at_least(family, number, self._microbatch_counts[-1])
+            for number in dict.fromkeys(wanted)
+            # Of one microbatch the copy on its way to the host may take more room than staying would.
+            for family in (families if self._has_few_layers or self._evaluator.host_full else families[-1:])
+        )
+
+    def _fits_at_least(self, family: Family, num_ministages: int, per_device: int) -> bool:
+        """Whether a family's mode that needs least memory fits, or where it asks too much of hosts, those
+        that offload less. With few layers these are tried in any case: copies may take more room."""
+        least_memory = {mode.offload: mode for mode in family}
+        tries_all = self._has_few_layers
+        for mode in reversed(least_memory.values()):
+            choice = Choice.alike(self._groups, mode, per_device, num_ministages)
+            if self._evaluator.try_choice(choice, self._grouping) is not None:
+                return True
+            tries_all = tries_all or choice in self._evaluator.host_full
+            if not tries_all:
+                return False
+        return False
+
+    def _try_families(
+        self, families: Sequence[Family], num_ministages: int, per_device: int
+    ) -> EstimatedCandidate | None:
+        """The best of the first that fit; only the first family where that does, which does nothing twice."""
+        best: EstimatedCandidate | None = None
+        num_fitting = 0
+        for number, family in enumerate(families):
+            if self._evaluator.is_over():
+                break
+            found = self._try_family(family, num_ministages, per_device)
+            if found is None:
+                continue
+            best = _take_better(best, found)
+            num_fitting += 1
+            if number == 0 or num_fitting == _FITTING_FAMILIES or self._evaluator.is_over():
+                break
+        return best
+
+    def _try_family(self, family: Family, num_ministages: int, per_device: int) -> EstimatedCandidate | None:
+        """The best of the first few that fit; none if that which needs least memory does not."""
+        best: EstimatedCandidate | None = None
+        num_fitting = 0
+        if len(family) > 1 and not self._fits_at_least(family, num_ministages, per_device):
+            return None
+        for mode in family:
+            choice = Choice.alike(self._groups, mode, per_device, num_ministages)
+            found = self._evaluator.try_choice(choice, self._grouping, None if best is None else best.score)
+            if found is None and not self._evaluator.is_too_slow(choice):
+                continue
+            best = _take_better(best, found)
+            num_fitting += 1  # Or it would be slower if it did.
+            if num_fitting == _FITTING_MODES:
+                break
+        return best
+
+    # -- few microbatches in flight --------------------------------------------------------
+
+    def _try_all_in_flight(self, families: Sequence[Family]) -> EstimatedCandidate | None:
+        """With one ministage of each group and few microbatches in flight, the first of these that fits; what
+        needs least memory where time is over."""
+        num_groups = len(self._groups)
+        plain = [tuple(mode for mode in family if mode.may_bound_in_flight) for family in families]
+        plain = [family for family in plain if family]
+        if num_groups == 1 or self._ministage_counts[0] != num_groups or not plain:
+            return None
+        most = self._microbatch_counts[-1]
+        wanted = _MICROBATCHES_PER_GROUP * num_groups
+        short_fill = min(self._microbatch_counts, key=lambda number: abs(number - wanted))
+        # What needs least memory first: where that does not fit, nothing does.
+        least_memory = self._try_in_flight(plain[-1][-1], most, IN_FLIGHT_FACTORS[0])
+        if least_memory is None:
+            return None
+        tries = [*product(dict.fromkeys([short_fill, most]), (IN_FLIGHT_FACTORS[-1], IN_FLIGHT_FACTORS[0]))]
+        for family in plain:
+            if self._try_in_flight(family[-1], most, IN_FLIGHT_FACTORS[0]) is None:
+                continue
+            for (per_device, factor), mode in product(tries, family):
+                if self._evaluator.is_over():
+                    return least_memory
+                found = self._try_in_flight(mode, per_device, factor)
+                if found is not None:
+                    return found
+        return least_memory
+
+    def _try_in_flight(self, mode: Mode, per_device: int, factor: float) -> EstimatedCandidate | None:
+        choice = Choice.alike(self._groups, mode, per_device, len(self._groups), factor)
+        return self._evaluator.try_choice(choice, self._grouping)
+
+
+def _take_better(
+    first: EstimatedCandidate | None, second: EstimatedCandidate | None
+) -> EstimatedCandidate | None:
+    """The one with the better score, the first of equals."""
+    return min((one for one in (first, second) if one), key=lambda one: one.score, default=None)
