@@ -3,7 +3,8 @@
     python tools/check_planned.py --json result.json       # two clusters, ten plans each, about 15 minutes
     python tools/check_planned.py --only "two nodes" --plans 5
 
-Ranks are processes that sleep instead of computing, over links that are slept in the transport (tools/emulation); what this machine itself adds is measured first. The planner is asked for the same work
+Ranks are processes that sleep instead of computing, over links that are slept in the transport
+(tools/emulation); what this machine itself adds is measured first. The planner is asked for the same work
 under different wishes, so that its plans spread over a factor of two in predicted time. Run and prediction
 may differ by 5 % on average; their ranks must agree (Spearman 0.9); and the plan predicted to be the fastest
 must be within 3 % of the fastest run.
