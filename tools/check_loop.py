@@ -225,7 +225,7 @@ def share_unevenly(plan: Plan, rows_of_rank_0: int, at_once: int) -> Plan:
 def put_in_line(plan: Plan, case: Case) -> Plan:
     """Each rank a group with its part of the layers; each computes all rows."""
     ranks = plan.groups[0].flat_ranks
-    modules = [name for ministage in plan.ministages for name in ministage.modules]
+    modules = list(plan.ministage_of)
     number = case.ministages * len(ranks)
     cuts = [round(i * len(modules) / number) for i in range(number + 1)]
     return replace(

@@ -301,7 +301,7 @@ def test_more_ranks_than_devices_are_refused() -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_every_action_of_a_schedule_has_its_cost(seed: int) -> None:
     plan = random_plan(random.Random(seed), max_groups=3, max_ranks_per_group=4, max_ministages_per_group=3)
-    names = [name for ministage in plan.ministages for name in ministage.modules]
+    names = list(plan.ministage_of)
     workload = replace(WORKLOAD, layers=tuple((name, "layer") for name in names), ties=())
     nodes = tuple(Node(name=f"n{i}", devices=("T4",)) for i in range(plan.num_ranks))
     cluster = Cluster(nodes=nodes, default_link=Link(10.0))

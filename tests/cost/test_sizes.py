@@ -274,7 +274,7 @@ def test_tensor_parallel_ranks_have_their_part() -> None:
 @settings(max_examples=50, deadline=None)
 @given(plans())
 def test_shares_of_all_ranks_hold_everything_and_little_more(plan: Plan) -> None:
-    names = [name for ministage in plan.ministages for name in ministage.modules]
+    names = list(plan.ministage_of)
     kind = make_layers(0).kinds["layer"]
     workload = Workload(
         model="m",

@@ -30,7 +30,7 @@ def test_every_case_is_a_plan_of_all_rows_and_layers(case: Case, tmp_path: Path)
     shares_plan(case).save(path)
     change_plan(path, case)
     plan = Plan.load(path)
-    assert tuple(name for ministage in plan.ministages for name in ministage.modules) == MODULES
+    assert tuple(plan.ministage_of) == MODULES
     assert {group.zero for group in plan.groups} == {case.zero}
     rows = {rank: sum(m.num_rows for m in plan.microbatches_of_rank(rank)) for rank in (0, 1)}
     if case.in_line:

@@ -62,8 +62,7 @@ def _examine(problem: PlanProblem, planned: Planned) -> Iterator[str]:
 
 def _check_schedule(problem: PlanProblem, plan: Plan) -> None:
     """What is trained and tied is read from the workload itself, not by what made the schedule."""
-    workload = problem.workload
-    home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
+    workload, home = problem.workload, plan.ministage_of
     spec = ScheduleSpec(
         plan,
         trainable=tuple(

@@ -89,8 +89,7 @@ def list_units(plan: Plan, workload: Workload) -> tuple[tuple[UnitSize, ...], ..
 
     Each module is one; those that share a weight within a ministage are one together, which comes last.
     """
-    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
-    cut = [(a, b) for a, b in workload.ties if ministage_of[a] != ministage_of[b]]
+    cut = [(a, b) for a, b in workload.ties if plan.ministage_of[a] != plan.ministage_of[b]]
     joined = {name for tie in workload.ties if tie not in cut for name in tie}
     lent: dict[str, int] = {}
     for owner, borrower in cut:
@@ -225,10 +224,9 @@ def _count_shards(plan: Plan, ministage: int) -> int:
 
 def find_tie_bytes(plan: Plan, workload: Workload, itemsize: int) -> dict[tuple[int, int], int]:
     """Bytes of the weights that two ministages share, by ministages (owner, borrower)."""
-    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     shared: dict[tuple[int, int], int] = {}
     for owner, borrower in workload.ties:
-        pair = ministage_of[owner], ministage_of[borrower]
+        pair = plan.ministage_of[owner], plan.ministage_of[borrower]
         if pair[0] != pair[1]:
             num_bytes = workload.kind_of[borrower].num_borrowed * itemsize
             shared[pair] = shared.get(pair, 0) + num_bytes

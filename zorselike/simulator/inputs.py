@@ -35,7 +35,7 @@ class SimulationInputs:
         """What a schedule of the plan is built for."""
         kind_of = self.workload.kind_of
         trains = tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
-        home = {module: i for i, ministage in enumerate(plan.ministages) for module in ministage.modules}
+        home = plan.ministage_of
         ties = [(home[owner], home[borrower]) for owner, borrower in self.workload.ties]
         return ScheduleSpec(
             plan,

@@ -193,7 +193,7 @@ def test_any_plan_s_step_makes_a_valid_trace_and_drawing(plan: Plan) -> None:
 
 def make_setting(plan: Plan) -> SimulationInputs:
     """A chain of the plan's layers on nodes of three devices each."""
-    modules = [module for ministage in plan.ministages for module in ministage.modules]
+    modules = list(plan.ministage_of)
     kind = LayerKind(
         name="layer",
         num_parameters=10**6,

@@ -303,14 +303,13 @@ def _names_held(module: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 def _place_loose(model: nn.Module, plan: Plan) -> dict[str, int]:
     """A ministage for parameters outside the plan's modules: that of the module before them."""
-    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     loose = set(loose_parameters(model, plan))
     homes: dict[str, int] = {}
     current = 0
     for name, _ in model.named_parameters(remove_duplicate=False):
-        module = plan_module(name, ministage_of)
+        module = plan_module(name, plan.ministage_of)
         if module is not None:
-            current = ministage_of[module]
+            current = plan.ministage_of[module]
         elif name in loose:
             homes[name] = current
     return homes

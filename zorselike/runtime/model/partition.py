@@ -34,7 +34,6 @@ from zorselike.runtime.model.pruning import (
     is_above,
     loose_parameters,
     plan_module,
-    plan_modules,
     prune,
     separate_units,
     sequential_order,
@@ -163,11 +162,10 @@ def find_ties(model: nn.Module, plan: Plan) -> tuple[Tie, ...]:
     one ministage is not listed: it ends up in one FSDP unit, which keeps it by itself.
     """
     holders: dict[int, dict[int, str]] = {}
-    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        module = plan_module(fqn, ministage_of)
+        module = plan_module(fqn, plan.ministage_of)
         if module is not None:
-            holders.setdefault(id(parameter), {}).setdefault(ministage_of[module], fqn)
+            holders.setdefault(id(parameter), {}).setdefault(plan.ministage_of[module], fqn)
     ties = []
     for names in holders.values():
         (owner, owner_fqn), *borrowers = sorted(names.items())
@@ -197,7 +195,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 
 
 def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool, any_order: bool) -> None:
-    planned = plan_modules(plan)
+    planned = list(plan.ministage_of)
     modules = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if n]
     names = [name for name, _ in modules]
     owners = [
@@ -371,7 +369,6 @@ def _split_by_user(
 def _check_split(model: nn.Module, plan: Plan, modules: Sequence[nn.Module]) -> None:
     """Raises `ConfigError` unless every parameter is in its ministage, under its global name."""
     known = dict(model.named_parameters(remove_duplicate=False))
-    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     held: dict[str, int] = {}
     for index, module in enumerate(modules):
         where = f"split=: {name_ministage(plan, index)}"
@@ -385,8 +382,8 @@ def _check_split(model: nn.Module, plan: Plan, modules: Sequence[nn.Module]) -> 
                 raise ConfigError(
                     f"{where}: '{fqn}' is {list(parameter.shape)}, and {list(known[fqn].shape)} in the model"
                 )
-            planned = plan_module(fqn, ministage_of)
-            home = index if planned is None else ministage_of[planned]
+            planned = plan_module(fqn, plan.ministage_of)
+            home = index if planned is None else plan.ministage_of[planned]
             if home != index or fqn in held:
                 other = held.get(fqn, home)
                 raise ConfigError(
@@ -395,8 +392,8 @@ def _check_split(model: nn.Module, plan: Plan, modules: Sequence[nn.Module]) -> 
             held[fqn] = index
     missing = [fqn for fqn in known if fqn not in held]
     if missing:
-        planned = plan_module(missing[0], ministage_of)
-        home_name = "any ministage" if planned is None else name_ministage(plan, ministage_of[planned])
+        planned = plan_module(missing[0], plan.ministage_of)
+        home_name = "any ministage" if planned is None else name_ministage(plan, plan.ministage_of[planned])
         raise ConfigError(
             f"split=: {list_few(map(repr, missing), 'parameter')} not in what split returned for {home_name}"
         )

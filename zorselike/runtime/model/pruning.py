@@ -18,11 +18,6 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def plan_modules(plan: Plan) -> list[str]:
-    """The modules of all ministages, in model order."""
-    return [name for ministage in plan.ministages for name in ministage.modules]
-
-
 def plan_module(fqn: str, names: Container[str]) -> str | None:
     """The one among `names` that a parameter is in."""
     parts = fqn.split(".")
@@ -36,7 +31,7 @@ def is_above(name: str, modules: Sequence[str]) -> bool:
 
 def loose_parameters(model: nn.Module, plan: Plan) -> list[str]:
     """Parameters that belong directly to the model, or to a module around modules of the plan."""
-    planned = plan_modules(plan)
+    planned = list(plan.ministage_of)
     return [
         join(name, key)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -187,15 +182,14 @@ def sequential_order(model: nn.Module, plan: Plan) -> list[list[str]] | None:
     """
     if not _is_sequential(model):
         return None
-    ministage_of = {name: i for i, ministage in enumerate(plan.ministages) for name in ministage.modules}
     order: list[list[str]] = [[] for _ in plan.ministages]
     current = 0
     found = 0
     stack = [("", model)]
     while stack:
         fqn, module = stack.pop()
-        is_planned = fqn in ministage_of
-        is_around = is_above(fqn, list(ministage_of))
+        is_planned = fqn in plan.ministage_of
+        is_around = is_above(fqn, list(plan.ministage_of))
         if not is_planned and (is_around or not fqn):
             if not _is_sequential(module):
                 return None
@@ -205,10 +199,10 @@ def sequential_order(model: nn.Module, plan: Plan) -> list[list[str]] | None:
             stack += reversed(children)
             continue
         if is_planned:
-            current = ministage_of[fqn]
+            current = plan.ministage_of[fqn]
             found += 1
         order[current].append(fqn)
-    return order if found == len(ministage_of) else None
+    return order if found == len(plan.ministage_of) else None
 
 
 def _is_sequential(module: nn.Module) -> bool:
