@@ -1,4 +1,4 @@
-"""Fixtures that every package's tests share."""
+"""Options and fixtures that every package's tests share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,29 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+import volume
 
 torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs where it uses them
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    volume.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    volume.configure(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"random cases: {volume.describe()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    report = yield
+    if report.failed:
+        report.sections.append(("random cases", f"drawn by {volume.describe()}"))
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -28,5 +49,5 @@ def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def run_ranks() -> ranks.RunRanks:
-    """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/ranks.py`."""
+    """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/support/ranks.py`."""
     return ranks.run_ranks
