@@ -12,7 +12,11 @@ import pytest
 import ranks
 import torch
 import volume
+from counted_time import CountedTime
 
+from zorselike.planner.search import budget
+
+budget.time = CountedTime()
 torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs where it uses them
 
 
@@ -22,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     volume.configure(config)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("hypothesis"):
+        item.add_marker("nightly")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

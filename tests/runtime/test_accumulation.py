@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import volume
 from ranks import RunRanks
 from tiny import Case, assert_same, module_names, train_all_planned, train_all_single, train_planned
 from torch import Tensor
@@ -61,9 +62,10 @@ def make_cases(counts: tuple[int, ...]) -> list[Case]:
     return cases
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("counts", COUNTS)
 def test_training_equals_a_single_process(counts: tuple[int, ...], run_ranks: RunRanks) -> None:
-    cases = make_cases(counts)
+    cases = volume.part(make_cases(counts), least=9)
     (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
     found = run_ranks(train_all_planned, len(counts), cases, timeout=300)
     for case, ours, theirs in zip(cases, found[0], expected, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import volume
 from cases import CASES, MAX_RANKS
 from ranks import RunRanks
 from tiny import Case, assert_same, train_all_planned, train_all_single, with_groups
@@ -72,9 +73,10 @@ def unbounded(plan: Plan) -> Plan:
     return with_groups(plan, lambda group: replace(group, max_in_flight=None))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
 def test_training_equals_a_single_process(num_ranks: int, run_ranks: RunRanks) -> None:
-    cases = [case for case in CASES if case.plan.num_ranks == num_ranks]
+    cases = volume.part([case for case in CASES if case.plan.num_ranks == num_ranks])
     (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
     found = run_ranks(train_all_planned, num_ranks, cases, timeout=300)
     for case, ours, theirs in zip(cases, found[0], expected, strict=True):

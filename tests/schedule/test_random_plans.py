@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+import volume
 from plans import random_plan
 from schedules import Lists, NaiveRun, random_spec
 
@@ -19,9 +20,10 @@ SMALL_PER_BLOCK = 180
 LARGE_PER_BLOCK = 30
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("block", range(10))
 def test_what_build_makes_is_right(block: int) -> None:
-    for seed in range(SMALL_PER_BLOCK + LARGE_PER_BLOCK):
+    for seed in volume.part(range(SMALL_PER_BLOCK + LARGE_PER_BLOCK)):
         rng = random.Random(f"{block}/{seed}")
         spec = random_spec(rng, small=seed < SMALL_PER_BLOCK)
         try:
@@ -58,7 +60,7 @@ def _assert_each_row_once(spec: ScheduleSpec, lists: Lists) -> None:
     assert computed == {(kind, i, row): 1 for kind, i in phases for row in range(plan.global_batch)}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@volume.parametrize("seed", range(150))
 def test_a_naive_run_agrees_on_where_sends_must_buffer(seed: int) -> None:
     rng = random.Random(seed)
     spec = random_spec(rng, small=seed % 10 > 0)
@@ -70,7 +72,7 @@ def test_a_naive_run_agrees_on_where_sends_must_buffer(seed: int) -> None:
     assert NaiveRun(plan, lists, spec.ties, frozenset()).ends(rng) == (not buffered)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@volume.parametrize("seed", range(100))
 def test_transfers_are_the_intersections_of_row_ranges(seed: int) -> None:
     rng = random.Random(seed)
     plan = random_plan(rng, max_ministages_per_group=3, round_robin=rng.random() < 0.5)

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+import volume
 from plain_costs import PlainNetwork, make_costs
 from ranks import RunRanks
 from timed_streams import Speeds, TimedStreams
@@ -24,7 +25,7 @@ from zorselike.simulator.rank.copies import HostCopies
 NUM_STEPS = 4
 SINGLE = range(200, 212)
 """Seeds of plans with a single ministage."""
-SEEDS = (*range(30), 105, 189, *SINGLE)
+SEEDS = (*volume.part(range(30)), *(105, 189), *volume.part(SINGLE))
 """With 105 and 189 nobody must wait for copies to the host that begin at the end of a step."""
 
 
@@ -150,6 +151,7 @@ def predict(run: Run, found: Found, monkeypatch: pytest.MonkeyPatch) -> float:
     return simulate(plan, actions, replace(costs, sizes=(sizes,))).iteration_s
 
 
+@pytest.mark.nightly
 def test_steps_take_what_the_runtime_s_waits_make_of_them(
     run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

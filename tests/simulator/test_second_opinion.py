@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import volume
 from plain_costs import PlainNetwork, make_costs
 from schedules import random_spec
 
@@ -17,9 +18,10 @@ from zorselike.schedule import build
 from zorselike.simulator import simulate
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("block", range(4))
 def test_the_benchmark_s_simulation_agrees(block: int) -> None:
-    for number in range(20):
+    for number in volume.part(range(20)):
         rng = random.Random(f"{block}/{number}")
         spec = random_spec(rng, small=number % 10 > 0)
         groups = tuple(replace(group, offload=(), zero=min(group.zero, 2)) for group in spec.plan.groups)

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import volume
 from plain_costs import make_costs
 from plans import random_plan
 
@@ -19,8 +20,9 @@ from zorselike.simulator.memory import MemoryWalks
 SIZES = {"activation_bytes_per_row": 10, "shard_bytes": 7, "state_bytes": 20}
 
 
+@pytest.mark.nightly
 def test_shared_walks_are_those_of_each_rank() -> None:
-    for seed in range(60):
+    for seed in volume.part(range(60)):
         plan = random_plan(random.Random(seed), max_groups=3, max_ranks_per_group=4)
         actions = build(ScheduleSpec(plan))
         costs = make_costs(plan, row_bytes=3, sizes=SIZES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -36,7 +36,9 @@ def configure(config: pytest.Config) -> None:
     options.nightly = options.nightly or options.markexpr == "nightly"
     _Volume.seed, _Volume.is_full = options.volume_seed, options.nightly
     options.hypothesis_seed = options.volume_seed
-    settings.register_profile("volume", deadline=None, database=None, max_examples=_MAX_EXAMPLES[options.nightly])
+    settings.register_profile(
+        "volume", deadline=None, database=None, max_examples=_MAX_EXAMPLES[options.nightly]
+    )
     settings.load_profile("volume")
 
 
@@ -49,3 +51,12 @@ def part(cases: Sequence[Case], *, least: int = 1) -> list[Case]:
     """Every tenth of the cases, `least` of them or more; ten seeds in turn draw all."""
     step = 1 if _Volume.is_full else max(1, min(_SHARE, len(cases) // least))
     return list(cases[_Volume.seed % step :: step])
+
+
+def parametrize(name: str, cases: Sequence[Any], *, least: int = 1) -> Callable[[Any], Any]:
+    """`pytest.mark.parametrize` over a part of the cases."""
+
+    def mark(test: Any) -> Any:
+        return pytest.mark.nightly(pytest.mark.parametrize(name, part(cases, least=least))(test))
+
+    return mark

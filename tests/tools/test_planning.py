@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import volume
 
 from tools.planning.clusters import WIDE, Limits, draw_cluster
 from tools.planning.every_plan import Options, Shape, cut, divide, find_mirrors, list_shapes, make_plan
@@ -55,7 +56,7 @@ def make_problem(
 # -- random questions ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@volume.parametrize("seed", range(40))
 def test_questions_are_drawn_within_their_limits_and_are_askable(seed: int) -> None:
     problem = draw_problem(seed, Limits(max_devices=12, max_types=3, max_regions=2)).problem
     problem.check()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import volume
 from clusters import make_cluster
 from device_problems import SPEEDS, WORKLOAD, make_nodes, make_problem
 
@@ -80,7 +81,7 @@ def draw_times(draw: Random, kind: str, device: str, rows: tuple[int, ...]) -> L
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@volume.parametrize("seed", range(60))
 def test_no_simulated_step_is_under_a_bound(seed: int) -> None:
     draw = Random(seed)
     problem = draw_problem(draw)
@@ -104,7 +105,7 @@ def test_no_simulated_step_is_under_a_bound(seed: int) -> None:
     assert bounds.bound_cost(devices) <= step.cost
 
 
-@pytest.mark.parametrize("seed", range(40))
+@volume.parametrize("seed", range(40))
 def test_fewer_devices_never_have_a_lower_bound(seed: int) -> None:
     draw = Random(seed)
     problem = draw_problem(draw)

@@ -9,6 +9,7 @@ from math import ceil, inf
 from random import Random
 
 import pytest
+import volume
 
 from zorselike.errors import ConfigError, PlanError
 from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal, Problem, allocate
@@ -165,7 +166,7 @@ def tight_goals(problems: Sequence[Problem], pools: Sequence[Pool], share: float
     ]
 
 
-@pytest.mark.parametrize("seed", range(160))
+@volume.parametrize("seed", range(160))
 def test_nothing_is_better_than_what_is_found(seed: int) -> None:
     problems, pools = make_case(seed)
     draw = Random(seed + 1)
@@ -187,7 +188,7 @@ def test_nothing_is_better_than_what_is_found(seed: int) -> None:
         assert found.figures in list(every_pipeline(found.problem, pools, goal))
 
 
-@pytest.mark.parametrize("seed", range(80))
+@volume.parametrize("seed", range(80))
 def test_no_pipeline_is_under_a_bound(seed: int) -> None:
     problems, pools = make_case(seed)
     for problem in problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
+import volume
 
 from tools.planning.small_cases import Comparison, compare
 
@@ -15,11 +16,16 @@ BUDGET_S = 60.0
 MAX_MEAN = 0.02
 MAX_WORST = 0.08
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def comparisons() -> list[Comparison]:
     """`tools/check_optimum.py` makes 200, of larger cases."""
-    return [compare(seed, budget_s=BUDGET_S, max_plans=MAX_PLANS) for seed in range(NUM_CASES)]
+    return [
+        compare(seed, budget_s=BUDGET_S, max_plans=MAX_PLANS)
+        for seed in volume.part(range(NUM_CASES), least=5)
+    ]
 
 
 def find_excesses(comparisons: list[Comparison]) -> dict[int, float]:
@@ -32,7 +38,7 @@ def test_the_search_ends_well_and_its_bounds_hold(comparisons: list[Comparison])
 
 
 def test_most_cases_have_plans_that_fit(comparisons: list[Comparison]) -> None:
-    assert len(find_excesses(comparisons)) > 0.7 * NUM_CASES
+    assert len(find_excesses(comparisons)) > 0.7 * len(comparisons)
 
 
 def test_the_search_comes_within_two_percent_of_the_best_plan(comparisons: list[Comparison]) -> None:

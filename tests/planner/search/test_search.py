@@ -31,8 +31,8 @@ def make_node(name: str, device: str, number: int, **changes: object) -> Node:
 
 
 def make_short_problem(device: str) -> PlanProblem:
-    """Of which a search comes to its end in seconds."""
-    nodes = (make_node("a", device, 2), make_node("b", "T4", 1))
+    """A search of this finishes in a second."""
+    nodes = (make_node("a", device, 1), make_node("b", "T4", 1))
     return make_problem(*nodes, global_batch=8, workload=make_decoder(3))
 
 
@@ -182,7 +182,7 @@ def test_nothing_fits_says_how_much_memory_would():
     with pytest.raises(
         NothingFitsError, match=r"The smallest change that would: .* more than the 512.0 MiB of each T4"
     ):
-        search_plans(make_problem(node), budget_s=5)
+        search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
 
 
 def test_a_part_that_is_not_joined_is_left_out_and_that_is_said():
@@ -215,7 +215,9 @@ def test_estimates_leave_no_devices_out():
         "node_links": dict.fromkeys(pairs, Link(10e9)),
         "egress_price_per_gb": {("a", "b"): 1000.0, ("b", "a"): 1000.0},
     }
-    problem = device_problems.make_problem(*sides, apart, links=links, max_cost_per_iteration=0.05)
+    problem = device_problems.make_problem(
+        *sides, apart, links=links, global_batch=8, max_cost_per_iteration=0.006
+    )
     plan = search_plans(problem, budget_s=10).best.case.plan
     assert len({device.node[0] for device in plan.devices}) == 1
 

@@ -9,6 +9,7 @@ from itertools import chain, combinations
 
 import pytest
 import torch
+import volume
 from cases import CASES
 from ranks import RunRanks
 from tiny import Case, adamw, with_groups
@@ -169,8 +170,9 @@ def test_the_settings_cover_what_they_should() -> None:
     assert sum(setting.case.plan.bounds_in_flight for setting in SETTINGS) >= 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", range(1, 8))
 def test_offloading_is_bit_equal(num_ranks: int, run_ranks: RunRanks) -> None:
-    settings = [s for s in SETTINGS if s.case.plan.num_ranks == num_ranks]
+    settings = volume.part([s for s in SETTINGS if s.case.plan.num_ranks == num_ranks])
     for differing in run_ranks(compare_all, num_ranks, settings, timeout=300):
         assert differing == []

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import volume
 from plans import random_plan
 
 from zorselike.cost import MinistageBytes, walk_memory
@@ -81,7 +82,7 @@ def test_activations_that_are_wanted_at_once_are_not_offloaded() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(150))
+@volume.parametrize("seed", range(150))
 def test_random_plans_are_built_as_those_of_1f1b(seed: int) -> None:
     """Which without stages behind or ahead is the same."""
     rng = random.Random(seed)

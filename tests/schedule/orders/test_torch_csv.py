@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import volume
 from plans import random_plan
 from schedules import Lists
 
@@ -57,7 +58,7 @@ def _schedules() -> ModuleType:
         pytest.skip(f"torch.distributed.pipelining cannot be imported: {error}")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@volume.parametrize("seed", range(100))
 def test_what_goes_out_comes_back(seed: int) -> None:
     rng = random.Random(seed)
     plan = _single_rank_plan(rng)
@@ -70,7 +71,7 @@ def test_what_goes_out_comes_back(seed: int) -> None:
     assert from_torch_csv(spec, text) == lists
 
 
-@pytest.mark.parametrize("seed", range(100))
+@volume.parametrize("seed", range(100))
 def test_computations_alone_get_what_build_puts_around_them(seed: int) -> None:
     rng = random.Random(seed)
     plan = _single_rank_plan(rng, zeros=(0, 1, 2, 3))
