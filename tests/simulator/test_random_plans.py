@@ -64,8 +64,8 @@ class Case:
         return simulate(self.plan, self.lists, costs or self.costs, num_steps=num_steps, record=True)
 
 
-def cases(block: int) -> list[Case]:
-    return [Case(f"{block}/{number}") for number in volume.part(range(PER_BLOCK), least=5)]
+def cases(block: int, *, least: int = 5) -> list[Case]:
+    return [Case(f"{block}/{number}") for number in volume.part(range(PER_BLOCK), least=least)]
 
 
 def test_where_the_time_went_adds_up(block: int) -> None:
@@ -183,7 +183,7 @@ def test_faster_wires_do_not_slow_a_step_down(block: int) -> None:
     """Not a law: who comes first on a shared wire may change, and the other one be the urgent one. So a
     little is allowed, and the mean must be clearly better."""
     ratios = []
-    for case in cases(block):
+    for case in cases(block, least=PER_BLOCK):
         costs = replace(case.costs, overlap_slowdown=1.0)
         slow = case.run(costs).iteration_s
         network = costs.network

@@ -24,7 +24,7 @@ def comparisons() -> list[Comparison]:
     """`tools/check_optimum.py` makes 200, of larger cases."""
     return [
         compare(seed, budget_s=BUDGET_S, max_plans=MAX_PLANS)
-        for seed in volume.part(range(NUM_CASES), least=5)
+        for seed in volume.part(range(NUM_CASES), least=10)
     ]
 
 

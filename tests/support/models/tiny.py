@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch._dynamo  # FSDP2 imports it: here once, before ranks are forked, and not in every rank.
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zorselike import HeteroPipeline, initialize
-from zorselike.plan.plan import Group, Ministage, Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 
 VOCABULARY = 13
@@ -181,3 +182,20 @@ def assert_same(found: Outcome, expected: Outcome, case: Case) -> None:
     for name, tensor in expected.state.items():
         difference = (found.state[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-30)
         assert difference <= 1e-10, f"{name} differs by {difference:.1e}; {case}"
+
+
+def warm_up() -> None:
+    """Fills what torch keeps of shapes and modules it has seen, for ranks that are forked afterwards.
+
+    A group of one that communicates nothing; no backward, which would start threads where there is a GPU.
+    """
+
+    names = module_names(2)
+    ministages = (Ministage(0, tuple(names[:2])), Ministage(0, tuple(names[2:])))
+    plan = Plan(2, (Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 2))),), ministages)
+    case = Case(plan, 2)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    pipe = HeteroPipeline(case.model(), plan, optimizer=adamw, device="cpu")
+    pipe.evaluate_global(*case.batch(0))
+    pipe.close()
+    dist.destroy_process_group()
