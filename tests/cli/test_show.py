@@ -155,6 +155,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
         (("show", "missing.toml"), "missing.toml: there is no such file"),
         (("show", "a.toml", "--fit"), "takes no plan; leave out 'a.toml' or --fit"),
         (("show", "--fit", "--schedule"), "leave one out"),
+        (("show", "--fit", "--schedule-csv", "a.csv"), "leave one out"),
         (("show", "--fit", "--memory", "24"), "--memory is '24'; write it as 24GiB"),
         (("show", "--fit", "--host-memory", "0GiB"), "--host-memory is '0GiB'"),
         (("show", "--fit", "--rows", "0"), "--rows is 0; it must be at least 1"),

@@ -186,9 +186,33 @@ def test_other_orders_are_simulated_too(
     assert f"schedule {schedule}" in " ".join(shown.split())
 
 
+def test_a_file_of_torchs_is_simulated_as_the_order_that_wrote_it(
+    capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    rows = [(0, 4), (4, 8)]
+    groups = tuple(Group((rank,), tuple(Microbatch(rank, *own) for own in rows)) for rank in range(3))
+    stages = (Ministage(0, LAYERS[:1]), Ministage(1, LAYERS[1:2]), Ministage(2, LAYERS[2:]))
+    Plan(8, groups, stages).save("stages.toml")
+    assert main(("show", "stages.toml", "--schedule-csv", "step.csv")) == 0
+    assert "step.csv, in the form of torch.distributed.pipelining" in capsys.readouterr().out
+    ours, read = (run(capsys, "stages.toml", *MEASURED, "--schedule", own) for own in ("ours", "step.csv"))
+    assert read.replace(", schedule step.csv", "") == ours
+    Path("step.csv").write_text("0F0,0F1,0B1\n1F0,1F1,1B1,1B0\n2F0,2F1,2B1,2B0\n")
+    assert main(("simulate", "stages.toml", *MEASURED, "--schedule", "step.csv")) == 2
+    assert (
+        "step.csv: rank 0, action 9, 0REDUCE_GRAD: a backward of ministage 0 is still to come"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["plan.toml", *MEASURED, "--schedule", "2f2b"],
+            "there is no schedule '2f2b': give one of ours, 1f1b, interleaved, or a .csv file",
+        ),
+        (["plan.toml", *MEASURED, "--schedule", "no.csv"], "no.csv: there is no such file"),
         (["plan.toml", *MEASURED, "--model", "llama"], "--workload describes the model completely"),
         (["plan.toml", "--cluster", "cluster.toml"], "plan.toml names no model; give --family llama"),
         (

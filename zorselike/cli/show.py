@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from zorselike.cli.options import check_at_least, read_size
-from zorselike.errors import ConfigError, PlanError
+from zorselike.cli.options import check_at_least, check_outputs, read_size
+from zorselike.errors import ConfigError, FileError, PlanError
 from zorselike.plan.plan import Plan
+from zorselike.text.files import write_text
 from zorselike.text.layout import align_columns
 from zorselike.text.wording import count
 
 if TYPE_CHECKING:
     from zorselike.cost.fit import Fit, Job, ModelShape
+    from zorselike.schedule.actions import Action
 
 _LINE_LENGTH = 110
 
@@ -44,6 +46,9 @@ class Show:
 
     schedule: bool = False
     """Also show every rank's actions in one step."""
+
+    schedule_csv: Annotated[str | None, tyro.conf.arg(metavar="FILE.csv")] = None
+    """Also write these actions in the form of torch.distributed.pipelining, which has one rank a group."""
 
     fit: bool = False
     """Show the largest model of a family that one device can train, for each offload setting."""
@@ -88,28 +93,30 @@ def show_plan(command: Show) -> str:
         raise ConfigError(
             "show: give a plan file, or --fit for the largest model that this machine can train"
         )
+    from zorselike.schedule import ScheduleError, ScheduleSpec, build, to_torch_csv
+
+    check_outputs("show", {"--schedule-csv": command.schedule_csv})
     plan = Plan.load(command.plan)
-    _check_bounds(plan, command.plan)
-    shown = plan.explain()
-    return f"{shown}\n\n{_show_schedule(plan, command.dtype)}" if command.schedule else shown
-
-
-def _check_bounds(plan: Plan, path: str) -> None:
-    """Refuses bounds on microbatches in flight that would deadlock."""
-    from zorselike.schedule.orders.in_flight import LowBoundError, order_in_flight
-    from zorselike.schedule.spec import ScheduleSpec
-
-    if plan.bounds_in_flight:
+    try:
+        actions = build(ScheduleSpec(plan, masters=_ITEMSIZES[command.dtype] < 4))
+        exported = to_torch_csv(plan, actions) if command.schedule_csv else ""
+    except ScheduleError as error:
+        raise PlanError(f"{command.plan}: {error}") from None
+    shown = [plan.explain()]
+    if command.schedule:
+        shown.append(_format_schedule(actions, command.dtype))
+    if command.schedule_csv:
         try:
-            order_in_flight(ScheduleSpec(plan))
-        except LowBoundError as error:
-            raise PlanError(f"{path}: {error}") from None
+            write_text(command.schedule_csv, exported)
+        except FileError as error:
+            raise ConfigError(f"show: --schedule-csv is {command.schedule_csv}, which {error}") from None
+        shown.append(f"Schedule: {command.schedule_csv}, in the form of torch.distributed.pipelining")
+    return "\n\n".join(shown)
 
 
-def _show_schedule(plan: Plan, dtype: str) -> str:
-    from zorselike.schedule import ScheduleSpec, build, format_actions
+def _format_schedule(actions: Mapping[int, Sequence[Action]], dtype: str) -> str:
+    from zorselike.schedule import format_actions
 
-    actions = build(ScheduleSpec(plan, masters=_ITEMSIZES[dtype] < 4))
     lines = [
         f"one step in {dtype}, rank by rank (ministage, action, microbatch, @peer[rows]);",
         "max_norm and fp16 would defer each STEP to its end:",
@@ -175,7 +182,7 @@ def _check_fit(command: Show) -> None:
         raise ConfigError(
             f"show: --fit is about a machine and takes no plan; leave out {command.plan!r} or --fit"
         )
-    if command.schedule:
+    if command.schedule or command.schedule_csv:
         raise ConfigError("show: --schedule is about a plan and --fit about a machine; leave one out")
     numbers = {
         "--seq-len": command.seq_len,

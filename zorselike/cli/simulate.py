@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -16,6 +16,7 @@ from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.plan.write_estimates import write_estimates
+from zorselike.schedule.orders import ORDERS
 
 if TYPE_CHECKING:
     from zorselike.simulator.inputs import SimulationInputs
@@ -48,8 +49,9 @@ class Simulate:
     defer_updates: bool = False
     """Updates wait for all gradients of a step, as with max_norm and clip = "global"."""
 
-    schedule: Literal["ours", "1f1b", "interleaved"] = "ours"
-    """Order in which ranks compute: that of a run, or a common pipeline schedule."""
+    schedule: Annotated[str, tyro.conf.arg(metavar="|".join((*ORDERS, "FILE.csv")))] = "ours"
+    """Order in which ranks compute: that of a run, a common pipeline schedule, or a file in the form of
+    torch.distributed.pipelining, which has one rank a group."""
 
     trace: _File = None
     """Also write a Chrome trace, for https://ui.perfetto.dev; gzipped if the name ends in .gz. It has a track
