@@ -30,7 +30,7 @@ from tools.report import describe_machine, make_parser, write_json
 from zorselike.planner.answer import NothingFitsError
 
 BUDGET_SHARE = 0.7
-"""Of the most that a search may take."""
+"""Share of the most that a search may take."""
 MAX_BYTES = 2e9
 
 
@@ -58,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="with github.com/benson-guo/zorse, a clone")
     parser.add_argument("--only", metavar="TEXT", help="those whose names hold this")
@@ -73,7 +72,6 @@ HEADER = (
 
 
 def format_line(scale: Scale, result: Timing | str) -> str:
-    """A row of the table."""
     if isinstance(result, str):
         return f"{scale.name:<22}{result}"
     published = "-" if scale.published_s is None else f"{scale.published_s:g}"

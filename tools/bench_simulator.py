@@ -60,12 +60,12 @@ class Timing:
     num_ranks: int
     num_actions: int
     iteration_s: float
-    """Of the simulated step."""
+    """Seconds of the simulated step."""
     build_s: float
     cpu_s: tuple[float, ...]
     wall_s: tuple[float, ...]
     memory_s: float
-    """Of the walk over all ranks' memory."""
+    """Seconds of the walk over all ranks' memory."""
 
     @property
     def median_s(self) -> float:

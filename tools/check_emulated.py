@@ -125,7 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, metavar="N", help="that many runs at most, of all kinds")
     parser.add_argument("--quick", action="store_true", help="two timed steps each")

@@ -47,7 +47,7 @@ class Case:
     zero: int = 2
     recompute: str = "none"
     rows_of_rank_0: int | None = None
-    """Where ranks do not have equal shares."""
+    """Rows of rank 0 where shares are not equal."""
     in_line: bool = False
     """Whether each rank is a group, and rows travel from one to the next."""
 
@@ -75,7 +75,7 @@ class Pair:
     estimated_s: float
     found_s: float
     others_share: float | None
-    """Of the cores, what other processes used during the run."""
+    """Share of the cores that other processes used during the run."""
 
     @property
     def ratio(self) -> float:
@@ -276,7 +276,7 @@ def median_ratio(pairs: Sequence[Pair]) -> float:
 
 
 def mean_error(pairs: dict[str, list[Pair]]) -> float:
-    """Of the cases' medians, how far they are from 1 on average."""
+    """Mean distance of the cases' median ratios from 1."""
     return statistics.fmean(abs(median_ratio(own) - 1) for own in pairs.values())
 
 

@@ -35,7 +35,7 @@ BUDGET_S = 5.0
 MAX_MEAN = 0.02
 MAX_WORST = 0.08
 NUM_SHOWN = 3
-"""Of the worst cases, with both plans."""
+"""Worst cases that are shown with both plans."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=NUM_RUNS, metavar="N", help=f"default {NUM_RUNS}")
     parser.add_argument("--seed", type=int, metavar="N", help="only this one")
@@ -68,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> Iterator[Comparison]:
-    """In the order of the seeds."""
+    """Comparisons in the order of the seeds."""
     seeds = range(options.runs) if options.seed is None else [options.seed]
     work = partial(compare, budget_s=options.budget, max_plans=options.max_plans)
     if options.workers == 1 or len(seeds) == 1:
@@ -95,7 +94,6 @@ def list_misses(found: Sequence[Comparison]) -> list[str]:
 
 
 def format_line(own: Comparison) -> str:
-    """One case."""
     if own.excess is None:
         verdict = own.fault or ("nothing fits" if own.found is None else "better than all that were tried")
     else:

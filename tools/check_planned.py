@@ -48,7 +48,7 @@ class PlanRun:
     measured_s: float
     """The median step."""
     others_share: float | None
-    """Of the cores, by whatever else ran meanwhile."""
+    """Share of the cores that other processes used meanwhile."""
 
     @property
     def error(self) -> float:
@@ -97,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--plans", type=int, default=NUM_PLANS, metavar="N", help=f"default {NUM_PLANS}")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="timed steps of each")
@@ -123,7 +122,7 @@ def run_plan(candidate: Candidate) -> PlanRun:
 
 
 def find_score(runs: Sequence[PlanRun]) -> Score:
-    """Of several runs on one cluster."""
+    """The score of several runs on one cluster."""
     from scipy.stats import spearmanr
 
     predicted = [own.candidate.predicted_s for own in runs]

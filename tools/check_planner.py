@@ -36,7 +36,7 @@ NUM_RUNS = 10_000
 BUDGET_S = 0.5
 CHUNK = 4
 BINS = 10
-"""Of the histogram of shares."""
+"""Bars of the histogram of shares."""
 NUM_SLOWEST = 5
 MOST_SHOWN = 20
 """Failures that are printed at the end."""
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=NUM_RUNS, metavar="N", help=f"default {NUM_RUNS}")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed (default 0)")
@@ -78,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> Iterator[Trial]:
-    """In the order of the seeds."""
+    """Trials in the order of the seeds."""
     seeds = range(options.first, options.first + options.runs)
     work = partial(try_seed, budget_s=options.budget)
     if options.workers == 1:
@@ -89,7 +88,7 @@ def run(options: argparse.Namespace) -> Iterator[Trial]:
 
 
 def format_failure(trial: Trial) -> str:
-    """With what reproduces it."""
+    """A wrong answer, with the option that reproduces it."""
     faults = "".join(f"\n    {fault}" for fault in trial.faults)
     return f"WRONG, --seed {trial.seed}: {trial.what}{faults}"
 
@@ -130,7 +129,7 @@ def _format_shares(planned: Sequence[Trial]) -> list[str]:
 
 
 def _format_times(trials: Sequence[Trial]) -> list[str]:
-    """Of the searches, by the clock and by the processor, and which took longest."""
+    """Search times by the clock and by the processor, and the longest searches."""
     ended = [trial for trial in trials if trial.outcome != "failed"]
     lines = []
     for name, seconds in (

@@ -19,9 +19,9 @@ MIN_SLEEP_S = 0.045
 """The shortest sleep of a ministage with seven ranks: what Python and Gloo do for one action of
 every rank then stays far under 30 % of two cores over that time."""
 LONG_STEP_S = 10.0
-"""Of longer steps fewer are timed."""
+"""Fewer steps are timed where they are longer."""
 QUICK = 0.8
-"""With `--quick` everything sleeps so much shorter."""
+"""Factor on all sleeps with `--quick`."""
 MIN_STEP_S = 5.0
 """The shortest step, so that what a step costs once (collectives of seven ranks on two cores)
 stays small against it, as it is against a real step."""
@@ -69,7 +69,7 @@ class Case:
     name: str
     plan: Plan
     layers: tuple[int, ...]
-    """Of each ministage."""
+    """Layers of each ministage."""
     emulation: Emulation
 
     @property
@@ -102,7 +102,7 @@ class Bench:
 
     @property
     def pace(self) -> float:
-        """By how much all sleeps are shortened."""
+        """Factor on all sleeps."""
         return QUICK if self.is_quick else 1.0
 
     def case(

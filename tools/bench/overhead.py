@@ -213,7 +213,7 @@ class Footprint:
     memory_bytes: int
     resident_bytes: int
     blocks: int
-    """Of Python's own allocator."""
+    """Blocks of Python's own allocator."""
     threads: int
     descriptors: int
     pipelines: int = 0

@@ -44,14 +44,14 @@ class Comparison:
     limit: str
     computes: bool
     measured_s: tuple[float, ...]
-    """Of each timed step."""
+    """Seconds of each timed step."""
     predicted_s: float
     mutated_s: Mapping[Stress, float]
     """What wrong models predict, those that must miss here."""
     cpu_share: float
-    """Of the cores, by the ranks."""
+    """Share of the cores that the ranks used."""
     others_share: float | None = None
-    """Of the cores, by whatever else ran meanwhile; None where the system does not tell."""
+    """Share of the cores that other processes used; None where the system does not tell."""
     memory: tuple[MemoryPair, ...] = field(default=(), repr=False)
 
     @property
@@ -60,12 +60,12 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the prediction, of what was measured; below 0: too fast."""
+        """Error of the prediction relative to the measurement; below 0: too fast."""
         return self.predicted_s / self.median_s - 1
 
     @property
     def spread(self) -> float:
-        """Of the steps, of their median: how much the machine moved."""
+        """Spread of the steps relative to their median: how much the machine varied."""
         return (max(self.measured_s) - min(self.measured_s)) / self.median_s
 
     def mutated_error(self, stress: Stress) -> float:
@@ -127,7 +127,7 @@ class Scores:
     memory_mean_error: float
     memory_max_error: float
     mutation_errors: Mapping[str, float]
-    """By mutation, the mean miss on the runs where it matters."""
+    """The mean miss of each mutation on the runs where it matters."""
 
 
 def score(comparisons: Sequence[Comparison]) -> Scores:
@@ -150,7 +150,6 @@ def score(comparisons: Sequence[Comparison]) -> Scores:
 
 
 def format_comparison(own: Comparison) -> str:
-    """One line."""
     mutated = "".join(f", {stress} wrong {own.mutated_error(stress):.0%}" for stress in own.mutated_s)
     notes = "" if own.computes or own.cpu_share < BUSY_SHARE else ", too busy"
     others = "" if own.others_share is None else f", others {own.others_share:.0%}"

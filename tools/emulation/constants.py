@@ -33,7 +33,7 @@ from .noise import straighten
 OPS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 GLOO_BYTES = (4_096, 65_536, 524_288, 2_097_152)
 SLEEP_S = 0.02
-"""Of one layer in the runs whose actions are timed: caches are cold then, as in a scored run."""
+"""Sleep of one layer in the runs whose actions are timed: caches are cold then, as in a scored run."""
 REPEATS = 9
 
 
@@ -50,14 +50,14 @@ class GlooTimes:
 
 @dataclass(frozen=True)
 class HostConstants:
-    """Of one machine."""
+    """What one machine adds to a run."""
 
     sleep_overshoot_s: float
     """How much longer a sleep takes than asked."""
     after_sleep: Overheads
     """Processor seconds of the thread that runs actions, on ranks that sleep: their caches are cold."""
     awake: Overheads
-    """On ranks that compute."""
+    """The same on ranks that compute."""
     gloo: tuple[GlooTimes, ...]
 
     def gloo_s(self, op: str, num_ranks: int, num_bytes: float) -> float:
@@ -153,8 +153,8 @@ def _time(do: Callable[[], Any], repeats: int) -> float:
 
 
 def measure_actions(sleep_s: float, num_steps: int = 4) -> Overheads:
-    """From runs of the real runtime on four ranks whose layers sleep so long: with few layers in each
-    ministage and with many; with ZeRO 2, and with ZeRO 3, where computations gather and reduce."""
+    """Overheads from runs of the real runtime on four ranks whose layers sleep so long: with few layers in
+    each ministage and with many; with ZeRO 2, and with ZeRO 3, where computations gather and reduce."""
     zero2, zero3 = (
         draw_lines(
             *(_time_actions(count, sleep_s, num_steps, zero=zero) for count in (FEW_UNITS, MANY_UNITS))

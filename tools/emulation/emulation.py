@@ -34,7 +34,7 @@ Limit = Literal["sleep", "kernel", "none"]
 """What slows links: sleeping in the transport, `tbf` in network namespaces, or nothing."""
 
 TIMEOUT_S = 240.0
-"""Of one run, with all that comes before its steps."""
+"""The longest that one run may take, set-up included."""
 SILENCE_S = 120.0
 """A rank on a crowded machine may be silent for long."""
 
@@ -51,7 +51,7 @@ class Emulation:
     computes: bool = False
     """Whether layers compute instead of sleeping; then each rank has a core to itself."""
     repeats: Mapping[str, int] = field(default_factory=dict)
-    """By device type, how often computing layers multiply."""
+    """How often computing layers multiply, by device type."""
     num_steps: int = 4
     """Timed ones, behind one that sets everything up and one that fills the pipeline."""
 
@@ -67,12 +67,12 @@ class RankRun:
     end_s: tuple[float, ...]
     """Monotonic, of each step, the filling one first."""
     busy_s: tuple[float, ...]
-    """Of each timed step: forwards and backwards."""
+    """Seconds of forwards and backwards in each timed step."""
     cpu_s: float
     """Processor seconds over all timed steps."""
     memory: tuple[MemoryLine, ...]
     actions: tuple[tuple[ActionTime, ...], ...] = ()
-    """Of each timed step, if they were asked for."""
+    """Actions of each timed step, if they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Measurement:
 
     @property
     def step_s(self) -> tuple[float, ...]:
-        """From the end of one step on its last rank to that of the next."""
+        """Seconds from the end of one step on its last rank to that of the next."""
         ends = [max(times) for times in zip(*(rank.end_s for rank in self.ranks), strict=True)]
         return tuple(stop - start for start, stop in pairwise(ends))
 

@@ -19,7 +19,7 @@ _CLONE_NEWNET = 0x40000000
 _PREFIX = "zemu"
 _MTU = 1500
 _FRAME_SHARE = (_MTU - 52) / (_MTU + 14)
-"""Of what a bucket counts, what is payload: the rest are headers of Ethernet, IP and TCP."""
+"""Share of a frame that is payload: the rest are headers of Ethernet, IP and TCP."""
 _BURST_BYTES = 3_100
 """What may pass at once after a pause, for nothing: two packets."""
 _QUEUE_BYTES = 4_000_000

@@ -14,7 +14,7 @@ import numpy as np
 from ..report import num_cores
 
 MAX_OTHERS_SHARE = 0.1
-"""Of the cores: above, what is measured is not a run alone."""
+"""Share of the cores above which what is measured is not a run alone."""
 
 
 def straighten(seconds: Iterable[float]) -> tuple[float, ...]:
@@ -28,9 +28,9 @@ class Moment:
 
     wall_s: float
     machine_s: float | None
-    """Of all processes; None where the system does not tell."""
+    """Processor seconds of all processes; None where the system does not tell."""
     own_s: float
-    """Of this process and its children that have ended."""
+    """Processor seconds of this process and its children that have ended."""
 
     @classmethod
     def now(cls) -> Moment:

@@ -101,8 +101,8 @@ class Prediction:
 def measure_collectives(
     plan: Plan, cluster: Cluster, namespaces: Namespaces, *, num_bytes: Sequence[int] = (4_096, 131_072)
 ) -> tuple[CollectiveTimes, ...]:
-    """Of each group across nodes, alone on links that the kernel limits: Gloo reduces and scatters in the
-    way of an all-reduce."""
+    """Times of each group across nodes, alone on links that the kernel limits: Gloo reduces and scatters in
+    the way of an all-reduce."""
     places = cluster.place_ranks(plan)
     found: dict[tuple[tuple[str, ...], tuple[Place, ...]], tuple[CollectiveTimes, ...]] = {}
     for group in plan.groups:

@@ -230,5 +230,5 @@ def computing_runs() -> tuple[Scenario, ...]:
 
 
 def all_runs() -> tuple[Scenario, ...]:
-    """In the order in which they are shown."""
+    """All runs in the order in which they are shown."""
     return sleeping_runs() + kernel_runs() + computing_runs()

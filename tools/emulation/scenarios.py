@@ -40,16 +40,16 @@ class Scenario:
     """Device types, node by node; ranks follow."""
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
-    """Of each group, the embedding and the head counted too."""
+    """Layers of each group, embedding and head included."""
     ministages: int = 1
-    """Of each group."""
+    """Ministages of each group."""
     num_rows: int = 16
     num_microbatches: int = 8
     zero: int | tuple[int, ...] = 2
     offload: tuple[str, ...] = ()
     recompute: Recompute = "none"
     nic_mb_per_s: float | None = None
-    """Of each node; None: links as fast as the fabric."""
+    """Rate of each node's network card; None: links as fast as the fabric."""
     latency_s: float = 0.0
     pair_mb_per_s: tuple[tuple[int, int, float], ...] = ()
     """Slower links between two nodes."""
@@ -206,7 +206,7 @@ def find_shortest_s(plan: Plan, workload: Workload, cluster: Cluster, profile: P
 
 
 def find_time_scale(plan: Plan, workload: Workload, cluster: Cluster, profile: Profile) -> float:
-    """By how much sleeps must be longer for all ranks to fit two cores."""
+    """The factor by which sleeps must be longer for all ranks to fit two cores."""
     wanted_s = max(MIN_SLEEP_S, SLEEP_PER_RANK_S * plan.num_ranks)
     return wanted_s / find_shortest_s(plan, workload, cluster, profile)
 
@@ -221,7 +221,7 @@ class Setup:
 
 
 def set_up(scenario: Scenario, *, num_steps: int) -> Setup:
-    """With seconds so long that no forward of a ministage sleeps less than the ranks of the run need."""
+    """A scenario with times so long that no forward of a ministage sleeps less than its ranks need."""
     workload = make_workload(scenario)
     plan = make_scenario_plan(scenario, workload)
     cluster = make_cluster(scenario)

@@ -35,7 +35,7 @@ class Path:
     """The way of a message."""
 
     buckets: tuple[int, ...]
-    """By index."""
+    """Indices of the buckets on the way."""
     latency_s: float
     chunk_bytes: float
 
@@ -47,7 +47,7 @@ class Buckets:
     names: tuple[str, ...]
     bytes_per_s: tuple[float, ...]
     paths: dict[tuple[int, int], Path]
-    """By source and target rank; two ranks in one place have none."""
+    """Paths by source and target rank; two ranks in one place have none."""
 
 
 def lay_buckets(cluster: Cluster, places: Sequence[Place]) -> Buckets:

@@ -77,7 +77,7 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
 
 
 def find_exposure(events: Sequence[dict[str, Any]], num_steps: int) -> Exposure | None:
-    """Of the events of a Chrome trace (times in µs) over `num_steps` steps; None if the trace holds
+    """The exposure in events of a Chrome trace (times in µs) over `num_steps` steps; None if the trace holds
     no kernels. What is copied after the last kernel would run beside the next step, so it does
     not count."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]

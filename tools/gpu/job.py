@@ -128,7 +128,7 @@ def merge(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def spell_bytes(count: float | None) -> str:
-    """In GiB, or in MiB where that is little."""
+    """Bytes in GiB, or in MiB where that is little."""
     if count is None:
         return "-"
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"

@@ -29,7 +29,7 @@ DOLLARS_PER_HOUR = {
     "H100-SXM": 11.06,
     "MI250": 2.0,
 }
-"""Of one device: types that are drawn, and about what they are rented for."""
+"""Device types that are drawn, and about what one is rented for."""
 
 NODE_SIZES = (1, 2, 3, 4, 5, 6, 8, 8, 8)
 FABRICS = (8e9, 10e9, 32e9, 64e9, 200e9, 300e9)
@@ -40,13 +40,13 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of what is drawn."""
+    """Limits of what is drawn."""
 
     max_devices: int = 64
     max_types: int = 6
     max_regions: int = 3
     max_layers: int = 80
-    """Of the model, beside embedding and head."""
+    """Layers of the model, beside embedding and head."""
 
 
 WIDE = Limits()
@@ -107,7 +107,7 @@ def _draw_node(
 
 
 def memory_of(device: str) -> int:
-    """By the catalogue, of types that have one."""
+    """Device memory by the catalogue, of types that have one."""
     memory_bytes = find_device(device).memory_bytes
     assert memory_bytes is not None
     return memory_bytes

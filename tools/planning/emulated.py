@@ -29,7 +29,7 @@ from ..emulation.scenarios import (
 )
 
 SPREAD = 2.0
-"""Of the predicted times of the plans that are run, the slowest over the fastest at least."""
+"""The least ratio of the slowest predicted time to the fastest among the plans that are run."""
 MOST_SPREAD = 3.0
 """Slower plans than that times the fastest are not run."""
 
@@ -80,11 +80,11 @@ class Machines:
     scenario: Scenario
     constants: HostConstants
     profile: Profile
-    """Of the devices, without what this machine adds."""
+    """Times of the devices, without what this machine adds."""
     num_steps: int
 
     def make_problem(self) -> PlanProblem:
-        """With the times that layers take here."""
+        """The planner's question, with the times that layers take here."""
         workload = make_workload(self.scenario)
         return PlanProblem(
             workload=workload,
@@ -136,7 +136,7 @@ def settle(plan: Plan, cluster: Cluster) -> tuple[Plan, Cluster]:
 
 
 def make_machines(scenario: Scenario, constants: HostConstants, num_steps: int) -> Machines:
-    """With layers that sleep as long as they must, a row at once on the fastest device."""
+    """Machines whose layers sleep as long as they must, a row at once on the fastest device."""
     fastest = max(scenario.speeds[device] for node in scenario.nodes for device in node)
     profile = make_profile(scenario, make_workload(scenario), MIN_SLEEP_S * fastest / 1.5)
     return Machines(scenario, constants, profile, num_steps)

@@ -33,7 +33,7 @@ class Shape:
     groups: tuple[tuple[int, ...], ...]
     """Indices into `Cluster.places`, in pipeline order."""
     rows: tuple[tuple[int, ...], ...]
-    """Of each device of each group; 0: holds shards only."""
+    """Rows of each device of each group; 0: holds shards only."""
     sizes: tuple[int, ...]
     """Layers of each ministage; ministage `i` is of group `i` modulo the number of groups."""
 

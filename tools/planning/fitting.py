@@ -21,7 +21,7 @@ class _Way:
 
     group: Group
     host_bytes: Mapping[int, int]
-    """By node."""
+    """Host memory by node."""
 
 
 def count_tries(problem: PlanProblem) -> int:

@@ -20,7 +20,7 @@ class Optimum:
     """What trying all plans comes to."""
 
     case: SimulatedPlan | None = field(repr=False)
-    """Of the best that fits; None where none does."""
+    """The best plan that fits; None where none does."""
     num_plans: int
     num_simulated: int
     """All but those of which a device computes for longer than the best one's step takes."""
@@ -63,7 +63,7 @@ def find_optimum(problem: PlanProblem, options: Options, *, prunes: bool = True)
 
 
 def list_sizes(problem: PlanProblem, options: Options) -> range:
-    """Of microbatches."""
+    """Microbatch sizes that are tried."""
     return range(1, min(options.rows_per_microbatch, problem.global_batch) + 1)
 
 

@@ -20,7 +20,7 @@ from .profiles import draw_overheads, draw_profile
 from .workloads import REAL_DECODERS, Decoder, make_workload
 
 BYTES_PER_PARAMETER = 16
-"""Of training: weight, gradient and two moments in fp32."""
+"""Training memory: weight, gradient and two moments in fp32."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _draw_decoder(rng: random.Random, memory_bytes: int, *, share: float, max_la
 
 
 def count_memory(cluster: Cluster) -> int:
-    """Of all devices."""
+    """Memory of all devices."""
     return sum(
         node.memory_bytes[i] if node.memory_bytes else find_device(device).memory_bytes or 0
         for node in cluster.nodes

@@ -30,7 +30,7 @@ class Scale:
     name: str
     target_s: float
     published_s: float | None
-    """Of another planner; None where none was published."""
+    """Seconds of another planner; None where none was published."""
     make: Callable[[], PlanProblem]
 
 

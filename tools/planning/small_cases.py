@@ -129,11 +129,11 @@ class Comparison:
     case: SmallCase = field(repr=False)
     optimum: Optimum
     found: SimulatedPlan | None = field(repr=False)
-    """Of the search; None where it says that nothing fits."""
+    """The search's plan; None where it says that nothing fits."""
     answer: PlanAnswer | None = field(repr=False)
     search_s: float
     error: str = ""
-    """Of a search that failed."""
+    """The error of a search that failed."""
 
     @property
     def score(self) -> float | None:

@@ -42,7 +42,7 @@ class Timing:
 
 
 def time_search(make: Callable[[], PlanProblem], budget_s: float) -> Timing:
-    """In a fresh process, without torch, that has one core to run on; raises what the search raises."""
+    """Times a search in a fresh process on one core, without torch; raises what the search raises."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_run, (make, budget_s))

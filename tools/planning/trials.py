@@ -26,7 +26,7 @@ TOP = 2
 
 
 class _Watch:
-    """Of one search."""
+    """Times one search."""
 
     def __init__(self) -> None:
         self._begin_s, self._begin_cpu_s = time.perf_counter(), time.process_time()
@@ -54,19 +54,19 @@ class Trial:
     """`planned`, `nothing fits` or `failed`."""
     faults: tuple[str, ...] = ()
     nothing_is_proven: bool | None = None
-    """Of `nothing fits`: whether all plans were tried; None for others."""
+    """Whether all plans were tried where nothing fits; None for other outcomes."""
     share_of_ideal: float | None = None
     gap: float | None = None
-    """To the bound of all devices that may be used."""
+    """Gap to the bound of all devices that may be used."""
     share_used: float | None = None
-    """Of the devices that may be used, those of the plan."""
+    """The plan's share of the devices that may be used."""
     causes: tuple[str, ...] = ()
-    """That the plan itself names."""
+    """Causes that the plan itself names."""
     ending: str = ""
     num_simulated: int = 0
     search_s: float = 0.0
     search_cpu_s: float = 0.0
-    """Of these, what the processor worked."""
+    """Processor seconds of the search."""
     examine_s: float = 0.0
 
 
@@ -150,7 +150,7 @@ def _judge_nothing(drawn: Drawn, error: NothingFitsError, about: dict[str, Any],
 
 
 def describe_error(error: Exception) -> str:
-    """With the line of our code that raised it."""
+    """An error with the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
     return f"{type(error).__name__}: {error} ({place})"
@@ -161,7 +161,7 @@ def _alarm(timeout_s: float) -> Iterator[None]:
     """Raises `TooSlowError` in the main thread after so many seconds of the processor."""
 
     def ring(*_: object) -> None:
-        raise TooSlowError(f"not at an end after {timeout_s:g} s of the processor")
+        raise TooSlowError(f"not finished after {timeout_s:g} s of the processor")
 
     before = signal.signal(signal.SIGPROF, ring)
     signal.setitimer(signal.ITIMER_PROF, timeout_s)

@@ -16,10 +16,10 @@ class Decoder:
     num_layers: int
     width: int
     inner: int
-    """Of the layers' feed-forward part."""
+    """Width of the layers' feed-forward part."""
     num_words: int
     num_matrices: int = 3
-    """Of the feed-forward part: 3 where it is gated."""
+    """Matrices of the feed-forward part: 3 where it is gated."""
     ties_head: bool = False
 
     @property

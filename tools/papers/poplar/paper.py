@@ -41,12 +41,12 @@ class PoplarCluster:
     tokens_per_step: int = TOKENS_PER_STEP
 
     def with_numbers(self, num_strong: int, num_weak: int) -> PoplarCluster:
-        """With other numbers of GPUs; 0 leaves a machine out."""
+        """The cluster with other numbers of GPUs; 0 leaves a machine out."""
         return replace(self, num_strong=num_strong, num_weak=num_weak)
 
     @property
     def num_rows(self) -> int:
-        """Of a step."""
+        """Rows of a step."""
         return self.tokens_per_step // self.sequence_length
 
     @property
@@ -134,7 +134,7 @@ STAND_INS = {"A100-80": "A100-40"}
 (the paper: "equal compute capabilities")."""
 
 SPEEDUP_RANGE = (1.02, 3.92)
-"""Of Poplar's throughput over the other systems', in all the paper's experiments (abstract)."""
+"""Poplar's throughput over the other systems' in all the paper's experiments (abstract)."""
 LLAMA_OVER_EVEN = 2.27
 """The most over DeepSpeed with Llama 1.1B (Fig. 4 b, from the text)."""
 LLAMA_OVER_WHALE = 1.14

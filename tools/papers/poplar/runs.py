@@ -57,7 +57,7 @@ class Job:
     cluster: Cluster
     profile: Profile
     num_rows: int
-    """Of a step."""
+    """Rows of a step."""
     zero: int
 
     @property
@@ -67,7 +67,7 @@ class Job:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Of each rank."""
+        """Device type of each rank."""
         return tuple(self.cluster.device_type(place) for place in self.cluster.places)
 
     @cached_property
@@ -80,7 +80,7 @@ class Job:
 
     @cached_property
     def cards(self) -> tuple[RankCosts, ...]:
-        """Of all ranks; those of one type have the same table."""
+        """Costs of all ranks; those of one type have the same table."""
         most = self._find_max_rows()
         tables = {
             device: tabulate_seconds(partial(self._time_microbatch, device), number)
@@ -90,8 +90,8 @@ class Job:
 
     @cached_property
     def round_s(self) -> RoundTimes:
-        """Of the collectives of one round, by simulating rounds in which nothing is computed, and rounds in
-        which computing takes longer than they do."""
+        """Times of one round's collectives, found by simulating rounds in which nothing is computed, and
+        rounds in which computing takes longer than they do."""
         alone_s = self._simulate_round(0.0)
         long_s = LONG * alone_s
         exposed_s = max(0.0, self._simulate_round(long_s) - long_s)
@@ -114,7 +114,7 @@ class Job:
         return self.setting.simulate(self.lay_plan(microbatches).validate(), schedule=ORDER)
 
     def tflops(self, case: SimulatedPlan) -> float:
-        """Of all devices together."""
+        """Throughput of all devices together."""
         return self.workload.flops_per_row() * self.num_rows / case.simulation.iteration_s / 1e12
 
     # -- parts -----------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def _keep_layers(workload: Workload, number: int | None) -> Workload:
 
 
 def _with_stand_ins(profile: Profile) -> Profile:
-    """With the times of a device that computes as fast, for those that were not measured."""
+    """The profile, with times of a device that computes as fast for those that were not measured."""
     measured = {times.device for times in profile.layers}
     added = [
         replace(times, device=device, source=Source("given", note=f"as on the {other}"))

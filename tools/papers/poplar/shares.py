@@ -38,7 +38,7 @@ class Run:
     iteration_s: float
     tflops: float
     planning_s: float
-    """Of one core, to deal the rows, with curves and room for them worked out and the answer simulated."""
+    """Processor seconds to deal the rows, from curves and memory limits to the simulated answer."""
 
     @property
     def rows_at_once(self) -> tuple[int, ...]:
@@ -101,8 +101,8 @@ def try_neighbours(job: Job, run: Run) -> Neighbours:
 
 
 def _share_by_weight(job: Job, weights: Sequence[float]) -> BatchSplit:
-    """In as few microbatches as fit, equally many on each card; raises `PlanError` where a card has no
-    room."""
+    """Rows by weight, in as few microbatches as fit, equally many on each card; raises `PlanError` where a
+    card has no room."""
     cards = job.cards
     rows = apportion(job.num_rows, weights)
     if not all(card.max_rows for card in cards):

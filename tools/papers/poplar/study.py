@@ -31,9 +31,9 @@ class Cell:
     model: str
     job: Job = field(repr=False)
     runs: Mapping[str, Run | None]
-    """By way; None: it does not fit."""
+    """Runs by way; None: it does not fit."""
     neighbours: Mapping[str, Neighbours]
-    """Of Poplar's shares and of ours."""
+    """Neighbours of Poplar's shares and of ours."""
 
     @property
     def max_rows(self) -> dict[str, int]:
@@ -41,7 +41,7 @@ class Cell:
         return {device: card.max_rows for device, card in zip(self.job.devices, self.job.cards, strict=True)}
 
     def ratio(self, way: str, other: str) -> float | None:
-        """Of throughputs; None where one of them does not fit."""
+        """Ratio of throughputs; None where one of them does not fit."""
         first, second = self.runs[way], self.runs[other]
         return None if first is None or second is None else first.tflops / second.tflops
 
@@ -60,7 +60,7 @@ class Study:
     """Everything that is simulated."""
 
     folder: Path
-    """With the files of Zorse's authors."""
+    """The folder with the files of Zorse's authors."""
     clusters: tuple[str, ...]
     """Names of those of Table 1 to simulate."""
     network_bytes_per_s: float

@@ -65,7 +65,7 @@ class Ring:
     """The least of any replica, at most `GPUS_PER_VM`; the gradients are in so many parts."""
     neighbours: Pairs
     closing: tuple[Place, Place]
-    """From the last replica to the first."""
+    """The link from the last replica to the first."""
 
 
 def make_ring(replicas: Sequence[Place]) -> Ring:
@@ -91,7 +91,7 @@ class SailorPlan:
     """A plan of one pipeline."""
 
     rows: int
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     global_batch: int
     stages: tuple[SailorStage, ...]
 
@@ -110,7 +110,7 @@ class SailorPlan:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """In their form."""
+        """The plan in Sailor's form."""
         return {
             "mbs": self.rows,
             "gbs": self.global_batch,
@@ -230,7 +230,7 @@ class SailorArithmetic:
         return float((parameters[stop] - parameters[start]) * FLOAT_BYTES)
 
     def memory_bytes(self, place: Place, rows: int, start: int, stop: int, depth: int) -> float:
-        """Of one GPU, with `depth` - 1 stages after its own."""
+        """Memory of one GPU with `depth` - 1 stages after its own."""
         parameters, activations = self._before[place.tensor_parallel]
         overhead = 2e9 if place.tensor_parallel == 1 else 3e9
         return (
@@ -295,14 +295,14 @@ class SailorArithmetic:
         return dollars + sum(self.reduce_dollars(ring, *span) for ring, span in _rings(plan.stages))
 
     def boundary_dollars(self, pairs: Pairs, num_bytes: float) -> float:
-        """Of one microbatch of every replica, there and back."""
+        """Egress of one microbatch of every replica, there and back."""
         return sum(
             n * (self.egress_dollars(a, b, num_bytes) + self.egress_dollars(b, a, num_bytes))
             for (a, b), n in pairs
         )
 
     def reduce_dollars(self, ring: Ring, start: int, stop: int) -> float:
-        """Of the whole gradients, around the closed ring."""
+        """Egress of the whole gradients around the closed ring."""
         part = self.parameter_bytes(start, stop) / ring.degree * 2 * (ring.degree - 1)
         links = (*ring.neighbours, (ring.closing, 1))
         return sum(n * self.egress_dollars(a, b, part) for (a, b), n in links)

@@ -28,7 +28,7 @@ class Case:
     group: str
     """`same`, `mixed` or `money`."""
     a100: int
-    """In each zone."""
+    """A100s in each zone."""
     v100: int
     reach: float
     """Iterations a second that our search must reach."""
@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def reached(self) -> bool:
-        """To the digits that are published."""
+        """Whether the target is reached, to the digits that are published."""
         figures, limit = self.searched.figures, self.case.reach_dollars
         enough = round(figures.throughput, 4) >= self.case.reach
         return figures.fits and enough and (limit is None or self.searched.dollars <= limit)

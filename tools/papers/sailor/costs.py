@@ -115,7 +115,7 @@ def _size(kinds: list[LayerKind]) -> MinistageBytes:
 
 
 def _row_bytes(run: MeasuredRun, plan: Plan, workloads: Mapping[int, Workload]) -> list[int]:
-    """Of a row that enters each stage: what one tensor-parallel rank sends of what the layer before gives."""
+    """Bytes of a row that enters each stage: what one tensor-parallel rank sends of the layer before."""
     row_bytes = [0]
     for i in range(1, plan.num_ministages):
         degree = run.stages[i - 1].replicas[0].tensor_parallel

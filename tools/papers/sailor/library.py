@@ -36,7 +36,7 @@ class Library:
 
     @cached_property
     def shapes(self) -> dict[str, Shapes]:
-        """Of every model."""
+        """Layer shapes of every model."""
         path = self.find(SIZES_FILE)
         return {model: read_shapes(path, model) for model in read_object(path)}
 

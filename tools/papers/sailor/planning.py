@@ -20,7 +20,7 @@ class Planned:
     plan: SailorPlan
     figures: SailorFigures
     search_s: float
-    """Of one core."""
+    """Processor seconds of the search."""
 
     @property
     def dollars(self) -> float:
@@ -34,7 +34,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Searched(Planned):
-    """With what the search says of itself."""
+    """A plan with what the search says of itself."""
 
     found: Allocation = field(repr=False)
 

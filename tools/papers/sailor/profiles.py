@@ -48,11 +48,11 @@ class LayerShape:
     input_elements: int
     output_elements: int
     activation_bytes: int
-    """Of one row, kept until its backward."""
+    """Activations of one row, kept until its backward."""
 
 
 Shapes = Mapping[int, tuple[LayerShape, ...]]
-"""Of all pseudo-layers, by tensor-parallel degree."""
+"""Shapes of all pseudo-layers by tensor-parallel degree."""
 
 
 def kind_of(layer: int, num_layers: int) -> str:
@@ -166,11 +166,11 @@ def read_profile(path: Path, model: str, gpu: str, shapes: Shapes) -> Profile:
 
 
 _Table = dict[int, dict[str, list[float]]]
-"""Of one degree: by rows and pseudo-layer, `[forward, backward, update]`."""
+"""Times of one degree by rows and pseudo-layer, `[forward, backward, update]`."""
 
 
 def _read_tables(path: Path, num_layers: int) -> dict[int, _Table]:
-    """By tensor-parallel degree, rows rising."""
+    """Tables by tensor-parallel degree, rows rising."""
     tables: dict[int, _Table] = {}
     for rows, by_degree in sorted(read_object(path).items(), key=lambda item: int(item[0])):
         for degree, layers in by_degree.items():

@@ -26,7 +26,7 @@ EXPLAINED: Mapping[Policy, str] = {
     "even mesh": "stages of as many layers, replicas and GPUs each, the fastest of all such, A100s first",
 }
 ENOUGH = 0.9
-"""Of the most throughput, for the cheaper plan."""
+"""Share of the most throughput that the cheaper plan must reach."""
 A100, V100 = "A100-40", "V100-16"
 
 
@@ -46,10 +46,10 @@ class Total:
     iterations: float
     dollars: float
     plan_s: tuple[float, ...]
-    """Of each search."""
+    """Seconds of each search."""
     seconds: float
     num_changes: int
-    """Of the plan."""
+    """Changes of the plan."""
 
     @property
     def throughput(self) -> float:
@@ -66,7 +66,7 @@ class Replay:
 
     name: str
     num_v100: int
-    """That are there all the time: an assumption, the traces have A100s only."""
+    """V100s that are there all the time: an assumption, the traces have A100s only."""
     events: tuple[Event, ...]
 
     @property
@@ -74,7 +74,7 @@ class Replay:
         return tuple(policy for policy in POLICIES if policy in self.events[0].planned)
 
     def add_up(self, policy: Policy, pause_s: float = 0.0) -> Total:
-        """Of the seconds after a change of plan, `pause_s` are lost and paid for."""
+        """Sums up a policy; `pause_s` seconds after each change of plan are lost and paid for."""
         iterations, dollars, changes = 0.0, 0.0, 0
         before: Planned | None = None
         for event in self.events:

@@ -23,11 +23,11 @@ class MemoryConstants:
     """What the model of memory does not count, from small runs."""
 
     overhead_bytes: float = 0.0
-    """On every GPU: context, libraries, buffers of communication."""
+    """Memory of every GPU for context, libraries and communication buffers."""
     working_bytes_per_row: float = 0.0
     """What comes and goes while a microbatch is computed."""
     num_runs: int = 0
-    """That they are fitted to; 0: nothing to fit to, and they are 0."""
+    """Runs that the constants are fitted to; 0: there were none, and the constants are 0."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Score:
     held_bytes: int
     """The most that a GPU holds by the model, without what is fitted."""
     memory_bytes: float = 0.0
-    """With it."""
+    """The same with what is fitted."""
     doubts: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ from .paper import PaperCluster, make_clusters
 from .runs import Setup, make_setup
 
 SYSTEMS = ("TorchTitan-Het", "HexiScale", "Cephalo")
-"""In the order of the table."""
+"""The systems in the order of the table."""
 
 PAPER: Mapping[tuple[str, str], tuple[float | None, float | None, float | None]] = {
     ("A", "7b"): (4223.80, 3193.46, 1714.52),
@@ -56,7 +56,7 @@ class BaselineCell:
     baselines: tuple[Baseline, ...]
 
     def tflops(self, name: str) -> float | None:
-        """Of one of `plan_baselines`; None where it does not fit."""
+        """Throughput of one of `plan_baselines`; None where it does not fit."""
         case = next(own.simulated for own in self.baselines if own.name == name)
         return None if case is None else self.flops_per_step / case.simulation.iteration_s / 1e12
 

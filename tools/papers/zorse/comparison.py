@@ -20,7 +20,7 @@ from .study import Study
 CELLS = tuple(TABLE_5)
 """The authors published no times of 65B at the sequence lengths of B and C."""
 AIMS = {"A": 0.95, "B": 0.90, "C": 0.85}
-"""Of the compute-bound limit with recomputation."""
+"""Shares of the compute-bound limit with recomputation."""
 EVEN = 1.001
 """A step up to this much longer is no worse: events of the simulator fall in another order."""
 
@@ -74,7 +74,7 @@ class Comparison:
         return told is not None and (free is None or free > EVEN * told)
 
     def share_of_limit(self, step_s: float | None) -> float | None:
-        """Of what all devices do if they compute all the time, every layer recomputed."""
+        """Share of what all devices do if they compute all the time, every layer recomputed."""
         if step_s is None:
             return None
         flops = self.setup.workload.flops_per_row(recompute=True) * self.setup.global_batch

@@ -79,7 +79,7 @@ STEPS: Mapping[str, tuple[str, ...]] = {
     "B": ("T4", "V100-16", "A10G", "A100-40"),
     "C": ("T4", "V100-16", "A10G"),
 }
-"""From the slowest."""
+"""Device types of each cluster from the slowest."""
 
 
 def _figure_8(study: Study) -> Figure:

@@ -25,7 +25,7 @@ FABRIC_BYTES_PER_S: Mapping[str, float] = {
 
 BETWEEN_REGIONS_BYTES_PER_S = 5 * GBIT
 CONTEXT_BYTES = 1_000_000_000
-"""Of memory on every GPU, for the CUDA context and libraries: an assumption."""
+"""Memory of every GPU for the CUDA context and libraries: an assumption."""
 TOKENS_PER_STEP = 2**20
 """Global batch (section 6.1: one million tokens)."""
 
@@ -57,7 +57,7 @@ class PaperCluster:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Of its devices."""
+        """Types of its devices."""
         return tuple(sorted({device for node in self.cluster.nodes for device in node.devices}))
 
     @property
@@ -172,7 +172,7 @@ TABLE_5: Mapping[tuple[str, str], Result] = {
 """Zorse's columns, by cluster and model."""
 
 MINISTAGES: Mapping[tuple[str, str], int] = {("B", "13b"): 4, ("B", "33b"): 6}
-"""For each GPU, where the paper says so (section 6.2); elsewhere it is searched."""
+"""Ministages of each GPU where the paper names them (section 6.2); elsewhere they are searched."""
 
 ASSUMPTIONS = (
     "bandwidths: NVSwitch 200 GB/s in nodes of A100 and H100, NVLink 130 in nodes of V100, PCIe 10 in nodes "

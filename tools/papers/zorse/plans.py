@@ -17,7 +17,7 @@ class Options:
     """What is chosen for a whole plan."""
 
     ministages: int
-    """Of each group; a group with fewer layers has as many as layers."""
+    """Ministages of each group; a group with fewer layers has as many as layers."""
     rows_per_microbatch: int
     zero: int = 2
     offload: tuple[str, ...] = ("params", "activations")

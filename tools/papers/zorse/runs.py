@@ -28,10 +28,10 @@ from .plans import Options, lay_plan, share_out
 from .times import read_profile, read_workload
 
 CAUTION = 0.5
-"""Of layers in proportion to what does not fit, the share that is taken away at a time."""
+"""Share of the layers that do not fit, in proportion, that is taken away at a time."""
 
 FINALISTS = 2
-"""Of all options that fit, by the closed form, so many are simulated."""
+"""How many of the options that fit are simulated, the best by the closed form."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Setup:
 
     @property
     def places(self) -> list[Place]:
-        """Of each rank."""
+        """Place of each rank."""
         return [place for group in self.groups for place in group]
 
     @property
     def ranks(self) -> list[tuple[int, ...]]:
-        """Of each group."""
+        """Ranks of each group."""
         numbers = iter(range(len(self.places)))
         return [tuple(next(numbers) for _ in group) for group in self.groups]
 
@@ -107,17 +107,17 @@ class Outcome:
     peak_bytes: tuple[int, ...]
     """The most on a device of each group; what was sent is freed once it is gone."""
     estimate_s: float
-    """By the closed form."""
+    """Seconds of a step by the closed form."""
 
     @property
     def tflops(self) -> float:
-        """Of all devices together, the recomputed forward counted."""
+        """Throughput of all devices together, the recomputed forward counted."""
         flops = self.setup.workload.flops_per_row(recompute=self.options.recompute == "layer")
         return flops * self.setup.global_batch / self.simulation.iteration_s / 1e12
 
     @property
     def layers(self) -> list[int]:
-        """Of each group."""
+        """Layers of each group."""
         counts = [0] * len(self.setup.groups)
         for ministage in self.plan.ministages:
             counts[ministage.group] += sum(name.startswith("layers.") for name in ministage.modules)

@@ -14,7 +14,7 @@ from .runs import Outcome, compute_bound_tflops, list_options, make_setup, searc
 MODELS = ("7b", "13b", "33b", "65b")
 SEARCHED_MINISTAGES = (1, 2, 4)
 MORE_MINISTAGES = (8,)
-"""Where none of those fits."""
+"""Ministages where none of those fits."""
 SEARCHED_ROWS: Mapping[str, tuple[int, ...]] = {"A": (1, 2), "B": (2, 4), "C": (2, 4)}
 """Rows of a microbatch by cluster."""
 OFFLOADS = (("params", "activations"), ("params", "optimizer", "activations"))
@@ -53,7 +53,7 @@ class Study:
     """All simulations, each done once."""
 
     folder: Path
-    """With the authors' files."""
+    """The folder with the authors' files."""
     say: Callable[[str], None] = print
     clusters: Mapping[str, PaperCluster] = field(default_factory=make_clusters)
     _found: dict[tuple[str, tuple[str, ...], str], Outcome | None] = field(default_factory=dict)
