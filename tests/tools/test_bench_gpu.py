@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.gpu.child import classify, run_job
-from tools.gpu.exposure import clip, find_exposure, subtract, total, union
+from tools.gpu.exposure import find_exposure, sweep
 from tools.gpu.figures import find_exposed_shares, find_ratios, is_same_loss, search_largest
 from tools.gpu.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
 from tools.gpu.sections import SECTIONS, GpuBench
@@ -33,16 +34,18 @@ intervals = st.lists(interval)
 # -- exposed copies ------------------------------------------------------------------------
 
 
-def covered(found: list[tuple[float, float]]) -> set[int]:
-    return {second for begin, end in found for second in range(int(begin), int(end))}
+def covered(found: list[tuple[int, int]]) -> set[int]:
+    return {second for begin, end in found for second in range(begin, end) if 10 <= second < 30}
 
 
 @given(intervals, intervals)
-def test_intervals_are_sets_of_time(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    assert covered(union(a)) == covered(a)
-    assert covered(subtract(a, b)) == covered(a) - covered(b)
-    assert total(a) == len(covered(a))
-    assert covered(clip(a, (10, 30))) == {second for second in covered(a) if 10 <= second < 30}
+def test_time_is_computing_copying_or_idle(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    found, exposed = sweep(a, b, (10, 30))
+    computing, copying = covered(a), covered(b)
+    assert found == [len(computing), len(copying), 20 - len(computing | copying)]
+    stretches = [second for begin, end in exposed for second in range(int(begin), int(end))]
+    assert stretches == sorted(copying - computing)
+    assert all(before[1] < after[0] for before, after in pairwise(exposed))
 
 
 def event(category: str, name: str, begin: float, duration: float, num_bytes: int = 0) -> dict[str, Any]:
@@ -192,8 +195,9 @@ def test_weights_are_a_repeated_tile() -> None:
 def fake(job: Job, timeout_s: float) -> Outcome:
     """Jobs of a card that holds 40 layers with everything offloaded, 20 without."""
     if job.kind == "machine":
-        rates = dict.fromkeys(("to_device", "to_host", "both_to_device", "both_to_host", "matmul"), 1e9)
-        return Outcome(values={**rates, "matmuls": {}, "device": "card", "device_bytes": 2**30})
+        links = dict.fromkeys(("to_device", "to_host", "both_to_device", "both_to_host"), 1e9)
+        rates = {"links": links, "matmul": 1e9, "matmuls": {}}
+        return Outcome(values={**rates, "device": "card", "device_bytes": 2**30})
     if job.kind == "trace":
         return Outcome(values={"exposure": None, "num_events": 7})
     if job.shape.num_layers > (40 if job.variant == "c" else 20):

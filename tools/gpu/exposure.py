@@ -36,44 +36,29 @@ class Exposure:
         return self.exposed_ms / self.step_ms if self.step_ms else 0.0
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in order; empty ones are left out."""
-    found: list[Interval] = []
-    for begin, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def subtract(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """The time in `intervals` and not in `others`, as disjoint intervals in order."""
-    left: list[Interval] = []
-    taken = union(others)
-    first = 0
-    for begin, end in union(intervals):
-        while first < len(taken) and taken[first][1] <= begin:
-            first += 1
-        position = first
-        while position < len(taken) and taken[position][0] < end:
-            if begin < taken[position][0]:
-                left.append((begin, taken[position][0]))
-            begin = max(begin, taken[position][1])
-            position += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """The time that intervals cover."""
-    return sum(end - begin for begin, end in union(intervals))
-
-
-def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """What of intervals is inside a window."""
-    return union((max(begin, window[0]), min(end, window[1])) for begin, end in intervals)
+def sweep(
+    compute: Iterable[Interval], copies: Iterable[Interval], window: Interval
+) -> tuple[list[float], list[Interval]]:
+    """How long something computes, something is copied, and neither, within a window; and the stretches in
+    which something is copied and nothing computes."""
+    before, stop = window
+    edges: list[tuple[float, int, int]] = [(stop, 0, 0)]
+    for kind, intervals in enumerate((compute, copies)):
+        for begin, end in intervals:
+            first, last = max(begin, before), min(end, stop)
+            edges += [(first, kind, 1), (last, kind, -1)] if first < last else []
+    running, seconds = [0, 0], [0.0, 0.0, 0.0]
+    exposed: list[Interval] = []
+    for at, kind, step in sorted(edges):
+        if at > before:
+            for i, is_on in enumerate((running[0], running[1], not any(running))):
+                seconds[i] += (at - before) * bool(is_on)
+            if running[1] and not running[0]:
+                begin = exposed.pop()[0] if exposed and exposed[-1][1] == before else before
+                exposed.append((begin, at))
+            before = at
+        running[kind] += step
+    return seconds, exposed
 
 
 def find_exposure(events: Sequence[dict[str, Any]], num_steps: int) -> Exposure | None:
@@ -87,17 +72,15 @@ def find_exposure(events: Sequence[dict[str, Any]], num_steps: int) -> Exposure 
     if not kernels:
         return None
     window = (min(begin for begin, _ in kernels), max(end for _, end in kernels))
-    compute = clip(kernels + inside, window)
-    copying = clip((interval for _, interval in copies), window)
-    exposed = subtract(copying, compute)
+    (compute, copying, idle), exposed = sweep(kernels + inside, (own for _, own in copies), window)
     longest = sorted(exposed, key=lambda interval: interval[0] - interval[1])[:_NUM_LONGEST]
     per_step_ms = 1 / (1e3 * num_steps)
     return Exposure(
         step_ms=(window[1] - window[0]) * per_step_ms,
-        compute_ms=total(compute) * per_step_ms,
-        copy_ms=total(copying) * per_step_ms,
-        exposed_ms=total(exposed) * per_step_ms,
-        idle_ms=total(subtract([window], compute + copying)) * per_step_ms,
+        compute_ms=compute * per_step_ms,
+        copy_ms=copying * per_step_ms,
+        exposed_ms=sum(end - begin for begin, end in exposed) * per_step_ms,
+        idle_ms=idle * per_step_ms,
         to_device_bytes=_bytes(copies, "HtoD") / num_steps,
         to_host_bytes=_bytes(copies, "DtoH") / num_steps,
         longest_ms=tuple(((a - window[0]) / 1e3, (b - a) / 1e3) for a, b in longest),

@@ -21,17 +21,17 @@ def measure_machine(job: Job) -> dict[str, Any]:
 
     `to_device`, `to_host`: pinned buffers of 256 MiB, one stream each. `both_to_device`,
     `both_to_host`: the same while the other direction is busy. `matmul`: the best of the shapes in
-    `matmuls`. On a CPU, copies in its memory, which say nothing about any link.
+    `matmuls`. On a CPU there are no links.
     """
     device = device_of(job)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    links = _measure_links(device) if device.type == "cuda" else _measure_copies()
+    links = _measure_links(device) if device.type == "cuda" else {}
     shapes = _product_shapes(job)
     rates = {"x".join(map(str, shape)): _measure_product(shape, device) for shape in shapes}
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
     return {
-        **links,
+        "links": links,
         "matmuls": rates,
         "matmul": max(rates.values()),
         "device": name,
@@ -81,16 +81,6 @@ def _time_copies(
         end.record(stream)
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) / 1e3 for begin, end in zip(begins, ends, strict=True)]
-
-
-def _measure_copies() -> dict[str, float]:
-    source, target = (torch.empty(_COPY_BYTES // 16, dtype=torch.uint8) for _ in range(2))
-    target.copy_(source)
-    begin_s = time.perf_counter()
-    for _ in range(4):
-        target.copy_(source)
-    rate = 4 * source.numel() / (time.perf_counter() - begin_s)
-    return dict.fromkeys(("to_device", "to_host", "both_to_device", "both_to_host"), rate)
 
 
 def _product_shapes(job: Job) -> list[tuple[int, int, int]]:

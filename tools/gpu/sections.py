@@ -146,8 +146,8 @@ def run_machine(bench: GpuBench) -> None:
         return
     found = bench.machine = outcome.values
     bench.say(f"  {found['device']}, {found['device_bytes'] / 2**30:.1f} GiB")
-    for name in ("to_device", "to_host", "both_to_device", "both_to_host"):
-        bench.say(f"  {name.replace('_', ' '):16} {found[name] / 1e9:7.1f} GB/s")
+    for name, rate in found["links"].items():
+        bench.say(f"  {name.replace('_', ' '):16} {rate / 1e9:7.1f} GB/s")
     for name, rate in found["matmuls"].items():
         bench.say(f"  bf16 {name:16} {rate / 1e12:7.1f} TFLOP/s")
 
@@ -189,7 +189,7 @@ def _say_bound(bench: GpuBench) -> None:
     if resident is None or not bench.machine or bench.device == "cpu":
         return
     flops_per_s = count_flops(bench.shape) * resident.tokens_per_s
-    rate = bench.machine["both_to_device"]
+    rate = bench.machine["links"]["both_to_device"]
     first, both = find_exposed_shares(flops_per_s, rate, bench.num_ministages, resident.num_tokens)
     bench.say(
         f"  by arithmetic, exposed ends cost {first:.2%} of a step (the first load alone) to {both:.2%} "
