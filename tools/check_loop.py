@@ -249,7 +249,7 @@ def cut(rank: int, start: int, stop: int, at_once: int) -> list[Microbatch]:
     return [Microbatch(rank, first, min(first + at_once, stop)) for first in range(start, stop, at_once)]
 
 
-_COMPARISON = re.compile(r"rank \d+: estimated (\S+) s per step, found (\S+) \(")
+_COMPARISON = re.compile(r"rank \d+: estimated (\S+) s per step, measured (\S+) \(")
 
 
 def read_comparison(said: str) -> tuple[float, float]:

@@ -130,7 +130,7 @@ def test_measures_plans_trains_and_says_so(first: tuple[str, Path]) -> None:
     assert "this takes about" in said
     assert re.search(r"planned in .* s: a step should take \S+ s, \S+ tokens/s", said)
     assert "group 0: ranks 0, 1" in said and "step:  2" in said
-    assert re.search(r"rank 1: estimated \S+ s per step, found", said)
+    assert re.search(r"rank 1: estimated \S+ s per step, measured", said)
     (made,) = folder.glob("auto-2*")
     kept = folder / "auto-plan"
     for name in ("plan.toml", "profile.json", "cluster.toml"):
@@ -244,7 +244,7 @@ def test_devices_that_a_plan_leaves_out_wait(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=1))
     said = fine(run(tmp_path, nodes=("c", "a", "b")))
     assert "faster without CPU 0 of node c" in said and "ranks 0, 1" in said
-    assert said.count("ended after 2 of 2 steps") == 1
+    assert said.count("finished after 2 of 2 steps") == 1
     again = fine(run(tmp_path, nodes=("c", "a", "b")))
     assert "made by an earlier run" in again and hash_of(again) == hash_of(said)
     alone = fine(run(tmp_path, "--hetero.plan", str(tmp_path / "auto-plan" / "plan.toml")))
@@ -253,11 +253,11 @@ def test_devices_that_a_plan_leaves_out_wait(tmp_path: Path, monkeypatch: pytest
 
 def test_a_dry_run_says_what_would_be_done(first: tuple[str, Path], tmp_path: Path) -> None:
     said = fine(run(tmp_path, "--dry-run", nodes=("a",)))
-    assert "no plan yet for llama debug" in said and "plans for 5 rows per step, 1s at most" in said
+    assert "no plan yet for llama debug" in said and "plans for 5 rows a step, in at most 1s" in said
     assert not list(tmp_path.iterdir())
     kept = copy_of(first[1], tmp_path)
     said = fine(run(tmp_path, "--dry-run", nodes=("a",)))
-    assert f"{kept / 'plan.toml'} is there" in said and "checked: " in said
+    assert f"{kept / 'plan.toml'} exists from an earlier run" in said and "checked: " in said
 
 
 def describe_state() -> tuple[object, ...]:

@@ -123,8 +123,8 @@ def bad_data(folder: Path, kind: str) -> Path:
     ("kind", "expected"),
     [
         ("missing", "there is no such file or folder"),
-        ("empty", "holds no .txt, .jsonl or .bin file"),
-        ("nothing known", "holds no .txt, .jsonl or .bin file"),
+        ("empty", "contains no .txt, .jsonl or .bin file"),
+        ("nothing known", "contains no .txt, .jsonl or .bin file"),
         ("mixed", "text and .bin token files"),
         ("other suffix", "must be a .txt, .jsonl or .bin file"),
         ("odd bytes", "no whole number of uint16"),

@@ -25,20 +25,20 @@ def test_a_line_for_every_rank_in_the_plan_s_order() -> None:
     text = compare_with_estimates(ESTIMATES, facts)
     assert text is not None
     assert text.splitlines() == [
-        "estimates of the plan against this run (the first step's time left out):",
-        "  rank 0: estimated 2 s per step, found 1.9 (-5.0 %); estimated 4.0 GiB at most, not counted",
-        "  rank 1: estimated 2 s per step, found 2.5 (+25.0 %); "
-        "estimated 8.0 GiB at most, found 6.0 GiB (-25.0 %)",
+        "the plan's estimates and this run (without the time of the first step):",
+        "  rank 0: estimated 2 s per step, measured 1.9 (-5.0 %); estimated 4.0 GiB at most, not measured",
+        "  rank 1: estimated 2 s per step, measured 2.5 (+25.0 %); "
+        "estimated 8.0 GiB at most, measured 6.0 GiB (-25.0 %)",
     ]
 
 
 def test_only_what_was_estimated_is_compared() -> None:
     facts = [RankFacts(0, None, 2 * GIB)]
     time_only = compare_with_estimates(Estimates(iteration_s=2.0), facts)
-    assert time_only is not None and time_only.endswith("rank 0: estimated 2 s per step, not found")
+    assert time_only is not None and time_only.endswith("rank 0: estimated 2 s per step, not measured")
     memory_only = compare_with_estimates(Estimates(peak_memory_bytes=(GIB,)), facts)
     assert memory_only is not None
-    assert memory_only.endswith("rank 0: estimated 1.0 GiB at most, found 2.0 GiB (+100.0 %)")
+    assert memory_only.endswith("rank 0: estimated 1.0 GiB at most, measured 2.0 GiB (+100.0 %)")
     assert compare_with_estimates(Estimates(cost_per_iteration=1.0), facts) is None
 
 

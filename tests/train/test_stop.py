@@ -69,7 +69,7 @@ def wait_for_a_peer(rank: int, world_size: int, echo_s: float) -> None:
 def test_the_second_signal_ends_at_once_even_in_gloo(run_ranks: RunRanks) -> None:
     first = run_ranks(wait_for_a_peer, 2, 0.0, allow_exit=True)[0]
     assert first.code == 128 + signal.SIGTERM
-    assert "SIGINT, ending after this step" in first.stderr
+    assert "SIGINT, stopping after this step" in first.stderr
     assert "SIGTERM again" in first.stderr
 
 

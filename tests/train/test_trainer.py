@@ -151,7 +151,7 @@ def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: P
         run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "100000", folder=tmp_path, signal_at=tmp_path
     )
     assert [end.code for end in ends] == [128 + signal.SIGTERM] * 4, ends[0].stderr
-    assert re.search(r"ended by SIGTERM after \d+ of 100000 steps", ends[0].stdout)
+    assert re.search(r"stopped by SIGTERM after \d+ of 100000 steps", ends[0].stdout)
 
 
 def test_nodes_may_come_up_in_any_order(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -232,9 +232,9 @@ def test_fp16_tells_its_scale_and_estimates_are_held_against_facts(
     planned = (*SHORT, "--training.steps", "2", "--hetero.plan", str(tmp_path / "plan.toml"))
     ends = train(run_ranks, "debug_cpu.toml", *planned, *half, folder=tmp_path)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
-    found = re.findall(r"rank (\d): estimated 1e\+06 s per step, found \S+ \(-100\.0 %\)", ends[0].stdout)
+    found = re.findall(r"rank (\d): estimated 1e\+06 s per step, measured \S+ \(-100\.0 %\)", ends[0].stdout)
     assert found == ["0", "1", "2", "3"]
-    assert ends[0].stdout.count("estimated 1.0 GiB at most, not counted") == 4
+    assert ends[0].stdout.count("estimated 1.0 GiB at most, not measured") == 4
     assert "updates wait for all gradients of a step, since float16 skips a step as a whole" in ends[0].stdout
     assert len(re.findall(r"scale: \d+  skipped: \d", ends[0].stdout)) == 2
 
@@ -281,7 +281,7 @@ def test_a_dry_run_draws_what_will_run(run_ranks: RunRanks, tmp_path: Path) -> N
     assert "NORM" in fp16.stdout  # Updates wait until all gradients are known to be finite.
     assert "their size in half precision, with fp32 masters" in fp16.stdout
     (auto,) = train(run_ranks, "debug_cpu.toml", *half, "auto", folder=tmp_path, num_ranks=1)
-    assert '"auto" is bfloat16 here' in auto.stdout
+    assert '"auto": bfloat16 is shown' in auto.stdout
 
 
 def make_token_files(folder: Path) -> str:
@@ -297,8 +297,8 @@ def make_token_files(folder: Path) -> str:
         ("misspelt", 1, "[training] stepz: no such key; the nearest is steps"),
         ("three processes", 3, "is for 4 ranks, but 3 processes run"),
         ("global batch", 1, "global_batch_size = 99, but the plan"),
-        ("no data", 4, "holds no .txt, .jsonl or .bin file"),
-        ("too long", 1, "knows 2048 positions"),
+        ("no data", 4, "contains no .txt, .jsonl or .bin file"),
+        ("too long", 1, "has 2048 positions"),
         ("other data", 4, "reads other data than the others"),
         ("no such model", 1, "llama has no flavor 'debgu': did you mean 'debug'?"),
         ("no gpu", 4, '[hetero] device = "cuda", but torch finds no GPU here'),

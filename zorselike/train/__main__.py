@@ -10,12 +10,12 @@ from zorselike.train.config.file import parse_command_line
 
 
 def main() -> int:
-    """Trains as the command line says; 2 after an error that the user can mend."""
+    """Trains as the command line says; returns 2 after an error that the user can correct."""
     try:
         request = parse_command_line()
         plan = load_plan(request.config)
 
-        # Only now: torch takes seconds, which a misspelt key should not cost.
+        # Imported after the checks: torch takes seconds, which a misspelt key should not cost.
         from zorselike.train.trainer import run
 
         return run(request, plan)

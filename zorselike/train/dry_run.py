@@ -1,4 +1,4 @@
-"""`--dry-run`: everything that can be known of a run without devices and processes."""
+"""`--dry-run`: describes a run without devices and processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zorselike.train.config.config import Config
 from zorselike.train.report.work import work_of_step
 
 _MAX_ACTIONS = 40
-"""Longer lists are shown by their beginning and their end."""
+"""Longest list of actions that is shown completely."""
 
 _BYTES_KEPT = 3 * 4
-"""Of a parameter, between steps: itself and Adam's two averages, in fp32."""
+"""Bytes that a parameter keeps between steps: its value and Adam's two moments, in fp32."""
 
 _BYTES_KEPT_HALF = 2 + _BYTES_KEPT
-"""The same of one that computes in half precision, beside its fp32 master."""
+"""The same for a parameter in half precision with an fp32 master."""
 
 
 def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: DecoderConfig) -> str:
-    """Plan, model, what each rank holds, what it does in a step, and what the checker says."""
+    """Plan, model, each rank's parameters and actions, and the checker's result."""
     work = work_of_step(model, plan, seq_len=config.training.seq_len)
     report = blueprint.report
     lines = [
@@ -54,11 +54,11 @@ def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: Decode
 
 
 def describe_planning(config: Config, shape: DecoderConfig, files: AutoFiles) -> str:
-    """What a run with `[hetero] plan = "auto"` does before its first step, where there is no plan yet."""
+    """What a run with `[hetero] plan = "auto"` does before its first step, if there is no plan yet."""
     training, hetero = config.training, config.hetero
     rows = min(MOST_ROWS, training.global_batch_size)
-    profile = "is there: what it lacks is added" if files.profile.exists() else "not there yet"
-    cluster = "is there: kept" if files.cluster.exists() else "not there yet"
+    profile = "exists: what it lacks is added" if files.profile.exists() else "new"
+    cluster = "exists: kept" if files.cluster.exists() else "new"
     return "\n".join(
         [
             f"no plan yet for {config.model.name} {config.model.flavor} "
@@ -68,8 +68,8 @@ def describe_planning(config: Config, shape: DecoderConfig, files: AutoFiles) ->
             "  updates, copies to the host, links and collectives, on all devices that run",
             f"    into {files.profile} ({profile})",
             f"    and {files.cluster} ({cluster})",
-            f"  plans for {count(training.global_batch_size, 'row')} per step, {hetero.plan_budget} at most",
-            f"    into {files.plan}, which later runs take again",
+            f"  plans for {count(training.global_batch_size, 'row')} a step, in at most {hetero.plan_budget}",
+            f"    into {files.plan}, which later runs use again",
             f"  trains for {count(training.steps, 'step')}",
         ]
     )
@@ -79,7 +79,7 @@ def _describe_auto(config: Config) -> list[str]:
     if config.training.mixed_precision_param != "auto":
         return []
     return [
-        'mixed_precision_param = "auto" is bfloat16 here; with a card older than Ampere it is float16, and '
+        'mixed_precision_param = "auto": bfloat16 is shown; with a card older than Ampere it is float16, and '
         "all updates wait for the end of the step"
     ]
 
@@ -89,18 +89,18 @@ def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
     kept = "half precision, with fp32 masters and" if blueprint.spec.masters else "fp32, with"
     lines = [
         f"parameters of each rank's ministages, how many of them it keeps, and their size in {kept} Adam's "
-        "states\n(gradients, gathered parameters and activations come on top):"
+        "moments\n(gradients, gathered parameters and activations come on top):"
     ]
     for rank, number in sorted(plan.group_of_rank.items()):
         group = plan.groups[number]
-        own = plan.ministages_of_rank(rank)
-        whole = sum(count_parameters(blueprint.parts[index].module) for index in own)
+        ministages = plan.ministages_of_rank(rank)
+        whole = sum(count_parameters(blueprint.parts[index].module) for index in ministages)
         share = whole if group.zero == 0 else -(-whole // len(group.flat_ranks))
-        names = ", ".join(map(str, own))
-        own_share = "all" if share == whole else f"about {share:,}"
+        names = ", ".join(map(str, ministages))
+        kept_share = "all" if share == whole else f"about {share:,}"
         lines.append(
-            f"  rank {rank}: {'ministage' if len(own) == 1 else 'ministages'} {names}, {whole:,} parameters, "
-            f"keeps {own_share}, {share * num_bytes / 2**30:,.3f} GiB"
+            f"  rank {rank}: {'ministage' if len(ministages) == 1 else 'ministages'} {names}, "
+            f"{whole:,} parameters, keeps {kept_share}, {share * num_bytes / 2**30:,.3f} GiB"
         )
     return lines
 
@@ -108,7 +108,7 @@ def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
 def _list_buffered_edges(edges: Iterable[tuple[int, int, str]]) -> list[str]:
     words = {"F": "activations", "B": "gradients"}
     listed = [f"  {source} -> {target}, {words[kind]}" for source, target, kind in sorted(edges)]
-    heading = "sends that go over Gloo on GPUs too, since a blocking send could close a cycle of waits:"
+    heading = "sends that use Gloo on GPUs too, since a blocking send could close a cycle of waits:"
     return [heading, *listed] if listed else []
 
 

@@ -1,4 +1,4 @@
-"""Python's garbage collection at chosen steps, so that no rank keeps the others waiting alone."""
+"""Python's garbage collection at the same steps on all ranks, so that none delays the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collect_garbage_every(steps: int) -> Iterator[Callable[[], None]]:
-    """What to call after each step; collects after every `steps` of them, and Python itself never.
-    With 0, Python collects when it likes."""
+    """Yields a function to call after each step; it collects at every `steps`-th call, and automatic
+    collection is disabled. With 0, Python collects automatically."""
     num_steps = 0
 
     def count() -> None:

@@ -1,5 +1,5 @@
-"""Learning rates over a run: warm-up, stable, decay; the factors are TorchTitan's
-(`torchtitan/components/lr_scheduler.py`, v0.2.2), step by step."""
+"""Learning rates over a run: warm-up, stable, decay, with the factors of TorchTitan
+(`torchtitan/components/lr_scheduler.py`, v0.2.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zorselike.train.config.config import LRScheduler as LRSchedulerConfig
 
 @dataclass(frozen=True)
 class WarmupStableDecay:
-    """The factor on the optimizer's learning rate, as a function of the steps done."""
+    """Factor on the optimizer's learning rate, as a function of the number of finished steps."""
 
     warmup_steps: int
     stable_steps: int
@@ -26,17 +26,17 @@ class WarmupStableDecay:
 
     @classmethod
     def of(cls, config: LRSchedulerConfig, *, steps: int) -> WarmupStableDecay:
-        """The schedule of a run of `steps`; a warm-up or decay that does not fit is cut to fit."""
+        """The schedule of a run of `steps`; a warm-up or decay that is too long is shortened."""
         total = config.total_steps if config.total_steps is not None else steps
         warmup = min(config.warmup_steps, total)
         decay = total - warmup
         if config.decay_ratio is not None:
             decay = min(decay, round(total * config.decay_ratio))
-        # One more than is left, so that the last step's factor is not that of the decay's very end.
+        # One more than is left, so that the last step does not get the factor at the end of the decay.
         return cls(warmup, total + 1 - warmup - decay, decay, config.decay_type, config.min_lr_factor)
 
     def __call__(self, step: int) -> float:
-        """The factor of the step after `step` steps; the last one's after the schedule's end."""
+        """Factor of the step after `step` steps; after the schedule's end that of its last step."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         first = self.warmup_steps + self.stable_steps
@@ -56,6 +56,6 @@ class WarmupStableDecay:
 def build_lr_scheduler_factory(
     config: LRSchedulerConfig, *, steps: int
 ) -> Callable[[Optimizer], LRScheduler]:
-    """What `HeteroPipeline.lr_schedulers` calls per ministage's optimizer."""
+    """The factory that `HeteroPipeline.lr_schedulers` calls for each ministage's optimizer."""
     factor = WarmupStableDecay.of(config, steps=steps)
     return lambda optimizer: LambdaLR(optimizer, factor)

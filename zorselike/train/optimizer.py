@@ -1,4 +1,4 @@
-"""The optimizer of a ministage: AdamW (or Adam) that decays no norm and no bias."""
+"""The optimizer of a ministage: AdamW or Adam without weight decay of norms and biases."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger("zorselike")
 
 
 def build_optimizer_factory(config: OptimizerConfig) -> Callable[[NamedParameters], torch.optim.Optimizer]:
-    """What `HeteroPipeline` calls per ministage with `[(global name, parameter)]`."""
+    """The factory that `HeteroPipeline` calls for each ministage with `[(global name, parameter)]`."""
 
     def build(named_parameters: NamedParameters) -> torch.optim.Optimizer:
         groups = group_by_decay(named_parameters, weight_decay=config.weight_decay)
 
         implementation = config.implementation
         if implementation == "fused" and not all(has_fused_kernel(p) for _, p in named_parameters):
-            logger.info('[optimizer] implementation: "foreach", for want of fused kernels on this device')
+            logger.info('[optimizer] implementation = "foreach", since this device has no fused kernels')
             implementation = "foreach"
         return _CLASSES[config.name](
             groups,
@@ -47,14 +47,14 @@ def build_optimizer_factory(config: OptimizerConfig) -> Callable[[NamedParameter
 
 
 def has_fused_kernel(parameter: torch.Tensor) -> bool:
-    """Whether torch (2.11 on) updates it in one kernel; it would say so only at the first step."""
+    """Whether torch (from 2.11) has a fused kernel for it; torch itself says so only at the first step."""
     return parameter.device.type in _FUSED_DEVICES and parameter.is_floating_point()
 
 
 def group_by_decay(
     named_parameters: Sequence[tuple[str, nn.Parameter]], *, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimizer, with names; those of no parameters are left out."""
+    """Parameter groups for a torch optimizer, with names; empty groups are left out."""
     groups = (
         ([(name, p) for name, p in named_parameters if is_decayed(name, p)], weight_decay),
         ([(name, p) for name, p in named_parameters if not is_decayed(name, p)], 0.0),
@@ -63,6 +63,6 @@ def group_by_decay(
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Matrices are; vectors, biases and whatever belongs to a norm are not."""
+    """True for matrices; false for vectors, biases and parameters of norms."""
     *owners, leaf = name.split(".")
     return parameter.ndim >= 2 and leaf != "bias" and not any("norm" in owner.lower() for owner in owners)

@@ -1,4 +1,4 @@
-"""The training program: builds everything that a recipe names, and runs the loop."""
+"""The training program: builds what a recipe names, and runs the loop."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ logger = logging.getLogger("zorselike")
 
 
 def run(request: Request, plan: Plan | None) -> int:
-    """Trains, or only shows what would be trained; the process's exit code. Without a plan one is found
+    """Trains, or with `--dry-run` only describes it; returns the exit code. Without a plan one is searched
     (`zorselike/train/auto/plan.py`).
 
     Raises:
-        ConfigError, PlanError, ClusterError, ProfileError: Before any work starts, on every rank alike.
+        ConfigError, PlanError, ClusterError, ProfileError: on every rank alike, before any work starts.
     """
     set_up_logging(int(os.environ.get("RANK", 0)))
     config = request.config
@@ -81,8 +81,8 @@ def _train(
     *,
     beside_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Trains in a world of the plan's processes; the process's exit code. `beside_plan`: files that the
-    run's folder gets too."""
+    """Trains with the plan's processes; returns the exit code. `beside_plan`: further files for the run's
+    folder, by name."""
     corpus = world.agree_on_data(
         lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
     )
@@ -92,13 +92,13 @@ def _train(
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
         logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
-        _tell_deferral(config, pipe, world)
+        _log_deferral(config, pipe, world)
         signal_number = _Run(config, pipe, corpus, shape, world).train(folder)
     return 128 + signal_number if signal_number else 0
 
 
 class _Run:
-    """A pipeline, its data and what is told of it, from the first step to the last."""
+    """A pipeline with its data and metrics, from the first step to the last."""
 
     def __init__(
         self, config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: World
@@ -119,7 +119,7 @@ class _Run:
         )
 
     def train(self, folder: Path) -> int:
-        """All steps; 0, or the number of the signal that ended it, on every rank alike."""
+        """Runs all steps; returns 0, or the signal that stopped the run, on every rank alike."""
         config, steps = self._config, self._config.training.steps
         metrics = _build_metrics(config, self._pipe, self._shape, self._world, folder)
         began = time.perf_counter()
@@ -135,9 +135,9 @@ class _Run:
         comparison = compare_with_estimates(self._pipe.plan.estimates, self._world.gather(metrics.facts()))
         if comparison is not None:
             logger.info("%s", comparison)
-        why = f" by {signal.Signals(signal_number).name}" if signal_number else ""
+        how = f"stopped by {signal.Signals(signal_number).name}" if signal_number else "finished"
         seconds = time.perf_counter() - began
-        logger.info("ended%s after %d of %d steps and %.1f s; see %s", why, step, steps, seconds, folder)
+        logger.info("%s after %d of %d steps and %.1f s; see %s", how, step, steps, seconds, folder)
         return signal_number
 
     def _loop(
@@ -148,12 +148,12 @@ class _Run:
         profile: Callable[[StepResult], None],
         collect: Callable[[], None],
     ) -> tuple[int, int]:
-        """Steps until the last one or a signal: the steps done, and the signal or 0."""
+        """Runs steps until the last one or a signal; returns the number of steps, and the signal or 0."""
         config, steps = self._config, self._config.training.steps
         schedulers = self._pipe.lr_schedulers(build_lr_scheduler_factory(config.lr_scheduler, steps=steps))
         rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
         if self._pipe.loss_scale is not None:
-            # torch takes a skipped first step for a schedule that is ahead of its optimizer.
+            # torch mistakes a skipped first step for a schedule that is ahead of its optimizer.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         batches = iter(self._loader)
         batch = next(batches)
@@ -163,11 +163,11 @@ class _Run:
             vote.open()
             result = self._pipe.step(*batch)
             metrics.end_step(result)
-            schedulers.step()  # After a skipped step too, so that the rate depends on the step alone.
+            schedulers.step()  # Also after a skipped step: the rate depends on the step alone.
             batch = metrics.wait_for_data(batches)  # While a GPU still computes.
             collect()
             if step == 1:
-                # Before metrics count the device's peak anew.
+                # Before metrics reset the device's peak.
                 reports = self._world.gather(self._pipe.memory_report())
                 logger.info("%s", describe_fullest(self._pipe.plan, reports))
             if metrics.is_due(step):
@@ -180,7 +180,7 @@ class _Run:
         return step, signal_number
 
 
-# -- what a recipe names -----------------------------------------------------------------------
+# -- parts of a run ----------------------------------------------------------------------------
 
 
 def _build_on_meta(config: Config) -> Decoder:
@@ -189,19 +189,17 @@ def _build_on_meta(config: Config) -> Decoder:
 
 
 def _describe_dry_run(request: Request, plan: Plan | None, shape: DecoderConfig) -> str:
-    """What a run would do."""
+    """Describes what a run would do."""
     config, lines = request.config, []
     if plan is None:
         files = AutoFiles.of(config, request.config_path)
         if not files.plan.exists():
             return describe_planning(config, shape, files)
-        lines = [
-            f"{files.plan} is there, made by an earlier run: it is taken again, where the same devices run"
-        ]
+        lines = [f"{files.plan} exists from an earlier run and is used again, if the same devices run"]
         config = name_written_plan(config, files)
         plan = Plan.load(files.plan)
         check_against_plan(config, plan)
-    with _naming_the_plan(config):
+    with _naming_plan_file(config):
         blueprint = _draw(config, plan, _build_on_meta(config))
     return "\n".join([*lines, describe_run(config, plan, blueprint, shape)])
 
@@ -217,7 +215,7 @@ def _draw(config: Config, plan: Plan, model: Decoder) -> Blueprint:
 
 
 def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) -> HeteroPipeline:
-    with _naming_the_plan(config):
+    with _naming_plan_file(config):
         return HeteroPipeline(
             model,
             plan,
@@ -231,16 +229,16 @@ def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) ->
         )
 
 
-def _tell_deferral(config: Config, pipe: HeteroPipeline, world: World) -> None:
-    """Says once what deferred updates keep in memory; collective."""
+def _log_deferral(config: Config, pipe: HeteroPipeline, world: World) -> None:
+    """Logs what deferred updates keep in memory; collective."""
     if defers_updates(config.training.max_norm or None, config.hetero.clip, pipe.loss_scale):
         reports = world.gather(pipe.memory_report())
         logger.info("%s", describe_deferral(pipe.plan, reports, in_fp16=pipe.loss_scale is not None))
 
 
 @contextmanager
-def _naming_the_plan(config: Config) -> Iterator[None]:
-    """Says which file is meant where plan and model, or plan and processes, disagree."""
+def _naming_plan_file(config: Config) -> Iterator[None]:
+    """Prefixes errors about plan and model, or plan and processes, with the plan's file."""
     try:
         yield
     except PlanError as error:
@@ -273,7 +271,7 @@ def _build_metrics(
 def _open_run_folder(
     config: Config, plan: Plan, world: World, recipe: Path | None, beside_plan: Mapping[str, str]
 ) -> Path:
-    """The run's folder, named by rank 0; on other machines it comes to be when something is written."""
+    """The run's folder, chosen by rank 0; other machines create it when they write something."""
     folder = Path()
     if world.rank == 0:
         folder = create_run_folder(config, plan, recipe=recipe, beside_plan=beside_plan)
@@ -285,7 +283,7 @@ def _check_seq_len(config: Config, shape: DecoderConfig) -> None:
     if config.training.seq_len > shape.max_seq_len:
         raise ConfigError(
             f"[training] seq_len = {config.training.seq_len}, but [model] {config.model.name} "
-            f"{config.model.flavor} knows {shape.max_seq_len} positions: set seq_len to that or less"
+            f"{config.model.flavor} has {shape.max_seq_len} positions: set seq_len to that or less"
         )
 
 

@@ -1,7 +1,7 @@
 """A corpus: one long stream of tokens on disk, mapped into memory, cut into rows.
 
-Text is tokenized once into a file under `<dump_folder>/dataset_cache`, so that ranks read only
-the rows they need and data loading starts at any row at once. `.bin` files are mapped as they are.
+Text is tokenized once into a file in `<dump_folder>/dataset_cache`, so that ranks read only the rows that
+they need, from any row on. `.bin` files are mapped as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Corpus:
     """A stream of tokens over one or more files, in rows of `seq_len` + 1 that overlap by one.
 
     Row `i` is tokens `[i * seq_len, (i + 1) * seq_len]`: inputs all but its last, targets all but
-    its first. Nothing is padded; the rest of the stream that fills no row is left out.
+    its first. Nothing is padded; an incomplete row at the end is left out.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Corpus:
             )
 
     def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[()]]:
-        """Travels to a data worker as its files' names; a mapped array would travel with its content."""
+        """Pickled for data workers as file names; a mapped array would be pickled with its content."""
         return partial(Corpus, self._files, **self._settings), ()
 
     def read_row(self, row: int) -> NDArray[np.int64]:
@@ -89,7 +89,7 @@ class Corpus:
         return f"{self.num_tokens:,} tokens with hash {digest.hexdigest()[:12]}"
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `[start, stop)` of the stream, wherever its files end."""
+        """Tokens `[start, stop)` of the stream, across files."""
         pieces = []
         part = bisect.bisect_right(self._stops, start)
         while start < stop:
@@ -109,14 +109,14 @@ class Corpus:
 
 
 def open_corpus(config: Config, *, vocab_size: int) -> Corpus:
-    """The corpus that `[training]` names, tokenized first if it has not been yet.
+    """The corpus that `[training]` names, tokenized first if necessary.
 
     Args:
         config: the job's configuration.
-        vocab_size: that of the model.
+        vocab_size: vocabulary size of the model.
 
     Raises:
-        ConfigError: No data, data of the wrong kind, or tokens that the model does not know.
+        ConfigError: no data, data of the wrong kind, or tokens outside of the model's vocabulary.
     """
     training = config.training
     if training.dataset_path:
@@ -148,7 +148,7 @@ def _dtype_for(tokenizer: Tokenizer) -> str:
 
 
 def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder: Path) -> Path:
-    """The token file of these files, written by whichever process on the machine comes first."""
+    """The token file of these text files, written by the first process on the machine."""
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {dtype}".encode())
     for file in files:
         status = file.stat()
@@ -158,7 +158,7 @@ def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder
     with (folder / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            # The process id keeps machines apart that share a folder without sharing its locks.
+            # Machines may share a folder without sharing its locks.
             partial = folder / f"{target.name}.{os.uname().nodename}.{os.getpid()}"
             try:
                 with partial.open("wb") as stream:
@@ -172,7 +172,7 @@ def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder
 def _write_tokens(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, stream: BinaryIO) -> None:
     end = b"" if tokenizer.end_of_document is None else np.array(tokenizer.end_of_document, dtype).tobytes()
     total = sum(file.stat().st_size for file in files)
-    # `delay` keeps quiet about what is done within seconds.
+    # `delay`: no bar for what takes a few seconds.
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=5) as progress:
         for file in files:
             for piece in read_pieces(file):

@@ -1,7 +1,7 @@
-"""Batches for one rank: of every step, the rows that it feeds and those that it compares with.
+"""Batches for one rank: in every step the inputs and targets of its rows.
 
-What is read depends on (seed, step) and the rank's rows of the global batch; the loader's state
-is the step alone, so that it serves any plan and any number of workers.
+What is read depends on (seed, step) and the rank's rows of the global batch. The loader's state is the step
+alone, so it serves any plan and any number of workers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StepDataset(Dataset[Batch | ConfigError]):
-    """One item a step: the rows of that step's global batch that this rank needs.
+    """One item per step: the rows of the step's global batch that this rank needs.
 
-    An error is an item too, because a worker would wrap it into its own traceback.
+    An error is an item too, because a worker would wrap it in its own traceback.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepDataset(Dataset[Batch | ConfigError]):
 class RowLoader:
     """Endless batches of one rank, from any step on.
 
-    One iteration at a time: starting another, or `close`, ends the workers of the one before.
+    Only one iteration at a time: another one, or `close`, ends the workers of the previous.
     """
 
     def __init__(self, dataset: StepDataset, settings: DataLoader) -> None:
@@ -86,13 +86,13 @@ class RowLoader:
         return self._batches
 
     def close(self) -> None:
-        """Ends the workers; may be called again."""
+        """Ends the workers; may be called repeatedly."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
 
     def state_dict(self) -> dict[str, int]:
-        """The step of the next batch: all there is to know, whatever the plan and the workers."""
+        """The step of the next batch, independent of plan and workers."""
         return {"step": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -110,7 +110,7 @@ class RowLoader:
         settings = self._settings
         workers = settings.num_workers > 0
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's own affair.
+            warnings.filterwarnings("ignore", message=".*set_vital.*")  # A warning of torchdata about itself.
             return StatefulDataLoader(
                 self._dataset,
                 batch_size=None,
@@ -123,7 +123,7 @@ class RowLoader:
 
 
 class _StepSampler(Sampler[int]):
-    """The steps from one on."""
+    """Steps from `start` on."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -137,8 +137,8 @@ def _stack(rows: Sequence[np.ndarray]) -> Tensor | None:
 
 
 def _prepare_worker(worker: int) -> None:
-    """Ties a worker's life to its rank's: signals to the job are the rank's to answer, and a worker
-    that outlived a killed rank would keep its connections open, so that no peer would notice."""
+    """Ties a worker's life to its rank's: signals are left to the rank, and a worker that outlived a killed
+    rank would keep its connections open, so that no peer would notice."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""What a training program does for its data between two steps, for who measures the program itself."""
+"""The data loading of a training program between two steps, for the profiler."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zorselike.train.data.corpus import Corpus
 from zorselike.train.data.loader import RowLoader, StepDataset
 
 _NUM_ROWS = 64
-"""Of the whole corpus."""
+"""Rows of the corpus."""
 _ROWS_PER_STEP = 8
 
 
 @contextmanager
 def loading_rows(seq_len: int) -> Iterator[Callable[[], object]]:
-    """A call that takes the next batch, as the trainer does after each step: by the default loader, with its
-    worker, from a small corpus of zeros with rows of `seq_len` tokens."""
+    """Yields a function that reads the next batch like the trainer after each step: with the default loader
+    and its worker, from a small corpus of zeros with rows of `seq_len` tokens."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "zeros.bin"
         np.zeros(_NUM_ROWS * seq_len + 1, dtype=np.uint16).tofile(file)

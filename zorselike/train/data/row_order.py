@@ -1,9 +1,9 @@
-"""Which row of the corpus stands where: a function of seed and step alone.
+"""The order of the corpus's rows: a function of seed and step alone.
 
-The rows of step `s` are positions `[s * global_batch, (s + 1) * global_batch)` of an endless
-order that goes through all rows of the corpus once an epoch, in an order of that epoch. A
-permutation is computed entry by entry, so a run may start at any step of any corpus at once, and
-it does not depend on a library's random numbers, which change with versions.
+The rows of step `s` are positions `[s * global_batch, (s + 1) * global_batch)` of an endless order that
+contains all rows of the corpus once per epoch, permuted anew in each. The permutation is computed entry by
+entry, so that a run may start at any step, and without a library's random numbers, which change with
+versions.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def list_files(dataset_path: str) -> list[Path]:
     """The text or token files that `[training] dataset_path` names; a folder's in sorted order.
 
     Raises:
-        ConfigError: There is no such file, none of a known kind, or text beside token files.
+        ConfigError: there is no such file, none of a known kind, or text beside token files.
     """
     where = f"[training] dataset_path = {dataset_path}"
     known = (*TEXT_SUFFIXES, TOKEN_SUFFIX)
@@ -44,9 +44,9 @@ def list_files(dataset_path: str) -> list[Path]:
         raise ConfigError(f"{where}: there is no such file or folder")
     files = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
     if not files:
-        raise ConfigError(f"{where}: the folder holds no {', '.join(known[:-1])} or {known[-1]} file")
+        raise ConfigError(f"{where}: the folder contains no {', '.join(known[:-1])} or {known[-1]} file")
     if len({file.suffix == TOKEN_SUFFIX for file in files}) > 1:
-        raise ConfigError(f"{where}: the folder holds text and {TOKEN_SUFFIX} token files; keep them apart")
+        raise ConfigError(f"{where}: the folder contains text and {TOKEN_SUFFIX} token files; separate them")
     return files
 
 

@@ -1,4 +1,4 @@
-"""Text into tokens: bytes, or a Hugging Face `tokenizer.json`."""
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tokens = NDArray[np.integer]
 
 
 class Tokenizer(Protocol):
-    """What turning documents into one stream of tokens needs."""
+    """Turns documents into one stream of tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -25,12 +25,12 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int | None:
-        """The token that ends every document; `None` if the vocabulary has none."""
+        """Token that ends every document; `None` if the vocabulary has none."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes with anything that changes what `encode` returns."""
+        """Changes with anything that affects `encode`."""
         ...
 
     def encode(self, text: str) -> Tokens:
@@ -50,8 +50,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`; what ends a document is the `eos_token` of the
-    `tokenizer_config.json` beside it."""
+    """A Hugging Face `tokenizer.json`; documents end with the `eos_token` of the `tokenizer_config.json`
+    beside it."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -91,7 +91,7 @@ def load_tokenizer(hf_assets_path: str) -> Tokenizer:
     """The tokenizer of `[model] hf_assets_path`, a folder or the file itself; bytes if it is empty.
 
     Raises:
-        ConfigError: There is no such file, it is none, or the package `tokenizers` is absent.
+        ConfigError: there is no such file, it is not a tokenizer, or the package `tokenizers` is missing.
     """
     if not hf_assets_path:
         return ByteTokenizer()

@@ -1,4 +1,4 @@
-"""Colours of log lines, TorchTitan's, and log records without them."""
+"""TorchTitan's colours of log lines, and a formatter that removes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Colors:
-    """Terminal codes; empty where the output is none."""
+    """Terminal codes; empty strings if the output is no terminal."""
 
     red: str = ""
     green: str = ""
@@ -26,7 +26,7 @@ class Colors:
 
     @classmethod
     def for_terminal(cls, *, disabled: bool) -> Colors:
-        """Colours if standard output is a terminal and they are wanted."""
+        """Colours if standard output is a terminal and they are not disabled."""
         if disabled or not sys.stdout.isatty():
             return cls()
         return cls(
@@ -43,7 +43,7 @@ class Colors:
 
 
 class PlainFormatter(logging.Formatter):
-    """Leaves colours out, for files."""
+    """Removes colours, for files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _CODES.sub("", super().format(record))

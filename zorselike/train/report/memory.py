@@ -1,4 +1,4 @@
-"""How much memory this process has needed at most."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 class MemoryPeak(NamedTuple):
-    """Bytes, and their percentage of what the device (or, for a CPU rank, the host) has."""
+    """Bytes, and their percentage of the memory of the device (for a CPU rank, of the host)."""
 
     num_bytes: int
     percent: float
 
 
 def read_peak(device: torch.device) -> MemoryPeak:
-    """Memory reserved on a GPU since `reset_peak`; for a CPU rank resident memory since its start."""
+    """Peak of reserved GPU memory since `reset_peak`; for a CPU rank of resident memory since its start."""
     if device.type == "cuda":
         reserved = torch.cuda.max_memory_reserved(device)
         return MemoryPeak(reserved, 100 * reserved / torch.cuda.get_device_properties(device).total_memory)
@@ -29,9 +29,9 @@ def read_peak(device: torch.device) -> MemoryPeak:
 
 
 def read_footprint(device: torch.device) -> int | None:
-    """Bytes that a GPU must have had for this process since `reset_peak`: tensors at their peak, and what
-    lies beside torch's allocator (the CUDA context, libraries, and other processes if there are any);
-    None for a CPU rank, where nothing counts tensors."""
+    """Bytes that this process needed on its GPU since `reset_peak`: the peak of tensors, and memory outside
+    torch's allocator (the CUDA context, libraries, other processes); None for a CPU rank, where nothing
+    counts tensors."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -40,11 +40,11 @@ def read_footprint(device: torch.device) -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Starts a new interval where the device keeps count of intervals."""
+    """Resets the peak, if the device has one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def count_out_of_memory(device: torch.device) -> int:
-    """How often the allocator found no memory, and tried again or failed."""
+    """How often the allocator ran out of memory, then retried or failed."""
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0

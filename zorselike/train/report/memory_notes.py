@@ -1,4 +1,4 @@
-"""What a run says of its memory at the start, from the reports of all ranks."""
+"""What a run logs about memory at its start, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 from zorselike.plan.plan import Plan
 from zorselike.runtime.memory.report import MemoryReport
-
-_MIB = 2**20
+from zorselike.text.wording import show_bytes
 
 
 def describe_deferral(plan: Plan, reports: Iterable[MemoryReport], *, in_fp16: bool) -> str:
-    """One line: why updates wait for the end of the step, and what is kept until then."""
+    """One line on why updates wait for the end of the step, and what is kept until then."""
     why = (
         "float16 skips a step as a whole if a gradient of it overflows"
         if in_fp16
@@ -28,12 +27,12 @@ def describe_deferral(plan: Plan, reports: Iterable[MemoryReport], *, in_fp16: b
 
 
 def describe_fullest(plan: Plan, reports: Iterable[MemoryReport]) -> str:
-    """A table for each group, of the rank whose device is planned to hold most."""
+    """For each group, the report of the rank with the highest planned device memory."""
     fullest = (
         max(members, key=lambda report: report.device_planned_bytes)
         for members in _by_group(plan, reports).values()
     )
-    return "\n".join(["after the first step, of each group the fullest rank:", *map(str, fullest)])
+    return "\n".join(["memory after the first step, of the fullest rank of each group:", *map(str, fullest)])
 
 
 def _by_group(plan: Plan, reports: Iterable[MemoryReport]) -> dict[int, list[MemoryReport]]:
@@ -49,4 +48,4 @@ def _describe_kept(members: Iterable[MemoryReport]) -> str:
     on_host = max(line.host_planned or 0 for line in lines)
     on_device = max(line.device_planned or 0 for line in lines)
     where = "in host memory" if on_host else "on the device"
-    return f"{(on_host or on_device) / _MIB:,.1f} MiB {where}"
+    return f"{show_bytes(on_host or on_device)} {where}"

@@ -1,6 +1,6 @@
-"""What a run says of itself: TorchTitan's log line and TensorBoard names, and our own `hetero/...`.
+"""Log lines and TensorBoard events: TorchTitan's names, and `hetero/...` for what it lacks.
 
-Two things differ from TorchTitan because devices do: tokens per second and TFLOP/s are those of
+Two things differ from TorchTitan because devices differ: tokens per second and TFLOP/s are those of
 the whole job, and utilization is over the sum of the devices' peaks.
 """
 
@@ -31,8 +31,8 @@ _GIB = 2**30
 T = TypeVar("T")
 
 
-class Numbers(Protocol):
-    """What a step came to (`zorselike.runtime.result.StepResult`)."""
+class Result(Protocol):
+    """Result of a step (`zorselike.runtime.result.StepResult`)."""
 
     @property
     def loss(self) -> float: ...
@@ -44,15 +44,15 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's share in an interval between two log lines."""
+    """One rank's numbers of an interval between two log lines."""
 
     rank: int
-    memory_bytes: float
+    memory_bytes: int
     memory_percent: float
     data_s: float
     busy_percent: float
-    """Share of the interval's last step in which it computed."""
-    num_ooms: float
+    """Share of the interval's last step in which the rank computed."""
+    num_ooms: int
 
 
 class MetricsLog:
@@ -77,11 +77,11 @@ class MetricsLog:
         """
         Args:
             rank: this process's rank in the plan.
-            steps: those of the whole run, for the time left.
-            peak_flops: sum over all ranks, `None` where one is unknown.
-            group: a Gloo group of all ranks; only used between steps.
-            events_folder: where this rank writes TensorBoard events; `None`: nowhere.
-            estimated_step_s: the plan's estimate, to hold the run against.
+            steps: number of steps of the whole run, for the time left.
+            peak_flops: sum over all ranks; `None` if one is unknown.
+            group: a Gloo group of all ranks, used between steps only.
+            events_folder: folder of this rank's TensorBoard events; `None` for none.
+            estimated_step_s: the plan's estimate, to compare the run with.
         """
         self._log_freq = config.log_freq
         self._rank = rank
@@ -96,7 +96,7 @@ class MetricsLog:
         self._num_intervals = 0
         self._num_steady_steps = 0
         self._steady_s = 0.0
-        """Of the steps behind the first interval, which starts everything up."""
+        """Seconds of the steps after the first interval, which includes start-up."""
         self._footprint_bytes: int | None = None
         self._writer = None
         if events_folder is not None:
@@ -108,22 +108,22 @@ class MetricsLog:
     def restart(self) -> None:
         """Starts an interval now."""
         self._num_steps = 0
-        self._results: list[Numbers] = []
+        self._results: list[Result] = []
         self._data_s = 0.0
         self._began = self._step_began = time.perf_counter()
         reset_peak(self._device)
 
     def begin_step(self) -> None:
-        """A step begins now."""
+        """Marks the beginning of a step."""
         self._num_steps += 1
         self._step_began = time.perf_counter()
 
-    def end_step(self, result: Numbers) -> None:
-        """What a step came to; nothing of it is read, and so waited for, before `log`."""
+    def end_step(self, result: Result) -> None:
+        """Takes a step's result; nothing of it is read, and so waited for, before `log`."""
         self._results.append(result)
 
     def wait_for_data(self, batches: Iterator[T]) -> T:
-        """The next of `batches`, and how long it took."""
+        """The next of `batches`; counts the time that it takes."""
         asked = time.perf_counter()
         batch = next(batches)
         self._data_s += time.perf_counter() - asked
@@ -134,16 +134,16 @@ class MetricsLog:
         return step == 1 or step % self._log_freq == 0 or step == self._steps
 
     def log(self, step: int, *, lr: float, busy_s: float, loss_scale: float | None) -> None:
-        """Writes the interval that ends with `step`; every rank calls it, for ranks report to each other.
+        """Writes the interval that ends with `step`; collective.
 
-        `busy_s`: seconds that this rank computed in that step. `loss_scale`: fp16's, of the next step.
+        `busy_s`: seconds that this rank computed in that step. `loss_scale`: that of the next step, in fp16.
         """
         result = self._results[-1]
         loss, grad_norm = result.loss, result.grad_norm  # Waits for the step's end.
         self._num_skipped += sum(result.is_skipped for result in self._results)
         now = time.perf_counter()
         interval_s = now - self._began
-        self._note_facts(interval_s)
+        self._update_facts(interval_s)
         reports = self._exchange(100 * busy_s / (now - self._step_began))
         values = self._summarise(reports, interval_s) | self._describe_scaling(loss_scale)
         if dist.get_rank() == 0:
@@ -155,17 +155,17 @@ class MetricsLog:
         self.restart()
 
     def facts(self) -> RankFacts:
-        """What this rank's run has come to so far, in what was logged."""
+        """This rank's measurements over all logged steps."""
         step_s = self._steady_s / self._num_steady_steps if self._num_steady_steps else None
         return RankFacts(self._rank, step_s, self._footprint_bytes)
 
     def close(self) -> None:
-        """Writes out what is still in memory."""
+        """Flushes and closes the events."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _note_facts(self, interval_s: float) -> None:
+    def _update_facts(self, interval_s: float) -> None:
         if self._num_intervals:
             self._num_steady_steps += self._num_steps
             self._steady_s += interval_s
@@ -176,25 +176,14 @@ class MetricsLog:
 
     def _exchange(self, busy_percent: float) -> list[RankReport]:
         """The reports of all ranks, by their rank in the plan."""
-        peak = read_peak(self._device)
-        own = torch.tensor(
-            (
-                self._rank,
-                peak.num_bytes,
-                peak.percent,
-                self._data_s,
-                busy_percent,
-                count_out_of_memory(self._device),
-            ),
-            dtype=torch.float64,
-        )
-        reports = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(reports, own, group=self._group)
-        rows = sorted(report.tolist() for report in reports)
-        return [RankReport(int(row[0]), *row[1:]) for row in rows]
+        peak, num_ooms = read_peak(self._device), count_out_of_memory(self._device)
+        report = RankReport(self._rank, peak.num_bytes, peak.percent, self._data_s, busy_percent, num_ooms)
+        reports = [report] * dist.get_world_size(self._group)
+        dist.all_gather_object(reports, report, group=self._group)
+        return sorted(reports, key=lambda each: each.rank)
 
     def _summarise(self, reports: list[RankReport], interval_s: float) -> dict[str, float]:
-        """Everything but the step's own numbers; names without a value are left out."""
+        """Everything but loss, gradient norm and learning rate; unknown values are left out."""
         steps_per_s = self._num_steps / interval_s
         fullest = max(reports, key=lambda report: report.memory_percent)
         data_s = max(report.data_s for report in reports)
@@ -263,7 +252,7 @@ class MetricsLog:
 
 
 _MAX_SHOWN = 16
-"""Ranks whose busy shares fit into a log line; TensorBoard has them all."""
+"""Most ranks whose busy shares are put into a log line; TensorBoard has all of them."""
 
 
 def sum_peak_flops(own: float | None, *, group: dist.ProcessGroup) -> float | None:

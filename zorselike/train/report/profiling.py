@@ -1,4 +1,4 @@
-"""Chrome traces of every rank at intervals, as TorchTitan's `[profiling]` has them."""
+"""Chrome traces of every rank at intervals, with the keys of TorchTitan's `[profiling]`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger("zorselike")
 
 @contextmanager
 def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable[[StepResult], None]]:
-    """What to call after each step; nothing happens then unless `[profiling]` wants traces.
+    """Yields a function to call after each step; it does nothing unless `[profiling]` is enabled.
 
-    When a trace ends nothing may be under way over Gloo: torch would note its end in memory that went
-    with the trace. So whoever calls waits for what he started, and the step's own sums are waited for.
+    No Gloo operation may be running when a trace ends: torch would record its end in memory that is freed
+    with the trace. So the caller must have waited for its own operations, and the step's sums are waited for.
 
     Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`.
     """
@@ -44,7 +44,7 @@ def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable
         activities.append(ProfilerActivity.CUDA)
     wait = config.profile_freq - config.profiler_active - config.profiler_warmup
     phases = schedule(wait=wait, warmup=config.profiler_warmup, active=config.profiler_active)
-    # Shapes, which TorchTitan records, would double what is written.
+    # Without shapes, which TorchTitan records: they would double the size of a trace.
     with profile(activities=activities, schedule=phases, on_trace_ready=write) as running:
         last: StepResult | None = None
 

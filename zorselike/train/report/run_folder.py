@@ -19,8 +19,8 @@ logger = logging.getLogger("zorselike")
 def create_run_folder(
     config: Config, plan: Plan, *, recipe: Path | None, beside_plan: Mapping[str, str]
 ) -> Path:
-    """Makes `<dump_folder>/<recipe>-<time>` with `config.toml`, `plan.toml` and the texts of `beside_plan`,
-    for rank 0 to call.
+    """Creates `<dump_folder>/<recipe>-<time>` with `config.toml`, `plan.toml` and the files of `beside_plan`;
+    for rank 0.
 
     `python -m zorselike.train --config <folder>/config.toml` repeats the run.
     """
@@ -42,14 +42,14 @@ def create_run_folder(
 
 
 def log_into(folder: Path) -> None:
-    """Keeps what rank 0 logs in `log.txt` too."""
+    """Also writes the log of rank 0 into `log.txt`."""
     handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
     handler.setFormatter(PlainFormatter("%(asctime)s - %(levelname)s - %(message)s"))
     logger.addHandler(handler)
 
 
 def _make_new(parent: Path, name: str) -> Path:
-    """A folder that was not there; runs that start within one second are numbered."""
+    """Creates a new folder; runs that start within the same second are numbered."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

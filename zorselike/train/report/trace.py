@@ -1,10 +1,9 @@
-"""Makes a Chrome trace of one rank readable: names for processes, for the thread that runs actions, and
-for GPU streams.
+"""Names the processes, the thread of actions, and the GPU streams of one rank's Chrome trace.
 
-CUPTI numbers streams in its own way, and torch does not say which of its streams is which number.
-What the trace does say is which call on the host gave a stream each piece of its work, and during
-which action; so a stream is named after the actions that it works for, in the schedule's own words
-with `i` for ministages and `m` for microbatches: `stream 24: iLOADm`.
+CUPTI numbers streams in its own way, and torch does not say which of its streams has which number. But the
+trace tells which host call launched each piece of a stream's work, and during which action; so a stream is
+named after the actions that it works for, with `i` for ministages and `m` for microbatches:
+`stream 24: iLOADm`.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Event = dict[str, Any]
 _ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _LEAST_SHARE = 0.1
-"""Of a stream's work; what did less for it is left out of its name."""
+"""Least share of a stream's work that puts an action into its name."""
 
 
 def write_readable(raw: Path, target: Path, *, rank: int) -> None:
-    """Names the tracks of a Chrome trace and writes it gzipped, as Perfetto and chrome://tracing take it."""
+    """Names the tracks of a Chrome trace and writes it gzipped, for Perfetto and chrome://tracing."""
     trace = json.loads(raw.read_text(encoding="utf-8"))
     name_tracks(trace["traceEvents"], rank=rank)
     with gzip.open(target, "wt", encoding="utf-8", compresslevel=5) as file:
@@ -36,7 +35,7 @@ def write_readable(raw: Path, target: Path, *, rank: int) -> None:
 
 
 def name_tracks(events: Sequence[Event], *, rank: int) -> None:
-    """Changes the metadata events of a trace in place."""
+    """Changes a trace's metadata events in place."""
     actions = find_actions(events)
     action_threads = {(event["pid"], event["tid"]) for event, _ in actions}
     streams = name_streams(events, actions)
@@ -54,7 +53,7 @@ def name_tracks(events: Sequence[Event], *, rank: int) -> None:
 
 
 def find_actions(events: Iterable[Event]) -> list[tuple[Event, str]]:
-    """The events that are actions of the schedule, by time, and each without its numbers."""
+    """Events that are actions of the schedule, by time, with their names without numbers."""
     found = []
     for event in events:
         if event.get("cat") == "user_annotation" and (kind := _strip_numbers(event["name"])):
@@ -65,7 +64,7 @@ def find_actions(events: Iterable[Event]) -> list[tuple[Event, str]]:
 def name_streams(
     events: Iterable[Event], actions: Sequence[tuple[Event, str]]
 ) -> Mapping[tuple[Any, Any], str]:
-    """A name for each `(device, stream)`, from the actions whose calls gave it most of its work."""
+    """A name for each `(device, stream)`, from the actions whose calls launched most of its work."""
     begins = [float(event["ts"]) for event, _ in actions]
     action_of: dict[int, str] = {}
     on_gpu = []
@@ -97,7 +96,7 @@ def _list(kinds: Counter[str]) -> str:
 
 
 def _strip_numbers(text: str) -> str | None:
-    """`3F0` as `iFm`; None for what is no action."""
+    """`iFm` for `3F0`; None for other names."""
     try:
         action = parse_action(text)
     except ValueError:

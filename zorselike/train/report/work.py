@@ -1,4 +1,4 @@
-"""How much arithmetic one step is, for the model (MFU) and for the hardware (HFU)."""
+"""FLOPs of one step: of the model (for MFU) and of the hardware (for HFU)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class StepWork:
 
     num_tokens: int
     model_flops: int
-    """What the model's mathematics needs."""
+    """FLOPs without recomputation."""
     hardware_flops: int
-    """The same with what the plan lets run a second time (`recompute`)."""
+    """FLOPs with the plan's recomputation."""
 
 
 def work_of_step(model: DecoderConfig, plan: Plan, *, seq_len: int) -> StepWork:
@@ -30,5 +30,5 @@ def work_of_step(model: DecoderConfig, plan: Plan, *, seq_len: int) -> StepWork:
         for name in ministage.modules
         if name.startswith("layers.")
     )
-    own = flops_per_token(model, seq_len)
-    return StepWork(num_tokens, num_tokens * own, num_tokens * (own + again))
+    once = flops_per_token(model, seq_len)
+    return StepWork(num_tokens, num_tokens * once, num_tokens * (once + again))
