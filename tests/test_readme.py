@@ -29,7 +29,7 @@ def test_linked_files_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_named_paths_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    text = re.sub(r"\]\([^)]*\)|recipes/NAME\.toml|outputs/[\w/]*", "", text)
+    text = re.sub(r"\]\([^)]*\)|(?:recipes|tools)/NAME\.\w+|outputs/[\w/]*", "", text)
     assert [path for path in _PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))] == []
 
 
