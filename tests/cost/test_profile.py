@@ -247,7 +247,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda c: c.update(modle="x"), "modle is not a key; did you mean 'model'"),
         (lambda c: c.update(layers={}), "layers is {}; it must be a list"),
         (lambda c: c["host_links"][0].update(to_device=1e14), r"to_device is 100000000000000\.0; .*10 TB/s"),
-        (lambda c: c["host_links"][0].update(both=0), r"both is 0; give one above 0"),
+        (lambda c: c["host_links"][0].update(both=0), r"both is 0.0; give one above 0"),
         (lambda c: c["collectives"][0].update(op="gather"), "op is 'gather'"),
         (lambda c: c["collectives"][0].update(devices=["T4", "A100-40"]), "devices is .*sorted"),
         (lambda c: c["collectives"][0].update(num_nodes=3), "num_nodes is 3; 2 devices are on 1 to 2"),

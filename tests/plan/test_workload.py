@@ -164,7 +164,7 @@ def kind(**changes: Any) -> list[dict[str, Any]]:
         ({"kinds": kind(num_parameters="6")}, "kinds[0].num_parameters is '6'; it must be an integer"),
         (
             {"kinds": kind(forward_flops_per_row=-1)},
-            "kind layer: forward_flops_per_row is -1; give a finite",
+            "kind layer: forward_flops_per_row is -1.0; give a finite",
         ),
         ({"kinds": kind(forward_flops_per_row=float("nan"))}, "forward_flops_per_row is nan"),
         ({"kinds": kind(working_bytes_per_row=-1)}, "kind layer: working_bytes_per_row is -1"),

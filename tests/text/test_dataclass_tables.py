@@ -36,7 +36,7 @@ class Outer:
     share: float | None = None
     ranks: tuple[Natural | tuple[Natural, ...], ...] = ()
     pair: Annotated[tuple[str, int], "[name, number]"] | None = None
-    level: Annotated[int, OneOf(range(3))] = 0
+    level: Annotated[int, OneOf((0, 1, 2))] = 0
     from_: Annotated[str, Key("from")] = ""
     sizes: tuple[Annotated[float, SIZE], ...] = ()
     times: Annotated[tuple[tuple[str, float], ...], AS_TABLE] = ()

@@ -294,7 +294,7 @@ def make_token_files(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "expected"),
     [
-        ("misspelt", 1, "[training] stepz: no such key; the nearest is steps"),
+        ("misspelt", 1, "[training] stepz is not a key; did you mean 'steps'?"),
         ("three processes", 3, "is for 4 ranks, but 3 processes run"),
         ("global batch", 1, "global_batch_size = 99, but the plan"),
         ("no data", 4, "contains no .txt, .jsonl or .bin file"),

@@ -35,7 +35,7 @@ from zorselike.text.wording import suggest
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 SourceKind = Literal["measured", "interpolated", "catalogue", "given"]
 
-Dtype = Annotated[str, OneOf(ITEMSIZES)]
+Dtype = Annotated[str, OneOf(tuple(ITEMSIZES))]
 Seconds = Annotated[
     float, Must(lambda time: 0 <= time < math.inf, "a time is 0 or more and finite: measure it again")
 ]
@@ -135,7 +135,7 @@ class ZeroBatch:
     """Poplar's measurements of a whole model on one device under one ZeRO stage."""
 
     device: Name
-    zero: Annotated[int, OneOf(range(4))]
+    zero: Annotated[int, OneOf((0, 1, 2, 3))]
     max_rows: int
     rows: Sizes
     compute_s: tuple[Seconds, ...]

@@ -42,7 +42,7 @@ class Group:
 
     ranks: Annotated[tuple[Replica, ...], Must(bool, "give the group a rank or remove it")]
     microbatches: tuple[Microbatch, ...]
-    zero: Annotated[int, OneOf(range(4))] = 2
+    zero: Annotated[int, OneOf((0, 1, 2, 3))] = 2
     grad_reduce: GradReduce = "once"
     offload: tuple[Annotated[str, OneOf(OFFLOAD_KINDS)], ...] = ()
     recompute: Recompute = "none"

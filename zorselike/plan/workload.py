@@ -76,7 +76,7 @@ class Workload(Document):
     model: str
     """For people and for matching with plans and profiles: `llama 7b`."""
     sequence_length: Positive
-    dtype: Annotated[str, OneOf(ITEMSIZES)]
+    dtype: Annotated[str, OneOf(tuple(ITEMSIZES))]
     """What layers compute in, one of `ITEMSIZES`."""
     layers: Annotated[
         tuple[Annotated[tuple[str, str], "[module, kind]"], ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 from zorselike.text.units import (
@@ -46,7 +46,7 @@ class Key(NamedTuple):
 class OneOf(NamedTuple):
     """The values that there are, where the type does not say so."""
 
-    choices: Collection[object]
+    choices: tuple[object, ...]
 
 
 AS_TABLE = object()

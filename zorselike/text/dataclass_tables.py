@@ -107,7 +107,7 @@ def read_value(hint: Any, value: object, where: str, readers: Readers = _NO_READ
         items = zip(hints, cast(list[object], value), strict=True)
         return tuple(read_value(each, item, f"{where}[{i}]", readers) for i, (each, item) in enumerate(items))
     _check_scalar(plain, value, where)
-    return value
+    return float(cast(float, value)) if plain is float else value
 
 
 def read_table(value: object, where: str) -> Mapping[str, Any]:
@@ -267,6 +267,7 @@ def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
+@cache
 def _unpack(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """The bare type, what `Annotated` says of it, and whether it may be None."""
     notes: tuple[Any, ...] = ()

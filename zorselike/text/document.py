@@ -43,7 +43,7 @@ class Document:
     def parse(cls, text: str) -> Self:
         """What a text says, validated."""
         with cls.errors():
-            table = {**_parse(text, cls.syntax)}
+            table = {**parse_text(text, cls.syntax)}
             if "version" not in table:
                 key = "version =" if cls.syntax == "TOML" else '"version":'
                 raise FileError(f"version is missing; begin with {key} {cls.version}")
@@ -80,7 +80,8 @@ class Document:
             raise cls.error(f"{where}{error}") from None
 
 
-def _parse(text: str, syntax: str) -> Mapping[str, Any]:
+def parse_text(text: str, syntax: Literal["TOML", "JSON"]) -> Mapping[str, Any]:
+    """The table that a text says; raises `FileError`."""
     try:
         return read_table(tomllib.loads(text) if syntax == "TOML" else json.loads(text), "the file")
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:

@@ -61,9 +61,14 @@ def read_rate(value: object, where: str) -> float:
     return parsed
 
 
+def parse_time(text: str) -> float | None:
+    """Seconds of `10us`; None if the text is no time."""
+    return _parse(text, _TIMES)
+
+
 def read_time(value: object, where: str) -> float:
     """Seconds; `FileError` for what is no time."""
-    parsed = _parse(value, _TIMES) if isinstance(value, str) else None
+    parsed = parse_time(value) if isinstance(value, str) else None
     if parsed is None:
         raise FileError(f'{where} is {show_value(value)}; write a time with its unit, such as "10us"')
     return parsed

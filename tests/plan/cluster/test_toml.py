@@ -152,7 +152,7 @@ def test_copies_are_numbered_from_where_one_says() -> None:
         ('"39GiB"', '"0GiB"', "node big-0: device_memory[0] is 0B; write what the machine has"),
         ('"256GiB"', "256", 'nodes[0].host_memory is 256; write a size with its unit, such as "256GiB"'),
         ('"256GiB"', '"-1GiB"', "node big-0: host_memory is -1GiB; write what"),
-        ("14.5", "-1", "node big-0: price_per_hour is -1; give a finite number, 0 or more"),
+        ("14.5", "-1", "node big-0: price_per_hour is -1.0; give a finite number, 0 or more"),
         ("14.5", "nan", "node big-0: price_per_hour is nan"),
         ("14.5", "'14.5 USD'", "nodes[0].price_per_hour is '14.5 USD'; it must be a number"),
         (

@@ -39,6 +39,7 @@ from zorselike.runtime.processes.world import (
     describe_process,
     gather_world,
 )
+from zorselike.text.units import parse_time
 from zorselike.text.wording import count, list_few
 from zorselike.train.auto.files import (
     AutoFiles,
@@ -47,7 +48,7 @@ from zorselike.train.auto.files import (
     name_written_plan,
     put_unfitting_aside,
 )
-from zorselike.train.config.config import Config, plan_budget_s
+from zorselike.train.config.config import Config
 from zorselike.train.config.param_dtype import find_param_dtype
 from zorselike.train.data.loading_work import loading_rows
 from zorselike.train.world import World
@@ -221,7 +222,7 @@ def _plan_and_write(config: Config, workload: Workload, files: AutoFiles) -> dic
 
 def _search(config: Config, problem: PlanProblem) -> Plan:
     """The best plan found in time; raises `NothingFitsError`."""
-    budget_s = plan_budget_s(config.hetero)
+    budget_s = parse_time(config.hetero.plan_budget)
     assert budget_s is not None, "check_config has seen it"
     answer = search_plans(
         problem, budget_s=budget_s, top=1, seed=config.debug.seed, on_progress=_make_teller()

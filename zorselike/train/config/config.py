@@ -8,16 +8,30 @@ no place here, with what takes their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
 
 from zorselike.errors import ClusterError, ConfigError, FileError, PlanError, ProfileError
 from zorselike.plan.plan import Plan
-from zorselike.text.units import read_time
+from zorselike.text.annotations import Must, Natural, Positive, at_least
+from zorselike.text.dataclass_tables import check_dataclass
+from zorselike.text.units import parse_time
 
 USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 """What a user can mend; each is one line."""
+
+AUTO = "auto"
+"""In place of a plan file: measure what is missing, plan, and train."""
+
+NotNegative = Annotated[float, at_least(0)]
+Share = Annotated[float, Must(lambda share: 0 <= share <= 1, "give one from 0 to 1")]
+Beta = Annotated[float, Must(lambda beta: 0 <= beta < 1, "give one from 0 to below 1")]
+Budget = Annotated[str, Must(lambda text: (parse_time(text) or 0) > 0, 'write seconds, such as "30s"')]
+A_PLAN = Must(bool, f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"')
+NO_CHECKPOINTS = Must(
+    lambda enabled: not enabled,
+    "checkpoints are not there yet; set it to false, and the run trains without them",
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +60,13 @@ class Model:
 
 @dataclass(frozen=True)
 class DataLoader:
-    num_workers: int = 1
+    num_workers: Natural = 1
     """Processes per rank that read rows ahead; 0 reads in the training process."""
 
     pin_memory: bool = False
     """Hand rows over in pinned memory, from which copies to a GPU run in the background."""
 
-    prefetch_factor: int | None = None
+    prefetch_factor: Positive | None = None
     """Batches that each worker reads ahead; 2 unless given. Only with `num_workers` > 0."""
 
 
@@ -71,14 +85,14 @@ class Training:
     """Rows per optimizer step. The plan says it; if given here, it must be the plan's. Needed where the
     plan is `auto`."""
 
-    seq_len: int = 2048
+    seq_len: Positive = 2048
     """Tokens per row."""
 
-    max_norm: float = 1.0
+    max_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 clips nothing, so that ministages update at once (not so in
     float16)."""
 
-    steps: int = 10000
+    steps: Positive = 10000
     """Optimizer steps to run."""
 
     mixed_precision_param: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
@@ -89,7 +103,7 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are reduced."""
 
-    gc_freq: int = 50
+    gc_freq: Natural = 50
     """Steps between Python garbage collections, so that ranks collect together; 0: Python's own rule."""
 
     dataloader: DataLoader = field(default_factory=DataLoader)
@@ -101,19 +115,19 @@ class Optimizer:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Which optimizer; norms and biases are never decayed."""
 
-    lr: float = 8e-4
+    lr: NotNegative = 8e-4
     """Highest learning rate of the schedule."""
 
-    beta1: float = 0.9
+    beta1: Beta = 0.9
     """Decay of the running mean of gradients."""
 
-    beta2: float = 0.95
+    beta2: Beta = 0.95
     """Decay of the running mean of squared gradients."""
 
-    eps: float = 1e-8
+    eps: NotNegative = 1e-8
     """Added to the denominator."""
 
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Decay of weights, not of norms and biases."""
 
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -122,26 +136,26 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    warmup_steps: int = 200
+    warmup_steps: Natural = 200
     """Steps in which the learning rate rises to `optimizer.lr`."""
 
-    total_steps: int | None = None
+    total_steps: Positive | None = None
     """Length of the schedule if it is not `training.steps`, so that a short run keeps a long one's curve."""
 
-    decay_ratio: float | None = None
+    decay_ratio: Share | None = None
     """Share of the steps, at the end, in which the rate decays (warm-up, stable, decay).
     Unless given, it decays from the end of the warm-up on."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay; `cosine` without `decay_ratio` is the usual cosine schedule."""
 
-    min_lr_factor: float = 0.0
+    min_lr_factor: Share = 0.0
     """The decay ends at this share of `optimizer.lr`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = False
+    enable: Annotated[bool, NO_CHECKPOINTS] = False
     """Checkpoints are not there yet: `true` is refused."""
 
 
@@ -165,7 +179,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Metrics:
-    log_freq: int = 10
+    log_freq: Positive = 10
     """Steps between log lines and between TensorBoard points; the first step is always logged."""
 
     enable_tensorboard: bool = True
@@ -192,22 +206,22 @@ class Profiling:
     profile_freq: int = 10
     """Steps from one trace to the next."""
 
-    profiler_active: int = 1
+    profiler_active: Positive = 1
     """Steps in one trace."""
 
-    profiler_warmup: int = 3
+    profiler_warmup: Natural = 3
     """Steps for which the profiler runs before each trace, unrecorded."""
 
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: int = 300
+    init_timeout_seconds: Positive = 300
     """Seconds that ranks wait for each other at the start."""
 
 
 @dataclass(frozen=True)
 class Debug:
-    seed: int = 0
+    seed: Natural = 0
     """Seeds weights, dropout and the order of the data."""
 
     deterministic: bool = False
@@ -217,13 +231,9 @@ class Debug:
     """With `deterministic`: warn where an operation has no deterministic kernel."""
 
 
-AUTO = "auto"
-"""In place of a plan file: measure what is missing, plan, and train."""
-
-
 @dataclass(frozen=True)
 class Hetero:
-    plan: str = ""
+    plan: Annotated[str, A_PLAN] = ""
     """The plan file: which rank computes which rows of which layers. `auto`: the devices that run are
     measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it."""
 
@@ -235,7 +245,7 @@ class Hetero:
     """With `plan = "auto"`: the cluster file to plan with, written if it is not there.
     Unless given, it is kept beside the plan."""
 
-    plan_budget: str = "30s"
+    plan_budget: Budget = "30s"
     """With `plan = "auto"`: how long to look for a better plan, at most."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -265,10 +275,35 @@ class Config:
 
 def check_config(config: Config) -> None:
     """Raises `ConfigError` for the first value that no run can use, naming section, key and mend."""
-    for key, value, is_good, expected in _rules(config):
-        if not is_good:
-            section, _, name = key.rpartition(".")
-            raise ConfigError(f"[{section}] {name} = {value}: {expected}")
+    try:
+        for section in fields(Config):
+            check_dataclass(getattr(config, section.name), f"[{section.name}] ")
+    except FileError as error:
+        raise ConfigError(str(error)) from None
+    if config.compile.enable and not config.compile.components:
+        raise ConfigError('[compile] components = []: with enable = true say what to compile: ["model"]')
+    loader, profiling, hetero = config.training.dataloader, config.profiling, config.hetero
+    if loader.prefetch_factor is not None and loader.num_workers == 0:
+        raise ConfigError(
+            f"[training] dataloader.prefetch_factor = {loader.prefetch_factor}: needs num_workers >= 1"
+        )
+    least = profiling.profiler_active + profiling.profiler_warmup
+    if profiling.profile_freq < least:
+        raise ConfigError(
+            f"[profiling] profile_freq = {profiling.profile_freq}: must be at least profiler_active + "
+            f"profiler_warmup = {least}"
+        )
+    if hetero.plan == AUTO and config.training.global_batch_size < 1:
+        raise ConfigError(
+            f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
+            f'has, since [hetero] plan = "{AUTO}" has no plan that says it'
+        )
+    for key in ("profile", "cluster"):
+        if hetero.plan != AUTO and getattr(hetero, key):
+            raise ConfigError(
+                f'[hetero] {key} = "{getattr(hetero, key)}": is for plan = "{AUTO}"; remove it, or plan '
+                "that way"
+            )
 
 
 def load_plan(config: Config) -> Plan | None:
@@ -303,87 +338,3 @@ def check_against_plan(config: Config, plan: Plan) -> None:
                 f'of the plan {plan_path} has recompute = "{group.recompute}": set recompute = "{wanted}" '
                 'there, or mode = "plan" here'
             )
-
-
-def plan_budget_s(hetero: Hetero) -> float | None:
-    """Seconds of `plan_budget`; None if it is no time."""
-    try:
-        return read_time(hetero.plan_budget, "plan_budget")
-    except FileError:
-        return None
-
-
-_Rule = tuple[str, object, bool, str]
-"""`(section.key, value, whether it is good, what is expected)`."""
-
-
-def _rules(config: Config) -> Iterator[_Rule]:
-    """Every rule."""
-    training, loader, scheduler = config.training, config.training.dataloader, config.lr_scheduler
-    yield from _rules_of_planning(config)
-    if config.checkpoint.enable:
-        mend = "checkpoints are not there yet; set it to false, and the run trains without them"
-        yield "checkpoint.enable", "true", False, mend
-    if config.compile.enable and not config.compile.components:
-        yield "compile.components", "[]", False, 'with enable = true say what to compile: ["model"]'
-    for key, count, least in (
-        ("training.steps", training.steps, 1),
-        ("training.seq_len", training.seq_len, 1),
-        ("training.gc_freq", training.gc_freq, 0),
-        ("training.dataloader.num_workers", loader.num_workers, 0),
-        ("lr_scheduler.warmup_steps", scheduler.warmup_steps, 0),
-        ("metrics.log_freq", config.metrics.log_freq, 1),
-        ("profiling.profiler_active", config.profiling.profiler_active, 1),
-        ("profiling.profiler_warmup", config.profiling.profiler_warmup, 0),
-        ("comm.init_timeout_seconds", config.comm.init_timeout_seconds, 1),
-        ("debug.seed", config.debug.seed, 0),
-    ):
-        yield key, count, count >= least, f"must be at least {least}"
-    for key, number in (
-        ("training.max_norm", training.max_norm),
-        ("optimizer.lr", config.optimizer.lr),
-        ("optimizer.eps", config.optimizer.eps),
-        ("optimizer.weight_decay", config.optimizer.weight_decay),
-    ):
-        yield key, number, number >= 0, "must not be negative"
-    for key, beta in (
-        ("optimizer.beta1", config.optimizer.beta1),
-        ("optimizer.beta2", config.optimizer.beta2),
-    ):
-        yield key, beta, 0 <= beta < 1, "must be in [0, 1)"
-    ratio = scheduler.decay_ratio
-    yield "lr_scheduler.decay_ratio", ratio, ratio is None or 0 <= ratio <= 1, "must be in [0, 1]"
-    floor = scheduler.min_lr_factor
-    yield "lr_scheduler.min_lr_factor", floor, 0 <= floor <= 1, "must be in [0, 1]"
-    total = scheduler.total_steps
-    yield "lr_scheduler.total_steps", total, total is None or total >= 1, "must be at least 1"
-    ahead = loader.prefetch_factor
-    is_good = ahead is None or (ahead >= 1 and loader.num_workers > 0)
-    yield (
-        "training.dataloader.prefetch_factor",
-        ahead,
-        is_good,
-        "must be at least 1, and needs num_workers >= 1",
-    )
-    profiling = config.profiling
-    least = profiling.profiler_active + profiling.profiler_warmup
-    mend = f"must be at least profiler_active + profiler_warmup = {least}"
-    yield "profiling.profile_freq", profiling.profile_freq, profiling.profile_freq >= least, mend
-
-
-def _rules_of_planning(config: Config) -> Iterator[_Rule]:
-    """What `[hetero]` asks for."""
-    hetero, size = config.hetero, config.training.global_batch_size
-    if not hetero.plan:
-        mend = 'name a plan file, for example recipes/debug_cpu.plan.toml, or write "auto"'
-        yield "hetero.plan", '""', False, mend
-    budget_s = plan_budget_s(hetero)
-    is_good = budget_s is not None and budget_s > 0
-    yield "hetero.plan_budget", f'"{hetero.plan_budget}"', is_good, 'write seconds, such as "30s"'
-    if hetero.plan == AUTO:
-        mend = f'say how many rows a step has, since [hetero] plan = "{AUTO}" has no plan that says it'
-        yield "training.global_batch_size", size, size >= 1, mend
-        return
-    for key in ("profile", "cluster"):
-        value, mend = getattr(hetero, key), f'is for plan = "{AUTO}"; remove it, or plan that way'
-        yield f"hetero.{key}", f'"{value}"', not value, mend

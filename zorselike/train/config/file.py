@@ -6,19 +6,20 @@ command runs.
 
 from __future__ import annotations
 
-import difflib
 import sys
-import tomllib
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from zorselike.errors import ConfigError
+from zorselike.errors import ConfigError, FileError
+from zorselike.text.dataclass_tables import list_keys, read_dataclass
+from zorselike.text.document import parse_text
+from zorselike.text.files import read_text
 from zorselike.text.toml import format_table
+from zorselike.text.wording import suggest
 from zorselike.train.config.config import AUTO, Config, check_config
-from zorselike.train.config.titan_keys import REFUSED_KEYS, REFUSED_SECTIONS, REFUSED_VALUES, refusal
+from zorselike.train.config.titan_keys import REFUSED_VALUES, refusal
 
 _PATH_KEYS = (
     ("hetero", "plan"),
@@ -83,18 +84,24 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: Naming file, section and key of what is unknown, refused or mistyped.
     """
-    path = Path(path)
+    path, sections = Path(path), {}
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give the recipe by --config"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from error
-    for name in table:
-        _check_section(name, table[name], path)
-    config: Config = _build(Config, table, path=path, section="")
+        for name, table in parse_text(read_text(path, "recipe"), "TOML").items():
+            if reason := refusal(name):
+                raise FileError(f"[{name}] is a TorchTitan section without a place here: {reason}")
+            if not isinstance(table, dict):
+                raise FileError(
+                    f"{name} stands outside of any section; write it below one, such as [training]"
+                )
+            if name not in list_keys(Config):
+                hint = suggest(name, list_keys(Config)) or f"; there are {', '.join(list_keys(Config))}"
+                raise FileError(f"[{name}] is not a section{hint}")
+            section = getattr(Config(), name)
+            _refuse_keys(table, section, name)
+            sections[name] = read_dataclass(type(section), table, f"[{name}] ")
+    except FileError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    config = Config(**sections)
     return _resolve_paths(config, path.parent)
 
 
@@ -147,89 +154,22 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
 # -- TOML into dataclasses -------------------------------------------------------------------
 
 
-def _check_section(name: str, value: object, path: Path) -> None:
-    valid = [field.name for field in fields(Config)]
-    if name in REFUSED_SECTIONS:
-        raise ConfigError(
-            f"{path}: [{name}] is a TorchTitan section without a place here: {REFUSED_SECTIONS[name]}"
-        )
-    if name not in valid:
-        kind = (
-            f"[{name}]: no such section"
-            if isinstance(value, dict)
-            else f"{name}: stands outside of any section"
-        )
-        raise ConfigError(f"{path}: {kind}; {_suggest(name, valid, 'sections')}")
-
-
-def _build(cls: Any, table: Mapping[str, Any], *, path: Path, section: str) -> Any:
-    """A dataclass from a TOML table, every key known and of its type."""
-    hints = get_type_hints(cls)
-    valid = [field.name for field in fields(cls)]
-    values: dict[str, Any] = {}
+def _refuse_keys(table: Mapping[str, Any], section: object, name: str) -> None:
+    """Names what takes the place of a key or value of TorchTitan, and the section that a key belongs to."""
     for key, value in table.items():
-        inner = f"{section}.{key}" if section else key
-        if key not in valid:
-            raise ConfigError(_describe_unknown(section, key, valid, path))
-        if is_dataclass(hints[key]):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path}: {inner} = {value!r} must be a section, [{inner}]")
-            values[key] = _build(hints[key], value, path=path, section=inner)
-        else:
-            values[key] = _convert(hints[key], value, path=path, section=section, key=key)
-    return cls(**values)
-
-
-def _describe_unknown(section: str, key: str, valid: Sequence[str], path: Path) -> str:
-    reason = REFUSED_KEYS.get(section, {}).get(key)
-    if reason is not None:
-        return f"{path}: [{section}] {key} is a TorchTitan key without a place here: {reason}"
-    elsewhere = [
-        field.name
-        for field in fields(Config)
-        if field.name != section and key in get_type_hints(get_type_hints(Config)[field.name])
-    ]
-    if elsewhere:
-        homes = " and ".join(f"[{name}]" for name in elsewhere)
-        return f"{path}: [{section}] {key}: no such key; {key} is a key of {homes}"
-    return f"{path}: [{section}] {key}: no such key; {_suggest(key, valid, 'keys')}"
-
-
-def _suggest(name: str, valid: Sequence[str], kind: str) -> str:
-    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"the nearest is {nearest[0]}" if nearest else f"the {kind} are {', '.join(sorted(valid))}"
-
-
-def _convert(hint: Any, value: Any, *, path: Path, section: str, key: str) -> Any:
-    """The value if it is of the key's type; an integer serves where a float is expected."""
-    shown = (
-        f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else value
-    )
-    where = f"{path}: [{section}] {key} = {shown}"
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where}: must be a list")
-        return tuple(
-            _convert(get_args(hint)[0], entry, path=path, section=section, key=key) for entry in value
-        )
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        if value in choices:
-            return value
-        refused = REFUSED_VALUES.get(f"{section}.{key}", {}).get(str(value))
-        if refused is not None:
-            raise ConfigError(f"{where}: {refused}")
-        expected = " or ".join(f'"{choice}"' for choice in choices)
-        raise ConfigError(f"{where}: must be {expected}")
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if hint is float and (is_int or isinstance(value, float)):
-        return float(value)
-    if (hint is int and is_int) or (hint in (bool, str) and isinstance(value, hint)):
-        return value
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    raise ConfigError(f"{where}: must be {names[hint]}")
+        if reason := refusal(name, key):
+            raise FileError(f"[{name}] {key} is a TorchTitan key without a place here: {reason}")
+        homes = [home.name for home in fields(Config) if key in list_keys(type(getattr(Config(), home.name)))]
+        if homes and not hasattr(section, key):
+            raise FileError(
+                f"[{name}] {key} is not a key; {key} is one of {' and '.join(f'[{home}]' for home in homes)}"
+            )
+        refused = REFUSED_VALUES.get(f"{name}.{key}", {})
+        for item in value if isinstance(value, list) else [value]:
+            if str(item) in refused:
+                raise FileError(f'[{name}] {key} = "{item}": {refused[str(item)]}')
+        if isinstance(value, dict) and hasattr(section, key):
+            _refuse_keys(value, getattr(section, key), f"{name}.{key}")
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
