@@ -22,13 +22,14 @@ from made_up_sailor import (
 )
 from paper_data import DATA, needs_data
 
+from tools.papers.sailor.allocate import allocate
 from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorPlan, SailorStage
 from tools.papers.sailor.cases import CASES, Case, answer
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.pipelines import Quotas, make_problems, to_sailor_plan
 from tools.papers.sailor.planning import format_plan
 from zorselike.errors import ClusterError, ConfigError
-from zorselike.planner.pipelines.allocation import AllocationGoal, allocate
+from zorselike.planner.pipelines.allocation import AllocationGoal
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal, allocate
+from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal
 
+from .allocate import allocate
 from .arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
 from .pipelines import TENSOR_PARALLEL, Quotas, make_problems, to_sailor_plan
 

@@ -61,10 +61,10 @@ def _describe(candidate: CandidatePlan, name: Callable[[int], tuple[Any, ...]]) 
     """A device by itself does the same in all ZeRO stages."""
     groups = [
         (
-            tuple(sorted(map(name, own.devices))),
-            own.mode.zero if len(own.devices) > 1 else 0,
-            own.mode.recompute,
+            tuple(sorted(map(name, group.devices))),
+            group.mode.zero if len(group.devices) > 1 else 0,
+            group.mode.recompute,
         )
-        for own in candidate.groups
+        for group in candidate.groups
     ]
     return (*groups, candidate.bounds_in_flight)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
 
@@ -69,54 +68,54 @@ class Clock:
         return max(self.compute, self.update)
 
 
-def run_step(
-    candidate: CandidatePlan,
-    workers: Sequence[Worker],
-    works: Sequence[Work],
-    sends: Sequence[float],
-    clocks: Sequence[Clock],
-    lowest_backward: int,
-    *,
-    defers: bool,
-) -> None:
+@dataclass(frozen=True)
+class StepWork:
+    """One step of a candidate, in seconds."""
+
+    owners: Sequence[int]
+    """The group of each ministage."""
+    workers: Sequence[Worker]
+    works: Sequence[Work]
+    sends: Sequence[float]
+    """Of each boundary before a ministage, all rows over it one way."""
+    lowest_backward: int
+    """The first ministage that has a backward."""
+    defers: bool
+    """Whether updates wait until all gradients are there."""
+
+    def update_together(self, clocks: Sequence[Clock]) -> None:
+        """All updates, once all gradients are there."""
+        everyone = max(clock.compute for clock in clocks)
+        for clock in clocks:
+            clock.compute = everyone
+        for i in range(len(self.works) - 1, self.lowest_backward - 1, -1):
+            g = self.owners[i]
+            update(self.workers[g], self.works[i], clocks[g], i)
+
+
+def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     """One step, from where each group is."""
     for clock in clocks:
         clock.compute = clock.update = clock.end
         clock.before = clock.compute
-    last = candidate.num_ministages - 1
+    last = len(step.works) - 1
     arrivals: list[float] | None = None
     for i in range(last + 1):
-        g = candidate.owners[i]
-        done = _run_phase(workers[g], works[i], clocks[g], i, arrivals, forward=True)
-        arrivals = done if i == last else _send(done, sends[i + 1])
+        g = step.owners[i]
+        done = _run_phase(step.workers[g], step.works[i], clocks[g], i, arrivals, forward=True)
+        arrivals = done if i == last else _send(done, step.sends[i + 1])
     arrivals = None
-    for i in range(last, lowest_backward - 1, -1):
-        g = candidate.owners[i]
-        worker, work, clock = workers[g], works[i], clocks[g]
+    for i in range(last, step.lowest_backward - 1, -1):
+        g = step.owners[i]
+        worker, work, clock = step.workers[g], step.works[i], clocks[g]
         done = _run_phase(worker, work, clock, i, arrivals, forward=False)
-        arrivals = _send(done, sends[i]) if i else None
+        arrivals = _send(done, step.sends[i]) if i else None
         if worker.zero != 3:
             clock.compute += worker.num_reductions * work.reduce_s
-        if not defers:
+        if not step.defers:
             update(worker, work, clock, i)
-    if defers:
-        update_together(candidate, workers, works, clocks, lowest_backward)
-
-
-def update_together(
-    candidate: CandidatePlan,
-    workers: Sequence[Worker],
-    works: Sequence[Work],
-    clocks: Sequence[Clock],
-    lowest_backward: int,
-) -> None:
-    """Once all gradients are there."""
-    everyone = max(clock.compute for clock in clocks)
-    for clock in clocks:
-        clock.compute = everyone
-    for i in range(candidate.num_ministages - 1, lowest_backward - 1, -1):
-        g = candidate.owners[i]
-        update(workers[g], works[i], clocks[g], i)
+    if step.defers:
+        step.update_together(clocks)
 
 
 def _run_phase(
@@ -129,14 +128,14 @@ def _run_phase(
     forward: bool,
 ) -> list[float]:
     """All microbatches of a ministage one way; when each is done."""
-    microbatches_per_device = worker.microbatches_per_device
+    number = worker.microbatches_per_device
     compute_s = work.forward_s if forward else work.backward_s
     beside_s = work.gather_s
     gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
     if worker.zero == 3:
-        beside_s = microbatches_per_device * (work.gather_s + (0.0 if forward else work.reduce_s))
+        beside_s = number * (work.gather_s + (0.0 if forward else work.reduce_s))
         compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
-        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / microbatches_per_device
+        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / number
     elif worker.overlap_slowdown > 1 and gathers:
         compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
     first = all_there = 0.0
@@ -149,11 +148,11 @@ def _run_phase(
         first = max(clock.before, clock.shards[ministage]) + work.load_s
     clock.before = clock.compute
     at = max(clock.compute, first)
-    each_s = compute_s / microbatches_per_device
-    stash_s = 0.0 if worker.accumulates else work.stash_s / microbatches_per_device
+    each_s = compute_s / number
+    stash_s = 0.0 if worker.accumulates else work.stash_s / number
     done: list[float] = []
     copied: list[float] = []
-    for r in range(microbatches_per_device):
+    for r in range(number):
         if stash_s and not forward:
             earlier = done[r - COPIES_IN_FLIGHT] if r >= COPIES_IN_FLIGHT else clock.before
             clock.load = max(clock.load, earlier) + stash_s
@@ -161,7 +160,7 @@ def _run_phase(
         elif stash_s and r >= COPIES_IN_FLIGHT:
             at = max(at, copied[r - COPIES_IN_FLIGHT])
         if arrivals is not None:
-            needed = -(-(r + 1) * len(arrivals) // microbatches_per_device) - 1
+            needed = -(-(r + 1) * len(arrivals) // number) - 1
             at = max(at, arrivals[needed])
         at += each_s
         if r == 0:

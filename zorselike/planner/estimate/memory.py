@@ -12,7 +12,7 @@ the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -88,6 +88,10 @@ class RankMemory:
             self._limits[device] = find_memory_bytes(cluster, cluster.places[device])
         limit = self._limits[device]
         return limit if limit is None or self.scale == 1 else round(limit * self.scale)
+
+    def known_limits(self, devices: Iterable[int]) -> list[int]:
+        """Memory of those devices of which it is known."""
+        return [limit for limit in map(self.limit_bytes, devices) if limit is not None]
 
     def host_limit_bytes(self, node: int) -> int | None:
         """Memory of a node's host; None where it is not known."""

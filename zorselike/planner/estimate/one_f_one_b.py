@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zorselike.planner.candidate.candidate import CandidatePlan
-from zorselike.planner.estimate.forward_first import Clock, Work, Worker, update, update_together
+from zorselike.planner.estimate.forward_first import Clock, StepWork, Work, Worker, update
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.orders.in_flight import Computation
 
@@ -49,23 +48,14 @@ class _Stage:
     """In its order."""
 
 
-def run_step_in_flight(
-    candidate: CandidatePlan,
-    workers: Sequence[Worker],
-    works: Sequence[Work],
-    sends: Sequence[float],
-    clocks: Sequence[Clock],
-    orders: Sequence[Order],
-    lowest_backward: int,
-    *,
-    defers: bool,
-) -> None:
+def run_step_in_flight(step: StepWork, orders: Sequence[Order], clocks: Sequence[Clock]) -> None:
     """One step of groups that have a ministage each, from where each group is."""
     stages = []
-    for i, (worker, work, clock) in enumerate(zip(workers, works, clocks, strict=True)):
+    for i, (worker, work, clock) in enumerate(zip(step.workers, step.works, clocks, strict=True)):
         begin = clock.compute = clock.update = clock.end
         clock.before = begin
         gathers = worker.zero in (1, 2) and work.gather_s > 0
+        sends = [seconds / worker.microbatches_per_device for seconds in step.sends[i : i + 2]]
         stages.append(
             _Stage(
                 order=orders[i],
@@ -73,21 +63,21 @@ def run_step_in_flight(
                 backward_s=_microbatch_s(worker, work, forward=False),
                 ready_s=begin + gathers * work.first_unit * work.gather_s,
                 gathered_s=begin + gathers * work.gather_s,
-                send_forward_s=sends[i + 1] / worker.microbatches_per_device if i + 1 < len(sends) else 0.0,
-                send_backward_s=sends[i] / worker.microbatches_per_device if i > lowest_backward else 0.0,
+                send_forward_s=sends[1] if i + 1 < len(step.sends) else 0.0,
+                send_backward_s=sends[0] if i > step.lowest_backward else 0.0,
             )
         )
     _run_stages(stages)
     for clock, stage in zip(clocks, stages, strict=True):
         clock.compute = stage.ready_s
-    for i in range(lowest_backward, candidate.num_ministages):
-        worker, work, clock = workers[i], works[i], clocks[i]
+    for i in range(step.lowest_backward, len(step.works)):
+        worker, work, clock = step.workers[i], step.works[i], clocks[i]
         if worker.zero != 3 and worker.num_reductions == 1:
             clock.compute += work.reduce_s
-        if not defers:
+        if not step.defers:
             update(worker, work, clock, i)
-    if defers:
-        update_together(candidate, workers, works, clocks, lowest_backward)
+    if step.defers:
+        step.update_together(clocks)
 
 
 def _run_stages(stages: Sequence[_Stage]) -> None:

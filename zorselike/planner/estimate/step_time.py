@@ -23,7 +23,7 @@ from zorselike.plan.plan import Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
-from zorselike.planner.estimate.forward_first import Clock, Work, Worker, run_step
+from zorselike.planner.estimate.forward_first import Clock, StepWork, Work, Worker, run_step
 from zorselike.planner.estimate.one_f_one_b import Order, run_step_in_flight
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import NUM_STEPS
@@ -59,52 +59,44 @@ class StepTimeEstimate:
 
     def estimate_s(self, candidate: CandidatePlan) -> float:
         """Seconds of a step in a steady run."""
-        workers = [self._make_worker(group, candidate.accumulates) for group in candidate.groups]
-        works = [self._measure(candidate, i) for i in range(candidate.num_ministages)]
-        sends = self._measure_sends(candidate)
-        lowest = self._lowest_backward(candidate)
+        step = StepWork(
+            owners=candidate.owners,
+            workers=[self._make_worker(group, candidate.accumulates) for group in candidate.groups],
+            works=[self._measure(candidate, i) for i in range(candidate.num_ministages)],
+            sends=self._measure_sends(candidate),
+            lowest_backward=self._lowest_backward(candidate),
+            defers=self._problem.defer_updates,
+        )
         ties_s = self._measure_ties(candidate)
-        orders = self._order_in_flight(candidate, lowest) if candidate.bounds_in_flight else None
-        defers = self._problem.defer_updates
-        clocks = [Clock() for _ in workers]
+        orders = self._order_in_flight(candidate, step.lowest_backward)
+        clocks = [Clock() for _ in step.workers]
         ended = began = 0.0
         for _ in range(NUM_STEPS):
             began = ended
-            if orders is not None:
-                run_step_in_flight(candidate, workers, works, sends, clocks, orders, lowest, defers=defers)
+            if orders is None:
+                run_step(step, clocks)
             else:
-                run_step(candidate, workers, works, sends, clocks, lowest, defers=defers)
+                run_step_in_flight(step, orders, clocks)
             ended = max(clock.end for clock in clocks) + ties_s
             if ties_s:
                 for clock in clocks:
                     clock.compute = ended
         return ended - began
 
-    def _order_in_flight(self, candidate: CandidatePlan, lowest_backward: int) -> list[Order]:
-        """What each group computes in turn, and what its microbatches wait for, which depends on rows alone,
-        and on what a backward takes."""
-        key = (
-            tuple(
-                (own.devices, own.sizes, own.max_in_flight, own.mode.recompute) for own in candidate.groups
-            ),
-            lowest_backward,
-        )
+    def _order_in_flight(self, candidate: CandidatePlan, lowest_backward: int) -> list[Order] | None:
+        """What each group computes in turn, and what its microbatches wait for, which depends on rows alone
+        and on what a backward takes; None where all is forward first."""
+        if not candidate.bounds_in_flight:
+            return None
+        rows = tuple((g.devices, g.sizes, g.max_in_flight, g.mode.recompute) for g in candidate.groups)
+        key = rows, lowest_backward
         if key not in self._orders:
-            self._orders[key] = self._find_orders(candidate)
+            plan = make_plan(candidate, self._problem, self._table)
+            needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
+            forward, backward = [(), *(n.forward for n in needs)], [*(n.backward for n in needs), ()]
+            computations = order_in_flight(self._problem.setting.make_spec(plan))
+            self._orders[key] = [*map(Order, computations, forward, backward)]
         return self._orders[key]
-
-    def _find_orders(self, candidate: CandidatePlan) -> list[Order]:
-        plan = make_plan(candidate, self._problem, self._table)
-        orders = order_in_flight(self._problem.setting.make_spec(plan))
-        needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
-        return [
-            Order(
-                order,
-                needs[g - 1].forward if g else (),
-                needs[g].backward if g < len(needs) else (),
-            )
-            for g, order in enumerate(orders)
-        ]
 
     def _lowest_backward(self, candidate: CandidatePlan) -> int:
         for i in range(candidate.num_ministages):

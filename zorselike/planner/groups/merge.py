@@ -23,13 +23,13 @@ def merge_by_bandwidth(bandwidths: Bandwidths, max_groups: int) -> Iterator[Part
     device types go first, then those that are smallest together, then the first.
     """
     groups, rates = _start(bandwidths)
-    types = [frozenset(bandwidths.blocks[bandwidths.block_of[d]].type for d in own) for own in groups]
+    types = [frozenset(bandwidths.blocks[bandwidths.block_of[d]].type for d in group) for group in groups]
     while True:
         if len(groups) <= max_groups:
             yield sort_groups(groups)
         if not rates.any():
             return
-        a, b = _choose(rates, types, np.array([len(own) for own in groups]))
+        a, b = _choose(rates, types, np.array([len(group) for group in groups]))
         groups[a] += groups[b]
         types[a] |= types[b]
         rates[a] = rates[:, a] = np.minimum(rates[a], rates[b])
@@ -44,7 +44,7 @@ def _start(bandwidths: Bandwidths) -> tuple[list[list[int]], Rates]:
         groups = [[device] for device in bandwidths.devices]
     else:
         groups = [list(block.devices) for block in bandwidths.blocks]
-    rows = [bandwidths.block_of[own[0]] for own in groups]
+    rows = [bandwidths.block_of[group[0]] for group in groups]
     rates: Rates = bandwidths.group_rates[np.ix_(rows, rows)]
     np.fill_diagonal(rates, 0.0)
     return groups, rates

@@ -126,8 +126,11 @@ def _split_by_bytes(
     """A cut that fits where none of the fast ones that were kept does: the one that leaves the fullest group
     most room. To prove that there is none would take for ever where kinds alternate."""
     shares = [
-        replace(own, seconds={kind: own.num_bytes.get(kind, 0.0) / max(own.max_bytes, 1.0) for kind in kinds})
-        for own in groups
+        replace(
+            group,
+            seconds={kind: group.num_bytes.get(kind, 0.0) / max(group.max_bytes, 1.0) for kind in kinds},
+        )
+        for group in groups
     ]
     found = _Search(kinds, owners, shares, FEW_KEPT, 1.0).run()
     return None if found is None else _describe(kinds, owners, groups, found.sizes, is_exact=False)

@@ -158,10 +158,9 @@ class CandidateBuilder:
     def _holds_whole(self, choice: Choice) -> bool:
         """Whether groups with one ministage each could hold the whole model's parameters and nothing else."""
         room = 0.0
-        for own in choice.groups:
-            limits = [self._memory.limit_bytes(device) for device in own.devices]
-            known = [limit for limit in limits if limit is not None]
-            if own.mode.zero == 3 or len(known) < len(limits):
+        for group in choice.groups:
+            known = self._memory.known_limits(group.devices)
+            if group.mode.zero == 3 or len(known) < len(group.devices):
                 return True
             room += max(known)
         return self._problem.workload.num_parameters * self._problem.workload.itemsize <= room
@@ -229,15 +228,18 @@ class CandidateBuilder:
     def _bound(self, groups: list[CandidateGroup], in_flight_factor: float) -> list[CandidateGroup]:
         """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
         factor, and at least what their rows need."""
-        key = (tuple((own.devices, own.sizes, own.mode.recompute) for own in groups), in_flight_factor)
+        key = (
+            tuple((group.devices, group.sizes, group.mode.recompute) for group in groups),
+            in_flight_factor,
+        )
         if key not in self._bounds:
             num_layers, num_groups = len(self._table.keys), len(groups)
             ends = (*range(1, num_groups), num_layers)
-            bounded = tuple(replace(own, max_in_flight=1) for own in groups)
+            bounded = tuple(replace(group, max_in_flight=1) for group in groups)
             plan = make_plan(
                 CandidatePlan(bounded, tuple(range(num_groups)), ends), self._problem, self._table
             )
-            depths = list(accumulate(1 / own.microbatches_per_device for own in reversed(groups)))[::-1]
+            depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
             most = [
                 max(least, math.ceil(in_flight_factor * depth * own.microbatches_per_device - _ROUND_OFF))
                 for own, depth, least in zip(groups, depths, least_in_flight(plan), strict=True)
@@ -314,13 +316,10 @@ class CandidateBuilder:
                     seconds[key] += times_reduced * each
         if group.mode.offload:
             seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
-        limits = [self._memory.limit_bytes(device) for device in group.devices]
-        known = [limit for limit in limits if limit is not None]
-        if not known:
-            return GroupCosts(seconds)
         tightest = self._tightest(group)
         limit = self._memory.limit_bytes(group.devices[tightest])
-        assert limit is not None
+        if limit is None:
+            return GroupCosts(seconds)
         rows = (max if accumulates else sum)(group.held_sizes(tightest) or (0,))
         return GroupCosts(
             seconds,
@@ -360,8 +359,7 @@ class CandidateBuilder:
         needed = min(kind.num_parameters, 2 * typical) * (2 * each.weight + each.gradient)
         layers = 0.0
         for devices in groups:
-            limits = [self._memory.limit_bytes(device) for device in devices]
-            known = [limit for limit in limits if limit is not None]
+            known = self._memory.known_limits(devices)
             layers += max(1.0, _SHARE_FOR_WHOLE * min(known) // needed) if known and needed else math.inf
         return math.ceil(len(self._table.keys) / layers)
 

@@ -131,7 +131,7 @@ class CandidateEnumerator:
         """What speaks against a grouping before it is looked at, in seconds: all gradients of the slowest
         group over its slowest link, and a microbatch's way through each group."""
         speeds = [
-            sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in own) for own in grouping.groups
+            sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in group) for group in grouping.groups
         ]
         model_bytes = self._problem.workload.num_parameters * self._problem.parameter_bytes.gradient
         reduced_s = max(
@@ -145,7 +145,7 @@ class CandidateEnumerator:
         """One decision after the other, then the groups in other orders, and the best of these again."""
         best = self._evaluator.refine(start)
         yield best
-        groups = tuple(own.devices for own in best.choice.groups)
+        groups = tuple(group.devices for group in best.choice.groups)
         if self._problem.fixed.groups is not None or len(groups) == 1:
             return
         orders = order_groups(self._read_bandwidths(devices), groups, max_orders=MOST_ORDERS)
@@ -169,5 +169,5 @@ class CandidateEnumerator:
 
 def _take_best(coarse: list[EstimatedCandidate], number: int) -> list[EstimatedCandidate]:
     """So many of the best, and half as many of those with bounds on microbatches in flight."""
-    in_flight = [own for own in coarse if own.choice.in_flight_factor is not None][: number // 2]
-    return [*coarse[:number], *(own for own in in_flight if own not in coarse[:number])]
+    in_flight = [found for found in coarse if found.choice.in_flight_factor is not None][: number // 2]
+    return [*coarse[:number], *(found for found in in_flight if found not in coarse[:number])]

@@ -107,7 +107,7 @@ class CandidateEvaluator:
         return (
             choice.num_ministages == 1
             and self._problem.fixed.offload is None
-            and any("activations" in own.mode.offload for own in choice.groups)
+            and any("activations" in group.mode.offload for group in choice.groups)
         )
 
     def _may_bound(self, choice: Choice) -> bool:

@@ -48,7 +48,7 @@ class LocalSearch:
         more: dict[object, SimulatedCandidate] = {}
         for found in self._top_k.sort():
             candidate = found.estimated.candidate
-            devices = tuple(own.devices for own in candidate.groups)
+            devices = tuple(group.devices for group in candidate.groups)
             starts.setdefault(devices, found)
             more.setdefault((devices, candidate.num_ministages), found)
         for number, start in enumerate([*starts.values(), *more.values()]):
@@ -140,7 +140,7 @@ class LocalSearch:
         most = min(
             self._problem.global_batch, self._problem.fixed.rows_per_microbatch or self._problem.global_batch
         )
-        return move_rows(candidate, [describe_kinds(own, types, nodes) for own in candidate.groups], most)
+        return move_rows(candidate, [describe_kinds(group, types, nodes) for group in candidate.groups], most)
 
     def _is_possible(self, choice: Choice) -> bool:
         """Whether its groups may be groups, and what is fixed or allowed is kept."""
@@ -149,9 +149,9 @@ class LocalSearch:
             return False
         if not len(choice.groups) <= choice.num_ministages <= len(self._problem.workload.layers):
             return False
-        return all(self._may_be_group(own.devices) for own in choice.groups) and (
+        return all(self._may_be_group(group.devices) for group in choice.groups) and (
             problem.max_devices is None
-            or sum(len(own.devices) for own in choice.groups) <= problem.max_devices
+            or sum(len(group.devices) for group in choice.groups) <= problem.max_devices
         )
 
     def _may_be_group(self, devices: tuple[int, ...]) -> bool:

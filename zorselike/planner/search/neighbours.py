@@ -149,8 +149,8 @@ def change_choice(
     for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
         if len(groups) <= choice.num_ministages + number <= num_layers:
             yield Choice(groups, choice.num_ministages + number)
-    for together in list_microbatch_counts(-(-global_batch // min(len(own.devices) for own in groups))):
-        cut = tuple(replace(own, microbatches_per_device=together) for own in groups)
+    for together in list_microbatch_counts(-(-global_batch // min(len(group.devices) for group in groups))):
+        cut = tuple(replace(group, microbatches_per_device=together) for group in groups)
         steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
         for number in (choice.num_ministages + way * step for step in steps for way in (-1, 1)):
             if len(groups) <= number <= num_layers:

@@ -41,7 +41,7 @@ class SimulatedCandidate(NamedTuple):
 def _put_kinds_first(ordered: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
     """The best with and the best without bounds on microbatches in flight before all others: estimates of the
     two err in different ways."""
-    first = {own.choice.in_flight_factor is None: own for own in reversed(ordered)}
+    first = {candidate.choice.in_flight_factor is None: candidate for candidate in reversed(ordered)}
     return sorted(ordered, key=lambda own: all(own is not other for other in first.values()))
 
 
