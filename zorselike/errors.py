@@ -23,3 +23,7 @@ class FileError(ValueError):
     Only between the functions that read files and those that know whose file it is, which raise one
     of the errors above with the file's name.
     """
+
+
+USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
+"""What a program reports in one line, without a traceback."""

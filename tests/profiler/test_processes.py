@@ -9,8 +9,8 @@ from profiled import free_port, join
 from ranks import RunRanks
 
 from zorselike.errors import ClusterError
-from zorselike.profiler.processes import device_type, find_device
-from zorselike.runtime.processes.world import ProcessInfo
+from zorselike.runtime.processes.device import find_device
+from zorselike.runtime.processes.world import ProcessInfo, device_type
 
 GIB = 2**30
 
@@ -30,13 +30,13 @@ def test_a_device_without_a_name_is_an_error_that_names_the_node() -> None:
 
 
 def test_the_cpu_is_always_there() -> None:
-    assert find_device("cpu").type == "cpu"
+    assert find_device("cpu", without_gpu="").type == "cpu"
 
 
 def describe(rank: int, size: int, port: int) -> Any:
     with join(port, node=["a", "b", "a2"][rank]) as processes:
         first = processes.represents(of=lambda other: processes.infos[other].node[0])
-        return processes.nodes, processes.own_type, processes.share(rank), first
+        return processes.nodes, processes.type, processes.share(rank), first
 
 
 def test_ranks_know_each_other(run_ranks: RunRanks) -> None:

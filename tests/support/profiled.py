@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ from zorselike.models import build_model, get_config, module_names
 from zorselike.models.workload import make_workload
 from zorselike.plan.workload import Workload
 from zorselike.profiler.largest_batch.search import StepJob
-from zorselike.profiler.processes import Processes, join_processes
 from zorselike.runtime.loss import token_cross_entropy
+from zorselike.runtime.processes.processes import Processes, join_processes
 
 TOKENS = 16
 SMALL = {"num_layers": 2, "vocab_size": 64, "max_seq_len": 32}
@@ -57,4 +58,4 @@ def join(port: int, node: str = "") -> AbstractContextManager[Processes]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if node:
         os.environ.update(ZORSELIKE_NODE=node, LOCAL_RANK="0")
-    return join_processes(torch.device("cpu"), timeout_s=30)
+    return join_processes(torch.device("cpu"), timeout=timedelta(seconds=30))

@@ -28,12 +28,12 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.planner.problem import PlanProblem
 from zorselike.profiler.program import timing as program_timing
-from zorselike.runtime.processes.world import ProcessInfo, describe_process, gather_world
+from zorselike.runtime.processes.processes import make_processes
+from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.train import trainer
 from zorselike.train.__main__ import main
 from zorselike.train.auto import plan as auto_plan
 from zorselike.train.config.file import load_config, parse_command_line
-from zorselike.train.world import World
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHORT = (
@@ -271,13 +271,11 @@ def describe_state() -> tuple[object, ...]:
 
 def measure_twice(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
     """What a process is before and after it measured; once before, since some is made once and for good."""
-    control = dist.new_group(backend="gloo")
-    world = World(rank, size, torch.device("cpu"), control=control, timeout=timedelta(seconds=60))
+    processes = make_processes(torch.device("cpu"), timeout=timedelta(seconds=60))
     config = replace(load_config(RECIPES / "auto.toml"))
     config = replace(config, training=replace(config.training, seq_len=16, global_batch_size=2))
-    infos = gather_world(describe_process(world.device))
     shape = registry.get_config("llama", "debug")
-    workload = auto_plan.make_auto_workload(config, shape, infos)
+    workload = auto_plan.make_auto_workload(config, shape, processes.infos)
     program_timing.STEPS_PER_REPEAT = 1
     states = []
     for number in range(2):
@@ -286,10 +284,10 @@ def measure_twice(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
         files = auto_plan.AutoFiles.of(config, None)
         files.make_folders()
         states.append(describe_state())
-        auto_plan._measure(config, shape, workload, files, infos, world)
-        dist.barrier(control)
+        auto_plan._measure(config, shape, workload, files, processes)
+        dist.barrier(processes.control)
     states.append(describe_state())
-    assert {groups for *_, groups, _ in states} == {2}
+    assert {groups for *_, groups, _ in states} == {3}  # The default one, `control` and `alone`.
     return states[1], states[2]
 
 

@@ -15,7 +15,7 @@ from zorselike.text.wording import count
 if TYPE_CHECKING:
     from zorselike.cost.profile import LinkTimes
     from zorselike.profiler.machine.health import Finding
-    from zorselike.profiler.processes import Processes
+    from zorselike.runtime.processes.processes import Processes
 
 _SIZES = (2**16, 2**20, 2**24)
 """Message sizes with which links are tested, in bytes."""
@@ -56,16 +56,14 @@ class Doctor:
             find_problems,
             find_slow_links,
         )
-        from zorselike.profiler.processes import join_processes
+        from zorselike.profiler.processes import read_timeout
+        from zorselike.runtime.processes.processes import join_processes
 
         wanted = self.device
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         with join_processes(
-            torch.device("cpu"),
-            timeout_s=self.timeout,
-            described=torch.device(wanted),
-            name_device=lambda info: info.device_name or info.device,
+            torch.device("cpu"), timeout=read_timeout(self.timeout), described=torch.device(wanted)
         ) as processes:
             own = examine(processes.infos[processes.rank], data=self.data)
             healths = processes.gather(own)

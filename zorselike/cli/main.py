@@ -20,10 +20,10 @@ from zorselike.cli.plan.command import PlanCommand
 from zorselike.cli.profile import ProfileCommand
 from zorselike.cli.show import Show
 from zorselike.cli.simulate import Simulate
-from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.errors import USER_ERRORS
+from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.launcher import report_mistake
 
-_USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 _MAX_WARNINGS = 3
 """How many warnings of one category are printed."""
 _INTERRUPTED = 130
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _plain_warnings():
             command.run()
         sys.stdout.flush()
-    except _USER_ERRORS as error:
+    except USER_ERRORS as error:
         report_mistake(error)
         return 2
     except KeyboardInterrupt:
@@ -96,5 +96,5 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _warn(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # Ranks warn alike.
+    if find_identity().rank == 0:  # Ranks warn alike.
         print(f"warning: {text}", file=sys.stderr, flush=True)

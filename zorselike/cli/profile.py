@@ -93,10 +93,16 @@ class ProfileCommand:
         workload = make_workload(config, sequence_length=self.seq_len, dtype=self.dtype, model=model.name)
         job = self._make_job(model, workload, num_tokens=config.vocab_size)
 
-        from zorselike.profiler.processes import find_device, join_processes
+        from zorselike.profiler.processes import read_timeout
         from zorselike.profiler.session import measure
+        from zorselike.runtime.processes.device import find_device
+        from zorselike.runtime.processes.processes import join_processes
 
-        with join_processes(find_device(self.device), timeout_s=self.timeout) as processes:
+        device = find_device(
+            self.device,
+            without_gpu="--device cuda: torch finds no GPU here; leave it out, or give --device cpu",
+        )
+        with join_processes(device, timeout=read_timeout(self.timeout)) as processes:
             profile = measure(
                 job,
                 processes,

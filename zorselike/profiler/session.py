@@ -18,7 +18,6 @@ from zorselike.profiler.layers.timing import WARMUPS, LayerBench
 from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory, HostMemory
 from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
 from zorselike.profiler.machine.link_pairs import choose_pairs
-from zorselike.profiler.processes import Processes
 from zorselike.profiler.tasks import (
     COLLECTIVES,
     MAX_ROWS,
@@ -30,6 +29,7 @@ from zorselike.profiler.tasks import (
     run_tasks,
     save_once,
 )
+from zorselike.runtime.processes.processes import Processes
 from zorselike.text.wording import count
 
 _SECONDS_OF_OTHERS = 2.0

@@ -28,10 +28,10 @@ from zorselike.profiler.machine.host_link_timing import measure_host_link
 from zorselike.profiler.machine.link_pairs import Pair, choose_pairs
 from zorselike.profiler.machine.link_timing import SIZES as LINK_SIZES
 from zorselike.profiler.machine.link_timing import measure_links
-from zorselike.profiler.processes import Processes
 from zorselike.profiler.program.timing import BetweenSteps, ProgramBench, no_work
 from zorselike.profiler.program.update_timing import measure_update
 from zorselike.runtime.loss import LossFn
+from zorselike.runtime.processes.processes import Processes
 
 Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows", "program"]
 
@@ -184,7 +184,7 @@ class _Measurer:
         return self._represents_type and self._is_wanted(known)
 
     def _is_wanted(self, known: set[str]) -> bool:
-        return self._job.again or self._processes.own_type not in known
+        return self._job.again or self._processes.type not in known
 
     def _sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Those that are not too large; two at least, for a latency and a rate."""
@@ -231,7 +231,7 @@ class _Measurer:
             times: LayerTimes | None = measure_layer(
                 bench,
                 kind=probe.kind,
-                device=self._processes.own_type,
+                device=self._processes.type,
                 dtype=workload.dtype,
                 sequence_length=workload.sequence_length,
                 recompute=setting,
@@ -273,7 +273,7 @@ class _Measurer:
                 return None
             found = measure_update(
                 self._processes.device,
-                type=self._processes.own_type,
+                type=self._processes.type,
                 dtype=self._job.dtype,
                 repeats=self._job.repeats,
                 source=self._source,
@@ -294,7 +294,7 @@ class _Measurer:
                 return None
             found = measure_host_link(
                 self._processes.device,
-                type=self._processes.own_type,
+                type=self._processes.type,
                 repeats=self._job.repeats,
                 source=self._source,
             )
@@ -391,7 +391,7 @@ class _Measurer:
             )
             if search is None:
                 return None
-            pairs: list[tuple[str, Search]] = self._processes.gather((self._processes.own_type, search))
+            pairs: list[tuple[str, Search]] = self._processes.gather((self._processes.type, search))
             return self._profile(zero_batches=make_batches(pairs, self._source))
 
         return Task(MAX_ROWS, is_known, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -51,6 +50,7 @@ from zorselike.runtime.model.boundaries import (
 from zorselike.runtime.model.layer_inputs import InputBytes
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.precision import ParamDtype, choose_dtype, computes_in_fp16
 from zorselike.runtime.result import StepResult, SumOverRanks
 from zorselike.runtime.state import gather_full_state
@@ -73,7 +73,7 @@ class HeteroPipeline:
         unpack: turns the model's output into tensors before `loss_fn` sees it.
         split: `(model, module names) -> nn.Module` for models that need it; "decoder" or "export"
             to insist on one way.
-        device: this rank's device; the CUDA device of LOCAL_RANK where there is one, else the CPU.
+        device: this rank's device; the CUDA device of its local rank where there is one, else the CPU.
         param_dtype: dtype in which layers compute: torch.bfloat16, torch.float16 (with dynamic loss
             scaling), "auto" (fp16 as soon as one card of the job is older than sm_80, else bf16), or
             None for the model's own. Below fp32, shards are in that dtype, reductions are in fp32, and
@@ -111,13 +111,13 @@ class HeteroPipeline:
     ) -> None:
         _check_arguments(max_norm, clip, param_dtype)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-        self.device = _find_device(device)
-        named_device = None if device is None else self.device.type
         if not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group first "
                 "and start the script with torchrun"
             )
+        self.device = _find_device(device)
+        named_device = None if device is None else self.device.type
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
         check_same_weights(model)
         dtype = choose_dtype(param_dtype, processes)
@@ -454,17 +454,13 @@ def _check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype)
 
 
 def _find_device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        found = torch.device(device)
-    elif torch.cuda.is_available():
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    else:
-        found = torch.device("cpu")
-    if found.type == "cuda" and torch.cuda.is_available():
-        if found.index is None:
-            found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    found = None if device is None else torch.device(device)
+    if found is not None and (found.type != "cuda" or not torch.cuda.is_available()):
+        return found  # That there is none is an error of all ranks alike.
+    if found is not None and found.index is not None:
         torch.cuda.set_device(found)
-    return found
+        return found
+    return find_device("auto", without_gpu="", rank=dist.get_rank())
 
 
 def _dropout_seed(seed: int, rank: int) -> int:

@@ -90,3 +90,9 @@ def _split_runs(items: Sequence[T], follows: Callable[[T, T], bool]) -> list[lis
         else:
             runs.append([item])
     return runs
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

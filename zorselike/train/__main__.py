@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from zorselike.errors import USER_ERRORS
 from zorselike.runtime.processes.launcher import report_mistake
-from zorselike.train.config.config import USER_ERRORS, load_plan
+from zorselike.train.config.config import load_plan
 from zorselike.train.config.file import parse_command_line
 
 

@@ -21,6 +21,8 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import Blueprint, draw
 from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.runtime.processes.identity import find_identity
+from zorselike.runtime.processes.processes import Processes
 from zorselike.runtime.result import StepResult
 from zorselike.train.auto.files import AutoFiles, name_written_plan
 from zorselike.train.auto.plan import find_auto_plan
@@ -33,7 +35,7 @@ from zorselike.train.dry_run import describe_planning, describe_run
 from zorselike.train.garbage import collect_garbage_every
 from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
 from zorselike.train.optimizer import build_optimizer_factory
-from zorselike.train.planned_world import narrow_world
+from zorselike.train.processes import agree_on_data, join_job, narrow, set_up_logging
 from zorselike.train.report.estimates import compare_with_estimates
 from zorselike.train.report.memory_notes import describe_deferral, describe_fullest
 from zorselike.train.report.metrics import MetricsLog, sum_peak_flops
@@ -41,7 +43,6 @@ from zorselike.train.report.profiling import profiler
 from zorselike.train.report.run_folder import create_run_folder, log_into
 from zorselike.train.report.work import work_of_step
 from zorselike.train.stop import SignalWatch, StopVote
-from zorselike.train.world import World, join_world, set_up_logging
 
 logger = logging.getLogger("zorselike")
 
@@ -53,20 +54,20 @@ def run(request: Request, plan: Plan | None) -> int:
     Raises:
         ConfigError, PlanError, ClusterError, ProfileError: on every rank alike, before any work starts.
     """
-    set_up_logging(int(os.environ.get("RANK", 0)))
+    set_up_logging(find_identity().rank)
     config = request.config
     shape = get_config(config.model.name, config.model.flavor)
     _check_seq_len(config, shape)
     if request.dry_run:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if find_identity().rank == 0:
             print(_describe_dry_run(request, plan, shape))
         return 0
     _set_determinism(config)
-    with join_world(config, plan) as world:
+    with join_job(config, plan) as world:
         if plan is not None:
             return _train(request, config, plan, shape, world)
         auto = find_auto_plan(config, shape, world, request.config_path)
-        with narrow_world(world, auto.members) as members:
+        with narrow(world, auto.members) as members:
             if members is None:
                 return 0
             return _train(request, auto.config, auto.plan, shape, members, beside_plan=auto.texts)
@@ -77,14 +78,14 @@ def _train(
     config: Config,
     plan: Plan,
     shape: DecoderConfig,
-    world: World,
+    world: Processes,
     *,
     beside_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Trains with the plan's processes; returns the exit code. `beside_plan`: further files for the run's
     folder, by name."""
-    corpus = world.agree_on_data(
-        lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
+    corpus = agree_on_data(
+        world, lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
     )
     with _build_pipeline(config, plan, _build_on_meta(config), world) as pipe:
         folder = _open_run_folder(config, plan, world, request.config_path, beside_plan)
@@ -101,7 +102,7 @@ class _Run:
     """A pipeline with its data and metrics, from the first step to the last."""
 
     def __init__(
-        self, config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: World
+        self, config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: Processes
     ) -> None:
         self._config = config
         self._pipe = pipe
@@ -214,7 +215,7 @@ def _draw(config: Config, plan: Plan, model: Decoder) -> Blueprint:
     return draw(model, plan, defer_steps=defers, param_dtype=dtype)
 
 
-def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) -> HeteroPipeline:
+def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: Processes) -> HeteroPipeline:
     with _naming_plan_file(config):
         return HeteroPipeline(
             model,
@@ -229,7 +230,7 @@ def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: World) ->
         )
 
 
-def _log_deferral(config: Config, pipe: HeteroPipeline, world: World) -> None:
+def _log_deferral(config: Config, pipe: HeteroPipeline, world: Processes) -> None:
     """Logs what deferred updates keep in memory; collective."""
     if defers_updates(config.training.max_norm or None, config.hetero.clip, pipe.loss_scale):
         reports = world.gather(pipe.memory_report())
@@ -246,7 +247,7 @@ def _naming_plan_file(config: Config) -> Iterator[None]:
 
 
 def _build_metrics(
-    config: Config, pipe: HeteroPipeline, shape: DecoderConfig, world: World, folder: Path
+    config: Config, pipe: HeteroPipeline, shape: DecoderConfig, world: Processes, folder: Path
 ) -> MetricsLog:
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     dtype = str(pipe.param_dtype or torch.float32).removeprefix("torch.")
@@ -269,14 +270,14 @@ def _build_metrics(
 
 
 def _open_run_folder(
-    config: Config, plan: Plan, world: World, recipe: Path | None, beside_plan: Mapping[str, str]
+    config: Config, plan: Plan, world: Processes, recipe: Path | None, beside_plan: Mapping[str, str]
 ) -> Path:
     """The run's folder, chosen by rank 0; other machines create it when they write something."""
     folder = Path()
     if world.rank == 0:
         folder = create_run_folder(config, plan, recipe=recipe, beside_plan=beside_plan)
         log_into(folder)
-    return Path(world.agree(str(folder)))
+    return Path(world.share(str(folder)))
 
 
 def _check_seq_len(config: Config, shape: DecoderConfig) -> None:

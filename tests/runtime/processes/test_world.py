@@ -262,12 +262,20 @@ def test_all_ranks_raise_the_same_error(run_ranks: RunRanks) -> None:
     assert "torch must be the same everywhere: 2.0.0 on node node1 (rank 3)" in message
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
-def test_the_local_rank_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("LOCAL_RANK",),
+        ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ],
+)
+def test_the_local_rank_comes_from_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
     assert describe_process("cpu", rank=5).local_rank == 5
-    monkeypatch.setenv(variable, "2")
+    for name, value in zip(names, ("2", "5", "8"), strict=False):
+        monkeypatch.setenv(name, value)
     assert describe_process("cpu", rank=5).local_rank == 2
 
 

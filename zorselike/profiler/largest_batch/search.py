@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,10 +23,10 @@ from zorselike.profiler.layers.probes import ModelFactory
 from zorselike.profiler.layers.row_search import MaxRows, RowSearch, TrialResult
 from zorselike.profiler.machine.collective_timing import Collectives, unit_parameters
 from zorselike.profiler.machine.device_memory import DeviceMemory
-from zorselike.profiler.processes import Agree, Processes
 from zorselike.runtime.loss import LossFn
 from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.model.tracing import first_line
+from zorselike.runtime.processes.processes import Processes
+from zorselike.text.wording import first_line
 
 STAGES = (0, 1, 2, 3)
 
@@ -129,7 +130,7 @@ def least_bytes(num_parameters: int, *, itemsize: int, zero: int, num_ranks: int
 def search_together(
     trial: Callable[[int], TrialResult],
     *,
-    agree: Agree,
+    agree: Callable[[Any], list[Any]],
     most_rows: int,
     told: Callable[[list[int | None], list[bool]], None] = lambda tried, fitted: None,
 ) -> MaxRows | None:

@@ -24,7 +24,6 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.profiler.clock import trimmed_mean
 from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, make_inputs
 from zorselike.profiler.machine.overlap_timing import measure_slowdown
-from zorselike.profiler.processes import Processes
 from zorselike.profiler.program.action_clock import ActionClock
 from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
@@ -38,6 +37,7 @@ from zorselike.profiler.program.action_costs import (
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.model.tracing import tensors_in
 from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.runtime.processes.processes import Processes
 from zorselike.schedule.actions import COMPUTE
 
 MICROBATCHES = 3

@@ -28,7 +28,8 @@ from zorselike.profiler.workload.model_layers import (
 )
 from zorselike.runtime.model.partition import find_ties
 from zorselike.runtime.model.pruning import loose_parameters, plan_module
-from zorselike.runtime.model.tracing import fake_copies, first_line, make_fake_mode, map_leaves
+from zorselike.runtime.model.tracing import fake_copies, make_fake_mode, map_leaves
+from zorselike.text.wording import first_line
 
 
 @dataclass(frozen=True)

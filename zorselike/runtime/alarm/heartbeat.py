@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zorselike.errors import ClusterError
+from zorselike.runtime.processes.identity import find_identity
 
 Message = dict[str, Any]
 
@@ -296,7 +297,7 @@ def _read_line(connection: socket.socket) -> Message:
 
 def _listen(world_size: int) -> socket.socket:
     """A listener for `world_size` ranks, reachable from other nodes only where there are some."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+    if find_identity().local_size == world_size:
         return socket.create_server((_LOOPBACK, 0), backlog=world_size)
     if socket.has_dualstack_ipv6():
         try:

@@ -21,11 +21,10 @@ from zorselike.runtime.model.tracing import (
     FakeMode,
     Recorder,
     fake_copies,
-    first_line,
     map_leaves,
     tensors_in,
 )
-from zorselike.text.wording import list_few, show_modules, suggest
+from zorselike.text.wording import first_line, list_few, show_modules, suggest
 
 if TYPE_CHECKING:
     from zorselike.runtime.model.partition import ModelPart

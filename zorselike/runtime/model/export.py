@@ -30,7 +30,8 @@ from zorselike.runtime.model.boundaries import (
 from zorselike.runtime.model.graphs import CannotCut, Flow, find_layout
 from zorselike.runtime.model.pruning import find_units, loose_parameters, plan_module, prune
 from zorselike.runtime.model.stage_graph import StageGraph
-from zorselike.runtime.model.tracing import Skeleton, fake_copies, first_line, leaves, map_leaves, tensors_in
+from zorselike.runtime.model.tracing import Skeleton, fake_copies, leaves, map_leaves, tensors_in
+from zorselike.text.wording import first_line
 
 _INNER = "model"
 """Attribute of `_Flat` that holds the captured model, the first part of every captured name."""

@@ -38,8 +38,8 @@ from zorselike.runtime.model.pruning import (
     separate_units,
     sequential_order,
 )
-from zorselike.runtime.model.tracing import Recorder, Skeleton, fake_copies, first_line
-from zorselike.text.wording import count, list_few
+from zorselike.runtime.model.tracing import Recorder, Skeleton, fake_copies
+from zorselike.text.wording import count, first_line, list_few
 
 Split = Callable[[nn.Module, tuple[str, ...]], nn.Module] | Literal["decoder", "export"]
 """`(model, module names of one ministage) -> nn.Module`, or the way to insist on."""

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from zorselike.errors import ConfigError
+from zorselike.text.wording import first_line
 
 if TYPE_CHECKING:
     from zorselike.runtime.model.boundaries import KwargSpecs, Signature
@@ -144,12 +145,6 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors within nested tuples, lists and dictionaries, in order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 # -- what runs -----------------------------------------------------------------------------

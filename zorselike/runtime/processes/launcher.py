@@ -8,17 +8,27 @@ import sys
 import time
 from pathlib import Path
 
+from zorselike.errors import ConfigError
+from zorselike.runtime.processes.identity import find_identity
+
 _HEAD_START_S = 3.0
 
 
 def report_mistake(error: Exception) -> None:
     """One line on standard error, which torchrun's own report then repeats."""
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+    if not _is_first_of_node():
         # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.
         time.sleep(_HEAD_START_S)
     message = f"error: {error}"
     print(message, file=sys.stderr, flush=True)
     _tell_torchrun(message)
+
+
+def _is_first_of_node() -> bool:
+    try:
+        return find_identity().local_rank == 0
+    except ConfigError:  # This may be the mistake.
+        return True
 
 
 def _tell_torchrun(message: str) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -27,16 +26,13 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.heartbeat import Store
 from zorselike.runtime.memory.host_room import find_host_room
+from zorselike.runtime.processes.identity import find_identity
 from zorselike.text.wording import count, list_few
-
-NODE_VARIABLE = "ZORSELIKE_NODE"
-"""Environment variable that names this node in place of its hostname."""
 
 LOCAL_RANKS_VARIABLE = "ZORSELIKE_LOCAL_RANKS"
 """Environment variable for a node of which a job has only some devices (`CUDA_VISIBLE_DEVICES=1,3`): which
 local ranks of the plan its processes are, in their order (`1,3`)."""
 
-_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _MEMORY_TOLERANCE = 0.15
 _OLDEST_IN_NEW_WHEELS = (7, 5)
 """CUDA wheels from 12.8 on hold no code for anything older."""
@@ -91,13 +87,13 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
     """This process (of the default group), which means to compute on `device`.
 
     A device that is not there is no error here, but one of all ranks in `check_world`. Raises
-    `ConfigError` where `ZORSELIKE_LOCAL_RANKS` is wrong.
+    `ConfigError` where `ZORSELIKE_LOCAL_RANKS` or a launcher's variables are wrong.
     """
     device = torch.device(device)
     rank = dist.get_rank() if rank is None else rank
-    local_rank = next((int(os.environ[name]) for name in _LOCAL_RANK_VARIABLES if name in os.environ), rank)
+    identity = find_identity(rank=rank)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = local_rank if device.index is None else device.index
+    index = identity.local_rank if device.index is None else device.index
     name, gpu, architecture, memory_bytes = "", "", "", _host_memory_bytes()
     if device.type == "cuda" and index < num_gpus:
         properties = torch.cuda.get_device_properties(index)
@@ -109,8 +105,8 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         )
     return ProcessInfo(
         rank=rank,
-        node=os.environ.get(NODE_VARIABLE) or socket.gethostname(),
-        local_rank=_find_planned_local_rank(local_rank),
+        node=identity.node,
+        local_rank=_find_planned_local_rank(identity.local_rank),
         device=device.type,
         device_name=name,
         gpu=gpu,
@@ -261,6 +257,19 @@ def is_device_type(planned: str, process: ProcessInfo) -> bool:
     if {"ti", "super"} & set(name) - set(re.findall(r"ti\b|super", wanted)):
         return False
     return all(word in joined or _is_memory_size(word, process.memory_bytes) for word in words)
+
+
+def device_type(info: ProcessInfo) -> str:
+    """The catalogue's name of what a process computes on; raises `ClusterError` if it has none."""
+    name = "cpu" if info.device == "cpu" else info.device_name
+    found = match_device_name(name, info.memory_bytes)
+    if found is None:
+        raise ClusterError(
+            f"node {info.node}: the device catalogue has no '{name}' with "
+            f"{info.memory_bytes / 2**30:.1f} GiB; measure on a card that it knows, or add it to "
+            "zorselike/cost/catalogue.py"
+        )
+    return found
 
 
 def _planned_types(plan: Plan | None, rank_of: Mapping[int, int]) -> dict[int, str]:

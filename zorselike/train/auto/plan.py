@@ -24,20 +24,19 @@ from zorselike.plan.workload import Workload
 from zorselike.planner.answer import OnProgress, Progress
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import search_plans
-from zorselike.profiler.joined import measure_in_job
 from zorselike.profiler.layers.probes import find_probes
-from zorselike.profiler.processes import device_type
+from zorselike.profiler.processes import measure_in_job
 from zorselike.profiler.session import measure
 from zorselike.profiler.tasks import Job, Part
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.processes.precision import choose_dtype
+from zorselike.runtime.processes.processes import Processes
 from zorselike.runtime.processes.world import (
     LOCAL_RANKS_VARIABLE,
     ProcessInfo,
     check_world,
-    describe_process,
-    gather_world,
+    device_type,
 )
 from zorselike.text.units import parse_time
 from zorselike.text.wording import count, list_few
@@ -51,7 +50,6 @@ from zorselike.train.auto.files import (
 from zorselike.train.config.config import Config
 from zorselike.train.config.param_dtype import find_param_dtype
 from zorselike.train.data.loading_work import loading_rows
-from zorselike.train.world import World
 
 logger = logging.getLogger("zorselike")
 
@@ -83,26 +81,28 @@ class AutoPlan:
     """Plan, profile and cluster by file name, for the run's folder."""
 
 
-def find_auto_plan(config: Config, shape: DecoderConfig, world: World, recipe: Path | None) -> AutoPlan:
+def find_auto_plan(
+    config: Config, shape: DecoderConfig, processes: Processes, recipe: Path | None
+) -> AutoPlan:
     """The plan of an earlier run of this recipe, or a new one; the same on every rank. Collective.
 
     Raises:
         PlanError, ConfigError, ClusterError, ProfileError: On every rank alike: measuring failed, nothing
             fits, or what an earlier run left is for something else.
     """
-    infos = gather_world(describe_process(world.device))
+    infos = processes.infos
     check_world(infos)
     workload = make_auto_workload(config, shape, infos)
     files = AutoFiles.of(config, recipe)
     here = _list_devices(infos)
-    written = world.from_first(lambda: _read_written(config, files, workload, here))
+    written = processes.from_first(lambda: _read_written(config, files, workload, here))
     if written is None:
         if config.compile.enable:
             logger.info(
                 "layers are measured without torch.compile, with which steps may take less than planned"
             )
-        _measure(config, shape, workload, files, infos, world)
-        written = world.from_first(lambda: _plan_and_write(config, workload, files))
+        _measure(config, shape, workload, files, processes)
+        written = processes.from_first(lambda: _plan_and_write(config, workload, files))
     plan = Plan.parse(written["plan.toml"])
     used = {(device.node, device.local_rank) for device in plan.devices}
     members = tuple(info.rank for info in infos if (info.node, info.local_rank) in used)
@@ -167,8 +167,7 @@ def _measure(
     shape: DecoderConfig,
     workload: Workload,
     files: AutoFiles,
-    infos: Sequence[ProcessInfo],
-    world: World,
+    processes: Processes,
 ) -> None:
     """Brings profile and cluster file up to what planning needs; collective."""
 
@@ -193,10 +192,10 @@ def _measure(
         again=False,
     )
     with (
-        measure_in_job(infos, device=world.device, control=world.control) as processes,
+        measure_in_job(processes) as measuring,
         _counting_noise(),  # Of which planning tells.
     ):
-        measure(job, processes, path=files.profile, cluster_path=files.cluster, memory_bytes=None)
+        measure(job, measuring, path=files.profile, cluster_path=files.cluster, memory_bytes=None)
 
 
 def _plan_and_write(config: Config, workload: Workload, files: AutoFiles) -> dict[str, str]:

@@ -11,14 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-from zorselike.errors import ClusterError, ConfigError, FileError, PlanError, ProfileError
+from zorselike.errors import ConfigError, FileError
 from zorselike.plan.plan import Plan
 from zorselike.text.annotations import Must, Natural, Positive, at_least
 from zorselike.text.dataclass_tables import check_dataclass
 from zorselike.text.units import parse_time
-
-USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
-"""What a user can mend; each is one line."""
 
 AUTO = "auto"
 """In place of a plan file: measure what is missing, plan, and train."""
@@ -32,6 +29,7 @@ NO_CHECKPOINTS = Must(
     lambda enabled: not enabled,
     "checkpoints are not there yet; set it to false, and the run trains without them",
 )
+
 
 
 @dataclass(frozen=True)

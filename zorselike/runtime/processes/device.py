@@ -1,0 +1,31 @@
+"""Which device this process computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.processes.identity import find_identity
+
+
+def find_device(wanted: str, *, without_gpu: str, rank: int | None = None) -> torch.device:
+    """The device of this process (`auto`, `cpu` or `cuda`), made the current one: on a node with several
+    GPUs that of its local rank. Where Slurm or an MPI launcher shows each process one GPU, that one.
+
+    `rank`: see `find_identity`. Raises `ConfigError` where the device is not there; `without_gpu`: what is
+    said if `cuda` is wanted where torch finds no GPU.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(without_gpu)
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    identity, num_gpus = find_identity(rank=rank), torch.cuda.device_count()
+    index = 0 if num_gpus == 1 and identity.source not in ("", "torchrun") else identity.local_rank
+    if index >= num_gpus:
+        raise ConfigError(
+            f"this is process {index} of its node, which has {num_gpus} GPUs: start as many processes as the "
+            "node has GPUs (torchrun --nproc-per-node)"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,217 @@
+"""The processes of a job: how they find each other, and how they agree."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from zorselike.errors import USER_ERRORS, ClusterError, ConfigError
+from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.processes.identity import Identity, find_identity
+from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
+from zorselike.text.wording import first_line
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=1)
+"""How long agreements wait: one rank may tokenize, or measure, for hours longer than another, and one that
+dies or falls silent ends the job by other means."""
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+"""Of these ports a Slurm job takes one by its number, where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others; ranks are the launcher's, not a plan's."""
+
+    infos: tuple[ProcessInfo, ...]
+    """What each process says of itself, by rank."""
+    rank: int
+    device: torch.device
+    everyone: ProcessGroup
+    """All ranks, on the devices' own network."""
+    alone: ProcessGroup
+    """This rank alone, on the same."""
+    control: ProcessGroup
+    """All ranks over Gloo, for agreements between and beside steps."""
+    timeout: timedelta
+    """How long ranks wait for each other at the start."""
+
+    @property
+    def size(self) -> int:
+        return len(self.infos)
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """The device type of each rank; `ClusterError` where the catalogue has no name for one."""
+        return tuple(map(device_type, self.infos))
+
+    @property
+    def type(self) -> str:
+        """This rank's device type."""
+        return self.types[self.rank]
+
+    @property
+    def node(self) -> str:
+        return self.infos[self.rank].node
+
+    @property
+    def nodes(self) -> dict[str, list[int]]:
+        """The ranks of each node, in the order of their first."""
+        found: dict[str, list[int]] = {}
+        for info in self.infos:
+            found.setdefault(info.node, []).append(info.rank)
+        return found
+
+    def represents(self, *, of: Callable[[int], object]) -> bool:
+        """Whether this rank is the first of those for which `of` gives what it gives for this one."""
+        return next(rank for rank in range(self.size) if of(rank) == of(self.rank)) == self.rank
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank; collective."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def share(self, value: T) -> T:
+        """The value of rank 0, on every rank; collective."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
+        return box[0]
+
+    def gather_or_raise(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on every rank. A user's error on one is raised on all, any other as a
+        `ClusterError` that names the rank; collective."""
+        value, failure = _try(work)
+        said = self.gather((value, self._tell(failure)))
+        for _, error in said:
+            if error is not None:
+                raise error from failure
+        return [cast(T, value) for value, _ in said]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on every rank; errors as in `gather_or_raise`, but that rank 0 raises
+        its own as it is. Collective."""
+        value, failure = _try(work) if self.rank == 0 else (None, None)
+        found, error = self.share((value, self._tell(failure)))
+        if failure is not None:
+            raise failure
+        if error is not None:
+            raise error
+        return cast(T, found)
+
+    def _tell(self, failure: Exception | None) -> Exception | None:
+        """A failure as the other ranks raise it; what a user can mend says itself where it is from."""
+        if failure is None or isinstance(failure, USER_ERRORS):
+            return failure
+        return ClusterError(f"rank {self.rank} (node {self.node}) failed: {first_line(failure)}")
+
+
+def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+@contextmanager
+def join_processes(
+    device: torch.device, *, timeout: timedelta, described: torch.device | None = None
+) -> Iterator[Processes]:
+    """Joins the processes that a launcher started; one without a launcher stands alone.
+
+    `device`: whose network carries `everyone`; `described`: the device that this process says it computes
+    on, if it is another. Raises `ClusterError` where the processes do not find each other in time.
+    """
+    connect(device, timeout=timeout)
+    processes = make_processes(device, timeout=timeout, described=described)
+    has_ended_well = False
+    try:
+        yield processes
+        has_ended_well = True
+    finally:
+        # After a failure, others may be waiting for what never comes. One process has no others, and may
+        # be aborted at its exit by threads of groups that it left behind.
+        if (has_ended_well or processes.size == 1) and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def make_processes(
+    device: torch.device, *, timeout: timedelta, described: torch.device | None = None
+) -> Processes:
+    """The processes of the default group; collective."""
+    rank, everyone = dist.get_rank(), dist.group.WORLD
+    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert everyone is not None and isinstance(control, ProcessGroup) and isinstance(alone, ProcessGroup)
+    return Processes(
+        infos=tuple(gather_world(describe_process(described or device, rank=rank))),
+        rank=rank,
+        device=device,
+        everyone=everyone,
+        alone=alone,
+        control=control,
+        timeout=timeout,
+    )
+
+
+def choose_backend(device: torch.device) -> str:
+    """The default group's backend."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def connect(device: torch.device, *, timeout: timedelta) -> None:
+    """Makes the default process group; raises `ClusterError` where ranks do not find each other in time."""
+    identity, backend = find_identity(), choose_backend(device)
+    try:
+        if identity.source == "torchrun" and identity.size > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = _open_store(identity, timeout)
+            dist.init_process_group(
+                backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
+            )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ClusterError(
+            f"rank {identity.rank} on node {identity.node} could not join the others: {first_line(error)}; "
+            "start all ranks by torchrun, and name the network interface by which nodes reach each other in "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (zorselike doctor lists them)"
+        ) from error
+
+
+def _open_store(identity: Identity, timeout: timedelta) -> dist.Store:
+    """What torchrun gives its processes, for those of other launchers; rank 0 keeps it."""
+    if identity.size == 1:
+        return dist.HashStore()
+    address, port = _find_meeting_point(identity)
+    return dist.TCPStore(address, port, identity.size, is_master=identity.rank == 0, timeout=timeout)
+
+
+def _find_meeting_point(identity: Identity) -> tuple[str, int]:
+    """Address and port of rank 0: what `MASTER_ADDR` and `MASTER_PORT` say, else the first node of a Slurm
+    step and a port made of its job's number."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    # `gpu[03-05,9],cpu1`: the first name, with the first of its numbers.
+    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", os.environ.get("SLURM_STEP_NODELIST", ""))
+    if identity.source == "Slurm" and first is not None and job.isdecimal():
+        address = address or "".join(filter(None, first.groups()))
+        port = port or str(_FIRST_PORT + int(job) % _NUM_PORTS)
+    if not address or not port or not port.isdecimal():
+        raise ConfigError(
+            f"{identity.source} started {identity.size} processes, and nothing says where they meet: set "
+            "MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
+        )
+    return address, int(port)

@@ -1,0 +1,135 @@
+"""The processes of a training job: they join, read the same data, and wait where a plan leaves them out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from zorselike.errors import ClusterError, ConfigError, PlanError
+from zorselike.plan.plan import Plan
+from zorselike.runtime._compat import default_store
+from zorselike.runtime.processes.device import find_device
+from zorselike.runtime.processes.identity import find_identity
+from zorselike.runtime.processes.processes import (
+    Processes,
+    choose_backend,
+    join_processes,
+    make_processes,
+)
+from zorselike.train.config.config import Config
+from zorselike.train.report.colors import PlainFormatter
+
+logger = logging.getLogger("zorselike")
+
+_ENDED = "zorselike/train/ended"
+_POLL_S = 1.0
+
+T = TypeVar("T")
+
+
+@contextmanager
+def join_job(config: Config, plan: Plan | None) -> Iterator[Processes]:
+    """Joins the processes that a launcher started; one process alone needs none. Without a plan any number
+    of them will do.
+
+    Raises:
+        PlanError: The number of processes is not the plan's.
+        ConfigError: `[hetero] device` is not here.
+        ClusterError: The processes do not find each other in time.
+    """
+    size = find_identity().size
+    if plan is not None and size != plan.num_ranks:
+        raise PlanError(
+            f"the plan {config.hetero.plan} is for {plan.num_ranks} ranks, but {size} "
+            f"{'process runs' if size == 1 else 'processes run'}: start {plan.num_ranks}, on one machine by "
+            f"torchrun --nproc-per-node {plan.num_ranks} -m zorselike.train ..."
+        )
+    device = find_device(
+        config.hetero.device,
+        without_gpu='[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"',
+    )
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    with join_processes(device, timeout=timeout) as processes:
+        yield processes
+
+
+@contextmanager
+def narrow(processes: Processes, members: Sequence[int]) -> Iterator[Processes | None]:
+    """The `members` alone, as if no others had been started; None on the others, which wait at the end until
+    the members have ended, so that a launcher does not take them for lost. Collective."""
+    if len(members) == processes.size:
+        yield processes
+        return
+    store = default_store()
+    dist.barrier(group=processes.control)  # Nobody leaves while others are still at what came before.
+    dist.destroy_process_group()
+    if processes.rank not in members:
+        yield None
+        with suppress(RuntimeError):  # The process that keeps the store is gone.
+            while not store.check([_ENDED]):
+                time.sleep(_POLL_S)
+        return
+    rank = list(members).index(processes.rank)
+    dist.init_process_group(
+        choose_backend(processes.device),
+        store=dist.PrefixStore("zorselike/planned", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=len(members),
+        timeout=processes.timeout,
+    )
+    set_up_logging(rank)
+    narrowed = make_processes(processes.device, timeout=processes.timeout)
+    yield narrowed
+    dist.barrier(group=narrowed.control)
+    if rank == 0:
+        with suppress(RuntimeError):  # Its keeper may be one that waited and got the signal that ended all.
+            store.set(_ENDED, "")
+
+
+def agree_on_data(processes: Processes, read: Callable[[], T], *, describe: Callable[[T], str]) -> T:
+    """What `read` gives here, if every rank can read it and `describe` is the same everywhere.
+
+    Raises:
+        ConfigError: On every rank, when one of them raises it.
+        ClusterError: On every rank, when they do not hold the same.
+    """
+    found: T | None = None
+    try:
+        found = read()
+        said = ("", describe(found))
+    except ConfigError as error:
+        said = (str(error), "")
+    everyone = processes.gather(said)
+    for rank, (error_text, _) in enumerate(everyone):
+        if error_text:
+            raise ConfigError(error_text if said[0] == error_text else f"on process {rank}: {error_text}")
+    descriptions = [description for _, description in everyone]
+    usual = Counter(descriptions).most_common(1)[0][0]
+    for rank, description in enumerate(descriptions):
+        if description != usual:
+            raise ClusterError(
+                f"process {rank} reads other data than the others ({description}, not {usual}): give "
+                "every node the same files (for the standard library: the same Python), or one shared "
+                "dataset_path"
+            )
+    assert found is not None
+    return found
+
+
+def set_up_logging(rank: int) -> None:
+    """Rank 0 logs everything, on standard output; the others only what is wrong."""
+    handler = logging.StreamHandler(sys.stdout)
+    style = PlainFormatter if not sys.stdout.isatty() else logging.Formatter
+    who = "" if rank == 0 else f"rank {rank} - "
+    handler.setFormatter(style(f"[zorselike] %(asctime)s - {who}%(levelname)s - %(message)s"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
