@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zorselike.plan import ConfigError, Group, Microbatch, Ministage, Plan, PlanError
+from zorselike.version import __version__
 
 if TYPE_CHECKING:
-    from zorselike.runtime.model.boundaries import Broadcast
     from zorselike.runtime.model.initialize import initialize
+    from zorselike.runtime.model.signature import Broadcast
     from zorselike.runtime.pipeline import HeteroPipeline
 
 __all__ = [
@@ -24,13 +25,12 @@ __all__ = [
     "Ministage",
     "Plan",
     "PlanError",
+    "__version__",
     "initialize",
 ]
 
-__version__ = "0.1.0"
-
 _WITH_TORCH = {
-    "Broadcast": "zorselike.runtime.model.boundaries",
+    "Broadcast": "zorselike.runtime.model.signature",
     "HeteroPipeline": "zorselike.runtime.pipeline",
     "initialize": "zorselike.runtime.model.initialize",
 }

@@ -10,7 +10,7 @@ from itertools import accumulate
 import pytest
 from schedules import random_spec
 
-from zorselike.cost import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
+from zorselike.cost import MemoryWalk, MinistageBytes, Purpose, walk_memory
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.schedule import Action, Kind, ScheduleSpec, build, parse_actions
 
@@ -47,7 +47,7 @@ def walk(plan: Plan, text: str, sizes: MinistageBytes = SIZES, **options: int) -
 
 
 def nonzero(held: dict[Purpose, int]) -> dict[Purpose, int]:
-    return {purpose: held[purpose] for purpose in PURPOSES if held[purpose]}
+    return {purpose: held[purpose] for purpose in Purpose if held[purpose]}
 
 
 def test_everything_on_the_device() -> None:
@@ -268,7 +268,7 @@ def test_what_every_walk_promises(seed: int) -> None:
             assert found.peak_position is not None
             assert found.device_bytes[found.peak_position] == found.device_peak_bytes
             assert sum(found.at_peak.values()) + 11 == found.device_peak_bytes
-        assert all(found.at_peak[purpose] <= found.device[purpose] for purpose in PURPOSES)
+        assert all(found.at_peak[purpose] <= found.device[purpose] for purpose in Purpose)
 
         # A step gives back all that it took; what trains in no way stays gathered with ZeRO 0.
         state = 0 if "optimizer" in group.offload else sum(sizes[i].state_bytes for i in own)

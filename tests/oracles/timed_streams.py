@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zorselike.runtime import assembly
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.memory.streams import Event, Stream, Streams
+from zorselike.runtime.ministage import settings
+from zorselike.runtime.ministage.call_order import CallOrder
 from zorselike.runtime.ministage.updates import Updates
-from zorselike.runtime.model.call_order import CallOrder
 from zorselike.schedule.actions import Action, Kind
 
 
@@ -160,7 +160,7 @@ class TimedStreams(Streams):
             (Tensor, "copy_"): copy,
             (Updates, "find_global_norm"): find_norm,
         }
-        patches = [mock.patch.object(assembly, "make_streams", lambda device: self)]
+        patches = [mock.patch.object(settings, "make_streams", lambda device: self)]
         for (owner, name), replacement in replacements.items():
             patches.append(mock.patch.object(owner, name, _around(getattr(owner, name), replacement)))
         for patch in patches:

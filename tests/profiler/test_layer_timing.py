@@ -20,7 +20,7 @@ from zorselike.profiler.layers.timing import LayerBench, measure_layer
 from zorselike.profiler.machine.device_memory import HostMemory
 from zorselike.profiler.program.update_timing import measure_update
 from zorselike.runtime.loss import token_cross_entropy
-from zorselike.runtime.model.boundaries import KwargTensor
+from zorselike.runtime.model.signature import KwargTensor
 
 CPU = torch.device("cpu")
 SOURCE = Source("measured", "2026-11-21", "a test")

@@ -49,6 +49,23 @@ def in_ranks(run_ranks: RunRanks, function: Callable[..., Any], num_ranks: int =
 # -- rows and results --------------------------------------------------------------------------
 
 
+def watch(rank: int, world_size: int) -> bool:
+    told: list[tuple[str, str]] = []
+    with HeteroPipeline(CASE.model(), CASE.plan, loss_fn=token_cross_entropy) as pipe:
+        tokens = torch.zeros(5, SEQUENCE, dtype=torch.int64)
+        with pipe.watching(
+            lambda a: told.append(("enter", a.text)), lambda a: told.append(("leave", a.text))
+        ):
+            pipe.step_global(tokens, tokens)
+        actions = pipe._assembly.compiled.step_actions[pipe.rank]
+        pipe.step_global(tokens, tokens)  # Nobody watches any more.
+    return told == [(what, action.text) for action in actions for what in ("enter", "leave")]
+
+
+def test_actions_can_be_watched(run_ranks: RunRanks) -> None:
+    assert in_ranks(run_ranks, watch) == [True] * 3
+
+
 def report_rows(rank: int, world_size: int) -> tuple[list[int], list[int], list[int]]:
     with HeteroPipeline(CASE.model(), CASE.plan) as pipe:
         return pipe.input_rows, pipe.target_rows, pipe.rows

@@ -110,12 +110,12 @@ def train(run: Run) -> Found:
             ends.append(streams.now_s)
         executor = pipe._assembly.executor
         own = executor._ministages.values()
-        stash = executor._shared.stash
+        stash = executor._resources.activations
         found = Found(
             ends[-1] - ends[-2],
-            tuple(sum(mirror.num_bytes for mirror in ministage.shards._mirrors) for ministage in own),
+            tuple(sum(mirror.num_bytes for mirror in ministage.shards._host_backed) for ministage in own),
             tuple(ministage.sizes().gradient_shard_bytes for ministage in own),
-            tuple(sum(mirror.num_bytes for mirror in ministage.state._mirrors) for ministage in own),
+            tuple(sum(mirror.num_bytes for mirror in ministage.state._host_backed) for ministage in own),
             {} if stash is None else dict(stash.kept_bytes),  # type: ignore[arg-type]
         )
         pipe.close()

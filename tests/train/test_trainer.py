@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from zorselike import Plan
 from zorselike.models import Decoder, build_model
 from zorselike.plan.plan import Estimates, Group, Microbatch
-from zorselike.runtime.assembly import draw
+from zorselike.runtime.assembly import compile_plan
 from zorselike.schedule.actions import SENDS, Action
 from zorselike.simulator.report.measured_trace import read_measured
 from zorselike.train import trainer  # Imported once, before ranks are forked.
@@ -208,7 +208,7 @@ def test_offload_changes_no_loss_and_traces_speak_the_schedule_s_words(
     assert out.count("optimizer state") == 2
 
     plan = Plan.load(RECIPES / "debug_cpu_offload.plan.toml")
-    actions = draw(build_on_meta(), plan, defer_steps=True).step_actions
+    actions = compile_plan(build_on_meta(), plan, defer_steps=True).step_actions
     folder = next(tmp_path.glob("*/profile_traces/iteration_4"))
     assert len(list(folder.iterdir())) == 4
     for rank in range(4):

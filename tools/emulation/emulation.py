@@ -181,7 +181,7 @@ def _time_steps(
     for number in range(emulation.num_steps + 1):
         clock = ActionClock()
         cpu_begin_s = time.process_time()
-        with clock.running() if records else nullcontext():
+        with clock.running(pipe) if records else nullcontext():
             pipe.step(rows.inputs, rows.targets)
         ends.append(time.monotonic())
         if number > 0:

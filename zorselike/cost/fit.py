@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zorselike.cost.activations import TokenBytes, count_embedding
-from zorselike.cost.memory import PURPOSES, MemoryWalk, MinistageBytes, Purpose, walk_memory
+from zorselike.cost.memory import MemoryWalk, MinistageBytes, walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes
+from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import RowBytes, UnitSize, add_up
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.schedule import ScheduleSpec, build
@@ -36,9 +37,9 @@ class Setting:
 SETTINGS = (
     Setting("none", (), "none"),
     Setting("none, recompute layers", (), "layer"),
-    Setting("+ activations", ("activations",), "layer"),
-    Setting("+ params", ("params", "activations"), "layer"),
-    Setting("+ optimizer: everything", ("params", "optimizer", "activations"), "layer"),
+    Setting("+ activations", (Purpose.ACTIVATIONS,), "layer"),
+    Setting("+ params", ("params", Purpose.ACTIVATIONS), "layer"),
+    Setting("+ optimizer: everything", ("params", "optimizer", Purpose.ACTIVATIONS), "layer"),
 )
 """Each saves more than the one before."""
 
@@ -276,7 +277,7 @@ def name_limit(walk: MemoryWalk, room: Room) -> str:
 def _name_largest(held: Mapping[Purpose, int], holders: Mapping[Purpose, tuple[int, ...]]) -> list[str]:
     names: list[str] = []
     named, total = 0, sum(held.values())
-    for purpose in sorted(PURPOSES, key=lambda purpose: -held[purpose]):
+    for purpose in sorted(Purpose, key=lambda purpose: -held[purpose]):
         if named >= NAMED_SHARE * total:
             break
         named += held[purpose]

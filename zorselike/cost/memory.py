@@ -23,22 +23,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
-
-Purpose = Literal[
-    "gathered parameters",
-    "parameter shards",
-    "gradients",
-    "gradient shards",
-    "optimizer state",
-    "activations",
-    "working set",
-]
-PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 REDUCTION_BUFFERS = 1
 """Copies of a unit's gradients from which FSDP2 reduces."""
@@ -172,18 +161,18 @@ class _Walk:
         )
         self._sent = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in SENDS}
         away: dict[Purpose, tuple[int, ...]] = {
-            "parameter shards": own[1:] if "params" in group.offload else (),
-            "optimizer state": own if "optimizer" in group.offload else (),
-            "gradient shards": tuple(
+            Purpose.PARAMETER_SHARDS: own[1:] if "params" in group.offload else (),
+            Purpose.OPTIMIZER_STATE: own if "optimizer" in group.offload else (),
+            Purpose.GRADIENT_SHARDS: tuple(
                 sorted({a.ministage or 0 for a in actions if a.kind is Kind.OFFLOAD_GRAD})
             ),
         }
         self._away = {purpose: frozenset(ministages) for purpose, ministages in away.items()}
         """Ministages that have a host copy."""
-        self._held: dict[Purpose, dict[int, int]] = {purpose: {} for purpose in PURPOSES}
+        self._held: dict[Purpose, dict[int, int]] = {purpose: {} for purpose in Purpose}
         """By ministage; activations are in `_activations`."""
         self._activations: dict[_Entry, int] = {}
-        self._totals: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
+        self._totals: dict[Purpose, int] = dict.fromkeys(Purpose, 0)
         self._leaving: dict[Purpose, int] = {}
         """The ministage that was written back, or whose gradients were used up, last."""
         self._leaving_microbatches: deque[_Entry] = deque()
@@ -201,18 +190,18 @@ class _Walk:
     def _begin(self) -> None:
         """What the first step finds."""
         for ministage in self._own:
-            if ministage not in self._away["optimizer state"]:
-                self._put("optimizer state", ministage, self._sizes[ministage].state_bytes)
-            if ministage in self._away["parameter shards"]:
-                self._totals["parameter shards"] += self._sizes[ministage].kept_shard_bytes
+            if ministage not in self._away[Purpose.OPTIMIZER_STATE]:
+                self._put(Purpose.OPTIMIZER_STATE, ministage, self._sizes[ministage].state_bytes)
+            if ministage in self._away[Purpose.PARAMETER_SHARDS]:
+                self._totals[Purpose.PARAMETER_SHARDS] += self._sizes[ministage].kept_shard_bytes
             else:
-                self._put("parameter shards", ministage, self._sizes[ministage].shard_bytes)
+                self._put(Purpose.PARAMETER_SHARDS, ministage, self._sizes[ministage].shard_bytes)
 
     @property
     def holding(self) -> object:
         """What a step that begins now finds."""
         held = {purpose: dict(own) for purpose, own in self._held.items()}
-        newer = self._updated & self._away["parameter shards"]
+        newer = self._updated & self._away[Purpose.PARAMETER_SHARDS]
         return held, dict(self._activations), dict(self._leaving), newer, dict(self._on_host)
 
     # -- what is recorded ------------------------------------------------------------------
@@ -234,7 +223,7 @@ class _Walk:
             during = self._record(position, working)
             self._remove(action)
             self._device_bytes.append(max(during, self._record(position, 0)))
-        for purpose in PURPOSES:
+        for purpose in Purpose:
             self._settle(purpose)
         for entry in [e for e in self._activations if e[0] in ("sent", "leaving")]:
             self._drop_activations(entry)
@@ -244,19 +233,19 @@ class _Walk:
     def _record(self, position: int, working: int) -> int:
         """The device's bytes now; `working` come and go with the action."""
         held = sum(self._totals.values()) + working
-        if working > self._peaks["working set"]:
-            self._peaks["working set"] = working
+        if working > self._peaks[Purpose.WORKING_SET]:
+            self._peaks[Purpose.WORKING_SET] = working
         if held > self._peak:
             self._peak, self._peak_position = held, position
-            self._at_peak = self._totals | {"working set": working}
+            self._at_peak = self._totals | {Purpose.WORKING_SET: working}
             self._holders = {purpose: tuple(sorted(own)) for purpose, own in self._held.items() if own}
         return held
 
     def report(self, context_bytes: int) -> MemoryWalk:
-        host: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
+        host: dict[Purpose, int] = dict.fromkeys(Purpose, 0)
         for purpose, ministages in self._away.items():
             host[purpose] = sum(self._size(purpose, ministage) for ministage in ministages)
-        host["activations"] = self._host_peak
+        host[Purpose.ACTIVATIONS] = self._host_peak
         position = self._peak_position
         return MemoryWalk(
             device=self._peaks,
@@ -275,9 +264,9 @@ class _Walk:
     def _size(self, purpose: Purpose, ministage: int) -> int:
         sizes = self._sizes[ministage]
         match purpose:
-            case "parameter shards":
+            case Purpose.PARAMETER_SHARDS:
                 return sizes.shard_bytes - sizes.kept_shard_bytes
-            case "optimizer state":
+            case Purpose.OPTIMIZER_STATE:
                 return sizes.state_bytes
             case _:
                 return sizes.gradient_shard_bytes
@@ -311,11 +300,11 @@ class _Walk:
     def _put_activations(self, entry: _Entry, num_bytes: int) -> None:
         if num_bytes:
             self._activations[entry] = self._activations.get(entry, 0) + num_bytes
-            self._hold("activations", num_bytes)
+            self._hold(Purpose.ACTIVATIONS, num_bytes)
 
     def _drop_activations(self, entry: _Entry) -> int:
         num_bytes = self._activations.pop(entry, 0)
-        self._totals["activations"] -= num_bytes
+        self._totals[Purpose.ACTIVATIONS] -= num_bytes
         return num_bytes
 
     def _num_rows(self, microbatch: int) -> int:
@@ -332,18 +321,18 @@ class _Walk:
         sizes = self._sizes[i]
         match kind:
             case Kind.UNSHARD:
-                self._put("gathered parameters", i, sizes.gathered_bytes)
+                self._put(Purpose.GATHERED_PARAMETERS, i, sizes.gathered_bytes)
             case Kind.F if m is not None:
                 return self._forward(i, m)
             case Kind.B if m is not None:
                 return self._backward(i, m)
             case Kind.REDUCE_GRAD:
                 self._gather_by_itself(i)
-                self._settle("gradient shards")
-                self._put("gradients", i, sizes.largest_unit_gradient_bytes)
+                self._settle(Purpose.GRADIENT_SHARDS)
+                self._put(Purpose.GRADIENTS, i, sizes.largest_unit_gradient_bytes)
                 return self._reduction_bytes(i)
             case Kind.STEP:
-                self._put("parameter shards", i, self._size("parameter shards", i))
+                self._put(Purpose.PARAMETER_SHARDS, i, self._size(Purpose.PARAMETER_SHARDS, i))
                 self._updated.add(i)
                 return sizes.update_bytes
             case Kind.LOAD if m is not None:
@@ -377,20 +366,20 @@ class _Walk:
         if sizes.gradient_bytes:
             working += sizes.largest_unit_bytes
         if self._zero == 3:
-            self._settle("gradient shards")
-            self._put("gradients", i, sizes.largest_unit_gradient_bytes)
+            self._settle(Purpose.GRADIENT_SHARDS)
+            self._put(Purpose.GRADIENTS, i, sizes.largest_unit_gradient_bytes)
             return working + self._reduction_bytes(i)
-        self._put("gradients", i, sizes.gradient_bytes)
+        self._put(Purpose.GRADIENTS, i, sizes.gradient_bytes)
         return working
 
     def _gather_by_itself(self, i: int) -> None:
         """ZeRO 0 and 3 gather where parameters are used."""
         sizes = self._sizes[i]
         if self._zero == 0:
-            self._put("gathered parameters", i, sizes.gathered_bytes)
+            self._put(Purpose.GATHERED_PARAMETERS, i, sizes.gathered_bytes)
         elif self._zero == 3:
             units = min(ZERO3_UNITS * sizes.largest_unit_bytes, sizes.gathered_bytes)
-            self._put("gathered parameters", i, units)
+            self._put(Purpose.GATHERED_PARAMETERS, i, units)
 
     def _pass_on(self, kind: Kind, send: Kind, i: int, neighbour: int, m: int) -> None:
         """What a computation gives to the next: to another group, or within the rank."""
@@ -417,7 +406,7 @@ class _Walk:
         buffers = REDUCTION_BUFFERS_ALONE if self._is_alone else REDUCTION_BUFFERS
         num_bytes = buffers * sizes.largest_unit_gradient_bytes
         if sizes.masters:
-            num_bytes += sizes.shard_bytes + self._held["gradient shards"].get(i, 0)
+            num_bytes += sizes.shard_bytes + self._held[Purpose.GRADIENT_SHARDS].get(i, 0)
         return num_bytes
 
     # -- what an action leaves -------------------------------------------------------------
@@ -428,34 +417,34 @@ class _Walk:
             return
         match kind:
             case Kind.RESHARD:
-                self._drop("gathered parameters", i)
+                self._drop(Purpose.GATHERED_PARAMETERS, i)
             case Kind.F | Kind.B if m is not None:
                 self._drop_activations(("passed on", kind, i, m))
                 if kind is Kind.B:
                     self._drop_activations(("kept", Kind.F, i, m))
                     self._host_activations -= self._on_host.pop((i, m), 0)
                 if self._zero == 3:
-                    self._drop("gathered parameters", i)
+                    self._drop(Purpose.GATHERED_PARAMETERS, i)
                     if kind is Kind.B:
                         self._end_reduction(i)
             case Kind.REDUCE_GRAD:
                 self._end_reduction(i)
                 if self._zero == 0:
-                    self._drop("gathered parameters", i)
+                    self._drop(Purpose.GATHERED_PARAMETERS, i)
             case Kind.STEP:
-                self._leave("gradient shards", i)
+                self._leave(Purpose.GRADIENT_SHARDS, i)
             case Kind.OFFLOAD if m is not None:
                 self._offload_activations(i, m)
             case Kind.OFFLOAD if i not in self._updated:
-                self._drop("parameter shards", i)
+                self._drop(Purpose.PARAMETER_SHARDS, i)
             case Kind.OFFLOAD | Kind.OFFLOAD_STATE | Kind.OFFLOAD_GRAD:
                 self._leave(_MOVED[kind], i)
                 if kind is Kind.OFFLOAD:
                     self._updated.remove(i)
 
     def _end_reduction(self, i: int) -> None:
-        self._drop("gradients", i)
-        self._put("gradient shards", i, self._sizes[i].gradient_shard_bytes)
+        self._drop(Purpose.GRADIENTS, i)
+        self._put(Purpose.GRADIENT_SHARDS, i, self._sizes[i].gradient_shard_bytes)
 
     def _offload_activations(self, i: int, m: int) -> None:
         while len(self._leaving_microbatches) >= COPIES_IN_FLIGHT:
@@ -475,11 +464,11 @@ def _needs(receive: Kind) -> Kind:
 
 
 _MOVED: dict[Kind, Purpose] = {
-    Kind.LOAD: "parameter shards",
-    Kind.OFFLOAD: "parameter shards",
-    Kind.LOAD_STATE: "optimizer state",
-    Kind.OFFLOAD_STATE: "optimizer state",
-    Kind.LOAD_GRAD: "gradient shards",
-    Kind.OFFLOAD_GRAD: "gradient shards",
+    Kind.LOAD: Purpose.PARAMETER_SHARDS,
+    Kind.OFFLOAD: Purpose.PARAMETER_SHARDS,
+    Kind.LOAD_STATE: Purpose.OPTIMIZER_STATE,
+    Kind.OFFLOAD_STATE: Purpose.OPTIMIZER_STATE,
+    Kind.LOAD_GRAD: Purpose.GRADIENT_SHARDS,
+    Kind.OFFLOAD_GRAD: Purpose.GRADIENT_SHARDS,
 }
 """What a copy without a microbatch moves."""

@@ -19,19 +19,17 @@ from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
 from zorselike.runtime.comm.transport import Edge, Transport, edges_of
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.loss import Unpack
-from zorselike.runtime.memory.activation_offload import Stash
-from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Departures, Retired
-from zorselike.runtime.memory.streams import make_streams
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.loss_scale import LossScale
-from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage
+from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.ties import TiedWeights, borrowed_names, tied_names
 from zorselike.runtime.ministage.updates import Clip, OptimizerFactory, Updates
 from zorselike.runtime.model.boundaries import Trace, trainable_ministages
 from zorselike.runtime.model.initialize import initialize_unit
-from zorselike.runtime.model.partition import ModelPart, Split, Tie, find_ties, partition
-from zorselike.runtime.model.pruning import find_units, plan_module
+from zorselike.runtime.model.part import ModelPart
+from zorselike.runtime.model.partition import Split, Tie, find_ties, partition
+from zorselike.runtime.model.pruning import plan_module
 from zorselike.runtime.processes.world import ProcessInfo, check_world, describe_process, gather_world
 from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
@@ -40,7 +38,7 @@ from zorselike.schedule.spec import ScheduleSpec
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class CompiledPlan:
     """What follows from model and plan alone, the same on every rank."""
 
     plan: Plan
@@ -63,7 +61,7 @@ class TensorShape:
     dtype: torch.dtype
 
 
-def draw(
+def compile_plan(
     model: nn.Module,
     plan: Plan,
     *,
@@ -71,7 +69,7 @@ def draw(
     unpack: Unpack | None = None,
     defer_steps: bool = False,
     param_dtype: torch.dtype | None = None,
-) -> Blueprint:
+) -> CompiledPlan:
     """Divides the model, builds the schedules and proves them; needs no process group.
 
     Raises `PlanError` where plan and model disagree and `ConfigError` where nothing trains or
@@ -98,7 +96,7 @@ def draw(
     evaluation_spec = replace(spec, forward_only=True)
     evaluate_actions = build(evaluation_spec)
     evaluation = check(evaluation_spec, evaluate_actions)
-    return Blueprint(
+    return CompiledPlan(
         plan=plan,
         parts=parts,
         ties=ties,
@@ -128,16 +126,16 @@ def trains_tie(model: nn.Module, tie: Tie) -> bool:
     return model.get_parameter(tie.owner_fqn).requires_grad
 
 
-def check_unit_order(blueprint: Blueprint, trace: Trace) -> None:
+def check_unit_order(compiled: CompiledPlan, trace: Trace) -> None:
     """With ZeRO 3 gathers happen as layers are called, and ranks without a microbatch join them in
     the plan's order: raises `ConfigError` for a ministage that calls its layers otherwise."""
-    for index, (part, calls) in enumerate(zip(blueprint.parts, trace.unit_calls, strict=True)):
-        group = blueprint.plan.group_of(index)
+    for index, (part, calls) in enumerate(zip(compiled.parts, trace.unit_calls, strict=True)):
+        group = compiled.plan.group_of(index)
         if group.zero == 3 and len(group.flat_ranks) > 1 and calls != part.units:
             raise ConfigError(
                 f"ministage {index} calls its modules as {', '.join(calls)}, but the plan lists "
                 f"{', '.join(part.units)}; zero = 3 needs each called once in that order: set zero = 2 in "
-                f"groups[{blueprint.plan.ministages[index].group}]"
+                f"groups[{compiled.plan.ministages[index].group}]"
             )
 
 
@@ -192,13 +190,13 @@ def _refuse_mixed_dtypes(parts: Sequence[ModelPart]) -> None:
 class Assembly:
     """Everything one rank runs with."""
 
-    blueprint: Blueprint
+    compiled: CompiledPlan
     ranks: Ranks
     device: torch.device
     groups: Groups
     processes: tuple[ProcessInfo, ...]
     ministages: dict[int, ShardedMinistage]
-    shared: Rank
+    resources: RankResources
     transport: Transport
     updates: Updates
     ties: TiedWeights
@@ -227,7 +225,7 @@ def find_ranks(
 
 
 def assemble(
-    blueprint: Blueprint,
+    compiled: CompiledPlan,
     ranks: Ranks,
     processes: tuple[ProcessInfo, ...],
     *,
@@ -243,38 +241,30 @@ def assemble(
     enter: Callable[[Action], None],
 ) -> Assembly:
     """Builds this rank's side of the pipeline; collective over all ranks."""
-    plan = blueprint.plan
+    plan = compiled.plan
     groups = Groups(ranks)
     everyone = range(plan.num_ranks)
     control, totals, norms = (_member(groups.make(everyone, "gloo")) for _ in range(3))
     hosts = [groups.make(group.flat_ranks, "gloo") for group in plan.groups]
     mesh = _make_mesh(plan, groups, device, processes)
     own = plan.group_of_rank[ranks.rank]
-    untie(blueprint)
-    memory = Memory.of(device, make_streams(device))
-    offload = plan.groups[own].offload
-    shared = Rank(
-        memory,
-        Stash(memory) if "activations" in offload else None,
-        leaving_shards=Departures(),
-        leaving_state=Departures(),
-        retired=Retired(),
-    )
+    untie(compiled)
+    resources = RankResources.of(device, offloads_activations="activations" in plan.groups[own].offload)
     ministages = _make_ministages(
-        blueprint,
+        compiled,
         ranks,
         mesh,
-        shared=shared,
+        resources=resources,
         param_dtype=param_dtype,
         compiles=compiles,
         materialise=partial(initialize_unit, seed=seed, device=device, root=model),
     )
     ties = TiedWeights(
-        blueprint.ties,
+        compiled.ties,
         plan,
         {i: dict(ministage.named_parameters()) for i, ministage in ministages.items()},
         ranks,
-        groups.make(everyone, "gloo") if blueprint.ties else None,
+        groups.make(everyone, "gloo") if compiled.ties else None,
         gradient=lambda ministage, name: ministages[ministage].gradients.local(name),
     )
     ties.synchronise()
@@ -289,18 +279,18 @@ def assemble(
         world=norms,
         own_group=_member(hosts[own]),
     )
-    edges = edges_of([blueprint.step_actions, blueprint.evaluate_actions])
+    edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
     transport = Transport(
-        groups, edges, by_host=_host_edges(edges, blueprint, ranks, processes), device=device
+        groups, edges, by_host=_host_edges(edges, compiled, ranks, processes), device=device
     )
     busy = BusyClock(device)
     executor = Executor(
         rank=ranks.rank,
         plan=plan,
         ministages=ministages,
-        shared=shared,
-        accepts={i: blueprint.parts[i].accepts for i in ministages},
-        lowest_backward=blueprint.spec.lowest_backward,
+        resources=resources,
+        accepts={i: compiled.parts[i].accepts for i in ministages},
+        lowest_backward=compiled.spec.lowest_backward,
         transport=transport,
         updates=updates,
         ties=ties,
@@ -308,13 +298,13 @@ def assemble(
         enter=enter,
     )
     return Assembly(
-        blueprint=blueprint,
+        compiled=compiled,
         ranks=ranks,
         device=device,
         groups=groups,
         processes=processes,
         ministages=ministages,
-        shared=shared,
+        resources=resources,
         transport=transport,
         updates=updates,
         ties=ties,
@@ -327,11 +317,11 @@ def assemble(
     )
 
 
-def untie(blueprint: Blueprint) -> None:
+def untie(compiled: CompiledPlan) -> None:
     """Gives every borrower of a tied weight a parameter of its own, under all names that it has
     there: FSDP2 would untie silently."""
-    for tie in blueprint.ties:
-        part = blueprint.parts[tie.borrower_ministage].module
+    for tie in compiled.ties:
+        part = compiled.parts[tie.borrower_ministage].module
         shared = part.get_parameter(tie.borrower_fqn)
         copy = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
         for fqn, parameter in list(part.named_parameters(remove_duplicate=False)):
@@ -341,37 +331,32 @@ def untie(blueprint: Blueprint) -> None:
 
 
 def _make_ministages(
-    blueprint: Blueprint,
+    compiled: CompiledPlan,
     ranks: Ranks,
     mesh: DeviceMesh,
     *,
-    shared: Rank,
+    resources: RankResources,
     param_dtype: torch.dtype | None,
     compiles: bool,
     materialise: Callable[[nn.Module, str], None],
 ) -> dict[int, ShardedMinistage]:
-    plan = blueprint.plan
+    plan = compiled.plan
     ministages = {}
     for index in plan.ministages_of_rank(ranks.rank):
-        part = blueprint.parts[index]
-        for name in find_units(part.module, plan.ministages[index].modules) if part.units else ():
-            if name not in part.units:  # shares weights, so it is sharded with the ministage's root
-                materialise(part.module.get_submodule(name), name)
-        ministage = ShardedMinistage(
-            index,
-            part.module,
-            part.units,
+        part = compiled.parts[index]
+        settings = MinistageSettings(
             group=plan.group_of(index),
             mesh=mesh,
-            rank=shared,
-            receives_grad=index > blueprint.spec.lowest_backward,
+            materialise=materialise,
+            modules=plan.ministages[index].modules,
+            receives_grad=index > compiled.spec.lowest_backward,
             param_dtype=param_dtype,
             compiles=compiles,
             keeps_shards=index == plan.ministages_of_rank(ranks.rank)[0],
-            tied=tied_names(blueprint.ties),
-            borrowed=borrowed_names(blueprint.ties),
-            materialise=materialise,
+            tied=tied_names(compiled.ties),
+            borrowed=borrowed_names(compiled.ties),
         )
+        ministage = ShardedMinistage(index, part.module, part.units, settings, resources)
         ministage.warm_up()
         ministages[index] = ministage
     return ministages
@@ -395,13 +380,13 @@ def _make_mesh(
 
 
 def _host_edges(
-    edges: Sequence[Edge], blueprint: Blueprint, ranks: Ranks, processes: Sequence[ProcessInfo]
+    edges: Sequence[Edge], compiled: CompiledPlan, ranks: Ranks, processes: Sequence[ProcessInfo]
 ) -> frozenset[Edge]:
     """Edges that NCCL cannot serve, or on which a blocking send could close a cycle."""
     return frozenset(
         edge
         for edge in edges
-        if edge in blueprint.report.buffered_edges or backend_for(edge[:2], ranks, processes) == "gloo"
+        if edge in compiled.report.buffered_edges or backend_for(edge[:2], ranks, processes) == "gloo"
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Microbatch
-from zorselike.runtime.model.boundaries import Broadcast
-from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.model.nested import map_tensors, tensors_in
+from zorselike.runtime.model.signature import Broadcast
 
 Tensors = tuple[Tensor, ...]
 
@@ -27,7 +27,9 @@ class RowIndex:
             number: slice(end - microbatches[number].num_rows, end)
             for number, end in zip(order, ends, strict=True)
         }
-        self.rows = [row for number in order for row in _rows_of(microbatches[number])]
+        self.rows = [
+            row for number in order for row in range(microbatches[number].start, microbatches[number].stop)
+        ]
 
     def slice(self, number: int) -> slice:
         """Positions of a microbatch's rows within `rows`."""
@@ -35,10 +37,6 @@ class RowIndex:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-
-def _rows_of(microbatch: Microbatch) -> range:
-    return range(microbatch.start, microbatch.stop)
 
 
 class Batch:
@@ -55,7 +53,7 @@ class Batch:
     ) -> None:
         self._index = index
         self._inputs = None if inputs is None else tuple(t.to(device, non_blocking=True) for t in inputs)
-        self._targets = _map_tensors(targets, lambda t: t.to(device, non_blocking=True))
+        self._targets = map_tensors(targets, lambda t: t.to(device, non_blocking=True))
         self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
 
     def inputs(self, number: int) -> Tensors:
@@ -67,7 +65,7 @@ class Batch:
     def targets(self, number: int) -> Any:
         """What the loss compares a microbatch's outputs with."""
         rows = self._index.slice(number)
-        return _map_tensors(self._targets, lambda t: t[rows])
+        return map_tensors(self._targets, lambda t: t[rows])
 
     def kwargs(self, number: int, names: Collection[str]) -> dict[str, Any]:
         """A microbatch's keyword arguments among `names`."""
@@ -101,7 +99,7 @@ def select_rows(value: Any, rows: Sequence[int]) -> Any:
     """Rows of a whole batch (tensor or tuple of tensors); None if there are none to select."""
     if value is None or not rows:
         return None
-    return _map_tensors(value, lambda t: t[torch.as_tensor(rows, device=t.device)])
+    return map_tensors(value, lambda t: t[torch.as_tensor(rows, device=t.device)])
 
 
 def _spell(rows: Sequence[int]) -> str:
@@ -109,19 +107,9 @@ def _spell(rows: Sequence[int]) -> str:
     return f"[{listed}{', ...' if len(rows) > 8 else ''}]"
 
 
-def _map_tensors(value: Any, function: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(entry, function) for entry in value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(entry, function) for key, entry in value.items()}
-    return value
-
-
 def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Broadcast):
-        return Broadcast(_map_tensors(value.value, lambda t: t.to(device, non_blocking=True)))
+        return Broadcast(map_tensors(value.value, lambda t: t.to(device, non_blocking=True)))
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 

@@ -16,10 +16,12 @@ from zorselike.runtime.batch import Batch
 from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.comm.transport import Transport
 from zorselike.runtime.loss import Loss
-from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage, Tensors
+from zorselike.runtime.ministage.ministage import ShardedMinistage, Tensors
+from zorselike.runtime.ministage.settings import RankResources
 from zorselike.runtime.ministage.ties import TiedWeights
 from zorselike.runtime.ministage.updates import Updates
-from zorselike.runtime.model.boundaries import Boundary, check_crossing, name_ministage
+from zorselike.runtime.model.boundaries import check_crossing, name_ministage
+from zorselike.runtime.model.signature import Boundary
 from zorselike.schedule.actions import Action, Kind
 
 
@@ -53,7 +55,7 @@ class Executor:
         rank: int,
         plan: Plan,
         ministages: Mapping[int, ShardedMinistage],
-        shared: Rank,
+        resources: RankResources,
         accepts: Mapping[int, Collection[str]],
         lowest_backward: int,
         transport: Transport,
@@ -62,13 +64,12 @@ class Executor:
         busy: BusyClock,
         enter: Callable[[Action], None],
     ) -> None:
-        """`accepts`: keyword arguments that each ministage's forward names; `enter` is told every
-        action before it runs."""
+        """`accepts`: keyword arguments that each ministage's forward names."""
         self._plan = plan
         self._own = plan.microbatches_of_rank(rank)
         self._ministages = ministages
-        self._shared = shared
-        self._streams = shared.memory.streams
+        self._resources = resources
+        self._streams = resources.memory.streams
         self._accepts = accepts
         self._lowest_backward = lowest_backward
         self._last = plan.num_ministages - 1
@@ -76,7 +77,10 @@ class Executor:
         self._updates = updates
         self._ties = ties
         self._busy = busy
-        self._enter = enter
+        self.enter = enter
+        """Told every action before it runs."""
+        self.leave: Callable[[Action], None] = _ignore
+        """Told every action after it ran."""
 
     def run(
         self,
@@ -92,9 +96,10 @@ class Executor:
         self._streams.begin()
         self._busy.restart()
         for action in actions:
-            self._enter(action)
+            self.enter(action)
             with record_function(action.text):
                 self._do(action, run)
+            self.leave(action)
         self._transport.finish()
         self._ties.finish()
         self._settle()
@@ -102,19 +107,19 @@ class Executor:
     def _settle(self) -> None:
         """At the end: the last update is over before anything follows; its copies to the host go on."""
         self._streams.join(self._streams.compute, [self._streams.update])
-        for departures in (self._shared.leaving_shards, self._shared.leaving_state):
-            departures.settle()
-        self._shared.retired.settle()
-        if self._shared.stash is not None:
-            self._shared.stash.finish()
+        for pending in (self._resources.pending_shards, self._resources.pending_state):
+            pending.settle()
+        self._resources.deferred_frees.settle()
+        if self._resources.activations is not None:
+            self._resources.activations.finish()
 
     def recover(self) -> None:
         """After an unfinished pass on a rank alone: ready for the next, as if this one had not begun but
         for the updates that took place."""
         self._settle()
         self._ties.recover()
-        if self._shared.stash is not None:
-            self._shared.stash.forget()
+        if self._resources.activations is not None:
+            self._resources.activations.forget()
         for ministage in self._ministages.values():
             ministage.recover()
         self._settle()
@@ -161,9 +166,9 @@ class Executor:
         """Between device and host."""
         match action.kind:
             case Kind.LOAD | Kind.OFFLOAD if action.microbatch is not None:
-                stash = self._shared.stash
-                assert stash is not None
-                move = stash.load if action.kind is Kind.LOAD else stash.offload
+                activations = self._resources.activations
+                assert activations is not None
+                move = activations.load if action.kind is Kind.LOAD else activations.offload
                 move((ministage.index, action.microbatch))
             case Kind.LOAD:
                 ministage.load_shards()
@@ -212,11 +217,11 @@ class Executor:
         if self._is_own(index - 1):
             return run.handed_over.pop((Kind.F, index, number))
         received = self._transport.take(Kind.RECV_F, index, number)
-        if self._shared.stash is not None:
+        if self._resources.activations is not None:
             specs = run.boundaries[index].tensors
             for tensor, host, spec in zip(received.tensors, received.hosts, specs, strict=True):
                 if host is not None and spec.requires_grad:  # Autograd refuses to change such in place.
-                    self._shared.stash.note_host_copy(tensor, host)
+                    self._resources.activations.note_host_copy(tensor, host)
         return received.tensors
 
     def _backward(self, index: int, number: int, run: _Run) -> None:
@@ -255,6 +260,10 @@ class Executor:
     def _send(self, action: Action, boundary: Boundary, run: _Run) -> None:
         assert run.produced is not None, f"{action.text} has nothing to send"
         self._transport.send(action, run.produced.tensors, boundary, run.produced.first_row)
+
+
+def _ignore(_: Action) -> None:
+    pass
 
 
 def _keeping(ministage: ShardedMinistage, number: int, train: bool) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
-from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, draw, find_ranks
+from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, compile_plan, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
 from zorselike.runtime.comm.agreement import check_same_weights
 from zorselike.runtime.comm.ranks import broadcast_bytes
@@ -40,16 +40,11 @@ from zorselike.runtime.ministage.updates import (
     default_optimizer,
     defers_updates,
 )
-from zorselike.runtime.model.boundaries import (
-    Boundary,
-    Signature,
-    check_additive,
-    check_kwargs,
-    trace_boundaries,
-)
+from zorselike.runtime.model.boundaries import check_additive, check_kwargs, trace_boundaries
 from zorselike.runtime.model.layer_inputs import InputBytes
+from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
-from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.model.signature import Boundary, Signature
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.precision import ParamDtype, choose_dtype, computes_in_fp16
 from zorselike.runtime.result import StepResult, SumOverRanks
@@ -122,7 +117,7 @@ class HeteroPipeline:
         check_same_weights(model)
         dtype = choose_dtype(param_dtype, processes)
         self._scale = LossScale() if computes_in_fp16(model, dtype) else None
-        blueprint = draw(
+        compiled = compile_plan(
             model,
             self.plan,
             split=split,
@@ -133,13 +128,13 @@ class HeteroPipeline:
         if any(group.offload for group in self.plan.groups):
             refuse_unfitting_plan(
                 self.plan,
-                blueprint.parts,
-                blueprint.step_actions,
+                compiled.parts,
+                compiled.step_actions,
                 ranks,
                 processes,
                 param_dtype=dtype,
             )
-        if compile and not any(part.units for part in blueprint.parts):
+        if compile and not any(part.units for part in compiled.parts):
             raise ConfigError(
                 "compile=True compiles numbered layers, and a model that torch.export cuts has none; leave "
                 "it out, or pass split= for this model"
@@ -154,7 +149,7 @@ class HeteroPipeline:
         torch.manual_seed(_dropout_seed(seed, ranks.rank))
         try:
             self._assembly: Assembly = assemble(
-                blueprint,
+                compiled,
                 ranks,
                 processes,
                 model=model,
@@ -274,6 +269,22 @@ class HeteroPipeline:
         self._alarm.idle()
         return state
 
+    @contextmanager
+    def watching(self, enter: Callable[[Action], None], leave: Callable[[Action], None]) -> Iterator[None]:
+        """Inside, `enter` is told every action of this rank before it runs, and `leave` after it."""
+        executor = self._assembly.executor
+        told, left = executor.enter, executor.leave
+
+        def enter_both(action: Action) -> None:
+            told(action)
+            enter(action)
+
+        executor.enter, executor.leave = enter_both, leave
+        try:
+            yield
+        finally:
+            executor.enter, executor.leave = told, left
+
     def describe(self) -> str:
         """What runs where and over which transport, as a table."""
         return describe_assembly(self._assembly)
@@ -295,7 +306,7 @@ class HeteroPipeline:
         self._assembly.transport.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # The last copies to the host may be on their way.
-        self._assembly.shared.memory.pool.close()
+        self._assembly.resources.memory.pool.close()
         # Nobody leaves before everybody has all that was sent; only then is leaving no failure.
         dist.barrier(group=self._assembly.control)
         self._alarm.close()
@@ -319,7 +330,7 @@ class HeteroPipeline:
         self._refuse_unusable()
         feeds = as_tensors(inputs, "inputs") if self.input_rows else None
         self._check_rows(feeds, targets, kwargs)
-        check_kwargs(kwargs, self._assembly.blueprint.parts)
+        check_kwargs(kwargs, self._assembly.compiled.parts)
         self._alarm.begin("step" if train else "evaluate")
         # A caller's no_grad or inference_mode around a call is no part of it.
         with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
@@ -348,8 +359,8 @@ class HeteroPipeline:
         return result
 
     def _actions(self, train: bool) -> list[Action]:
-        blueprint = self._assembly.blueprint
-        return (blueprint.step_actions if train else blueprint.evaluate_actions)[self.rank]
+        compiled = self._assembly.compiled
+        return (compiled.step_actions if train else compiled.evaluate_actions)[self.rank]
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -400,16 +411,16 @@ class HeteroPipeline:
             payload = Signature.of(feeds).to_json().encode() if self.rank == source and feeds else b""
             told = broadcast_bytes(payload, source, self._assembly.ranks, self._assembly.control)
             signature = Signature.from_json(told.decode())
-            blueprint = self._assembly.blueprint
+            compiled = self._assembly.compiled
             trace = trace_boundaries(
-                blueprint.parts,
+                compiled.parts,
                 self.plan,
                 signature,
                 kwargs,
-                trainable=blueprint.spec.trains,
+                trainable=compiled.spec.trains,
                 param_dtype=self.param_dtype,
             )
-            check_unit_order(blueprint, trace)
+            check_unit_order(compiled, trace)
             if any(group.offload for group in self.plan.groups):
                 reserve_activations(self._assembly, trace.layer_inputs)
                 check_host_room(self._assembly)

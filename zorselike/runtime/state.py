@@ -12,9 +12,9 @@ from zorselike.runtime.assembly import Assembly
 def gather_full_state(assembly: Assembly) -> dict[str, Tensor]:
     """`{global name: CPU tensor}` of all parameters and persistent buffers on rank 0, `{}`
     elsewhere; collective. One ministage is whole at a time on a rank that gives it."""
-    plan, ranks = assembly.blueprint.plan, assembly.ranks
+    plan, ranks = assembly.compiled.plan, assembly.ranks
     state: dict[str, Tensor] = {}
-    for index, described_state in enumerate(assembly.blueprint.state):
+    for index, described_state in enumerate(assembly.compiled.state):
         giver = plan.group_of(index).flat_ranks[0]
         whole: dict[str, Tensor] = {}
         if index in assembly.ministages:
@@ -27,7 +27,7 @@ def gather_full_state(assembly: Assembly) -> dict[str, Tensor]:
                 state[name] = whole.pop(name)
             elif ranks.rank == giver:
                 dist.send(whole.pop(name).contiguous(), ranks.process_of[0], group=assembly.control)
-    for tie in assembly.blueprint.ties:
+    for tie in assembly.compiled.ties:
         if tie.owner_fqn in state:  # The borrower's copy may be rounded.
             state[tie.borrower_fqn] = state[tie.owner_fqn]
     return state

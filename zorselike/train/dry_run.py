@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from zorselike.models import DecoderConfig, num_parameters
 from zorselike.plan.plan import Plan
-from zorselike.runtime.assembly import Blueprint
+from zorselike.runtime.assembly import CompiledPlan
 from zorselike.runtime.state import count_parameters
 from zorselike.schedule.actions import Action
 from zorselike.text.wording import count
@@ -25,10 +25,10 @@ _BYTES_KEPT_HALF = 2 + _BYTES_KEPT
 """The same for a parameter in half precision with an fp32 master."""
 
 
-def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: DecoderConfig) -> str:
+def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: DecoderConfig) -> str:
     """Plan, model, each rank's parameters and actions, and the checker's result."""
     work = work_of_step(model, plan, seq_len=config.training.seq_len)
-    report = blueprint.report
+    report = compiled.report
     lines = [
         plan.explain().rstrip(),
         "",
@@ -41,10 +41,10 @@ def describe_run(config: Config, plan: Plan, blueprint: Blueprint, model: Decode
         ),
         *_describe_auto(config),
         "",
-        *_list_parameters(plan, blueprint),
+        *_list_parameters(plan, compiled),
         "",
         "one step, rank by rank (ministage, action, microbatch, @peer[rows]):",
-        *(f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in blueprint.step_actions.items()),
+        *(f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in compiled.step_actions.items()),
         "",
         f"checked: {report.num_actions} actions; every row once forward and backward per ministage, "
         "collectives in one order, no deadlock",
@@ -84,9 +84,9 @@ def _describe_auto(config: Config) -> list[str]:
     ]
 
 
-def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
-    num_bytes = _BYTES_KEPT_HALF if blueprint.spec.masters else _BYTES_KEPT
-    kept = "half precision, with fp32 masters and" if blueprint.spec.masters else "fp32, with"
+def _list_parameters(plan: Plan, compiled: CompiledPlan) -> list[str]:
+    num_bytes = _BYTES_KEPT_HALF if compiled.spec.masters else _BYTES_KEPT
+    kept = "half precision, with fp32 masters and" if compiled.spec.masters else "fp32, with"
     lines = [
         f"parameters of each rank's ministages, how many of them it keeps, and their size in {kept} Adam's "
         "moments\n(gradients, gathered parameters and activations come on top):"
@@ -94,7 +94,7 @@ def _list_parameters(plan: Plan, blueprint: Blueprint) -> list[str]:
     for rank, number in sorted(plan.group_of_rank.items()):
         group = plan.groups[number]
         ministages = plan.ministages_of_rank(rank)
-        whole = sum(count_parameters(blueprint.parts[index].module) for index in ministages)
+        whole = sum(count_parameters(compiled.parts[index].module) for index in ministages)
         share = whole if group.zero == 0 else -(-whole // len(group.flat_ranks))
         names = ", ".join(map(str, ministages))
         kept_share = "all" if share == whole else f"about {share:,}"

@@ -18,7 +18,7 @@ from zorselike.cost.catalogue import peak_flops
 from zorselike.errors import ConfigError, PlanError
 from zorselike.models import Decoder, DecoderConfig, build_model, get_config
 from zorselike.plan.plan import Plan
-from zorselike.runtime.assembly import Blueprint, draw
+from zorselike.runtime.assembly import CompiledPlan, compile_plan
 from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.identity import find_identity
@@ -201,18 +201,18 @@ def _describe_dry_run(request: Request, plan: Plan | None, shape: DecoderConfig)
         plan = Plan.load(files.plan)
         check_against_plan(config, plan)
     with _naming_plan_file(config):
-        blueprint = _draw(config, plan, _build_on_meta(config))
-    return "\n".join([*lines, describe_run(config, plan, blueprint, shape)])
+        compiled = _compile(config, plan, _build_on_meta(config))
+    return "\n".join([*lines, describe_run(config, plan, compiled, shape)])
 
 
-def _draw(config: Config, plan: Plan, model: Decoder) -> Blueprint:
-    """What `HeteroPipeline` would draw; without the cards, "auto" is bf16."""
+def _compile(config: Config, plan: Plan, model: Decoder) -> CompiledPlan:
+    """What `HeteroPipeline` would compile; without the cards, "auto" is bf16."""
     dtype = find_param_dtype(config)
     if isinstance(dtype, str):
         dtype = torch.bfloat16
     scale = 1.0 if dtype is torch.float16 else None
     defers = defers_updates(config.training.max_norm or None, config.hetero.clip, scale)
-    return draw(model, plan, defer_steps=defers, param_dtype=dtype)
+    return compile_plan(model, plan, defer_steps=defers, param_dtype=dtype)
 
 
 def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: Processes) -> HeteroPipeline:

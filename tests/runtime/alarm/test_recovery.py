@@ -69,7 +69,7 @@ def is_same(ours: Outcome, theirs: Outcome) -> bool:
 def break_step(pipe: HeteroPipeline, case: Case, *, before: int) -> str:
     """Breaks a step before its action of that number; that action."""
     executor = pipe._assembly.executor
-    enter, count = executor._enter, -1
+    enter, count = executor.enter, -1
 
     def stop(action: Any) -> None:
         nonlocal count
@@ -78,10 +78,10 @@ def break_step(pipe: HeteroPipeline, case: Case, *, before: int) -> str:
             raise Broken(str(action))
         enter(action)
 
-    executor._enter = stop
+    executor.enter = stop
     with pytest.raises(Broken) as broken:
         pipe.step_global(*case.batch(1))
-    executor._enter = enter
+    executor.enter = enter
     return str(broken.value)
 
 
@@ -132,7 +132,7 @@ def break_twice(rank: int, world_size: int, setting: Setting) -> list[str]:
         break_step(pipe, case, before=number // 2)
         numbers, _ = go_on(pipe, case)
         assert all(map(math.isfinite, numbers))
-        ledger = pipe._assembly.shared.memory.ledger
+        ledger = pipe._assembly.resources.memory.ledger
         assert ledger.held("activations", "device") == ledger.held("gradient shards", "device") == 0
     pipe.close()
     return texts
@@ -217,7 +217,7 @@ def fail_evaluation(rank: int, world_size: int, offload: Sequence[str]) -> bool:
     pipe = setting.build()
     pipe.step_global(*case.batch(0))
     executor = pipe._assembly.executor
-    enter = executor._enter
+    enter = executor.enter
     for number in (2, 5, 8):
         left = iter(range(number))
 
@@ -226,10 +226,10 @@ def fail_evaluation(rank: int, world_size: int, offload: Sequence[str]) -> bool:
                 raise Broken
             enter(action)
 
-        executor._enter = stop
+        executor.enter = stop
         with pytest.raises(Broken):
             pipe.evaluate_global(*case.batch(1))
-    executor._enter = enter
+    executor.enter = enter
     found = go_on(pipe, case)
     pipe.close()
     return is_same(found, expected)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zorselike import Broadcast, HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
-from zorselike.runtime.memory.activation_offload import Stash
+from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import ImmediateStreams
 
@@ -25,7 +25,7 @@ KEY = (0, 0)
 Function = Callable[[Tensor, Tensor], Tensor]
 
 
-# -- the stash by itself ---------------------------------------------------------------------------
+# -- the offload by itself ---------------------------------------------------------------------------
 
 
 class Cube(torch.autograd.Function):
@@ -72,9 +72,9 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-def make_stash() -> tuple[Stash, Memory]:
+def make_offload() -> tuple[ActivationOffload, Memory]:
     memory = Memory.of(CPU, ImmediateStreams())
-    return Stash(memory), memory
+    return ActivationOffload(memory), memory
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -83,20 +83,22 @@ def leaves() -> tuple[Tensor, Tensor]:
     return (x - 0.5).requires_grad_(), w.requires_grad_()
 
 
-def differentiate(function: Function, stash: Stash | None, *, leaves_out: bool = True) -> tuple[Tensor, ...]:
-    """Gradients of a function, by way of the host if there is a stash."""
+def differentiate(
+    function: Function, offload: ActivationOffload | None, *, leaves_out: bool = True
+) -> tuple[Tensor, ...]:
+    """Gradients of a function, with activations by way of the host if told so."""
     x, w = leaves()
-    if stash is None:
+    if offload is None:
         function(x, w).sum().backward()
     else:
-        with stash.keeping(KEY), stash.leaving_out([w] if leaves_out else []):
+        with offload.keeping(KEY), offload.leaving_out([w] if leaves_out else []):
             y = function(x, w).sum()
-        stash.offload(KEY)
-        stash.finish()
-        stash.load(KEY)
-        stash.arrive(KEY)
+        offload.offload(KEY)
+        offload.finish()
+        offload.load(KEY)
+        offload.arrive(KEY)
         y.backward()
-        stash.drop(KEY)
+        offload.drop(KEY)
     assert x.grad is not None and w.grad is not None
     return x.grad, w.grad
 
@@ -107,8 +109,8 @@ def compare_functions(rank: int, world_size: int) -> list[str]:
     for name, function in FUNCTIONS.items():
         expected = differentiate(function, None)
         for leaves_out in (True, False):
-            stash, memory = make_stash()
-            grads = differentiate(function, stash, leaves_out=leaves_out)
+            offload, memory = make_offload()
+            grads = differentiate(function, offload, leaves_out=leaves_out)
             if not all(map(torch.equal, grads, expected)):
                 found.append(f"{name}: {grads} instead of {expected}")
             if memory.ledger.device_bytes:
@@ -125,15 +127,15 @@ def count_bytes(rank: int, world_size: int) -> list[int]:
     a tensor of another device; nothing, outside of `keeping`."""
 
     def kept(function: Callable[[], object], *left_out: Tensor) -> int:
-        stash, memory = make_stash()
-        with stash.keeping(KEY), stash.leaving_out(left_out):
+        offload, memory = make_offload()
+        with offload.keeping(KEY), offload.leaving_out(left_out):
             outputs = function()
         found = memory.ledger.held("activations", "device")
-        stash.offload(KEY)
-        stash.finish()
+        offload.offload(KEY)
+        offload.finish()
         assert memory.ledger.device_bytes == 0
         assert memory.ledger.held("activations", "host") <= -(-found // 64) * 64
-        stash.forget()
+        offload.forget()
         del outputs
         return found
 
@@ -320,7 +322,7 @@ def look_for_remains(
         step_net(pipe, step)
         gc.collect() if step in (9, 49) else None
         num_alive += sum(output() is not None for output in outputs)
-        ledger = pipe._assembly.shared.memory.ledger
+        ledger = pipe._assembly.resources.memory.ledger
         assert ledger.held("activations", "device") == ledger.held("gradient shards", "device") == 0
         if step in (9, 49):
             num_tensors.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))

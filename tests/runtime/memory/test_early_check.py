@@ -13,7 +13,7 @@ from zorselike import HeteroPipeline
 from zorselike.plan import ConfigError, PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import expand_shares
-from zorselike.runtime.assembly import draw
+from zorselike.runtime.assembly import compile_plan
 from zorselike.runtime.memory.host_room import HostRoom
 from zorselike.runtime.processes import world
 
@@ -77,7 +77,7 @@ def test_a_shared_weight_in_one_ministage_wants_even_microbatches_with_zero_3() 
     with torch.device("meta"):
         model = Decoder(2, tied=True)
     with pytest.raises(PlanError, match=r"groups\[0\].zero is 3, .* which are one weight; use zero = 2"):
-        draw(model, uneven)
+        compile_plan(model, uneven)
     even = replace(group, microbatches=expand_shares([(0, 2, 1), (1, 2, 1)], 4))
     for allowed in (replace(group, zero=2), even):
-        draw(model, replace(uneven, groups=(allowed,)))
+        compile_plan(model, replace(uneven, groups=(allowed,)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from zorselike import HeteroPipeline
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import OFFLOAD_KINDS
-from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import ImmediateStreams, Stream
 from zorselike.runtime.ministage.sharding import local_tensor
@@ -31,16 +31,16 @@ CPU = torch.device("cpu")
 # -- a mirror by itself ----------------------------------------------------------------------------
 
 
-def make(tensors: dict[str, Tensor]) -> tuple[Mirror, Memory]:
+def make(tensors: dict[str, Tensor]) -> tuple[HostBackedTensors, Memory]:
     memory = Memory.of(CPU, ImmediateStreams())
     streams = memory.streams
-    mirror = Mirror(
+    mirror = HostBackedTensors(
         tensors, purpose="optimizer state", memory=memory, homes=[streams.compute], inbound=streams.load_state
     )
     return mirror, memory
 
 
-def leave(mirror: Mirror, memory: Memory) -> None:
+def leave(mirror: HostBackedTensors, memory: Memory) -> None:
     mirror.free(mirror.store(memory.streams.compute.record()))
 
 
@@ -48,7 +48,7 @@ def leave(mirror: Mirror, memory: Memory) -> None:
 def test_nobody_waits_to_give_back_nothing(tensors: dict[str, Tensor]) -> None:
     memory = Memory.of(CPU, ImmediateStreams())
     home = Mock(spec=Stream)
-    mirror = Mirror(
+    mirror = HostBackedTensors(
         tensors, purpose="parameter shards", memory=memory, homes=[home], inbound=memory.streams.load
     )
     mirror.free(memory.streams.compute.record())
@@ -105,7 +105,7 @@ def test_room_is_made_without_values_and_discarded_buffers_are_used_again() -> N
     host = memory.ledger.peak("optimizer state", "host")
     mirror.discard(memory.streams.update.record())
     assert memory.ledger.device_bytes == 0
-    again = Mirror(
+    again = HostBackedTensors(
         {"x": torch.zeros(32)},
         purpose="optimizer state",
         memory=memory,

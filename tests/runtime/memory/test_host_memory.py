@@ -14,13 +14,14 @@ from tiny import Case, adamw, module_names
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zorselike import HeteroPipeline
+from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.memory import host_memory
 from zorselike.runtime.memory import report as memory_report
 from zorselike.runtime.memory.host_memory import HostPool
 from zorselike.runtime.memory.host_room import HostRoom
-from zorselike.runtime.memory.ledger import PURPOSES, Ledger
+from zorselike.runtime.memory.ledger import Ledger
 from zorselike.runtime.memory.report import refuse_crowded_hosts
 
 GIB = 2**30
@@ -84,7 +85,7 @@ def test_purposes_do_not_share() -> None:
     pool, ledger = make_pool()
     pool.give_back("activations", pool.take("activations", 256))
     pool.take("optimizer state", 256)
-    assert [ledger.held(purpose, "host") for purpose in PURPOSES].count(256) == 2
+    assert [ledger.held(purpose, "host") for purpose in Purpose].count(256) == 2
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +148,8 @@ class Setting:
 
 def host_bytes(pipe: HeteroPipeline) -> dict[str, int]:
     """By purpose, in slabs that are there."""
-    slabs = pipe._assembly.shared.memory.pool._slabs
-    held = {purpose: pipe._assembly.shared.memory.ledger.held(purpose, "host") for purpose in PURPOSES}
+    slabs = pipe._assembly.resources.memory.pool._slabs
+    held = {purpose: pipe._assembly.resources.memory.ledger.held(purpose, "host") for purpose in Purpose}
     assert sum(held.values()) == sum(slab.numel() for slab in slabs)
     return held
 
@@ -185,7 +186,7 @@ def expected_bytes(setting: Setting) -> dict[str, int]:
     computes_in = 4 if setting.dtype is None else 2
     num_state_tensors = 2 if setting.dtype is None else 3
     everything = list(shapes.values())
-    found = dict.fromkeys(PURPOSES, 0)
+    found = dict.fromkeys(Purpose, 0)
     if "params" in setting.offload:
         found["parameter shards"] = rounded([computes_in * n for own in of_ministage[1:] for n in own])
     if "optimizer" in setting.offload:
@@ -258,7 +259,7 @@ def use_one_after_the_other(rank: int, world_size: int) -> tuple[list[int], int]
         setting = Setting(recompute="layer" if number % 2 else "none", num_ranks=world_size)
         pipe = setting.build()
         pipe.step_global(*setting.case.batch(0))
-        own = [slab.untyped_storage() for slab in pipe._assembly.shared.memory.pool._slabs]
+        own = [slab.untyped_storage() for slab in pipe._assembly.resources.memory.pool._slabs]
         slabs += [StorageWeakRef(storage) for storage in own]
         pipe.close()
         left.append(sum(storage.nbytes() for storage in own))

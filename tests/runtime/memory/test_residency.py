@@ -119,7 +119,7 @@ def counting() -> Iterator[Counted]:
     def count(storage: torch.UntypedStorage, size: int) -> Any:
         found = resize(storage, size)
         frame = sys._getframe(1)
-        if frame.f_code.co_filename.endswith("mirror.py"):
+        if frame.f_code.co_filename.endswith("host_backed.py"):
             counted.note(storage, frame.f_locals["self"]._purpose, size)
         elif "fsdp" in frame.f_code.co_filename:
             counted.note(storage, WHOLE, size)
@@ -132,13 +132,13 @@ def counting() -> Iterator[Counted]:
 def on_every_action(pipe: HeteroPipeline, look: Callable[[Action], None]) -> None:
     """Calls `look` before each action."""
     executor = pipe._assembly.executor
-    enter = executor._enter
+    enter = executor.enter
 
     def enter_and_look(action: Action) -> None:
         look(action)
         enter(action)
 
-    executor._enter = enter_and_look
+    executor.enter = enter_and_look
 
 
 def measure(pipe: HeteroPipeline) -> dict[str, dict[int, int]]:
@@ -151,7 +151,7 @@ def measure(pipe: HeteroPipeline) -> dict[str, dict[int, int]]:
     with pipe.loaded():
         ministages = pipe._assembly.ministages
         for index, ministage in ministages.items():
-            named = [(n, p) for n, p in ministage.named_parameters() if n not in ministage._tied]
+            named = [(n, p) for n, p in ministage.named_parameters() if n not in ministage._settings.tied]
             shards[index] = stored(p for _, p in named) if index != min(ministages) else 0
             moments = [
                 value
@@ -222,7 +222,7 @@ def count_steps(rank: int, world_size: int, setting: Setting) -> dict[str, tuple
         sizes[WHOLE] = {i: setting.whole_bytes(cut) for i, cut in enumerate(CUTS)}
         expected = Expected(masters=setting.has_masters)
         counted.peak.clear()
-        ledger = pipe._assembly.shared.memory.ledger
+        ledger = pipe._assembly.resources.memory.ledger
         staying = ledger.held(SHARDS, "device")
 
         def look(action: Action | None) -> None:
@@ -302,12 +302,12 @@ def compare_with_resident(rank: int, world_size: int, setting: Setting) -> tuple
     """Bytes of shards and state between steps: as they are offloaded, and all of them."""
     pipe = setting.build()
     pipe.step_global(*setting.case.batch(0))
-    ledger = pipe._assembly.shared.memory.ledger
+    ledger = pipe._assembly.resources.memory.ledger
     found = ledger.held(SHARDS, "device") + ledger.held(STATE, "device")
     pipe.close()
     resident = replace(setting, offload=()).build()
     resident.step_global(*setting.case.batch(0))
-    ledger = resident._assembly.shared.memory.ledger
+    ledger = resident._assembly.resources.memory.ledger
     everything = ledger.held(SHARDS, "device") + ledger.held(STATE, "device")
     resident.close()
     return found, everything

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.runtime import assembly
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.memory.host_memory import HostPool
+from zorselike.runtime.ministage import settings
 from zorselike.runtime.ministage.sharding import local_tensor
 
 NUM_LAYERS = 3
@@ -46,8 +46,8 @@ STREAMS = ("compute", "gather", "load", "load_state", "store", "fetch", "stash",
 
 COVERED = {
     "compute in Executor._settle": "for readers outside of steps; see the last test",
-    "compute in Retired.settle": "compute joins the update at the end of a step",
-    "load_state in Retired.settle": "it waits for the update before it frees the state",
+    "compute in DeferredFrees.settle": "compute joins the update at the end of a step",
+    "load_state in DeferredFrees.settle": "it waits for the update before it frees the state",
     "store in Gradients.arrive": "it waits for compute, which has waited for the update",
 }
 """Waits without which no run here has a race, and why."""
@@ -143,7 +143,7 @@ def on(streams: RaceStreams) -> Iterator[None]:
         enter(alarm, action)
 
     with (
-        mock.patch.object(assembly, "make_streams", lambda device: streams),
+        mock.patch.object(settings, "make_streams", lambda device: streams),
         mock.patch.object(HostPool, "_allocate", allocate_on_host),
         mock.patch.object(Alarm, "enter", enter_action),
         streams.watching(),

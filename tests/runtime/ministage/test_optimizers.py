@@ -38,7 +38,7 @@ def bytes_on_device(pipe: HeteroPipeline) -> int:
 
 def train(setting: Setting, offload: Sequence[str], factory: Factory) -> Outcome:
     pipe, case = setting.build(offload, factory), setting.case(offload)
-    ledger = pipe._assembly.shared.memory.ledger
+    ledger = pipe._assembly.resources.memory.ledger
     outcome = Outcome([], [], [], [])
     for step in range(NUM_STEPS):
         results = [pipe.step_global(*case.batch(step))]

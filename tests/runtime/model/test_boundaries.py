@@ -15,18 +15,16 @@ from torch.nn.functional import cross_entropy
 
 from zorselike.plan import ConfigError
 from zorselike.runtime.loss import count_valid_tokens, token_cross_entropy
-from zorselike.runtime.model.boundaries import (
+from zorselike.runtime.model.boundaries import check_additive, check_kwargs, trainable_ministages
+from zorselike.runtime.model.partition import partition
+from zorselike.runtime.model.signature import (
     Boundary,
     Broadcast,
     KwargTensor,
     Signature,
     TensorSpec,
-    check_additive,
-    check_kwargs,
     describe_kwargs,
-    trainable_ministages,
 )
-from zorselike.runtime.model.partition import partition
 from zorselike.runtime.model.tracing import fake_copies, make_fake_mode
 
 TOKENS = torch.zeros(3, SEQUENCE, dtype=torch.int64)

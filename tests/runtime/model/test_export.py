@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.model.boundaries import Broadcast, TensorSpec
-from zorselike.runtime.model.partition import ModelPart, find_ties, partition
+from zorselike.runtime.model.part import ModelPart
+from zorselike.runtime.model.partition import find_ties, partition
+from zorselike.runtime.model.signature import Broadcast, TensorSpec
 
 LENGTH = 6
 VOCABULARY = 19

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from zorselike.models import build_model
 from zorselike.plan import ConfigError, PlanError
 from zorselike.runtime.model.export import Exporter
-from zorselike.runtime.model.partition import ModelPart, Tie, find_ties, partition
+from zorselike.runtime.model.part import ModelPart
+from zorselike.runtime.model.partition import Tie, find_ties, partition
 
 TOKENS = torch.arange(12).reshape(3, 4) % VOCABULARY
 

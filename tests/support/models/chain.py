@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.model.boundaries import (
-    Signature,
-    Trace,
-    trace_boundaries,
-    trainable_ministages,
-)
-from zorselike.runtime.model.partition import ModelPart
+from zorselike.runtime.model.boundaries import Trace, trace_boundaries, trainable_ministages
+from zorselike.runtime.model.part import ModelPart
+from zorselike.runtime.model.signature import Signature
 
 
 def plan_over(*modules: Sequence[str], rows: Sequence[int] = (2, 3)) -> Plan:

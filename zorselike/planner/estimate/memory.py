@@ -20,6 +20,7 @@ from typing import NamedTuple
 from zorselike.cost.device_memory import CPU, find_memory_bytes
 from zorselike.cost.memory import MinistageBytes, walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
+from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import (
     KeptBytes,
     add_up,
@@ -215,7 +216,7 @@ class RankMemory:
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
             kept = sum(size.activation_bytes_per_row for size in own.values())
-            host_bytes += sum(sizes) * kept - walk.host["activations"]
+            host_bytes += sum(sizes) * kept - walk.host[Purpose.ACTIVATIONS]
         return Need(peak + added, host_bytes)
 
     def _list_actions(self, plan: Plan) -> Sequence[Action]:

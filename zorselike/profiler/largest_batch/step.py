@@ -27,12 +27,9 @@ from zorselike.profiler.machine.device_memory import DeviceMemory
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.loss import LossFn
 from zorselike.runtime.memory.ledger import Ledger
-from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Departures, Retired
-from zorselike.runtime.memory.streams import make_streams
-from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage
+from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.model.partition import partition
-from zorselike.runtime.model.pruning import find_units
 
 WARMUPS = 2
 """Steps before any that counts: the first makes the optimizer's state."""
@@ -65,25 +62,15 @@ class ZeroStep:
         self._loss_fn = loss_fn
         self._clock = Clock(device)
         part = partition(build().to(dtype=dtype), plan)[0]
-        for name in find_units(part.module, modules) if part.units else ():
-            if name not in part.units:  # It shares weights, so it is sharded with the root.
-                materialise(part.module.get_submodule(name), device)
-        self._memory = Memory.of(device, make_streams(device))
-        self._ministage = ShardedMinistage(
-            0,
-            part.module,
-            part.units,
+        resources = RankResources.of(device)
+        settings = MinistageSettings(
             group=plan.groups[0],
             mesh=DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)),
-            rank=Rank(self._memory, None, Departures(), Departures(), Retired()),
-            receives_grad=False,
-            param_dtype=None,
-            compiles=False,
-            keeps_shards=True,
-            tied=(),
-            borrowed=(),
             materialise=lambda module, _: materialise(module, device),
+            modules=modules,
         )
+        self._memory = resources.memory
+        self._ministage = ShardedMinistage(0, part.module, part.units, settings, resources)
         for module in part.module.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(OwnGather())  # type: ignore[arg-type]

@@ -22,12 +22,10 @@ from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, make_inpu
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.loss import LossFn
-from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Departures, Retired
-from zorselike.runtime.memory.streams import make_streams
-from zorselike.runtime.ministage.ministage import Rank, ShardedMinistage
-from zorselike.runtime.model.boundaries import KwargTensor
-from zorselike.runtime.model.tracing import map_leaves, tensors_in
+from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
+from zorselike.runtime.model.nested import map_leaves, tensors_in
+from zorselike.runtime.model.signature import KwargTensor
 
 NUM_COPIES = 4
 MICROBATCHES = 2
@@ -59,21 +57,14 @@ class LayersInStep:
         # shared between them, and counted by actions.
         layers = nn.ModuleDict({str(i): copy.deepcopy(layer) for i in range(NUM_COPIES)})
         self.copies = _Copies(layers, probe.inputs, loss_fn if probe.is_last else None, self._clock)
-        self._ministage = ShardedMinistage(
-            0,
-            self.copies,
-            [f"layers.{i}" for i in range(NUM_COPIES)],
+        settings = MinistageSettings(
             group=Group(ranks=(0,), microbatches=(Microbatch(0, 0, 1),), zero=2, recompute=recompute),
             mesh=DeviceMesh.from_group(alone, device.type, mesh_dim_names=("dp",)),
-            rank=Rank(Memory.of(device, make_streams(device)), None, Departures(), Departures(), Retired()),
-            receives_grad=probe.carries_grad,
-            param_dtype=None,
-            compiles=False,
-            keeps_shards=True,
-            tied=(),
-            borrowed=(),
             materialise=lambda module, _: materialise(module.train(), device),
+            receives_grad=probe.carries_grad,
         )
+        names = [f"layers.{i}" for i in range(NUM_COPIES)]
+        self._ministage = ShardedMinistage(0, self.copies, names, settings, RankResources.of(device))
         self._ministage.warm_up()
         self._ministage.unshard()
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.workload import Workload
-from zorselike.runtime.model.boundaries import KwargTensor
-from zorselike.runtime.model.tracing import map_leaves
+from zorselike.runtime.model.nested import map_leaves
+from zorselike.runtime.model.signature import KwargTensor
 
 ModelFactory = Callable[[], nn.Module]
 """Builds the model on the meta device."""

@@ -17,7 +17,7 @@ from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, build_lay
 from zorselike.profiler.layers.row_search import MaxRows, TrialResult, find_max_rows
 from zorselike.profiler.machine.device_memory import DeviceMemory
 from zorselike.runtime.loss import LossFn
-from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.model.nested import tensors_in
 
 WARMUPS = 2
 """Steps before any that counts: kernels are chosen, caches filled, clocks raised."""

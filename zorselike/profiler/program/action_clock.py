@@ -1,4 +1,4 @@
-"""When each action of a rank began and ended, and what it cost its thread: read off the executor."""
+"""When each action of a rank began and ended, and what it cost its thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-from zorselike.runtime.executor import Executor
+from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.schedule.actions import Action
 
 
@@ -30,22 +29,19 @@ class ActionClock:
     times: list[ActionTime] = field(default_factory=list)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, every executor of this process is timed."""
-        run_action = Executor._do
-        times = self.times
-        cpu_begin_s = time.thread_time()
+    def running(self, pipe: HeteroPipeline) -> Iterator[None]:
+        """Inside, the actions of this rank's steps are timed."""
+        begin_s, cpu_begin_s = 0.0, time.thread_time()
 
-        def timed(self: Executor, action: Action, run: Any) -> None:
-            nonlocal cpu_begin_s
+        def enter(_: Action) -> None:
+            nonlocal begin_s
             begin_s = time.monotonic()
-            run_action(self, action, run)
+
+        def leave(action: Action) -> None:
+            nonlocal cpu_begin_s
             cpu_end_s = time.thread_time()
-            times.append(ActionTime(action, begin_s, time.monotonic(), cpu_end_s - cpu_begin_s))
+            self.times.append(ActionTime(action, begin_s, time.monotonic(), cpu_end_s - cpu_begin_s))
             cpu_begin_s = cpu_end_s
 
-        Executor._do = timed  # type: ignore[method-assign]
-        try:
+        with pipe.watching(enter, leave):
             yield
-        finally:
-            Executor._do = run_action  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ from zorselike.profiler.program.action_costs import (
     leave_out,
 )
 from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Processes
 from zorselike.schedule.actions import COMPUTE
@@ -165,7 +165,7 @@ class ProgramBench:
             for number in range(WARMUPS + STEPS_PER_REPEAT * self._repeats):
                 clock = ActionClock()
                 begin_s = self._now()
-                with clock.running():
+                with clock.running(pipe):
                     pipe.step(inputs, targets)
                 step_s = self._now() - begin_s
                 begin_s = time.monotonic()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from zorselike.runtime.model.tracing import tensors_in
+from zorselike.runtime.model.nested import tensors_in
 
 
 @dataclass

@@ -26,9 +26,10 @@ from zorselike.profiler.workload.model_layers import (
     plan_of_layers,
     require_layers,
 )
+from zorselike.runtime.model.nested import map_leaves
 from zorselike.runtime.model.partition import find_ties
 from zorselike.runtime.model.pruning import loose_parameters, plan_module
-from zorselike.runtime.model.tracing import fake_copies, make_fake_mode, map_leaves
+from zorselike.runtime.model.tracing import fake_copies, make_fake_mode
 from zorselike.text.wording import first_line
 
 

@@ -32,8 +32,8 @@ START_UP = "start-up"
 _EXIT_CODE = 1
 _ECHO_WAIT_S = 1.0
 """How long an error that reads like the echo of another rank's end waits for its cause."""
-_VERDICT_WAIT_S = 3.0
-"""How long a failed rank waits for rank 0's verdict before it gives its own."""
+_DECISION_WAIT_S = 3.0
+"""How long a failed rank waits for rank 0 to name the first failure before it decides by itself."""
 _LAST_WORDS_S = 0.5
 """Between a rank's last line and its end, so that no launcher kills a rank that has not printed."""
 _LINGER_S = 5.0
@@ -113,7 +113,7 @@ class Watch(threading.Thread):
         self._told = False
         self._failures: list[Failure] = []
         self._first_failure_s = now
-        self._verdict: Failure | None = None
+        self._decided: Failure | None = None
 
         self._leaving = False
         self._left_at: State | None = None
@@ -159,9 +159,9 @@ class Watch(threading.Thread):
                     next_beat_s = now + self._limits.interval_s
                     self._beat(now)
                 self._notice_failures(now)
-                verdict = self._judge(now)
-                if verdict is not None:
-                    self._end(verdict)
+                first = self._judge(now)
+                if first is not None:
+                    self._end(first)
                     return
                 if self._has_left(now):
                     return
@@ -199,8 +199,8 @@ class Watch(threading.Thread):
                 watched.state = State(**content)
             case "fail":
                 self._add(Failure(**content))
-            case "verdict":
-                self._verdict = Failure(**content)
+            case "first":
+                self._decided = Failure(**content)
             case "bye":
                 watched.left = True
                 watched.left_at = None if content is None else State(**content)
@@ -288,23 +288,23 @@ class Watch(threading.Thread):
 
     def _judge(self, now: float) -> Failure | None:
         """Which failure was first, once that is known."""
-        if self._verdict is not None or not self._failures:
-            return self._verdict
+        if self._decided is not None or not self._failures:
+            return self._decided
         first = first_of(self._failures)
         patience_s = _ECHO_WAIT_S if first.is_echo else 0.0
         if not self._is_judge and self._present():
-            patience_s = _VERDICT_WAIT_S
+            patience_s = _DECISION_WAIT_S
         return first if now - self._first_failure_s >= patience_s else None
 
-    def _end(self, verdict: Failure) -> None:
+    def _end(self, first: Failure) -> None:
         """Tells the others, prints the last line, and ends the process."""
         if self._is_judge:
             for watched in self._watched.values():  # A stopped rank reads it when it goes on.
-                watched.peer.link.send({"kind": "verdict", "content": asdict(verdict)})
+                watched.peer.link.send({"kind": "first", "content": asdict(first)})
         own = self._own_failure
-        if own is not None and self._own_traceback and (own.rank == verdict.rank or not own.is_echo):
+        if own is not None and self._own_traceback and (own.rank == first.rank or not own.is_echo):
             _print_error(self._own_traceback)
-        _print_error(last_line(verdict, self._rank, self._whereabouts.place) + "\n")
+        _print_error(last_line(first, self._rank, self._whereabouts.place) + "\n")
         if self._exit is os._exit:
             _silence_errors()
         threading.Thread(target=_flush_output, daemon=True).start()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup
-from zorselike.runtime.model.boundaries import Boundary, TensorSpec
+from zorselike.runtime.model.signature import Boundary, TensorSpec
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
 
 Tensors = tuple[Tensor, ...]

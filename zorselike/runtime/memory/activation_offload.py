@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zorselike.cost.purposes import Purpose
 from zorselike.runtime._compat import version_of
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event
-from zorselike.runtime.model.tracing import map_leaves
+from zorselike.runtime.model.nested import map_leaves, map_tensors
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
 Key = Hashable
@@ -80,7 +81,7 @@ class _Microbatch:
 
     def note_changes(self) -> None:
         """Marks what was changed in place since it was saved, so that using it raises as it would
-        without a stash."""
+        without offload."""
         for saved, tensor, version in self.versions:
             if version_of(tensor) != version:
                 saved.fault = (
@@ -91,13 +92,13 @@ class _Microbatch:
         self.versions.clear()
 
 
-class Stash:
+class ActivationOffload:
     """What one rank's microbatches keep for their backwards."""
 
     def __init__(self, memory: Memory) -> None:
         self._device = memory.device
         self._pool, self._ledger, self._streams = memory.pool, memory.ledger, memory.streams
-        self.anchor = torch.zeros((), device=memory.device)
+        self.device_marker = torch.zeros((), device=memory.device)
         """A tensor that says which device is computed on."""
         self._microbatches: dict[Key, _Microbatch] = {}
         self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
@@ -105,7 +106,7 @@ class Stash:
         self._recording: _Microbatch | None = None
         self.kept_bytes: dict[Key, int] = {}
         """What each microbatch has kept, the last time that it ran."""
-        self._excluded: list[set[int]] = [{_address(self.anchor)}]
+        self._excluded: list[set[int]] = [{_address(self.device_marker)}]
 
     @property
     def is_keeping(self) -> bool:
@@ -143,11 +144,7 @@ class Stash:
 
     def save_inputs(self, arguments: Any) -> Callable[[], Any]:
         """Keeps the tensors among a recomputed layer's arguments; what is returned makes them again."""
-
-        def save(leaf: Any) -> Any:
-            return self._pack(leaf, requires_grad=leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-        packed = map_leaves(arguments, save)
+        packed = map_tensors(arguments, lambda t: self._pack(t, requires_grad=t.requires_grad))
         return lambda: map_leaves(packed, _unpack)
 
     def _save(self, tensor: Tensor) -> Any:
@@ -180,7 +177,7 @@ class Stash:
         whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         kept = _Kept(storage.nbytes(), whole, host=self._received.get(address))
         self._recording.kept[address] = kept
-        self._ledger.hold("activations", "device", kept.num_bytes)
+        self._ledger.hold(Purpose.ACTIVATIONS, "device", kept.num_bytes)
         return kept
 
     # -- between ---------------------------------------------------------------------------
@@ -191,27 +188,29 @@ class Stash:
         microbatch.note_changes()
         while len(self._leaving) >= COPIES_IN_FLIGHT:
             self._let_go()
-        stash = self._streams.stash
-        stash.wait(self._streams.compute.record())
+        stream = self._streams.stash
+        stream.wait(self._streams.compute.record())
         leaving: list[Tensor] = []
-        self._pool.reserve("activations", [k.num_bytes for k in microbatch.kept.values() if k.host is None])
-        with stash.use():
+        self._pool.reserve(
+            Purpose.ACTIVATIONS, [k.num_bytes for k in microbatch.kept.values() if k.host is None]
+        )
+        with stream.use():
             for kept in microbatch.kept.values():
                 if kept.device is None:
                     continue
                 if kept.host is None:
-                    kept.host, kept.is_pooled = self._pool.take("activations", kept.num_bytes), True
+                    kept.host, kept.is_pooled = self._pool.take(Purpose.ACTIVATIONS, kept.num_bytes), True
                     kept.host.copy_(kept.device, non_blocking=True)
                 leaving.append(kept.device)
                 kept.device = None
-        microbatch.left = stash.record()
+        microbatch.left = stream.record()
         self._leaving.append((microbatch.left, leaving))
 
     def _let_go(self) -> None:
         """Frees the oldest microbatch that has left; its memory is compute's to use again."""
         event, tensors = self._leaving.popleft()
         self._streams.compute.wait(event)
-        self._ledger.drop("activations", "device", sum(tensor.numel() for tensor in tensors))
+        self._ledger.drop(Purpose.ACTIVATIONS, "device", sum(tensor.numel() for tensor in tensors))
 
     def load(self, key: Key) -> None:
         """Starts the copies of a microbatch back to the device."""
@@ -227,7 +226,7 @@ class Stash:
                     assert kept.host is not None
                     kept.device = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._device)
                     kept.device.copy_(kept.host, non_blocking=True)
-                    self._ledger.hold("activations", "device", kept.num_bytes)
+                    self._ledger.hold(Purpose.ACTIVATIONS, "device", kept.num_bytes)
         microbatch.loaded = fetch.record()
 
     # -- backward --------------------------------------------------------------------------
@@ -252,10 +251,10 @@ class Stash:
             self._streams.fetch.wait(self._streams.compute.record())
         for kept in microbatch.kept.values():
             if kept.device is not None:
-                self._ledger.drop("activations", "device", kept.num_bytes)
+                self._ledger.drop(Purpose.ACTIVATIONS, "device", kept.num_bytes)
                 kept.device = None
             if kept.host is not None and kept.is_pooled:
-                self._pool.give_back("activations", kept.host)
+                self._pool.give_back(Purpose.ACTIVATIONS, kept.host)
                 kept.host = None
 
     def finish(self) -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from zorselike.cost.memory import MinistageBytes, walk_memory
+from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.comm.ranks import Ranks
-from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.model.partition import ModelPart
+from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.schedule.actions import Action
 
@@ -56,14 +56,15 @@ def refuse_unfitting_plan(
 def _measure(plan: Plan, index: int, module: nn.Module, param_dtype: torch.dtype | None) -> MinistageBytes:
     """The sizes of a ministage on one rank of its group, from its parameters' shapes."""
     group = plan.group_of(index)
-    num_shards = 1 if group.zero == 0 else len(group.flat_ranks)
+    num_shards = count_shards(group.zero, len(group.flat_ranks))
     whole = gradients = masters = 0
     for parameter in module.parameters():
         dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
-        whole += parameter.numel() * dtype.itemsize
+        one = ParameterBytes(dtype.itemsize)
+        whole += parameter.numel() * one.weight
         if parameter.requires_grad:
-            gradients += parameter.numel() * (4 if dtype in HALF else dtype.itemsize)
-            masters += 4 * parameter.numel() if dtype in HALF else 0
+            gradients += parameter.numel() * one.gradient
+            masters += parameter.numel() * one.state
     return MinistageBytes(
         gathered_bytes=whole,
         shard_bytes=whole // num_shards,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zorselike.runtime.memory.ledger import Purpose
+from zorselike.cost.purposes import Purpose
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event, Stream
 
 
-class Mirror:
+class HostBackedTensors:
     """Tensors with a host copy, moved together, by whatever names them.
 
     All are on the device at first, and nobody else uses their storages.

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.host_room import find_host_room
-from zorselike.runtime.memory.ledger import Ledger, Purpose
+from zorselike.runtime.memory.ledger import Ledger
 
 _ALIGNMENT = 64
 """Bytes: where each buffer of a slab begins."""

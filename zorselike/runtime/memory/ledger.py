@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal
 
+from zorselike.cost.purposes import Purpose
+
 Place = Literal["device", "host"]
-Purpose = Literal[
-    "gathered parameters",
-    "parameter shards",
-    "gradient shards",
-    "optimizer state",
-    "activations",
-]
-PURPOSES: tuple[Purpose, ...] = (
-    "gathered parameters",
-    "parameter shards",
-    "gradient shards",
-    "optimizer state",
-    "activations",
-)
 
 
 class Ledger:

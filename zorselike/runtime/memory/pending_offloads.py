@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
 
 
-class Departures:
+class PendingOffloads:
     """Mirrors on their way to the host, freed one ministage later.
 
     Freeing at once would make the loading stream wait for the copy to the host, so that copies each
@@ -17,22 +17,22 @@ class Departures:
     """
 
     def __init__(self) -> None:
-        self._leaving: deque[tuple[list[Mirror], Event]] = deque()
+        self._leaving: deque[tuple[list[HostBackedTensors], Event]] = deque()
 
-    def add(self, mirrors: list[Mirror], gone: Event) -> None:
+    def add(self, tensors: list[HostBackedTensors], gone: Event) -> None:
         """`gone`: the end of their copies to the host."""
         self.settle(keep=0)
-        self._leaving.append((mirrors, gone))
+        self._leaving.append((tensors, gone))
 
     def settle(self, *, keep: int = 0) -> None:
         """Frees all but the newest `keep` entries."""
         while len(self._leaving) > keep:
-            mirrors, gone = self._leaving.popleft()
-            for mirror in mirrors:
-                mirror.free(gone)
+            leaving, gone = self._leaving.popleft()
+            for tensors in leaving:
+                tensors.free(gone)
 
 
-class Retired:
+class DeferredFrees:
     """Tensors that nobody needs any more once an event is over: their last references."""
 
     def __init__(self) -> None:

@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.memory import MinistageBytes, walk_memory
+from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.memory.host_room import find_host_room
-from zorselike.runtime.memory.ledger import PURPOSES, Ledger
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments
-from zorselike.runtime.model.boundaries import Boundary
 from zorselike.runtime.model.layer_inputs import InputBytes
+from zorselike.runtime.model.signature import Boundary
 from zorselike.schedule.actions import Action, Kind
 
 GIB = 2**30
+_UNCOUNTED = (Purpose.GRADIENTS, Purpose.WORKING_SET)
+"""What the ledger does not see: it comes and goes inside FSDP2 and autograd."""
 
 
 @dataclass(frozen=True)
@@ -91,29 +93,29 @@ def report_memory(
     layer_inputs: Sequence[Sequence[InputBytes]] = (),
 ) -> MemoryReport:
     """The report of this rank. `boundaries` and `layer_inputs` are empty before the first step."""
-    blueprint, ranks = assembly.blueprint, assembly.ranks
+    compiled, ranks = assembly.compiled, assembly.ranks
     sizes = {
         index: measure_ministage(ministage, assembly, boundaries, layer_inputs)
         for index, ministage in assembly.ministages.items()
     }
-    walk = walk_memory(blueprint.plan, ranks.rank, blueprint.step_actions[ranks.rank], sizes)
-    ledger = assembly.shared.memory.ledger
+    walk = walk_memory(compiled.plan, ranks.rank, compiled.step_actions[ranks.rank], sizes)
+    ledger = assembly.resources.memory.ledger
     lines = []
-    stash = assembly.shared.stash
+    offload = assembly.resources.activations
     for purpose in walk.device:
-        entered = purpose in PURPOSES
-        is_activations = purpose == "activations"
-        known = purpose in ("gradients", *PURPOSES) and (
-            not is_activations or bool(stash and stash.kept_bytes)
+        entered = purpose not in _UNCOUNTED
+        is_activations = purpose is Purpose.ACTIVATIONS
+        known = purpose is not Purpose.WORKING_SET and (
+            not is_activations or bool(offload and offload.kept_bytes)
         )
-        counted = entered and (not is_activations or stash is not None)
+        counted = entered and (not is_activations or offload is not None)
         lines.append(
             MemoryLine(
                 purpose,
                 walk.device[purpose] if known else None,
-                _peak(ledger, purpose, "device") if counted else None,
+                ledger.peak(purpose, "device") if counted else None,
                 walk.host[purpose] if known else None,
-                _peak(ledger, purpose, "host") if entered else None,
+                ledger.peak(purpose, "host") if entered else None,
             )
         )
     on_gpu = assembly.device.type == "cuda"
@@ -123,12 +125,8 @@ def report_memory(
         device_planned_bytes=walk.device_peak_bytes,
         device_peak_bytes=torch.cuda.max_memory_allocated(assembly.device) if on_gpu else None,
         host_planned_bytes=walk.host_peak_bytes,
-        host_peak_bytes=sum(ledger.peak(purpose, "host") for purpose in PURPOSES),
+        host_peak_bytes=sum(ledger.peak(purpose, "host") for purpose in Purpose),
     )
-
-
-def _peak(ledger: Ledger, purpose: str, place: str) -> int:
-    return next(ledger.peak(known, place) for known in PURPOSES if known == purpose)  # type: ignore[arg-type]
 
 
 def measure_ministage(
@@ -151,7 +149,7 @@ def measure_ministage(
         gradient_bytes=sizes.gradient_bytes,
         gradient_shard_bytes=sizes.gradient_shard_bytes,
         state_bytes=sizes.master_bytes + moments,
-        masters=assembly.blueprint.spec.masters,
+        masters=assembly.compiled.spec.masters,
         activation_bytes_per_row=max(kept, per_row if boundaries else 0),
         boundary_bytes_per_row=per_row,
         largest_unit_bytes=sizes.largest_unit_bytes,
@@ -162,12 +160,12 @@ def measure_ministage(
 def _kept_bytes_per_row(index: int, assembly: Assembly, layer_inputs: Sequence[Sequence[InputBytes]]) -> int:
     """What a row of a ministage keeps for its backward: as found if a step has shown it, else the inputs
     of the layers that are recomputed."""
-    plan, stash = assembly.blueprint.plan, assembly.shared.stash
+    plan, offload = assembly.compiled.plan, assembly.resources.activations
     microbatches = plan.microbatches_of_rank(assembly.ranks.rank)
     found = [
-        -(-stash.kept_bytes[index, number] // microbatch.num_rows)
+        -(-offload.kept_bytes[index, number] // microbatch.num_rows)
         for number, microbatch in enumerate(microbatches)
-        if stash is not None and (index, number) in stash.kept_bytes
+        if offload is not None and (index, number) in offload.kept_bytes
     ]
     if found:
         return max(found)
@@ -181,24 +179,24 @@ def _bytes_per_row(boundary: Boundary) -> int:
 
 def reserve_activations(assembly: Assembly, layer_inputs: Sequence[Sequence[InputBytes]]) -> None:
     """Before the first step: host buffers for the inputs of all recomputed layers that it offloads."""
-    plan, rank = assembly.blueprint.plan, assembly.ranks.rank
+    plan, rank = assembly.compiled.plan, assembly.ranks.rank
     group = plan.groups[plan.group_of_rank[rank]]
-    if assembly.shared.stash is None or group.recompute != "layer":
+    if assembly.resources.activations is None or group.recompute != "layer":
         return
     microbatches = plan.microbatches_of_rank(rank)
     sizes = [
         each.at(microbatches[action.microbatch].num_rows)
-        for action in assembly.blueprint.step_actions[rank]
+        for action in assembly.compiled.step_actions[rank]
         if action.kind is Kind.OFFLOAD and action.microbatch is not None and action.ministage is not None
         for each in layer_inputs[action.ministage]
     ]
-    assembly.shared.memory.pool.reserve("activations", sizes)
+    assembly.resources.memory.pool.reserve(Purpose.ACTIVATIONS, sizes)
 
 
 def check_host_room(assembly: Assembly) -> None:
     """Before the first step: raises `ConfigError` on every rank alike if what the ranks of a node will
     still put on the host is more than that has left. Collective."""
-    own, actions = assembly.ranks.rank, assembly.blueprint.step_actions[assembly.ranks.rank]
+    own, actions = assembly.ranks.rank, assembly.compiled.step_actions[assembly.ranks.rank]
     needed = sum(_needed_later(ministage, assembly, actions) for ministage in assembly.ministages.values())
     room = find_host_room()
     numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64)
@@ -212,7 +210,7 @@ def check_host_room(assembly: Assembly) -> None:
 
 def _needed_later(ministage: ShardedMinistage, assembly: Assembly, actions: Sequence[Action]) -> int:
     """Host bytes for moments and deferred gradients of one ministage, which come with the first step."""
-    if "optimizer" not in assembly.blueprint.plan.group_of(ministage.index).offload:
+    if "optimizer" not in assembly.compiled.plan.group_of(ministage.index).offload:
         return 0
     sizes = ministage.sizes()
     optimizer = assembly.updates.optimizers.get(ministage.index)

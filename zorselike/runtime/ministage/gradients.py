@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from zorselike.cost.purposes import Purpose
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Retired
+from zorselike.runtime.memory.pending_offloads import DeferredFrees
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 
@@ -59,12 +60,12 @@ class Gradients:
         self,
         units: Sequence[tuple[FSDPModule, Sequence[tuple[str, nn.Parameter]]]],
         memory: Memory,
-        retired: Retired,
+        deferred_frees: DeferredFrees,
     ) -> None:
-        """`units`: each FSDP unit with its trainable sharded parameters by global name. `retired` is
+        """`units`: each FSDP unit with its trainable sharded parameters by global name. `deferred_frees` is
         shared by the rank's ministages and settled before each reduction."""
         self._memory = memory
-        self._retired = retired
+        self._retired = deferred_frees
         self._sharded = {name: parameter for _, named in units for name, parameter in named}
         self._unrounded = [
             _Unrounded(fsdp, named)
@@ -109,12 +110,12 @@ class Gradients:
         """Drops what an unfinished step left."""
         self._release(parameters)
         for buffer, _ in self._on_host.values():
-            self._memory.pool.give_back("gradient shards", buffer)
+            self._memory.pool.give_back(Purpose.GRADIENT_SHARDS, buffer)
         self._on_host.clear()
 
     def _release(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
         held = list(self._local.values())
-        self._memory.ledger.drop("gradient shards", "device", self._entered_bytes)
+        self._memory.ledger.drop(Purpose.GRADIENT_SHARDS, "device", self._entered_bytes)
         self._entered_bytes = 0
         self._local = {}
         for parameter in (*self._sharded.values(), *parameters.values()):
@@ -129,10 +130,12 @@ class Gradients:
         """Moves them to the host until a deferred update wants them."""
         streams, pool = self._memory.streams, self._memory.pool
         streams.store.wait(streams.compute.record())
-        pool.reserve("gradient shards", [local.numel() * local.itemsize for local in self._local.values()])
+        pool.reserve(
+            Purpose.GRADIENT_SHARDS, [local.numel() * local.itemsize for local in self._local.values()]
+        )
         with streams.store.use():
             for name, local in self._local.items():
-                host = pool.take("gradient shards", local.numel() * local.itemsize)
+                host = pool.take(Purpose.GRADIENT_SHARDS, local.numel() * local.itemsize)
                 shape = torch.empty(local.shape, dtype=local.dtype, device="meta")
                 _typed(host, shape).copy_(local, non_blocking=True)
                 self._on_host[name] = (host, shape)
@@ -148,7 +151,7 @@ class Gradients:
                 local = torch.empty(shape.shape, dtype=shape.dtype, device=self._memory.device)
                 local.copy_(_typed(host, shape), non_blocking=True)
                 self._local[name] = local
-                self._memory.pool.give_back("gradient shards", host)
+                self._memory.pool.give_back(Purpose.GRADIENT_SHARDS, host)
         self._on_host.clear()
         self._home, self._arrived = streams.load_state, streams.load_state.record()
         self._enter_ledger()
@@ -165,7 +168,7 @@ class Gradients:
 
     def _enter_ledger(self) -> None:
         num_bytes = sum(local.numel() * local.itemsize for local in self._local.values())
-        self._memory.ledger.hold("gradient shards", "device", num_bytes - self._entered_bytes)
+        self._memory.ledger.hold(Purpose.GRADIENT_SHARDS, "device", num_bytes - self._entered_bytes)
         self._entered_bytes = num_bytes
 
 

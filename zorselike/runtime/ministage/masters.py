@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.cost.purposes import Purpose
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.ministage.sharding import own_rows
+from zorselike.runtime.ministage.sharding import local_rows
 
 
 def take_masters(
@@ -31,20 +32,24 @@ def take_masters(
     for name, parameter in named:
         dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
         if dtype in HALF and parameter.requires_grad and name not in borrowed:
-            masters[name] = own_rows(parameter, mesh).to(torch.float32, copy=True).contiguous()
+            masters[name] = local_rows(parameter, mesh).to(torch.float32, copy=True).contiguous()
         parameter.data = parameter.data.to(dtype)
     return masters
 
 
-def place_masters(local: Mapping[str, Tensor], memory: Memory, *, offload: bool) -> list[Mirror]:
+def place_masters(local: Mapping[str, Tensor], memory: Memory, *, offload: bool) -> list[HostBackedTensors]:
     """Enters a unit's master weights in the ledger, and sends them to the host if so told."""
     if not offload:
         num_bytes = sum(rows.numel() * rows.itemsize for rows in local.values())
-        memory.ledger.hold("optimizer state", "device", num_bytes)
+        memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes)
         return []
     compute = memory.streams.compute
-    mirror = Mirror(
-        local, purpose="optimizer state", memory=memory, homes=[compute], inbound=memory.streams.load_state
+    tensors = HostBackedTensors(
+        local,
+        purpose=Purpose.OPTIMIZER_STATE,
+        memory=memory,
+        homes=[compute],
+        inbound=memory.streams.load_state,
     )
-    mirror.free(mirror.store(compute.record()))
-    return [mirror]
+    tensors.free(tensors.store(compute.record()))
+    return [tensors]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zorselike.plan.plan import Group
+from zorselike.cost.purposes import Purpose
 from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.memory.activation_offload import Stash
-from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Departures, Retired
 from zorselike.runtime.memory.streams import Event
 from zorselike.runtime.ministage.gradients import Gradients
 from zorselike.runtime.ministage.optimizer_state import OptimizerState
+from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.sharded_units import ShardedUnits
 from zorselike.runtime.ministage.sharding import gather_rows, local_tensor
 from zorselike.runtime.ministage.shards import Shards
@@ -30,24 +26,11 @@ from zorselike.runtime.ministage.unit import enter
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What all ministages of a rank share."""
-
-    memory: Memory
-    stash: Stash | None
-    """Where activations go, if the plan offloads them."""
-    leaving_shards: Departures
-    leaving_state: Departures
-    retired: Retired
-
-
 class ShardedMinistage:
     """Layers of one ministage, their parameters sharded over the ranks of its group.
 
-    `receives_grad` says whether its inputs carry gradients (false for the lowest ministage
-    with a backward). With ZeRO 1 and 2 `unshard` and `reshard` gather and free it, with ZeRO 3
-    `forward` and `backward` do so layer by layer, with ZeRO 0 it is always whole.
+    With ZeRO 1 and 2 `unshard` and `reshard` gather and free them, with ZeRO 3 `forward` and `backward` do
+    so layer by layer, with ZeRO 0 they are always whole.
     """
 
     def __init__(
@@ -55,49 +38,27 @@ class ShardedMinistage:
         index: int,
         module: nn.Module,
         unit_names: Sequence[str],
-        *,
-        group: Group,
-        mesh: DeviceMesh,
-        rank: Rank,
-        receives_grad: bool,
-        param_dtype: torch.dtype | None,
-        compiles: bool,
-        keeps_shards: bool,
-        tied: Collection[str],
-        borrowed: Collection[str],
-        materialise: Callable[[nn.Module, str], None],
+        settings: MinistageSettings,
+        resources: RankResources,
     ) -> None:
-        """`keeps_shards`: its shards stay on the device though the plan offloads parameters, as those of
-        the weights `tied` do. The optimizer has no part in those of `borrowed`."""
+        """`unit_names`: submodules that become FSDP units; none if the whole is one."""
+        group = settings.group
         self.index = index
         self.module = module
         self._group = group
-        self._rank = rank
-        self._streams = rank.memory.streams
-        self._device = rank.memory.device
-        self._receives_grad = receives_grad
+        self._settings = settings
+        self._resources = resources
+        self._streams = resources.memory.streams
         self._gathered_by_schedule = group.zero in (1, 2)
         self._reduces_in_backward = group.zero == 3
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
         """Of the model as it was given."""
-        self._units = ShardedUnits(
-            module,
-            unit_names,
-            group=group,
-            mesh=mesh,
-            memory=rank.memory,
-            stash=rank.stash,
-            receives_grad=receives_grad,
-            param_dtype=param_dtype,
-            compiles=compiles,
-            borrowed=borrowed,
-            materialise=materialise,
-        )
+        self._units = ShardedUnits(module, unit_names, settings, resources)
         self.state = OptimizerState(
             masters=self._units.masters,
-            mirrors=self._units.master_mirrors,
-            memory=rank.memory,
-            departures=rank.leaving_state,
+            host_backed_masters=self._units.host_backed_masters,
+            memory=resources.memory,
+            pending=resources.pending_state,
             offload="optimizer" in group.offload,
         )
         self._inputs: dict[int, list[Tensor | None]] = {}
@@ -105,15 +66,14 @@ class ShardedMinistage:
         self._dummies: dict[int, Tensor] = {}
         self._edges: dict[int, list[GradientEdge | None]] = {}
         """Per microbatch: where its backward starts; the outputs themselves are not needed."""
-        self._keeps_shards, self._tied = keeps_shards, tied
         trained = [[(name, p) for name, p in unit if p.requires_grad] for unit in self._units.named]
         units = list(zip(self._units.fsdp_modules, trained, strict=True))
-        self.gradients = Gradients(units, rank.memory, rank.retired)
+        self.gradients = Gradients(units, resources.memory, resources.deferred_frees)
         self.trained = {
             name: self.state.masters.get(name, p)
             for unit in trained
             for name, p in unit
-            if name not in borrowed
+            if name not in settings.borrowed
         }
         """What the optimizer updates, by global name in model order: fp32 masters where there are."""
 
@@ -123,22 +83,22 @@ class ShardedMinistage:
         self._units.gather(lambda unit, stream: None)
         self._units.wait_gathered()
         with torch.no_grad():
-            self._units.touch(requires_grad=False)
+            self._units.anchor_forward(requires_grad=False)
         self._units.reshard()
         self.sizes()  # While all storage is there.
         self._shards = Shards(
             self._units.named,
-            kept=self._tied,
-            offload="params" in self._group.offload and not self._keeps_shards,
-            memory=self._rank.memory,
-            departures=self._rank.leaving_shards,
+            kept=self._settings.tied,
+            offload="params" in self._group.offload and not self._settings.keeps_shards,
+            memory=self._resources.memory,
+            pending=self._resources.pending_shards,
         )
         if self._reduces_in_backward:
             # ZeRO 3 gathers two layers of one ministage: one that computes, one ahead.
-            sizes, ledger = self.sizes(), self._rank.memory.ledger
+            sizes, ledger = self.sizes(), self._resources.memory.ledger
             two_layers = min(2 * sizes.largest_unit_bytes, sizes.gathered_bytes)
-            others = ledger.held("gathered parameters", "device")
-            ledger.hold("gathered parameters", "device", max(0, two_layers - others))
+            others = ledger.held(Purpose.GATHERED_PARAMETERS, "device")
+            ledger.hold(Purpose.GATHERED_PARAMETERS, "device", max(0, two_layers - others))
 
     @property
     def gathered_bytes(self) -> int:
@@ -148,7 +108,7 @@ class ShardedMinistage:
     def sizes(self) -> Sizes:
         """Bytes of its parts on this rank; the same at any time."""
         if self._sizes is None:
-            self._sizes = measure(self._units.named, kept=self._tied, masters=self.state.masters)
+            self._sizes = measure(self._units.named, kept=self._settings.tied, masters=self.state.masters)
         return self._sizes
 
     _sizes: Sizes | None = None
@@ -173,12 +133,12 @@ class ShardedMinistage:
 
     def _enter_gathered(self) -> None:
         if not self._is_gathered:
-            self._rank.memory.ledger.hold("gathered parameters", "device", self.gathered_bytes)
+            self._resources.memory.ledger.hold(Purpose.GATHERED_PARAMETERS, "device", self.gathered_bytes)
             self._is_gathered = True
 
     def _leave_gathered(self) -> None:
         if self._is_gathered:
-            self._rank.memory.ledger.drop("gathered parameters", "device", self.gathered_bytes)
+            self._resources.memory.ledger.drop(Purpose.GATHERED_PARAMETERS, "device", self.gathered_bytes)
             self._is_gathered = False
 
     # -- between device and host -----------------------------------------------------------
@@ -217,7 +177,7 @@ class ShardedMinistage:
     def updating(self) -> Iterator[None]:
         """Inside, on the update stream, the optimizer's parameters have their gradients and state; then
         shards get the new values, and the gradients go."""
-        self._rank.retired.settle()
+        self._resources.deferred_frees.settle()
         update = self._streams.update
         update.wait(self._streams.compute.record())
         self.state.arrive(update)
@@ -257,9 +217,9 @@ class ShardedMinistage:
     # -- compute ---------------------------------------------------------------------------
 
     def keeping(self, number: int) -> AbstractContextManager[None]:
-        """What a microbatch's forward, and its loss, save inside is for the stash, if there is one."""
-        stash = self._rank.stash
-        return nullcontext() if stash is None else stash.keeping((self.index, number))
+        """What a microbatch's forward, and its loss, save inside is offloaded, if the plan says so."""
+        activations = self._resources.activations
+        return nullcontext() if activations is None else activations.keeping((self.index, number))
 
     def forward(
         self,
@@ -290,7 +250,7 @@ class ShardedMinistage:
             leaf = None
             if not carries:
                 tensor = tensor.detach()
-            elif self._rank.stash is None:
+            elif self._resources.activations is None:
                 tensor = leaf = tensor.detach().requires_grad_()
             else:
                 leaf, tensor = enter(tensor)
@@ -307,18 +267,18 @@ class ShardedMinistage:
         """Backward of one microbatch; returns the gradients of its inputs (None: carries none)."""
         leaves, edges = self._inputs.pop(number), self._edges.pop(number)
         self._prepare_backward()
-        stash, key = self._rank.stash, (self.index, number)
-        if stash is not None:
-            stash.arrive(key)
+        activations, key = self._resources.activations, (self.index, number)
+        if activations is not None:
+            activations.arrive(key)
         self._units.synchronise(self._reduces_in_backward)
         self._has_unreduced = self._is_inside = True
         due = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         torch.autograd.backward([edge for edge, _ in due], [grad for _, grad in due])
         self._is_inside = False
         self._collect_reduced()
-        if stash is not None:
+        if activations is not None:
             del edges, due
-            stash.drop(key)
+            activations.drop(key)
         return tuple(map(_input_grad, leaves))
 
     def _prepare_backward(self) -> None:
@@ -326,7 +286,7 @@ class ShardedMinistage:
         self._await_shards()
         self._units.wait_gathered()
         if self._reduces_in_backward:
-            self._rank.retired.settle()
+            self._resources.deferred_frees.settle()
 
     def _collect_reduced(self) -> None:
         if self._reduces_in_backward:
@@ -337,9 +297,9 @@ class ShardedMinistage:
         """Joins a ZeRO 3 microbatch's gathers without computing."""
         self._await_shards()
         if train:
-            self._dummies[number] = self._units.touch(requires_grad=self._receives_grad)
+            self._dummies[number] = self._units.anchor_forward(requires_grad=self._settings.receives_grad)
         else:
-            self._units.touch(requires_grad=False)
+            self._units.anchor_forward(requires_grad=False)
 
     def dummy_backward(self, number: int) -> None:
         """Joins a ZeRO 3 microbatch's gathers and reductions without computing."""
@@ -356,9 +316,9 @@ class ShardedMinistage:
         step did not use, take part alike."""
         self._await_shards()
         self._units.wait_gathered()
-        self._rank.retired.settle()
+        self._resources.deferred_frees.settle()
         self._units.synchronise(True)
-        output = self._units.touch(requires_grad=True)
+        output = self._units.anchor_forward(requires_grad=True)
         torch.autograd.backward(output, torch.zeros_like(output))
         self.gradients.collect()
         self._has_unreduced = False
@@ -421,8 +381,8 @@ class ShardedMinistage:
                 self.shards.offload(done)
             if state_away:
                 self.state.offload(done)
-            self._rank.leaving_shards.settle()
-            self._rank.leaving_state.settle()
+            self._resources.pending_shards.settle()
+            self._resources.pending_state.settle()
 
     @property
     def is_replicated(self) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
-from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Departures
+from zorselike.runtime.memory.pending_offloads import PendingOffloads
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.sharding import local_tensor
 
@@ -21,7 +22,7 @@ class OptimizerState:
     """The state of one ministage's optimizer.
 
     `masters` are its fp32 parameters where the layers compute in less, by global name; they may be
-    on the host already, as `mirrors` (one a unit) say. Moments are found after each update, so
+    on the host already, as `host_backed_masters` (one a unit) say. Moments are found after each update, so
     that any optimizer's are.
     """
 
@@ -29,18 +30,18 @@ class OptimizerState:
         self,
         *,
         masters: Mapping[str, nn.Parameter],
-        mirrors: list[Mirror],
+        host_backed_masters: list[HostBackedTensors],
         memory: Memory,
-        departures: Departures,
+        pending: PendingOffloads,
         offload: bool,
     ) -> None:
         self.masters = masters
         self._optimizer: Optimizer | None = None
-        self._master_mirrors = mirrors
-        self._moments: Mirror | None = None
+        self._host_backed_masters = host_backed_masters
+        self._moments: HostBackedTensors | None = None
         self._moment_ids: frozenset[int] = frozenset()
         self._memory = memory
-        self._departures = departures
+        self._pending = pending
         self._offload = offload
         self._entered_bytes = 0
 
@@ -66,32 +67,32 @@ class OptimizerState:
             )
 
     @property
-    def _mirrors(self) -> list[Mirror]:
-        return [*self._master_mirrors, *([self._moments] if self._moments else [])]
+    def _host_backed(self) -> list[HostBackedTensors]:
+        return [*self._host_backed_masters, *([self._moments] if self._moments else [])]
 
     def load(self) -> None:
         """Starts its way to the device."""
-        for mirror in self._mirrors:
-            mirror.load()
+        for tensors in self._host_backed:
+            tensors.load()
 
     def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
         """Makes `stream` wait for what `load` started."""
-        for mirror in self._mirrors:
-            mirror.arrive(stream, on_host_too=on_host_too)
+        for tensors in self._host_backed:
+            tensors.arrive(stream, on_host_too=on_host_too)
 
     def offload(self, updated: Event) -> None:
         """Starts its way to the host after an update."""
         gone = updated
-        for mirror in self._mirrors:
-            gone = mirror.store(updated)
-        self._departures.add(self._mirrors, gone)
+        for tensors in self._host_backed:
+            gone = tensors.store(updated)
+        self._pending.add(self._host_backed, gone)
 
     def recover(self, last_use: Event) -> None:
         """After an unfinished step: to the host with what is on the device."""
         if self._offload:
-            for mirror in self._mirrors:
-                if mirror.is_on_device:
-                    mirror.free(mirror.store(last_use))
+            for tensors in self._host_backed:
+                if tensors.is_on_device:
+                    tensors.free(tensors.store(last_use))
 
     def find_moments(self) -> None:
         """After an update: takes in moments that are new."""
@@ -99,7 +100,7 @@ class OptimizerState:
         ids = frozenset(map(id, moments.values()))
         if not self._offload:
             num_bytes = sum(moment.numel() * moment.itemsize for moment in moments.values())
-            self._memory.ledger.hold("optimizer state", "device", num_bytes - self._entered_bytes)
+            self._memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes - self._entered_bytes)
             self._entered_bytes = num_bytes
             return
         if ids == self._moment_ids:
@@ -109,9 +110,9 @@ class OptimizerState:
             self._moments.discard(streams.update.record())
         self._moment_ids = ids
         # An update may have allocated them, or the optimizer's constructor, or an earlier load.
-        self._moments = Mirror(
+        self._moments = HostBackedTensors(
             moments,
-            purpose="optimizer state",
+            purpose=Purpose.OPTIMIZER_STATE,
             memory=self._memory,
             homes=[streams.update, streams.compute, streams.load_state],
             inbound=self._memory.streams.load_state,
@@ -145,14 +146,14 @@ class OptimizerState:
     def master_on_host(self, name: str) -> Tensor | None:
         """The host's values of a master weight; None where there is none, or it is on the device."""
         if name in self.masters:
-            for mirror in self._master_mirrors:
-                if not mirror.is_on_device and name in mirror:
-                    return mirror.host_copy(name, local_tensor(self.masters[name].detach()))
+            for tensors in self._host_backed_masters:
+                if not tensors.is_on_device and name in tensors:
+                    return tensors.host_copy(name, local_tensor(self.masters[name].detach()))
         return None
 
     @property
     def is_on_device(self) -> bool:
-        return all(mirror.is_on_device for mirror in self._mirrors)
+        return all(tensors.is_on_device for tensors in self._host_backed)
 
 
 def count_moments(optimizer: Optimizer) -> int:

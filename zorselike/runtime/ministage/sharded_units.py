@@ -6,29 +6,27 @@ traps, were measured (collectives are counted in the tests).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zorselike.cost.sizes import is_layer
-from zorselike.plan.plan import Group
 from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure
-from zorselike.runtime.memory.activation_offload import Stash
-from zorselike.runtime.memory.host_backed import Mirror
-from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.ministage.call_order import CallOrder
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.masters import place_masters, take_masters
+from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.sharding import master_parameter
 from zorselike.runtime.ministage.shards import NamedParameters
 from zorselike.runtime.ministage.unit import Unit
-from zorselike.runtime.model.call_order import CallOrder
+from zorselike.runtime.model.pruning import find_units
 
 
 class ShardedUnits:
@@ -38,24 +36,15 @@ class ShardedUnits:
         self,
         module: nn.Module,
         unit_names: Sequence[str],
-        *,
-        group: Group,
-        mesh: DeviceMesh,
-        memory: Memory,
-        stash: Stash | None,
-        receives_grad: bool,
-        param_dtype: torch.dtype | None,
-        compiles: bool,
-        borrowed: Collection[str],
-        materialise: Callable[[nn.Module, str], None],
+        settings: MinistageSettings,
+        resources: RankResources,
     ) -> None:
-        """`receives_grad`: whether the ministage's inputs carry gradients; `borrowed`: weights that
-        another ministage's optimizer updates."""
+        group = settings.group
         self._module = module
         self._group = group
-        self._memory = memory
-        self._streams = memory.streams
-        self._receives_grad = receives_grad
+        self._settings = settings
+        self._memory = resources.memory
+        self._streams = resources.memory.streams
         self._reduces_in_backward = group.zero == 3
         self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
         recompute = group.recompute == "layer"
@@ -66,19 +55,25 @@ class ShardedUnits:
                 unit,
                 (),
                 recompute=recompute and is_layer(name),
-                compiles=compiles and is_layer(name),
-                stash=stash,
+                compiles=settings.compiles and is_layer(name),
+                activations=resources.activations,
             )
             for name, unit in zip(unit_names, unit_modules, strict=True)
         ]
-        self._root = Unit("", module, unit_modules, recompute=recompute and not unit_names, stash=stash)
+        self._root = Unit(
+            "",
+            module,
+            unit_modules,
+            recompute=recompute and not unit_names,
+            activations=resources.activations,
+        )
         self._root.chain(self._units)
         self._prefixes = {id(m): prefix for prefix, m in reversed(list(module.named_modules()))}
         self.masters: dict[str, nn.Parameter] = {}
         """fp32 master weights of what trains in half precision, by global name."""
-        self.master_mirrors: list[Mirror] = []
+        self.host_backed_masters: list[HostBackedTensors] = []
         """Their host copies, one a unit, if the plan offloads optimizer state."""
-        self._shard(mesh, param_dtype, borrowed, materialise)
+        self._shard()
         self._set_prefetch()
         # With ZeRO 3 every rank gathers as its layers are called.
         gathers_as_called = self._reduces_in_backward and len(group.flat_ranks) > 1
@@ -93,15 +88,14 @@ class ShardedUnits:
 
     # -- construction ----------------------------------------------------------------------
 
-    def _shard(
-        self,
-        mesh: DeviceMesh,
-        param_dtype: torch.dtype | None,
-        borrowed: Collection[str],
-        materialise: Callable[[nn.Module, str], None],
-    ) -> None:
+    def _shard(self) -> None:
         """Materialises one unit at a time and shards it before the next, so that a rank never
         holds more than one whole unit of a model that began on meta."""
+        mesh, param_dtype, materialise = (
+            self._settings.mesh,
+            self._settings.param_dtype,
+            self._settings.materialise,
+        )
         computes_in = {param_dtype or p.dtype for p in self._module.parameters() if p.requires_grad}
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype,
@@ -110,16 +104,20 @@ class ShardedUnits:
         )
         offloads = "optimizer" in self._group.offload
         whole = [unit for unit in self._units if unit.owns_parameters]
+        names = {unit.name for unit in self._units}
+        for name in find_units(self._module, self._settings.modules) if names else ():
+            if name not in names:  # It shares weights, so it is sharded with the root.
+                materialise(self._module.get_submodule(name), name)
         for unit in [*self._units, self._root]:
             materialise(unit.module, unit.name)
-            local = take_masters(self._named_parameters_of(unit), mesh, param_dtype, borrowed)
+            local = take_masters(self._named_parameters_of(unit), mesh, param_dtype, self._settings.borrowed)
             if unit.owns_parameters or unit is self._root:
                 fully_shard(
                     unit.module, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
                 )
             sharded = dict(self._named_parameters_of(unit))
             self.masters |= {name: master_parameter(rows, sharded[name]) for name, rows in local.items()}
-            self.master_mirrors += place_masters(local, self._memory, offload=offloads)
+            self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
         owners = [*whole, self._root] if self._root.owns_parameters else whole
         self._owners = owners
         self._sharded: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
@@ -131,7 +129,7 @@ class ShardedUnits:
         if self._reduces_in_backward:
             for unit in owners:
                 if unit.trains and not reduces_unused_parameters(_as_fsdp(unit.module)):
-                    unit.touches_real_forwards = True
+                    unit.anchors_real_forwards = True
 
     def _named_parameters_of(self, unit: Unit) -> list[tuple[str, nn.Parameter]]:
         """The unit's own parameters as they are registered now, each once, by global name."""
@@ -156,7 +154,7 @@ class ShardedUnits:
         several forwards precede a backward, or an evaluation came between. A list of the unit
         itself turns it off; with ZeRO 3 it names the unit that the backward visits next."""
         self._fsdp_root.set_modules_to_backward_prefetch([self._fsdp_root])
-        takes_part = self._receives_grad
+        takes_part = self._settings.receives_grad
         previous: FSDPModule | None = None
         for unit in self._units:
             if not unit.owns_parameters:
@@ -220,25 +218,25 @@ class ShardedUnits:
 
     # -- reducing --------------------------------------------------------------------------
 
-    def touch(self, *, requires_grad: bool) -> Tensor:
+    def anchor_forward(self, *, requires_grad: bool) -> Tensor:
         """A forward that runs no user code: its backward gives every trainable parameter a zero
         gradient."""
         self.call_order.begin()
         x = torch.zeros(1, device=self._memory.device, requires_grad=requires_grad)
-        with self._touching():
-            touched: Tensor = self._module(x)
-        return touched
+        with self._anchor_pass():
+            output: Tensor = self._module(x)
+        return output
 
     @contextmanager
-    def _touching(self) -> Iterator[None]:
+    def _anchor_pass(self) -> Iterator[None]:
         units = [*self._units, self._root]
         for unit in units:
-            unit.is_touching = True
+            unit.is_anchor_pass = True
         try:
             yield
         finally:
             for unit in units:
-                unit.is_touching = False
+                unit.is_anchor_pass = False
 
     def synchronise(self, reduce_now: bool) -> None:
         """Whether the next backward reduces, frees the parameters and ends FSDP's iteration."""

@@ -35,7 +35,7 @@ def like_sharded(local: Tensor, sharded: Tensor) -> Tensor:
     return wrapped
 
 
-def own_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+def local_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a whole parameter: FSDP2 shards dimension 0 as `torch.chunk` does, over the
     mesh's last dimension."""
     dimension = mesh.ndim - 1

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zorselike.runtime.memory.host_backed import Mirror
+from zorselike.cost.purposes import Purpose
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import Departures
+from zorselike.runtime.memory.pending_offloads import PendingOffloads
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.sharding import local_tensor
 
@@ -17,13 +18,13 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class _UnitMirrors:
+class _UnitShards:
     """The shards of one FSDP unit, those that updates change apart from the frozen ones."""
 
-    changing: Mirror
-    frozen: Mirror
+    changing: HostBackedTensors
+    frozen: HostBackedTensors
 
-    def __iter__(self) -> Iterator[Mirror]:
+    def __iter__(self) -> Iterator[HostBackedTensors]:
         return iter((self.changing, self.frozen))
 
 
@@ -37,38 +38,38 @@ class Shards:
         kept: Collection[str],
         offload: bool,
         memory: Memory,
-        departures: Departures,
+        pending: PendingOffloads,
     ) -> None:
         """`units`: sharded parameters of each FSDP unit by global name, all of them on the device;
         `kept`: those that stay there. If `offload`, the others leave now."""
-        self._departures = departures
+        self._pending = pending
         self._updated: Event | None = None
-        self._units: list[_UnitMirrors] = []
+        self._units: list[_UnitShards] = []
         compute = memory.streams.compute
-        mirrored: set[str] = set()
+        leaving: set[str] = set()
         for unit in units:
             away = [(name, p) for name, p in unit if offload and name not in kept]
-            mirrored |= {name for name, _ in away}
+            leaving |= {name for name, _ in away}
             changing, frozen = (
-                Mirror(
+                HostBackedTensors(
                     {name: local_tensor(p.detach()) for name, p in away if p.requires_grad is trains},
-                    purpose="parameter shards",
+                    purpose=Purpose.PARAMETER_SHARDS,
                     memory=memory,
                     homes=[compute],
                     inbound=memory.streams.load,
                 )
                 for trains in (True, False)
             )
-            self._units.append(_UnitMirrors(changing, frozen))
-            for mirror in (changing, frozen):
-                mirror.free(mirror.store(compute.record()))
-        staying = [local_tensor(p.detach()) for unit in units for name, p in unit if name not in mirrored]
+            self._units.append(_UnitShards(changing, frozen))
+            for tensors in (changing, frozen):
+                tensors.free(tensors.store(compute.record()))
+        staying = [local_tensor(p.detach()) for unit in units for name, p in unit if name not in leaving]
         num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in staying)
-        memory.ledger.hold("parameter shards", "device", num_bytes)
+        memory.ledger.hold(Purpose.PARAMETER_SHARDS, "device", num_bytes)
 
     @property
-    def _mirrors(self) -> list[Mirror]:
-        return [mirror for unit in self._units for mirror in unit]
+    def _host_backed(self) -> list[HostBackedTensors]:
+        return [tensors for unit in self._units for tensors in unit]
 
     @property
     def are_away(self) -> bool:
@@ -77,19 +78,19 @@ class Shards:
 
     def load(self) -> None:
         """Starts their way to the device, in the order of the layers."""
-        for mirror in self._mirrors:
-            mirror.load()
+        for tensors in self._host_backed:
+            tensors.load()
 
     def arrive(self, unit: int, stream: Stream) -> None:
         """Makes `stream` wait for one unit's."""
-        for mirror in self._units[unit]:
-            mirror.arrive(stream)
+        for tensors in self._units[unit]:
+            tensors.arrive(stream)
 
     def arrive_all(self, stream: Stream, *, on_host_too: bool = False) -> None:
         """Makes `stream` wait for all; where streams that nobody outside FSDP2 knows read them, the
         calling thread waits too."""
-        for mirror in self._mirrors:
-            mirror.arrive(stream, on_host_too=on_host_too)
+        for tensors in self._host_backed:
+            tensors.arrive(stream, on_host_too=on_host_too)
 
     def make_room(self, stream: Stream) -> None:
         """Storage for an update to write all of them."""
@@ -104,29 +105,29 @@ class Shards:
     def offload(self, last_use: Event) -> None:
         """Frees them after `last_use`; what an update has changed goes to the host first."""
         if self._updated is None:
-            for mirror in self._mirrors:
-                mirror.free(last_use)
+            for tensors in self._host_backed:
+                tensors.free(last_use)
             return
         updated, self._updated = self._updated, None
         changed = [unit.changing for unit in self._units]
         gone = updated
-        for mirror in changed:
-            gone = mirror.store(updated)
-        self._departures.add(changed, gone)
+        for tensors in changed:
+            gone = tensors.store(updated)
+        self._pending.add(changed, gone)
         for unit in self._units:
             if unit.frozen.is_on_device:
                 unit.frozen.free(last_use)
 
     def on_host(self, name: str, like: Tensor) -> Tensor | None:
         """The host's values of a shard that looks like `like`; None if it is on the device."""
-        for mirror in self._mirrors:
-            if name in mirror and not mirror.is_on_device:
-                return mirror.host_copy(name, like)
+        for tensors in self._host_backed:
+            if name in tensors and not tensors.is_on_device:
+                return tensors.host_copy(name, like)
         return None
 
     def recover(self, last_use: Event) -> None:
         """After an unfinished step: to the host with what is on the device."""
-        for mirror in self._mirrors:
-            if mirror.is_on_device:
-                mirror.free(mirror.store(last_use))
+        for tensors in self._host_backed:
+            if tensors.is_on_device:
+                tensors.free(tensors.store(last_use))
         self._updated = None

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zorselike.runtime.ministage.gradients import HALF
+from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.ministage.shards import NamedParameters
-
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,21 @@ def measure(
     everything = [(name, p) for unit in units for name, p in unit]
     stored = {name: local_tensor(p.detach()).untyped_storage().nbytes() for name, p in everything}
     whole = [sum(p.numel() * p.itemsize for _, p in unit) for unit in units]
-    gradients = [sum(p.numel() * _gradient_bytes(p) for _, p in unit if p.requires_grad) for unit in units]
+    gradients = [
+        sum(p.numel() * ParameterBytes(p.itemsize).gradient for _, p in unit if p.requires_grad)
+        for unit in units
+    ]
     trained = [(name, p) for name, p in everything if p.requires_grad]
     local = {name: local_tensor(p.detach()).numel() for name, p in trained}
+    reduced = sum(local[name] * ParameterBytes(p.itemsize).gradient for name, p in trained)
     return Sizes(
         gathered_bytes=sum(whole),
         shard_bytes=sum(stored.values()),
         kept_shard_bytes=sum(num_bytes for name, num_bytes in stored.items() if name in kept),
         gradient_bytes=sum(gradients),
-        gradient_shard_bytes=sum(local[name] * _gradient_bytes(p) for name, p in trained),
-        master_bytes=sum(_FP32_BYTES * local[name] for name in masters),
-        trained_bytes=sum(local[name] * _gradient_bytes(p) for name, p in trained),
+        gradient_shard_bytes=reduced,
+        master_bytes=sum(FP32_BYTES * local[name] for name in masters),
+        trained_bytes=reduced,
         largest_unit_bytes=max(whole, default=0),
         largest_unit_gradient_bytes=max(gradients, default=0),
     )
-
-
-def _gradient_bytes(parameter: nn.Parameter) -> int:
-    """Of one element: in half precision gradients are added up in fp32."""
-    return _FP32_BYTES if parameter.dtype in HALF else parameter.itemsize

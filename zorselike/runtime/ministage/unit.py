@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zorselike.runtime.memory.activation_offload import Stash
-from zorselike.runtime.ministage.zero_gradient import touch
+from zorselike.runtime.memory.activation_offload import ActivationOffload
+from zorselike.runtime.ministage.zero_gradient import anchor_zero_gradients
 
 Forward = Callable[..., Any]
 
@@ -28,7 +28,7 @@ class Unit:
         *,
         recompute: bool,
         compiles: bool = False,
-        stash: Stash | None = None,
+        activations: ActivationOffload | None = None,
     ) -> None:
         inside_others = {id(m) for other in nested for m in other.modules()}
         self.name = name
@@ -42,10 +42,10 @@ class Unit:
         ]
         self.owns_parameters = bool(self._slots)
         self.trains = any(p.requires_grad for p in self.parameters())
-        self.touches_real_forwards = False
-        self.is_touching = False
+        self.anchors_real_forwards = False
+        self.is_anchor_pass = False
         self._recomputes = recompute
-        self._stash = stash
+        self._activations = activations
         forward: Forward = module.forward
         # One graph a row count: of graphs that fit several, a layer might be computed again by another
         # than computed it, which may save other tensors or in another order.
@@ -68,7 +68,7 @@ class Unit:
         return [p for p in self.parameters() if p.requires_grad]
 
     def chain(self, units: Sequence[Unit]) -> None:
-        """Makes touching this unit (a ministage's root) touch `units` in order."""
+        """Makes an anchor pass through this unit (a ministage's root) pass through `units` in order."""
 
         def pass_through(x: Tensor) -> Tensor:
             for unit in units:
@@ -78,36 +78,36 @@ class Unit:
         self._pass_through = pass_through
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_touching:
+        if self.is_anchor_pass:
             # A copy: FSDP warns of modules that return a view, or their input itself.
-            return touch(self._pass_through(args[0]).clone(), self.trainable_parameters())
+            return anchor_zero_gradients(self._pass_through(args[0]).clone(), self.trainable_parameters())
         outputs = self._compute(*args, **kwargs)
-        if self.touches_real_forwards and torch.is_grad_enabled():
-            return touch(outputs, self.trainable_parameters())
+        if self.anchors_real_forwards and torch.is_grad_enabled():
+            return anchor_zero_gradients(outputs, self.trainable_parameters())
         return outputs
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        stash = self._stash
-        if stash is None or not stash.is_keeping:
+        activations = self._activations
+        if activations is None or not activations.is_keeping:
             if self._recomputes:
                 return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
             return self._run(*args, **kwargs)
-        with stash.leaving_out([*self.parameters(), *self._buffers()]):
+        with activations.leaving_out([*self.parameters(), *self._buffers()]):
             if not self._recomputes:
                 return self._run(*args, **kwargs)
-            restore = stash.save_inputs((args, kwargs))
-            # The anchor tells the checkpoint which device's random numbers to restore; the inputs
+            restore = activations.save_inputs((args, kwargs))
+            # The marker tells the checkpoint which device's random numbers to restore; the inputs
             # themselves must not be its arguments, or it would hold them on the device.
             run = partial(_run_saved, self._run, [(args, kwargs)], restore)
-            return checkpoint(run, stash.anchor, use_reentrant=False)
+            return checkpoint(run, activations.device_marker, use_reentrant=False)
 
     def _buffers(self) -> list[Tensor]:
         found = (buffer for module in self._own_modules for buffer in module._buffers.values())
         return [buffer for buffer in found if buffer is not None]
 
 
-def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _anchor: Tensor) -> Any:
-    """The first time on the inputs as they came, when recomputing on what the stash has."""
+def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _marker: Tensor) -> Any:
+    """The first time on the inputs as they came, when recomputing on what was offloaded."""
     args, kwargs = live.pop() if live else restore()
     return run(*args, **kwargs)
 

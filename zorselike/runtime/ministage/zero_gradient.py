@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Touch(torch.autograd.Function):
+class ZeroGradientAnchor(torch.autograd.Function):
     """The identity on its first argument whose backward gives all others a zero gradient.
 
     Unlike `x + sum(p.sum() * 0)` it reads no parameter, so it costs nothing and neither
@@ -34,16 +34,17 @@ def _zero_grad(parameter: Tensor) -> Tensor | None:
 
 
 def _apply(x: Tensor, *parameters: Tensor) -> Tensor:
-    touched: Tensor = Touch.apply(x, *parameters)  # type: ignore[no-untyped-call]
-    return touched
+    anchored: Tensor = ZeroGradientAnchor.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    return anchored
 
 
-def touch(x: Any, parameters: list[Tensor]) -> Any:
+def anchor_zero_gradients(x: Any, parameters: list[Tensor]) -> Any:
     """`x` (a tensor, or a tuple whose first floating-point tensor is taken) tied to `parameters`."""
     if not parameters:
         return x
     if isinstance(x, Tensor):
         return _apply(x, *parameters)
     position = next(i for i, entry in enumerate(x) if isinstance(entry, Tensor) and entry.is_floating_point())
-    touched = _apply(x[position], *parameters)
-    return type(x)((*x[:position], touched, *x[position + 1 :]))
+    anchored = _apply(x[position], *parameters)
+    entries = (*x[:position], anchored, *x[position + 1 :])
+    return type(x)(*entries) if hasattr(x, "_fields") else type(x)(entries)

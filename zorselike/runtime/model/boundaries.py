@@ -6,10 +6,9 @@ negotiated at run time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,134 +16,18 @@ from torch import Tensor, nn
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.model.layer_inputs import InputBytes, measure_layer_inputs
-from zorselike.runtime.model.tracing import (
-    FakeMode,
-    Recorder,
-    fake_copies,
-    map_leaves,
-    tensors_in,
+from zorselike.runtime.model.nested import map_tensors, tensors_in
+from zorselike.runtime.model.part import ModelPart
+from zorselike.runtime.model.signature import (
+    Boundary,
+    KwargSpecs,
+    Signature,
+    TensorSpec,
+    describe_kwargs,
+    make_kwargs,
 )
+from zorselike.runtime.model.tracing import FakeMode, Recorder, fake_copies
 from zorselike.text.wording import first_line, list_few, show_modules, suggest
-
-if TYPE_CHECKING:
-    from zorselike.runtime.model.partition import ModelPart
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor `[rows, *shape_per_row]` and whether its gradient is wanted."""
-
-    shape_per_row: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    def __str__(self) -> str:
-        shape = ", ".join(["rows", *map(str, self.shape_per_row)])
-        return f"{str(self.dtype).removeprefix('torch.')} [{shape}]"
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The tensors that enter one ministage, in order."""
-
-    tensors: tuple[TensorSpec, ...]
-    is_tuple: bool
-    """Whether the ministage before returns them as a tuple."""
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What enters the model: a tensor or several, of any number of rows."""
-
-    tensors: tuple[TensorSpec, ...]
-
-    @classmethod
-    def of(cls, inputs: Tensor | Sequence[Tensor]) -> Signature:
-        """The signature of inputs `[rows, ...]`; `ConfigError` for one without dimensions."""
-        tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        for i, tensor in enumerate(tensors):
-            if not tensor.dim():
-                raise ConfigError(f"inputs: tensor {i} has no dimensions; dimension 0 must be rows")
-        return cls(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in tensors))
-
-    def to_json(self) -> str:
-        """Text that `from_json` reads back equal."""
-        return json.dumps([[str(t.dtype).removeprefix("torch."), t.shape_per_row] for t in self.tensors])
-
-    @classmethod
-    def from_json(cls, text: str) -> Signature:
-        """Reads what `to_json` wrote."""
-        return cls(
-            tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for dtype, shape in json.loads(text))
-        )
-
-    def __str__(self) -> str:
-        return " and ".join(map(str, self.tensors))
-
-
-# -- keyword arguments ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """Marks a keyword argument that every microbatch gets whole, instead of its rows of it."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class KwargTensor:
-    """A tensor within a keyword argument; `shape` is that of one row if it is cut by rows."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_rows: bool
-
-    def shape_at(self, rows: int) -> tuple[int, ...]:
-        """The whole shape, for a microbatch of `rows` rows."""
-        return (rows, *self.shape) if self.has_rows else self.shape
-
-
-KwargSpecs = Mapping[str, Any]
-"""Keyword arguments with a `KwargTensor` in place of each tensor."""
-
-
-def describe_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step's keyword arguments look like. Tensors are cut in dimension 0, unless they are
-    marked `Broadcast`; other values are passed as they are.
-
-    Raises `ConfigError` for a tensor without dimensions, or tensors inside a container, if they
-    are not marked.
-    """
-    specs = {}
-    for name, value in kwargs.items():
-        if isinstance(value, Broadcast):
-            specs[name] = map_leaves(value.value, _describe_whole)
-        elif isinstance(value, Tensor):
-            if not value.dim():
-                raise ConfigError(f"{name}= is a tensor without rows; pass Broadcast({name})")
-            specs[name] = KwargTensor(tuple(value.shape[1:]), value.dtype, has_rows=True)
-        else:
-            if tensors_in(value):
-                raise ConfigError(
-                    f"{name}= is a {type(value).__name__} of tensors, which is not cut into rows; pass each "
-                    "tensor by its own name, or Broadcast(...) if every microbatch gets the whole"
-                )
-            specs[name] = value
-    return specs
-
-
-def _describe_whole(leaf: Any) -> Any:
-    return KwargTensor(tuple(leaf.shape), leaf.dtype, has_rows=False) if isinstance(leaf, Tensor) else leaf
-
-
-def make_kwargs(specs: KwargSpecs, rows: int) -> dict[str, Any]:
-    """Keyword arguments of `rows` rows as described; zeros for tensors."""
-
-    def make(leaf: Any) -> Any:
-        return torch.zeros(leaf.shape_at(rows), dtype=leaf.dtype) if isinstance(leaf, KwargTensor) else leaf
-
-    return {name: map_leaves(spec, make) for name, spec in specs.items()}
 
 
 def check_kwargs(names: Collection[str], parts: Sequence[ModelPart]) -> None:
@@ -423,10 +306,10 @@ def _cast_inputs(module: nn.Module, part: ModelPart, dtype: torch.dtype) -> None
     """Casts what enters the ministage and its units, as FSDP2's mixed precision does."""
 
     def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_leaves(args, to_dtype), map_leaves(kwargs, to_dtype)
+        return map_tensors(args, to_dtype), map_tensors(kwargs, to_dtype)
 
-    def to_dtype(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def to_dtype(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     units = [module.get_submodule(name) for name in part.units]
     for target in [module, *(unit for unit in units if any(True for _ in unit.parameters()))]:
@@ -467,11 +350,11 @@ def check_additive(
 
 
 def _repeat(value: Any) -> Any:
-    return map_leaves(value, lambda leaf: torch.cat((leaf, leaf)) if isinstance(leaf, Tensor) else leaf)
+    return map_tensors(value, lambda tensor: torch.cat((tensor, tensor)))
 
 
 def _cut(value: Any, rows: slice) -> Any:
-    return map_leaves(value, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+    return map_tensors(value, lambda tensor: tensor[rows])
 
 
 def _require_sum(what: str, whole: Any, split: Sequence[Any], rows: int) -> None:

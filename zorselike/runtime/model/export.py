@@ -19,18 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.model.boundaries import (
-    KwargSpecs,
-    KwargTensor,
-    Signature,
-    as_model_output,
-    make_kwargs,
-    name_ministage,
-)
+from zorselike.runtime.model.boundaries import as_model_output, name_ministage
 from zorselike.runtime.model.graphs import CannotCut, Flow, find_layout
+from zorselike.runtime.model.nested import leaves, map_leaves, tensors_in
 from zorselike.runtime.model.pruning import find_units, loose_parameters, plan_module, prune
+from zorselike.runtime.model.signature import KwargSpecs, KwargTensor, Signature, make_kwargs
 from zorselike.runtime.model.stage_graph import StageGraph
-from zorselike.runtime.model.tracing import Skeleton, fake_copies, leaves, map_leaves, tensors_in
+from zorselike.runtime.model.tracing import Skeleton, fake_copies
 from zorselike.text.wording import first_line
 
 _INNER = "model"

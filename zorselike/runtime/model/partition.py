@@ -7,10 +7,9 @@ parts share them with the model: nothing is copied.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,16 +18,9 @@ from torch import Tensor, nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_modules
-from zorselike.runtime.model.boundaries import (
-    KwargSpecs,
-    Signature,
-    TensorSpec,
-    make_kwargs,
-    name_ministage,
-    run_module,
-    run_parts,
-)
+from zorselike.runtime.model.boundaries import name_ministage, run_module, run_parts
 from zorselike.runtime.model.export import Exporter
+from zorselike.runtime.model.part import Keywords, ModelPart
 from zorselike.runtime.model.pruning import (
     find_units,
     is_above,
@@ -38,6 +30,7 @@ from zorselike.runtime.model.pruning import (
     separate_units,
     sequential_order,
 )
+from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, make_kwargs
 from zorselike.runtime.model.tracing import Recorder, Skeleton, fake_copies
 from zorselike.text.wording import count, first_line, list_few
 
@@ -45,53 +38,6 @@ Split = Callable[[nn.Module, tuple[str, ...]], nn.Module] | Literal["decoder", "
 """`(model, module names of one ministage) -> nn.Module`, or the way to insist on."""
 
 _GUESSED_SEQUENCE = 8
-
-
-class Keywords(Collection[str]):
-    """The keyword arguments that a forward takes: all, if it ends in `**kwargs`."""
-
-    def __init__(self, names: Sequence[str], *, takes_any: bool = False) -> None:
-        self._names = dict.fromkeys(names)
-        self._takes_any = takes_any
-
-    @classmethod
-    def of(cls, forward: Callable[..., Any]) -> Keywords:
-        """What a forward names, its first argument left out: that is what enters."""
-        parameters = list(inspect.signature(forward).parameters.values())
-        named = [p.name for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)] + [
-            p.name for p in parameters[:1] if p.kind is p.KEYWORD_ONLY
-        ]
-        return cls(named, takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters))
-
-    def __contains__(self, name: object) -> bool:
-        return self._takes_any or name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"Keywords({', '.join([*self._names, *(['**'] if self._takes_any else [])])})"
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """One ministage of a model."""
-
-    index: int
-    module: nn.Module
-    """`forward(*tensors, **kwargs)` takes what enters the ministage and returns what leaves it: a
-    tensor or a tuple; that of the last ministage, what `unpack` makes of the model's output."""
-    units: tuple[str, ...]
-    """Submodules, in order, that become FSDP units; none if the whole part is one."""
-    accepts: Keywords
-    """Keyword arguments that `forward` takes."""
-    name: str = ""
-    """For messages."""
-    skeleton: Skeleton = field(default_factory=Skeleton, repr=False, compare=False)
-    """Copies on fake tensors, one for all parts of a model."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +207,7 @@ def _make_parts(
             )
         units = separate_units(module, find_units(module, plan.ministages[index].modules))
         parts.append(ModelPart(index, module, units, accepts, name_ministage(plan, index), skeleton))
-    skeleton.draw(model, modules)
+    skeleton.make_copies(model, modules)
     return parts
 
 
@@ -407,7 +353,7 @@ def _split_by_export(
 ) -> list[ModelPart]:
     accepts = Keywords.of(model.forward)
     exporter = Exporter(model, plan, unpack=unpack, why_needed=why_needed)
-    exporter.draw(model, exporter.modules)
+    exporter.make_copies(model, exporter.modules)
     return [
         ModelPart(index, module, (), accepts, name_ministage(plan, index), exporter)
         for index, module in enumerate(exporter.modules)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from zorselike.errors import ConfigError
+from zorselike.runtime.model.nested import map_leaves, tensors_in
+from zorselike.runtime.model.signature import KwargSpecs, Signature
 from zorselike.text.wording import first_line
-
-if TYPE_CHECKING:
-    from zorselike.runtime.model.boundaries import KwargSpecs, Signature
 
 FakeMode = AbstractContextManager[Any]
 
@@ -108,43 +107,12 @@ class Skeleton:
         """Two row counts to run the copies with; what differs between the outputs is rows."""
         return 2, 3
 
-    def draw(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    def make_copies(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Copies the model and the modules of its ministages."""
         self.whole, *self.parts = fake_copies([model, *modules], self.mode)
 
     def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
         """Prepares for, and checks, a model's true inputs; called before the copies run."""
-
-
-# -- nested values -------------------------------------------------------------------------
-
-
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same nesting of tuples, lists and dictionaries, with `function` of every entry."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(map_leaves(entry, function) for entry in value))
-    if type(value) in (tuple, list):
-        return type(value)(map_leaves(entry, function) for entry in value)
-    if type(value) is dict:
-        return {key: map_leaves(entry, function) for key, entry in value.items()}
-    return function(value)
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """The entries of nested tuples, lists and dictionaries, in the order of `map_leaves`."""
-    if isinstance(value, tuple | list):
-        for entry in value:
-            yield from leaves(entry)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from leaves(entry)
-    else:
-        yield value
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors within nested tuples, lists and dictionaries, in order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 # -- what runs -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zorselike.errors import USER_ERRORS, ClusterError, ConfigError
+from zorselike.runtime._compat import Store
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
@@ -191,12 +192,14 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
         ) from error
 
 
-def _open_store(identity: Identity, timeout: timedelta) -> dist.Store:
+def _open_store(identity: Identity, timeout: timedelta) -> Store:
     """What torchrun gives its processes, for those of other launchers; rank 0 keeps it."""
     if identity.size == 1:
-        return dist.HashStore()
+        return dist.HashStore()  # type: ignore[attr-defined]
     address, port = _find_meeting_point(identity)
-    return dist.TCPStore(address, port, identity.size, is_master=identity.rank == 0, timeout=timeout)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, identity.size, is_master=identity.rank == 0, timeout=timeout
+    )
 
 
 def _find_meeting_point(identity: Identity) -> tuple[str, int]:

@@ -18,16 +18,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zorselike import __version__
 from zorselike.cost.catalogue import match_device_name
 from zorselike.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.devices import Process, match_devices
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
-from zorselike.runtime.alarm.heartbeat import Store
 from zorselike.runtime.memory.host_room import find_host_room
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.text.wording import count, list_few
+from zorselike.version import __version__
 
 LOCAL_RANKS_VARIABLE = "ZORSELIKE_LOCAL_RANKS"
 """Environment variable for a node of which a job has only some devices (`CUDA_VISIBLE_DEVICES=1,3`): which
@@ -145,7 +144,7 @@ def gather_world(own: ProcessInfo) -> list[ProcessInfo]:
     Goes through the group's store and not through the group: NCCL of different versions hangs,
     which is what is to be found out.
     """
-    store: Store = default_store()
+    store = default_store()
     generation = store.add(f"zorselike/world/gathered/{own.rank}", 1)
     store.set(f"zorselike/world/{generation}/{own.rank}", own.to_json())
     return [

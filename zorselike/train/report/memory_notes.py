@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
 from zorselike.runtime.memory.report import MemoryReport
 from zorselike.text.wording import show_bytes
@@ -44,7 +45,7 @@ def _by_group(plan: Plan, reports: Iterable[MemoryReport]) -> dict[int, list[Mem
 
 def _describe_kept(members: Iterable[MemoryReport]) -> str:
     """Reduced gradients of the rank that has most of them."""
-    lines = [line for report in members for line in report.lines if line.purpose == "gradient shards"]
+    lines = [line for report in members for line in report.lines if line.purpose == Purpose.GRADIENT_SHARDS]
     on_host = max(line.host_planned or 0 for line in lines)
     on_device = max(line.device_planned or 0 for line in lines)
     where = "in host memory" if on_host else "on the device"

@@ -1,0 +1,57 @@
+"""What a ministage is built from, beside its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zorselike.plan.plan import Group
+from zorselike.runtime.memory.activation_offload import ActivationOffload
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pending_offloads import DeferredFrees, PendingOffloads
+from zorselike.runtime.memory.streams import make_streams
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """What all ministages of a rank share."""
+
+    memory: Memory
+    activations: ActivationOffload | None = None
+    """Where activations wait for their backward, if the plan offloads them."""
+    pending_shards: PendingOffloads = field(default_factory=PendingOffloads)
+    pending_state: PendingOffloads = field(default_factory=PendingOffloads)
+    deferred_frees: DeferredFrees = field(default_factory=DeferredFrees)
+
+    @classmethod
+    def of(cls, device: torch.device, *, offloads_activations: bool = False) -> RankResources:
+        memory = Memory.of(device, make_streams(device))
+        return cls(memory, ActivationOffload(memory) if offloads_activations else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinistageSettings:
+    """How one ministage is sharded and run; the defaults are those of one that stands alone."""
+
+    group: Group
+    mesh: DeviceMesh
+    """Of the group's ranks."""
+    materialise: Callable[[nn.Module, str], None]
+    """Gives a module, by its global name, its values on the device."""
+    modules: Sequence[str] = ()
+    """The plan's names of its modules; those that are no units share weights."""
+    receives_grad: bool = False
+    """Whether its inputs carry gradients: not those of the lowest ministage with a backward."""
+    param_dtype: torch.dtype | None = None
+    """Dtype in which it computes; None: the model's own."""
+    compiles: bool = False
+    keeps_shards: bool = True
+    """Whether its shards stay on the device though the plan offloads parameters."""
+    tied: Collection[str] = ()
+    """Weights that other ministages hold too; their shards always stay on the device."""
+    borrowed: Collection[str] = ()
+    """Weights that another ministage's optimizer updates."""

@@ -1,0 +1,131 @@
+"""What enters a model and its ministages: shapes and dtypes of tensors, and keyword arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.model.nested import map_leaves, map_tensors, tensors_in
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor `[rows, *shape_per_row]` and whether its gradient is wanted."""
+
+    shape_per_row: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        shape = ", ".join(["rows", *map(str, self.shape_per_row)])
+        return f"{str(self.dtype).removeprefix('torch.')} [{shape}]"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors that enter one ministage, in order."""
+
+    tensors: tuple[TensorSpec, ...]
+    is_tuple: bool
+    """Whether the ministage before returns them as a tuple."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What enters the model: a tensor or several, of any number of rows."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, inputs: Tensor | Sequence[Tensor]) -> Signature:
+        """The signature of inputs `[rows, ...]`; `ConfigError` for one without dimensions."""
+        tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        for i, tensor in enumerate(tensors):
+            if not tensor.dim():
+                raise ConfigError(f"inputs: tensor {i} has no dimensions; dimension 0 must be rows")
+        return cls(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in tensors))
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back equal."""
+        return json.dumps([[str(t.dtype).removeprefix("torch."), t.shape_per_row] for t in self.tensors])
+
+    @classmethod
+    def from_json(cls, text: str) -> Signature:
+        """Reads what `to_json` wrote."""
+        return cls(
+            tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for dtype, shape in json.loads(text))
+        )
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.tensors))
+
+
+# -- keyword arguments ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Marks a keyword argument that every microbatch gets whole, instead of its rows of it."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class KwargTensor:
+    """A tensor within a keyword argument; `shape` is that of one row if it is cut by rows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_rows: bool
+
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """The whole shape, for a microbatch of `rows` rows."""
+        return (rows, *self.shape) if self.has_rows else self.shape
+
+
+KwargSpecs = Mapping[str, Any]
+"""Keyword arguments with a `KwargTensor` in place of each tensor."""
+
+
+def describe_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's keyword arguments look like. Tensors are cut in dimension 0, unless they are
+    marked `Broadcast`; other values are passed as they are.
+
+    Raises `ConfigError` for a tensor without dimensions, or tensors inside a container, if they
+    are not marked.
+    """
+    specs = {}
+    for name, value in kwargs.items():
+        if isinstance(value, Broadcast):
+            specs[name] = map_tensors(value.value, _describe_whole)
+        elif isinstance(value, Tensor):
+            if not value.dim():
+                raise ConfigError(f"{name}= is a tensor without rows; pass Broadcast({name})")
+            specs[name] = KwargTensor(tuple(value.shape[1:]), value.dtype, has_rows=True)
+        else:
+            if tensors_in(value):
+                raise ConfigError(
+                    f"{name}= is a {type(value).__name__} of tensors, which is not cut into rows; pass each "
+                    "tensor by its own name, or Broadcast(...) if every microbatch gets the whole"
+                )
+            specs[name] = value
+    return specs
+
+
+def _describe_whole(tensor: Tensor) -> KwargTensor:
+    return KwargTensor(tuple(tensor.shape), tensor.dtype, has_rows=False)
+
+
+def make_kwargs(specs: KwargSpecs, rows: int) -> dict[str, Any]:
+    """Keyword arguments of `rows` rows as described; zeros for tensors."""
+
+    def make(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape_at(rows), dtype=leaf.dtype) if isinstance(leaf, KwargTensor) else leaf
+
+    return {name: map_leaves(spec, make) for name, spec in specs.items()}
