@@ -31,7 +31,6 @@ NO_CHECKPOINTS = Must(
 )
 
 
-
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = "./outputs"
