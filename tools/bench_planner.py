@@ -24,8 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.papers.zorse.times import find_folder
-from tools.planning.scale import Scale, list_scales
-from tools.planning.timing import Timing, time_search
+from tools.planning.scale import Scale, Timing, list_scales, time_search
 from tools.report import describe_machine, make_parser, write_json
 from zorselike.planner.answer import NothingFitsError
 

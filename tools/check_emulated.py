@@ -29,8 +29,8 @@ from tools.bench.forked import RankFailedError
 from tools.emulation.calibrate import calibrate
 from tools.emulation.comparison import Comparison, Scores, compare, format_comparison, score
 from tools.emulation.constants import HostConstants, measure_constants
-from tools.emulation.device_times import DeviceTimes
 from tools.emulation.emulation import run
+from tools.emulation.model import DeviceTimes
 from tools.emulation.namespaces import NamespaceError, find_obstacle
 from tools.emulation.noise import Moment, is_busy
 from tools.emulation.predict import predict_emulation

@@ -18,8 +18,7 @@ from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorFigure
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.pipelines import Quotas
 from tools.papers.sailor.planning import Planned, lay_even_mesh
-from tools.papers.sailor.replay import A100, V100, Event, Policy, Replay, replay
-from tools.papers.sailor.traces import Period, read_trace
+from tools.papers.sailor.replay import A100, V100, Event, Period, Policy, Replay, read_trace, replay
 from zorselike.errors import ConfigError, ProfileError
 
 ROOT = Path(__file__).parents[2]

@@ -124,7 +124,6 @@ class RankTimes:
     begin_s: tuple[float, ...]
     end_s: tuple[float, ...]
     cpu_s: float
-    asleep_s: float
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,6 @@ def time_steps(
     step()
     dist.barrier()
     device.is_awake = False
-    device.asleep_s = 0.0
     begins, ends = [], []
     cpu_s = 0.0
     for _ in range(num_steps):
@@ -176,4 +174,4 @@ def time_steps(
         cpu_s += time.process_time() - cpu_begin_s
         if links is not None:
             links.is_on = False
-    return RankTimes(tuple(begins), tuple(ends), cpu_s, device.asleep_s)
+    return RankTimes(tuple(begins), tuple(ends), cpu_s)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +231,7 @@ class Footprint:
         )
 
     def __sub__(self, other: Footprint) -> Footprint:
-        return Footprint(
-            self.memory_bytes - other.memory_bytes,
-            self.resident_bytes - other.resident_bytes,
-            self.blocks - other.blocks,
-            self.threads - other.threads,
-            self.descriptors - other.descriptors,
-        )
+        return Footprint(*(now - before for now, before in zip(astuple(self), astuple(other), strict=True)))
 
 
 def _hold_growth(bench: Bench, suffix: str, grown: Sequence[Footprint], torchs_bytes: int = 0) -> None:

@@ -16,25 +16,21 @@ from .actions_bound import compute_s
 
 
 class Device:
-    """The device that a rank pretends to be; `asleep_s` counts what was slept."""
+    """The device that a rank pretends to be."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         """Seconds per row and layer, forward."""
         self.is_awake = True
         """Whether layers do not sleep: for the first step, which sets everything up."""
-        self.asleep_s = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Device:
         return self  # A copied layer runs on the same device.
 
     def compute(self, num_rows: int, num_layers: int, *, backward: bool) -> None:
         """Spends the time of one microbatch through some layers."""
-        if self.is_awake:
-            return
-        begin_s = time.monotonic()
-        time.sleep(compute_s(num_rows, num_layers, self.seconds, backward=backward))
-        self.asleep_s += time.monotonic() - begin_s
+        if not self.is_awake:
+            time.sleep(compute_s(num_rows, num_layers, self.seconds, backward=backward))
 
 
 class _Sleep(torch.autograd.Function):

@@ -26,8 +26,8 @@ from zorselike.schedule.actions import COMPUTE
 
 from ..bench.forked import run_forked
 from ..bench.link_sleep import collective_names
-from .device_times import DeviceTimes
 from .emulation import Emulation, run
+from .model import DeviceTimes
 from .noise import straighten
 
 OPS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")

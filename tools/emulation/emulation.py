@@ -25,8 +25,16 @@ from ..bench.forked import run_forked
 from ..bench.link_sleep import LinkSleeper
 from ..report import num_cores
 from .calibrate import idle_device, pin
-from .device_times import DeviceTimes
-from .model import DTYPES, EmulatedDevice, SleepingAdamW, build_model, count_rows, make_rows, squared_error
+from .model import (
+    DTYPES,
+    DeviceTimes,
+    EmulatedDevice,
+    SleepingAdamW,
+    build_model,
+    count_rows,
+    make_rows,
+    squared_error,
+)
 from .namespaces import Namespaces
 from .wires import BucketWires, lay_buckets
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.profile import Profile
 from zorselike.plan.workload import LayerKind, Workload
 
 Seconds = Callable[[str, int, bool], float]
@@ -27,6 +29,23 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 COMPUTE_WIDTH = 512
 """Width of what computing layers multiply."""
+
+
+class DeviceTimes:
+    """What emulated devices sleep: seconds of layers and updates by device type, as the cost model reads
+    them."""
+
+    def __init__(self, profile: Profile, workload: Workload) -> None:
+        """Raises `ProfileError` if the profile is for another workload."""
+        self._clock = LayerTimeModel(profile, workload)
+
+    def layer_s(self, device_type: str, kind: str, num_rows: int, backward: bool) -> float:
+        """One pass of one layer; a layer that is recomputed runs its forward again by itself."""
+        find = self._clock.backward_s if backward else self._clock.forward_s
+        return find(kind, device_type, num_rows, "none")
+
+    def update_s(self, device_type: str, num_parameters: int) -> float:
+        return self._clock.update_s(device_type, num_parameters)
 
 
 class EmulatedDevice:

@@ -13,8 +13,8 @@ from zorselike.plan.plan import Ministage, Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
 
 from ..bench.plans import make_plan
-from .device_times import DeviceTimes
 from .emulation import Emulation, Limit
+from .model import DeviceTimes
 
 Stress = Literal["dependency", "collectives", "contention", "ring"]
 """What of the model a run depends on: each has a mutation that must miss there."""

@@ -24,8 +24,7 @@ from tools.papers.sailor.arithmetic import SailorArithmetic
 from tools.papers.sailor.cases import MODEL
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.planning import Planned, format_plan
-from tools.papers.sailor.replay import A100, EXPLAINED, V100, Replay, replay
-from tools.papers.sailor.traces import read_trace
+from tools.papers.sailor.replay import A100, EXPLAINED, V100, Replay, read_trace, replay
 from tools.report import write_json
 from zorselike.errors import ConfigError
 

@@ -15,8 +15,8 @@ from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import search_plans
 
 from ..emulation.constants import HostConstants
-from ..emulation.device_times import DeviceTimes
 from ..emulation.emulation import Emulation
+from ..emulation.model import DeviceTimes
 from ..emulation.predict import add_host, predict_emulation
 from ..emulation.scenarios import (
     MIN_SLEEP_S,

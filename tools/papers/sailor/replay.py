@@ -1,19 +1,26 @@
-"""A job along a trace of availability: what is planned at every change, and what that comes to."""
+"""A job along a trace of availability: what is planned at every change, and what that comes to.
+
+Sailor's traces say how many A100s a cloud gave: a list of `{"Time": seconds, "GPUs": number}`. The files name
+neither their unit of time nor until when the last entry holds; here it is seconds, and a trace ends with its
+last entry.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zorselike.errors import ConfigError, PlanError
+from zorselike.errors import ConfigError, PlanError, ProfileError
 from zorselike.planner.pipelines.allocation import AllocationGoal
 
+from ..data import read_list
 from .arithmetic import SailorArithmetic
 from .cases import GLOBAL_BATCH, ZONES
 from .pipelines import Quotas
 from .planning import Planned, lay_even_mesh, search_quotas
-from .traces import Period
 
 Policy = Literal["ours", "cheaper", "A100 alone", "V100 alone", "even mesh", "never replanned"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -28,6 +35,39 @@ EXPLAINED: Mapping[Policy, str] = {
 ENOUGH = 0.9
 """Share of the most throughput that the cheaper plan must reach."""
 A100, V100 = "A100-40", "V100-16"
+
+
+@dataclass(frozen=True)
+class Period:
+    """Between two changes."""
+
+    start_s: float
+    stop_s: float
+    num_gpus: int
+
+    @property
+    def seconds(self) -> float:
+        return self.stop_s - self.start_s
+
+
+def read_trace(path: Path) -> tuple[Period, ...]:
+    """The periods of a trace, those with as many GPUs one after the other taken together; the last may have
+    no length. Raises `ProfileError` for entries that are none, or whose times do not rise."""
+    entries = read_list(path)
+    try:
+        points = [(float(entry["Time"]), int(entry["GPUs"])) for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"{path}: every entry needs a Time and GPUs ({error!r})") from None
+    if not points:
+        raise ProfileError(f"{path}: no entries; give a trace with at least one")
+    for (before, _), (after, number) in pairwise(points):
+        if after <= before:
+            raise ProfileError(f"{path}: Time {after:g} comes after {before:g}; times must rise")
+        if number < 0:
+            raise ProfileError(f"{path}: {number} GPUs at Time {after:g}; give 0 or more")
+    changes = [points[0], *(b for a, b in pairwise(points) if a[1] != b[1])]
+    stops = [*(time for time, _ in changes[1:]), points[-1][0]]
+    return tuple(Period(start, stop, number) for (start, number), stop in zip(changes, stops, strict=True))
 
 
 @dataclass(frozen=True)
