@@ -65,8 +65,8 @@ class Doctor:
         with join_processes(
             torch.device("cpu"), timeout=read_timeout(self.timeout), described=torch.device(wanted)
         ) as processes:
-            own = examine(processes.infos[processes.rank], data=self.data)
-            healths = processes.gather(own)
+            health = examine(processes.infos[processes.rank], data=self.data)
+            healths = processes.gather(health)
             found = find_problems(
                 healths, plan=plan, dtype=self.dtype, device=None if self.device == "auto" else self.device
             )

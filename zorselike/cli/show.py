@@ -121,9 +121,9 @@ def _format_schedule(actions: Mapping[int, Sequence[Action]], dtype: str) -> str
         f"one step in {dtype}, rank by rank (ministage, action, microbatch, @peer[rows]);",
         "max_norm and fp16 would defer each STEP to its end:",
     ]
-    for rank, own in actions.items():
+    for rank, listed in actions.items():
         lines += textwrap.wrap(
-            f"rank {rank}: {format_actions(own)}",
+            f"rank {rank}: {format_actions(listed)}",
             _LINE_LENGTH,
             initial_indent="  ",
             subsequent_indent="    ",

@@ -1,4 +1,4 @@
-"""Times the actions of a schedule under a cost model, without running them. No torch."""
+"""Simulates the actions of a schedule under a cost model (Sailor 4.3). No torch."""
 
 from zorselike.simulator.deadlock import DeadlockError
 from zorselike.simulator.engine import simulate

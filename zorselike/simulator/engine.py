@@ -8,8 +8,10 @@ bytes of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from zorselike.cost.network import Flow
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import SENDS, Action, Kind
@@ -135,32 +137,28 @@ def _compile(
 
 def _bytes_by_link(tasks: Tasks, costs: StepCosts) -> dict[str, float]:
     """Bytes that one step moves over each capacity."""
-    names = costs.network.names
     found: dict[str, float] = {}
-    for bundle, count in _bundle_counts(tasks).items():
-        for flow in tasks.bundles[bundle]:
-            for capacity in flow.capacities:
-                name = names[capacity]
-                found[name] = found.get(name, 0.0) + count * flow.num_bytes
+    for count, flow in _count_flows(tasks):
+        for capacity in flow.capacities:
+            name = costs.network.names[capacity]
+            found[name] = found.get(name, 0.0) + count * flow.num_bytes
     return found
 
 
 def _egress_cost(tasks: Tasks, costs: StepCosts) -> float:
     """Price of the traffic that leaves nodes in one step."""
-    if not costs.egress_price_per_gb:
+    prices = costs.egress_price_per_gb
+    if not prices:
         return 0.0
     return sum(
-        count * flow.num_bytes / 1e9 * costs.egress_price_per_gb.get(flow.egress, 0.0)
-        for bundle, count in _bundle_counts(tasks).items()
-        for flow in tasks.bundles[bundle]
+        count * flow.num_bytes / 1e9 * prices.get(flow.egress, 0.0)
+        for count, flow in _count_flows(tasks)
         if flow.egress is not None
     )
 
 
-def _bundle_counts(tasks: Tasks) -> dict[int, int]:
-    """How many tasks move each bundle in a step."""
-    counts: dict[int, int] = {}
-    for bundle in tasks.bundle:
+def _count_flows(tasks: Tasks) -> Iterator[tuple[int, Flow]]:
+    """The flows of one step, and how many tasks move each."""
+    for bundle, count in Counter(tasks.bundle).items():
         if bundle != NOTHING:
-            counts[bundle] = counts.get(bundle, 0) + 1
-    return counts
+            yield from ((count, flow) for flow in tasks.bundles[bundle])

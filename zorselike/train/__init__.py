@@ -1,1 +1,1 @@
-"""The program: job configuration, data, optimizer, metrics and the loop around `HeteroPipeline`."""
+"""The training program: configuration, data, optimizer, metrics and the loop around `HeteroPipeline`."""

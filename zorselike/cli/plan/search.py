@@ -51,13 +51,13 @@ def print_best_plan(command: PlanCommand) -> None:
     if command.search.explain and answer.ending != "interrupted":
         answer, additions = _find_additions(command, problem, answer, budget_s)
         _save(command, answer)
-    told = format_answer(
+    sections = format_answer(
         answer, problem, budget_s=budget_s, notes=notes, tells_limits=not command.search.explain
     )
     explained = (
         _explain(problem, answer, additions, width) if command.search.explain else _list_assumptions(answer)
     )
-    for section in chain(told, explained, _compare(command, problem, answer)):
+    for section in chain(sections, explained, _compare(command, problem, answer)):
         print(f"{wrap_prose(section, width)}\n", flush=True)
     if command.search.launch:
         print("\n".join(_list_launch(command, problem, answer)), end="\n\n")

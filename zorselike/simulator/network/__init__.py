@@ -1,1 +1,1 @@
-"""What ranks share in the simulator: wires, transfers and collectives, under contention (Sailor 4.3)."""
+"""What ranks share in the simulator: links, transfers and collectives, under contention (Sailor 4.3)."""

@@ -1,1 +1,1 @@
-"""What a run says of itself: log, metrics, traces, memory, estimates against what was measured."""
+"""Output of a run: log, metrics, traces, memory, and estimates compared with measurements."""

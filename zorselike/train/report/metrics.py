@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from zorselike.runtime.result import StepResult
 from zorselike.train.config.config import Metrics as MetricsConfig
-from zorselike.train.report.colors import Colors
+from zorselike.train.report import colors
 from zorselike.train.report.estimates import RankFacts
 from zorselike.train.report.memory import count_out_of_memory, read_footprint, read_peak, reset_peak
 from zorselike.train.report.work import StepWork
@@ -29,17 +31,6 @@ logger = logging.getLogger("zorselike")
 _GIB = 2**30
 
 T = TypeVar("T")
-
-
-class Result(Protocol):
-    """Result of a step (`zorselike.runtime.result.StepResult`)."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def is_skipped(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ class MetricsLog:
         self._device = device
         self._group = group
         self._estimated_step_s = estimated_step_s
-        self._colors = Colors.for_terminal(disabled=config.disable_color_printing)
+        self._has_colors = sys.stdout.isatty() and not config.disable_color_printing
         self._num_skipped = 0
         self._num_intervals = 0
         self._num_steady_steps = 0
@@ -108,7 +99,7 @@ class MetricsLog:
     def restart(self) -> None:
         """Starts an interval now."""
         self._num_steps = 0
-        self._results: list[Result] = []
+        self._results: list[StepResult] = []
         self._data_s = 0.0
         self._began = self._step_began = time.perf_counter()
         reset_peak(self._device)
@@ -118,7 +109,7 @@ class MetricsLog:
         self._num_steps += 1
         self._step_began = time.perf_counter()
 
-    def end_step(self, result: Result) -> None:
+    def end_step(self, result: StepResult) -> None:
         """Takes a step's result; nothing of it is read, and so waited for, before `log`."""
         self._results.append(result)
 
@@ -147,7 +138,8 @@ class MetricsLog:
         reports = self._exchange(100 * busy_s / (now - self._step_began))
         values = self._summarise(reports, interval_s) | self._describe_scaling(loss_scale)
         if dist.get_rank() == 0:
-            logger.info(self._format_line(step, loss, grad_norm, values, reports, interval_s))
+            line = self._format_line(step, loss, grad_norm, values, reports, interval_s)
+            logger.info(line if self._has_colors else colors.remove_colors(line))
         if self._writer is not None:
             head = {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr}
             for name, value in (head | values).items():
@@ -223,7 +215,6 @@ class MetricsLog:
         reports: list[RankReport],
         interval_s: float,
     ) -> str:
-        color = self._colors
         mfu = f"{values['mfu(%)']:.2f}%" if "mfu(%)" in values else "n/a"
         scaling = ""
         if "hetero/loss_scale" in values:
@@ -233,17 +224,17 @@ class MetricsLog:
         busy = "/".join(f"{report.busy_percent:.0f}" for report in reports)
         left = timedelta(seconds=round((self._steps - step) * interval_s / self._num_steps))
         return (
-            f"{color.red}step: {step:2}  "
-            f"{color.green}loss: {loss:8.5f}  "
-            f"{color.orange}grad_norm: {grad_norm:7.4f}  "
+            f"{colors.RED}step: {step:2}  "
+            f"{colors.GREEN}loss: {loss:8.5f}  "
+            f"{colors.ORANGE}grad_norm: {grad_norm:7.4f}  "
             f"{scaling}"
-            f"{color.turquoise}memory: {values['memory/max_reserved(GiB)']:5.2f}GiB"
+            f"{colors.TURQUOISE}memory: {values['memory/max_reserved(GiB)']:5.2f}GiB"
             f"({values['memory/max_reserved(%)']:.2f}%)  "
-            f"{color.blue}tps: {round(values['throughput(tps)']):,}  "
-            f"{color.cyan}tflops: {values['tflops']:,.2f}  "
-            f"{color.magenta}mfu: {mfu}{hfu}  "
-            + (f"{color.yellow}busy: {busy}%  " if len(reports) <= _MAX_SHOWN else "")
-            + f"{color.reset}left: {left}"
+            f"{colors.BLUE}tps: {round(values['throughput(tps)']):,}  "
+            f"{colors.CYAN}tflops: {values['tflops']:,.2f}  "
+            f"{colors.MAGENTA}mfu: {mfu}{hfu}  "
+            + (f"{colors.YELLOW}busy: {busy}%  " if len(reports) <= _MAX_SHOWN else "")
+            + f"{colors.RESET}left: {left}"
         )
 
     @property
@@ -255,8 +246,8 @@ _MAX_SHOWN = 16
 """Most ranks whose busy shares are put into a log line; TensorBoard has all of them."""
 
 
-def sum_peak_flops(own: float | None, *, group: dist.ProcessGroup) -> float | None:
+def sum_peak_flops(peak: float | None, *, group: dist.ProcessGroup) -> float | None:
     """The sum of all ranks' peaks; `None` where one rank's is unknown."""
-    total = torch.tensor(math.nan if own is None else own, dtype=torch.float64)
+    total = torch.tensor(math.nan if peak is None else peak, dtype=torch.float64)
     dist.all_reduce(total, group=group)
     return None if total.isnan() else float(total)
