@@ -116,9 +116,10 @@ def adapter_case(zero: int, kind: str) -> Case:
     return Case(plan, num_layers, seed=zero, max_norm=0.1, frozen=frozen, num_steps=2)
 
 
+@pytest.mark.nightly
 def test_training_little_of_a_frozen_model(run_ranks: RunRanks) -> None:
     kinds = ("adapters", "middle", "lower", "head only")
-    cases = [adapter_case(zero, kind) for zero in range(4) for kind in kinds]
+    cases = volume.part([adapter_case(zero, kind) for zero in range(4) for kind in kinds], least=5)
     (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
     found = run_ranks(train_all_planned, 3, cases, timeout=300)
     for case, ours, theirs in zip(cases, found[0], expected, strict=True):

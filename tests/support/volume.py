@@ -1,4 +1,4 @@
-"""How many of a test's random cases run: a tenth, which turns with a seed, or all of them (`--nightly`)."""
+"""How many cases of random tests and large grids run: a tenth, which turns with a seed, or all of them."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def part(cases: Sequence[Case], *, least: int = 1) -> list[Case]:
     return list(cases[_Volume.seed % step :: step])
 
 
-def parametrize(name: str, cases: Sequence[Any], *, least: int = 1) -> Callable[[Any], Any]:
+def parametrize(names: str | Sequence[str], cases: Sequence[Any], *, least: int = 1) -> Callable[[Any], Any]:
     """`pytest.mark.parametrize` over a part of the cases."""
 
     def mark(test: Any) -> Any:
-        return pytest.mark.nightly(pytest.mark.parametrize(name, part(cases, least=least))(test))
+        return pytest.mark.nightly(pytest.mark.parametrize(names, part(cases, least=least))(test))
 
     return mark

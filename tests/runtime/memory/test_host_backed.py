@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import volume
 from offloaded import DEFERRED, IN_PLACE, Setting, state_tensors
 from ranks import RunRanks
 from tiny import adamw
@@ -152,8 +153,8 @@ def step_resident(rank: int, world_size: int, settings: Sequence[Setting]) -> li
     return losses
 
 
-@pytest.mark.parametrize(
-    "setting", [IN_PLACE, DEFERRED, replace(DEFERRED, zero=3), replace(IN_PLACE, zero=0)]
+@volume.parametrize(
+    "setting", [IN_PLACE, DEFERRED, replace(DEFERRED, zero=3), replace(IN_PLACE, zero=0)], least=2
 )
 def test_looking_changes_nothing(setting: Setting, run_ranks: RunRanks) -> None:
     """Whichever ministage moves last, first and only."""

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import volume
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
 from torch import Tensor
@@ -258,9 +259,10 @@ def count_steps(rank: int, world_size: int, setting: Setting) -> dict[str, tuple
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize(
+@volume.parametrize(
     ("dtype", "max_norm", "tied"),
     [(None, None, False), (None, 0.1, True), (torch.bfloat16, None, True), (torch.float16, 0.1, False)],
+    least=2,
 )
 def test_two_ministages_are_on_the_device(
     num_ranks: int, dtype: torch.dtype | None, max_norm: float | None, tied: bool, run_ranks: RunRanks

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import volume
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
 from torch import Tensor, nn
@@ -133,8 +135,7 @@ def spoil_the_second(zero: int, offload: Sequence[str], spoilt: str, max_norm: f
     return story
 
 
-@pytest.mark.parametrize("offload", [(), ("optimizer",), OFFLOAD_KINDS])
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@volume.parametrize(("zero", "offload"), [*product((0, 2, 3), ((), ("optimizer",), OFFLOAD_KINDS))], least=2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     zero: int, offload: Sequence[str], run_ranks: RunRanks
 ) -> None:
