@@ -6,12 +6,11 @@ every transfer a contiguous slice of one microbatch at both ends.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from zorselike.plan.plan import Group, Microbatch, Plan
+from zorselike.plan.plan import Group
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.spec import ScheduleSpec
 
@@ -27,64 +26,28 @@ class RowRange(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class NumberedMicrobatch:
-    """A microbatch with the number that its rank knows it by."""
-
-    number: int
-    microbatch: Microbatch
-
-
-def number_microbatches(group: Group) -> list[NumberedMicrobatch]:
-    """A group's microbatches by first row, each with its rank's number for it."""
-    numbered = [
-        NumberedMicrobatch(number, microbatch)
-        for of_rank in group.microbatches_by_rank.values()
-        for number, microbatch in enumerate(of_rank)
-    ]
-    return sorted(numbered, key=lambda item: item.microbatch.start)
-
-
-def match_rows(
-    source: NumberedMicrobatch, targets: Sequence[NumberedMicrobatch], starts: Sequence[int]
-) -> list[RowRange]:
-    """Where one microbatch's rows go in a group, by row; `targets` and their `starts` are sorted."""
-    rows = source.microbatch
+def match_rows(source: Group, target: Group) -> list[RowRange]:
+    """The rows that microbatches of two groups share, by row; ranks number their microbatches from 0."""
+    sources, targets = _sort_by_row(source), _sort_by_row(target)
     found = []
-    position = bisect_right(starts, rows.start) - 1
-    while position < len(targets) and targets[position].microbatch.start < rows.stop:
-        target = targets[position]
-        found.append(
-            RowRange(
-                source=rows.rank,
-                source_microbatch=source.number,
-                target=target.microbatch.rank,
-                target_microbatch=target.number,
-                start=max(rows.start, target.microbatch.start),
-                stop=min(rows.stop, target.microbatch.stop),
-            )
-        )
-        position += 1
+    i = j = 0
+    # Both cover the batch without gaps, so that walking them side by side meets every shared row.
+    while i < len(sources) and j < len(targets):
+        start, stop, source_rank, sent = sources[i]
+        first, last, target_rank, received = targets[j]
+        found.append(RowRange(source_rank, sent, target_rank, received, max(start, first), min(stop, last)))
+        i += stop <= last
+        j += last <= stop
     return found
 
 
-class RowMatches:
-    """Where the rows of each microbatch go, from each group to each that takes its results."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._by_row = [number_microbatches(group) for group in plan.groups]
-        self._starts = [[item.microbatch.start for item in items] for items in self._by_row]
-        self._found: dict[tuple[int, int], dict[tuple[int, int | None], list[RowRange]]] = {}
-
-    def find(self, source: int, target: int) -> Mapping[tuple[int, int | None], Sequence[RowRange]]:
-        """Rows that go from group to group, by rank and microbatch of the source."""
-        if (source, target) not in self._found:
-            targets, starts = self._by_row[target], self._starts[target]
-            self._found[source, target] = {
-                (item.microbatch.rank, item.number): match_rows(item, targets, starts)
-                for item in self._by_row[source]
-            }
-        return self._found[source, target]
+def _sort_by_row(group: Group) -> list[tuple[int, int, int, int]]:
+    """Start, stop, rank and number of each microbatch."""
+    return sorted(
+        (microbatch.start, microbatch.stop, rank, number)
+        for rank, of_rank in group.microbatches_by_rank.items()
+        for number, microbatch in enumerate(of_rank)
+    )
 
 
 class Transfer(NamedTuple):
@@ -100,9 +63,13 @@ class Transfer(NamedTuple):
 
 def list_transfers(spec: ScheduleSpec, computations: Sequence[Sequence[Action]]) -> Iterator[Transfer]:
     """All transfers of a step, by group, rank, computation (of each group, in order) and row."""
-    plan, matches = spec.plan, RowMatches(spec.plan)
+    plan = spec.plan
     for g, (group, in_order) in enumerate(zip(plan.groups, computations, strict=True)):
         targets = _find_targets(spec, g)
+        sent = {
+            target: _by_microbatch(match_rows(group, plan.groups[target]))
+            for target in {target for _, target in targets.values()}
+        }
         for source in group.flat_ranks if targets else ():
             for position, computation in enumerate(in_order):
                 kind, ministage, microbatch = computation.kind, computation.ministage, computation.microbatch
@@ -110,7 +77,7 @@ def list_transfers(spec: ScheduleSpec, computations: Sequence[Sequence[Action]])
                     continue
                 neighbour, target = targets[kind, ministage]
                 send, receive = _TRANSFERS[kind]
-                for _, _, peer, number, start, stop in matches.find(g, target).get((source, microbatch), ()):
+                for _, _, peer, number, start, stop in sent[target].get((source, microbatch), ()):
                     yield Transfer(
                         source,
                         peer,
@@ -118,6 +85,14 @@ def list_transfers(spec: ScheduleSpec, computations: Sequence[Sequence[Action]])
                         Action(send, ministage, microbatch, peer, start, stop),
                         Action(receive, neighbour, number, source, start, stop),
                     )
+
+
+def _by_microbatch(ranges: Sequence[RowRange]) -> Mapping[tuple[int, int | None], Sequence[RowRange]]:
+    """By rank and microbatch of the source."""
+    found: defaultdict[tuple[int, int | None], list[RowRange]] = defaultdict(list)
+    for rows in ranges:
+        found[rows.source, rows.source_microbatch].append(rows)
+    return found
 
 
 _TRANSFERS = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.B: (Kind.SEND_B, Kind.RECV_B)}

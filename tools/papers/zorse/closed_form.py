@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from zorselike.cost.network import CollectiveOp
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Group, Plan
-from zorselike.schedule.transfers import match_rows, number_microbatches
+from zorselike.schedule.transfers import match_rows
 
 
 def estimate_step_s(plan: Plan, costs: StepCosts) -> float:
@@ -139,10 +139,7 @@ class _ClosedForm:
 
 def _count_rows(source: Group, target: Group) -> Counter[tuple[int, int]]:
     """Rows that go from each rank of a group to each of another."""
-    receiving = number_microbatches(target)
-    starts = [item.microbatch.start for item in receiving]
     rows: Counter[tuple[int, int]] = Counter()
-    for item in number_microbatches(source):
-        for transfer in match_rows(item, receiving, starts):
-            rows[transfer.source, transfer.target] += transfer.stop - transfer.start
+    for shared in match_rows(source, target):
+        rows[shared.source, shared.target] += shared.stop - shared.start
     return rows

@@ -5,12 +5,12 @@ microbatches, and microbatch `m` is the same rows in all groups.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.spec import ScheduleSpec
-from zorselike.schedule.transfers import RowMatches
+from zorselike.schedule.transfers import match_rows
 
 
 def as_checked(spec: ScheduleSpec) -> ScheduleSpec:
@@ -44,11 +44,10 @@ def check_even(plan: Plan, name: str) -> int:
 
 
 def _check_same_rows(plan: Plan, name: str) -> None:
-    matches = RowMatches(plan)
     for ministage, (earlier, later) in enumerate(pairwise(plan.ministages)):
         if earlier.group == later.group:
             continue
-        for rows in chain.from_iterable(matches.find(earlier.group, later.group).values()):
+        for rows in match_rows(plan.groups[earlier.group], plan.groups[later.group]):
             if rows.source_microbatch != rows.target_microbatch:
                 raise ScheduleError(
                     f"{name}: rows [{rows.start}:{rows.stop}) are in microbatch {rows.source_microbatch} of "

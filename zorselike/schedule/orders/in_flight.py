@@ -4,8 +4,8 @@ As PipeDream-Flush (Narayanan et al. 2021, section 2.2.1), known as 1F1B: a grou
 goes forward wherever it can, and with `max_in_flight` microbatches forward and not backward it goes no
 further forward. Here groups may have different numbers of microbatches, of any rows.
 
-A group's *round* `m` is microbatch `m` of all of its ranks. All ranks of a group follow one order of
-rounds, so that they meet in the same collectives; a rank leaves out the rounds that it does not have.
+Microbatch `m` of a group is microbatch `m` of all of its ranks. They follow one order, so that they meet in
+the same collectives; a rank leaves out the microbatches that it does not have.
 
 Which computation comes first is found by running all groups side by side in nominal time, in which every
 group takes as long as any other for the whole batch: a plan says nothing of speeds, and one that is worth
@@ -25,7 +25,7 @@ from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.spec import ScheduleSpec
-from zorselike.schedule.transfers import number_microbatches
+from zorselike.schedule.transfers import match_rows
 
 BACKWARD_PASSES = {"none": 2, "layer": 3}
 """What a backward takes, in forwards, by the group's `recompute`."""
@@ -36,10 +36,10 @@ class LowBoundError(ScheduleError, PlanError):
 
 
 class Computation(NamedTuple):
-    """One round of a group, forward or backward."""
+    """One microbatch of a group, forward or backward."""
 
     kind: Kind
-    round: int
+    microbatch: int
 
 
 def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Computation, ...], ...]:
@@ -59,7 +59,7 @@ def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Computation, ...], ...]:
 
 
 def count_in_flight(spec: ScheduleSpec) -> tuple[int, ...]:
-    """Per group, how many rounds are in flight at most in the order of `order_in_flight`.
+    """Per group, how many microbatches are in flight at most in the order of `order_in_flight`.
 
     Zero for groups below the lowest backward: they keep no activations. Raises what `order_in_flight` does.
     """
@@ -73,13 +73,13 @@ def count_in_flight(spec: ScheduleSpec) -> tuple[int, ...]:
 def least_in_flight(plan: Plan) -> tuple[int, ...]:
     """Per group, the least `max_in_flight` with which a step of the plan ends; 1 where all rows match.
 
-    No group's depends on the bounds of the others, nor on those of `plan`: a round's gradients come back once
-    the rounds of the group that they were made from have gone forward, and wait for no others.
+    No group's depends on the bounds of the others, nor on those of `plan`: the gradients of a
+    microbatch come back once the microbatches of the group that they were made from have gone forward.
     """
     visited = _groups_as_visited(plan)
     least = [1] * len(plan.groups)
     ahead = list(range(plan.groups[visited[-1]].max_microbatches))
-    """Per round of a stage, the last of its rounds that is forward before that one can go backward."""
+    """Per microbatch of a stage, the last that must have gone forward before that one can go backward."""
     for g, following in reversed(list(pairwise(visited))):
         needs = find_needs(plan.groups[g], plan.groups[following])
         ahead = [max(m, needs.forward[ahead[last]]) for m, last in enumerate(needs.backward)]
@@ -111,26 +111,20 @@ def _groups_as_visited(plan: Plan) -> list[int]:
 
 
 class Needs(NamedTuple):
-    """Between two neighbouring groups, per round of one, the last round of the other that it waits for."""
+    """Between two neighbouring groups, per microbatch of one, the last of the other that it waits for."""
 
     forward: list[int]
-    """Per round of the later group, one of the earlier."""
+    """Per microbatch of the later group, one of the earlier."""
     backward: list[int]
-    """Per round of the earlier group, one of the later."""
+    """Per microbatch of the earlier group, one of the later."""
 
 
 def find_needs(earlier: Group, later: Group) -> Needs:
-    """Rounds wait for all that shares a row with them, and for all that rounds before them wait for."""
+    """Microbatches wait for all that share a row with them, and for all that those before them wait for."""
     needs = Needs([0] * later.max_microbatches, [0] * earlier.max_microbatches)
-    sources, targets = number_microbatches(earlier), number_microbatches(later)
-    i = j = 0
-    # Both cover the batch without gaps, so that walking them side by side meets every shared row.
-    while i < len(sources) and j < len(targets):
-        source, target = sources[i], targets[j]
-        needs.forward[target.number] = max(needs.forward[target.number], source.number)
-        needs.backward[source.number] = max(needs.backward[source.number], target.number)
-        i += source.microbatch.stop <= target.microbatch.stop
-        j += target.microbatch.stop <= source.microbatch.stop
+    for _, sent, _, received, _, _ in match_rows(earlier, later):
+        needs.forward[received] = max(needs.forward[received], sent)
+        needs.backward[sent] = max(needs.backward[sent], received)
     return Needs(*(list(accumulate(last, max)) for last in needs))
 
 
@@ -142,15 +136,15 @@ class _Stage:
     """A group while the groups run side by side in nominal time."""
 
     forward_time: Sequence[int]
-    """Per round; integers, as what starts at the same time is a matter of equality."""
+    """Per microbatch; integers, as ties between start times are broken by rule."""
     backward_time: Sequence[int]
-    """Nothing if the group only goes forward."""
+    """Per microbatch; empty if the group only goes forward."""
     bound: int
-    """Rounds in flight."""
+    """The most microbatches in flight."""
     forward_needs: Sequence[int] | None = None
-    """Per round, the last round of the stage before that it waits for; None for the first stage."""
+    """Per microbatch, the last one of the stage before that it waits for; None for the first stage."""
     backward_needs: Sequence[int] | None = None
-    """Likewise of the stage behind; None for the last one."""
+    """The same of the stage after; None for the last one."""
     forward_ends: list[int] = field(default_factory=list)
     backward_ends: list[int] = field(default_factory=list)
     free_at: int = 0
@@ -176,7 +170,7 @@ def _make_stages(plan: Plan, visited: Sequence[int], lowest_backward: int) -> li
 
 
 def _count_rows(group: Group) -> list[int]:
-    """Per round, the rows of its largest microbatch: its ranks compute side by side."""
+    """Per microbatch, the rows of the rank that has most: its ranks compute side by side."""
     rows = [0] * group.max_microbatches
     for own in group.microbatches_by_rank.values():
         for m, microbatch in enumerate(own):
@@ -245,7 +239,7 @@ class _Run:
 
 
 def _ready_at(needs: Sequence[int] | None, ends: Sequence[int] | None, m: int) -> int | None:
-    """When a round's inputs are there; None if that is not known yet."""
+    """When a microbatch's inputs are there; None if that is not known yet."""
     if needs is None or ends is None:
         return 0
     return ends[needs[m]] if needs[m] < len(ends) else None

@@ -30,8 +30,8 @@ def ours(spec: ScheduleSpec) -> Order:
         stages = [plan.ministages_of_group(g)[0] for g in range(len(plan.groups))]
         return Order(
             tuple(
-                tuple(Action(kind, stage, number) for kind, number in rounds)
-                for stage, rounds in zip(stages, order_in_flight(spec), strict=True)
+                tuple(Action(kind, stage, number) for kind, number in computations)
+                for stage, computations in zip(stages, order_in_flight(spec), strict=True)
             ),
             keeps_gathered=True,
             receives_by_kind=True,
