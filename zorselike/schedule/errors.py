@@ -1,4 +1,4 @@
-"""What is said of a wrong schedule: the fault in one line, then the place in the lists."""
+"""Errors of a wrong schedule: the fault in one line, then its place in the lists."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CONTEXT = 3
 
 
 class ScheduleError(ValueError):
-    """A schedule does not do what its plan asks, or its ranks would wait for each other for ever."""
+    """A schedule does not do what its plan asks, or its ranks would wait for each other forever."""
 
 
-def wrong_at(
+def error_at(
     actions: Mapping[int, Sequence[Action]], message: str, *places: tuple[int, int]
 ) -> ScheduleError:
-    """The error for a fault at the first of `places`, `(rank, position)`; the others stand beside it."""
+    """An error with a table of `places`, each `(rank, position)`; the fault is at the first."""
     return ScheduleError(f"{message}\n{draw_places(actions, places)}" if places else message)
 
 

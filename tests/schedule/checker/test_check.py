@@ -99,7 +99,7 @@ def test_a_deadlock_that_buffering_cannot_help_is_refused() -> None:
     ahead = {0: parse_actions("2RECV_F0@1[0:1] 2F0 2SEND_F0@1[0:1]"), 1: parse_actions("3RECV_F0@0[0:1]")}
     lists = {r: ahead[r] + [action for action in own if action not in ahead[r]] for r, own in lists.items()}
     message = _message(plan, lists)
-    assert "ranks [0, 1] wait for each other for ever, even if sends buffer" in message
+    assert "ranks [0, 1] wait for each other forever, even if sends buffer" in message
     assert "rank 0 at 2F0 waits for 1SEND_F0@0[0:1] of rank 1, which is at 1F0" in message
     assert ">> 1: 2F0 <<" in message
 

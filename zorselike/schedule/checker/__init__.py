@@ -1,2 +1,2 @@
 """Proves a schedule complete, in order, within its memory and free of deadlock, before it runs
-(Zorse 5.2; DESIGN section 6)."""
+(Zorse 5.2)."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
 from zorselike.schedule.checker.steps import Step
-from zorselike.schedule.errors import ScheduleError, wrong_at
+from zorselike.schedule.errors import ScheduleError, error_at
 
 
 class Channel(NamedTuple):
@@ -33,11 +33,11 @@ class Match(NamedTuple):
 def match_transfers(
     actions: Mapping[int, Sequence[Action]], steps: Mapping[int, Sequence[Step]]
 ) -> dict[Channel, list[Match]]:
-    """Every channel's transfers in order; raises `ScheduleError` where two ends differ."""
+    """Every channel's transfers in order; raises `ScheduleError` where the ends differ."""
     sends: defaultdict[Channel, list[int]] = defaultdict(list)
     receives: defaultdict[Channel, list[int]] = defaultdict(list)
-    for rank, own in steps.items():
-        for position, step in enumerate(own):
+    for rank, rank_steps in steps.items():
+        for position, step in enumerate(rank_steps):
             if step.kind in SENDS:
                 sends[Channel(rank, step.peer, _direction(step.kind))].append(position)
             elif step.kind in RECEIVES:
@@ -45,10 +45,10 @@ def match_transfers(
     matches = {}
     for channel in sorted(sends.keys() | receives.keys()):
         sent, received = sends[channel], receives[channel]
-        for turn in range(max(len(sent), len(received))):
-            both = turn < len(sent) and turn < len(received)
-            if not both or not _fit(steps, channel, sent[turn], received[turn]):
-                raise _misfit(actions, channel, turn, sent, received)
+        for index in range(max(len(sent), len(received))):
+            both = index < len(sent) and index < len(received)
+            if not both or not _fits(steps, channel, sent[index], received[index]):
+                raise _mismatch(actions, channel, index, sent, received)
         matches[channel] = [Match(*pair) for pair in zip(sent, received, strict=True)]
     return matches
 
@@ -57,29 +57,29 @@ def _direction(kind: Kind) -> str:
     return "F" if kind in (Kind.SEND_F, Kind.RECV_F) else "B"
 
 
-def _fit(steps: Mapping[int, Sequence[Step]], channel: Channel, sent: int, received: int) -> bool:
+def _fits(steps: Mapping[int, Sequence[Step]], channel: Channel, sent: int, received: int) -> bool:
     send, receive = steps[channel.source][sent], steps[channel.target][received]
     neighbour = send.ministage + (1 if channel.direction == "F" else -1)
     return (neighbour, send.start, send.stop) == (receive.ministage, receive.start, receive.stop)
 
 
-def _misfit(
+def _mismatch(
     actions: Mapping[int, Sequence[Action]],
     channel: Channel,
-    turn: int,
+    index: int,
     sent: Sequence[int],
     received: Sequence[int],
 ) -> ScheduleError:
     source, target = channel.source, channel.target
-    send_at = sent[turn] if turn < len(sent) else len(actions[source])
-    receive_at = received[turn] if turn < len(received) else len(actions[target])
-    send = actions[source][send_at].text if turn < len(sent) else "nothing more"
-    receive = actions[target][receive_at].text if turn < len(received) else "nothing more"
+    send_at = sent[index] if index < len(sent) else len(actions[source])
+    receive_at = received[index] if index < len(received) else len(actions[target])
+    send = actions[source][send_at].text if index < len(sent) else "nothing more"
+    receive = actions[target][receive_at].text if index < len(received) else "nothing more"
     places = ((target, receive_at), (source, send_at))
-    return wrong_at(
+    return error_at(
         actions,
-        f"transfer {turn} from rank {source} to rank {target} ({channel.direction}): the source lists {send} "
-        f"where the target lists {receive}; a channel has no tags, so both ends must list the same rows in "
-        "the same order",
-        *(places if turn < len(received) else places[::-1]),
+        f"transfer {index} from rank {source} to rank {target} ({channel.direction}): the source lists "
+        f"{send} where the target lists {receive}; a channel has no tags, so both ends must list the same "
+        "rows in the same order",
+        *(places if index < len(received) else places[::-1]),
     )

@@ -12,18 +12,18 @@ from zorselike.schedule.checker.order import check_order
 from zorselike.schedule.checker.rendezvous import check_ends, find_buffered_edges
 from zorselike.schedule.checker.steps import flatten
 from zorselike.schedule.checker.waits import find_waits
-from zorselike.schedule.errors import name_place, wrong_at
+from zorselike.schedule.errors import error_at, name_place
 from zorselike.schedule.spec import ScheduleSpec
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What the checker found out about a schedule that is right."""
+    """What the checker found out about a correct schedule."""
 
     buffered_edges: frozenset[tuple[int, int, str]]
     """(source rank, target rank, "F" or "B") on which a send must not wait for its receive."""
     cycles: tuple[str, ...]
-    """The cycles that made them so, in words, one rank a line."""
+    """The cycles of waiting ranks that made them so, one rank a line."""
     num_actions: int
 
 
@@ -41,11 +41,11 @@ def check(spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]]) -> CheckR
         ScheduleError: at the first fault, with a table of the lists around it.
     """
     steps = flatten(spec.plan, actions)
-    for rank, own in steps.items():
-        fault = check_order(spec, rank, own)
+    for rank, rank_steps in steps.items():
+        fault = check_order(spec, rank, rank_steps)
         if fault is not None:
             place = (rank, fault.position)
-            raise wrong_at(actions, f"{name_place(actions, place)}: {fault.message}", place)
+            raise error_at(actions, f"{name_place(actions, place)}: {fault.message}", place)
     check_collectives(spec, actions, steps)
     waits = find_waits(spec, steps, match_transfers(actions, steps))
     check_ends(waits, actions)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.checker.steps import Step
-from zorselike.schedule.errors import wrong_at
+from zorselike.schedule.errors import error_at
 from zorselike.schedule.spec import ScheduleSpec
 
 _ALWAYS = frozenset(
@@ -29,13 +29,13 @@ def check_collectives(
         expected = _positions(steps[first], kinds)
         for rank in others:
             found = _positions(steps[rank], kinds)
-            for turn in range(max(len(expected), len(found))):
-                mine = found[turn] if turn < len(found) else len(steps[rank])
-                theirs = expected[turn] if turn < len(expected) else len(steps[first])
+            for index in range(max(len(expected), len(found))):
+                mine = found[index] if index < len(found) else len(steps[rank])
+                theirs = expected[index] if index < len(expected) else len(steps[first])
                 if steps[rank][mine : mine + 1] != steps[first][theirs : theirs + 1]:
-                    raise wrong_at(
+                    raise error_at(
                         actions,
-                        f"group {g}, collective {turn}: rank {rank} issues {_name(actions[rank], mine)} "
+                        f"group {g}, collective {index}: rank {rank} issues {_name(actions[rank], mine)} "
                         f"where rank {first} issues {_name(actions[first], theirs)}; all ranks of a group "
                         "must issue the same collectives in the same order",
                         (rank, mine),

@@ -1,6 +1,6 @@
 """What one rank of an offloading group has on its device, and what on the host.
 
-The rules that `zorselike/schedule/lowering/host_copies.py` follows, stated apart from it.
+The rules of `zorselike/schedule/lowering/host_copies.py`, stated independently of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ MAX_ON_DEVICE = 2
 
 
 class HostResidence:
-    """Where shards, optimizer state, gradients and activations are, while a list is read in order."""
+    """Where shards, optimizer state, gradients and activations are while a list is read in order."""
 
-    def __init__(self, group: Group, own: Sequence[int], *, masters: bool) -> None:
+    def __init__(self, group: Group, ministages: Sequence[int], *, masters: bool) -> None:
         self._offload = frozenset(group.offload)
         self._masters = masters
-        self._away = {"params": set(own[1:]), "optimizer": set(own)}
+        self._away = {"params": set(ministages[1:]), "optimizer": set(ministages)}
         """Ministages whose shards, and state, are on the host at the ends of a step."""
         self._here: dict[str, set[int]] = {"params": set(), "optimizer": set()}
         """Those of them that are on the device now."""

@@ -1,4 +1,4 @@
-"""One rank's list by itself: complete, in dependency order, within the memory its ZeRO stage promises."""
+"""One rank's list: complete, in dependency order, within the memory that its ZeRO stage promises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_order(spec: ScheduleSpec, rank: int, steps: Sequence[Step]) -> OrderFa
     position = 0
     try:
         for position, step in enumerate(steps):  # noqa: B007
-            order.read(step)
+            order.check(step)
         position = len(steps)
         order.finish()
     except Fault as fault:
@@ -46,8 +46,8 @@ class _RankOrder:
     def __init__(self, spec: ScheduleSpec, rank: int, steps: Sequence[Step]) -> None:
         group = spec.group_of_rank(rank)
         self._spec = spec
-        self._own = spec.plan.ministages_of_rank(rank)
-        self._rows = tuple((own.start, own.stop) for own in spec.plan.microbatches_of_rank(rank))
+        self._ministages = spec.plan.ministages_of_rank(rank)
+        self._rows = tuple((m.start, m.stop) for m in spec.plan.microbatches_of_rank(rank))
         self._zero = group.zero
         self._reduces_once = not group.reduces_per_microbatch
         self._most = group.max_microbatches
@@ -55,7 +55,7 @@ class _RankOrder:
         """Microbatches of each ministage that run, dummies of ZeRO 3 among them."""
         self._norm_due = spec.defer_steps and spec.has_backward
         self._residency = Residency(group, spec.lowest_backward)
-        self._host = HostResidence(group, self._own, masters=spec.masters)
+        self._host = HostResidence(group, self._ministages, masters=spec.masters)
         self._following_backward = _following_backward(steps)
         self._done: set[tuple[Kind, int, int]] = set()
         """All so far of the kinds that come once for a (ministage, microbatch)."""
@@ -64,7 +64,7 @@ class _RankOrder:
         self._num_in_flight = 0
         """Microbatches with rows that are forward and not yet backward, of all ministages."""
         self._received: defaultdict[tuple[Kind, int, int], list[tuple[int, int]]] = defaultdict(list)
-        self._readers: dict[Kind, Callable[[Step], None]] = {
+        self._checks: dict[Kind, Callable[[Step], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.SEND_F: self._send,
@@ -82,8 +82,8 @@ class _RankOrder:
             **dict.fromkeys(HOST_COPIES, self._copy),
         }
 
-    def read(self, step: Step) -> None:
-        self._readers[step.kind](step)
+    def check(self, step: Step) -> None:
+        self._checks[step.kind](step)
 
     def _gather(self, step: Step) -> None:
         self._residency.gather(step.ministage)
@@ -92,13 +92,16 @@ class _RankOrder:
     def _release(self, step: Step) -> None:
         self._residency.release(step.ministage)
         self._num_done[Kind.RESHARD, step.ministage] += 1
-        turns = self._turns(step.ministage) and self._num_done[Kind.RESHARD, step.ministage] == 1
-        if not self._rows and not turns:
+        stays = (
+            self._is_gathered_twice_running(step.ministage)
+            and self._num_done[Kind.RESHARD, step.ministage] == 1
+        )
+        if not self._rows and not stays:
             self._host.check_shards_left(step.ministage, updates_next=False)
 
-    def _turns(self, ministage: int) -> bool:
-        """Whether it is gathered twice running, at the turn from forward to backward."""
-        return self._zero == 2 and ministage == self._own[-1] and self._spec.has_backward
+    def _is_gathered_twice_running(self, ministage: int) -> bool:
+        """Whether its forward and its backward, which gather one after the other, follow each other."""
+        return self._zero == 2 and ministage == self._ministages[-1] and self._spec.has_backward
 
     def _copy(self, step: Step) -> None:
         """Between device and host."""
@@ -149,7 +152,7 @@ class _RankOrder:
     def _compute(self, step: Step, source: int, receive: Kind) -> None:
         """What both directions share; rows or their gradients come from ministage `source`."""
         kind, ministage, microbatch = step.kind, step.ministage, step.microbatch
-        self._note(step)
+        self._record(step)
         if microbatch >= self._num_computed:
             raise Fault(f"this rank computes {self._num_computed} microbatches of a ministage")
         self._residency.use(ministage)
@@ -168,7 +171,7 @@ class _RankOrder:
         gathers = self._zero == 3 or (self._zero == 0 and kind is Kind.F and is_first)
         if gathers:
             self._host.read_shards(ministage)
-        if not gathers and not (kind is Kind.F and self._turns(ministage)):
+        if not gathers and not (kind is Kind.F and self._is_gathered_twice_running(ministage)):
             self._host.check_shards_left(ministage, updates_next=kind is Kind.B)
         if kind is Kind.B:
             self._host.read_activations(ministage, step.microbatch)
@@ -236,7 +239,7 @@ class _RankOrder:
             raise Fault(f"the group has {self._most} microbatches at most")
         if 0 <= microbatch < len(self._rows) and (Kind.B, ministage, microbatch) not in self._done:
             raise Fault(f"{ministage}B{microbatch} must come first")
-        self._note(step)
+        self._record(step)
         # The reducing pass touches every parameter: were they freed, FSDP would gather unseen.
         self._residency.use(ministage)
         if self._zero == 0 and not self._rows:
@@ -253,21 +256,21 @@ class _RankOrder:
             raise Fault(f"ministage {ministage} must be reduced first")
 
     def _tie_grad(self, step: Step) -> None:
-        self._note(step)
+        self._record(step)
         if step.ministage not in self._spec.tied:
             raise Fault(f"ministage {step.ministage} has no tied weight")
         self._check_reduced(step.ministage)
 
     def _norm(self, step: Step) -> None:
-        self._note(step)
+        self._record(step)
         if not self._norm_due:
             raise Fault("no update waits for a norm")
-        for ministage in self._own:
+        for ministage in self._ministages:
             if self._spec.trains[ministage]:
                 self._check_gradients_final(ministage)
 
     def _step(self, step: Step) -> None:
-        self._note(step)
+        self._record(step)
         self._check_trains(step.ministage)
         self._check_gradients_final(step.ministage)
         if self._norm_due and (Kind.NORM, NONE, NONE) not in self._done:
@@ -280,7 +283,7 @@ class _RankOrder:
             raise Fault(f"{ministage}TIE_GRAD must come first")
 
     def _tie_new_values(self, step: Step, ends: frozenset[int]) -> None:
-        self._note(step)
+        self._record(step)
         if step.ministage not in ends:
             raise Fault(f"ministage {step.ministage} is not that end of a tied weight")
         if (Kind.STEP, step.ministage, NONE) not in self._done:
@@ -295,7 +298,7 @@ class _RankOrder:
     def finish(self) -> None:
         """Raises `Fault` for what the list has left out."""
         spec = self._spec
-        for ministage in self._own:
+        for ministage in self._ministages:
             trains, backward = spec.trains[ministage], ministage >= spec.lowest_backward
             reduces = (NONE,) if self._reduces_once else range(self._most)
             self._expect(Kind.F, ministage, range(self._num_computed))
@@ -317,7 +320,7 @@ class _RankOrder:
                 numbers = ("" if number == NONE else number for number in (ministage, microbatch))
                 raise Fault("{}{kind}{} is missing".format(*numbers, kind=kind.value))
 
-    def _note(self, step: Step) -> None:
+    def _record(self, step: Step) -> None:
         key = (step.kind, step.ministage, step.microbatch)
         if key in self._done:
             raise Fault("it was already done")

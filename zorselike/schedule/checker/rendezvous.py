@@ -1,7 +1,7 @@
-"""Runs all lists against each other: do they end, and where must sends buffer?
+"""Runs all lists together: do they end, and where must sends buffer?
 
-Which ranks are stuck where does not depend on timing: an action waits for fixed others. So one
-run proves all runs.
+Where ranks get stuck does not depend on timing, since each action waits for fixed others: one run
+proves all runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from zorselike.schedule.actions import SENDS, Action, Kind
 from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.steps import NONE
 from zorselike.schedule.checker.waits import Place, Waits
-from zorselike.schedule.errors import wrong_at
+from zorselike.schedule.errors import error_at
 
 
-class Race:
-    """A run of all lists, as far as they come.
+class Execution:
+    """A run of all lists, as far as they get.
 
     Args:
         waits: the precedence graph.
@@ -40,7 +40,7 @@ class Race:
         self._ready = deque(sorted(actions))
 
     def run(self) -> None:
-        """Goes on until every rank has ended or waits."""
+        """Advances until every rank has ended or waits."""
         while self._ready:
             self._advance(self._ready.popleft())
 
@@ -49,7 +49,7 @@ class Race:
         return [rank for rank in sorted(self._at) if self._at[rank] < len(self._actions[rank])]
 
     def buffer(self, edges: Sequence[Channel]) -> None:
-        """Lets sends on these edges return at once, and their ranks go on."""
+        """Lets sends on these edges return at once, so that their ranks continue."""
         self.buffered.update(edges)
         for rank in self.stuck():
             if self.blocked_edge(rank) in edges:
@@ -103,7 +103,7 @@ class Race:
             return None
         return self._edge(rank, position)
 
-    def late(self, rank: int) -> dict[int, int]:
+    def waits_for(self, rank: int) -> dict[int, int]:
         """Whom a stuck rank waits for, and the position of the action that it waits for there."""
         position = self._at[rank]
         events: tuple[int, ...]
@@ -127,7 +127,7 @@ class Race:
         queue = deque([start])
         while queue:
             rank = queue.popleft()
-            for other in sorted(self.late(rank)):
+            for other in sorted(self.waits_for(rank)):
                 if other == start:
                     return _walk_back(came_from, start, rank)
                 if other not in came_from:
@@ -140,7 +140,7 @@ class Race:
         lines = []
         for rank, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
             mine = self._actions[rank][self._at[rank]]
-            due = self._actions[other][self.late(rank)[other]]
+            due = self._actions[other][self.waits_for(rank)[other]]
             here = self._actions[other][self._at[other]]
             lines.append(f"rank {rank} at {mine} waits for {due} of rank {other}, which is at {here}")
         return "\n".join(lines)
@@ -159,15 +159,15 @@ def _walk_back(came_from: Mapping[int, int], start: int, last: int) -> list[int]
 
 def check_ends(waits: Waits, actions: Mapping[int, Sequence[Action]]) -> None:
     """Proves that all ranks end if sends buffer; raises `ScheduleError` with the cycle if not."""
-    race = Race(waits, actions, rendezvous=False)
-    race.run()
-    if stuck := race.stuck():
-        cycle = _first_cycle(race, stuck)
-        raise wrong_at(
+    execution = Execution(waits, actions, rendezvous=False)
+    execution.run()
+    if stuck := execution.stuck():
+        cycle = _first_cycle(execution, stuck)
+        raise error_at(
             actions,
-            f"ranks {sorted(cycle)} wait for each other for ever, even if sends buffer:\n"
-            f"{race.describe(cycle)}",
-            *race.places(cycle),
+            f"ranks {sorted(cycle)} wait for each other forever, even if sends buffer:\n"
+            f"{execution.describe(cycle)}",
+            *execution.places(cycle),
         )
 
 
@@ -180,17 +180,17 @@ def find_buffered_edges(
     earlier in the pipeline or backward to a later one; else all edges on which its ranks send.
     `check_ends` must have passed.
     """
-    race = Race(waits, actions, rendezvous=True)
+    execution = Execution(waits, actions, rendezvous=True)
     cycles = []
-    race.run()
-    while stuck := race.stuck():
-        cycle = _choose_cycle(plan, race, stuck)
-        edges = [edge for rank in cycle if (edge := race.blocked_edge(rank)) is not None]
+    execution.run()
+    while stuck := execution.stuck():
+        cycle = _choose_cycle(plan, execution, stuck)
+        edges = [edge for rank in cycle if (edge := execution.blocked_edge(rank)) is not None]
         wrapping = [edge for edge in edges if wraps_around(plan, edge)]
-        cycles.append(race.describe(cycle))
-        race.buffer(wrapping or edges)
-        race.run()
-    return frozenset(race.buffered), tuple(cycles)
+        cycles.append(execution.describe(cycle))
+        execution.buffer(wrapping or edges)
+        execution.run()
+    return frozenset(execution.buffered), tuple(cycles)
 
 
 def wraps_around(plan: Plan, edge: Channel) -> bool:
@@ -199,17 +199,17 @@ def wraps_around(plan: Plan, edge: Channel) -> bool:
     return source > target if edge.direction == "F" else source < target
 
 
-def _choose_cycle(plan: Plan, race: Race, stuck: Sequence[int]) -> list[int]:
+def _choose_cycle(plan: Plan, execution: Execution, stuck: Sequence[int]) -> list[int]:
     """A cycle through a wrap-around send if there is one, else any."""
     wrapping: list[int] = []
     others: list[int] = []
     for rank in stuck:
-        edge = race.blocked_edge(rank)
+        edge = execution.blocked_edge(rank)
         (wrapping if edge is not None and wraps_around(plan, edge) else others).append(rank)
-    return _first_cycle(race, wrapping + others)
+    return _first_cycle(execution, wrapping + others)
 
 
-def _first_cycle(race: Race, ranks: Sequence[int]) -> list[int]:
-    cycle = next(filter(None, map(race.find_cycle, ranks)), None)
+def _first_cycle(execution: Execution, ranks: Sequence[int]) -> list[int]:
+    cycle = next(filter(None, map(execution.find_cycle, ranks)), None)
     assert cycle is not None, f"ranks {ranks} wait for nothing that is still to come"
     return cycle

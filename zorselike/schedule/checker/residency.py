@@ -1,6 +1,6 @@
 """What one rank holds whole: gathered parameters and unreduced gradients, as its ZeRO stage allows.
 
-The table of DESIGN section 5; for ZeRO 2 Zorse, section 4.1.
+For ZeRO 2: Zorse, section 4.1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Residency:
         self._lowest_backward = lowest_backward
         self.gathered: set[int] = set()
         self._num_gathers: defaultdict[int, int] = defaultdict(int)
-        self.whole: set[tuple[int, int]] = set()
+        self.unreduced: set[tuple[int, int]] = set()
         """(ministage, microbatch) of each backward whose gradients are not reduced yet."""
 
     def gather(self, ministage: int) -> None:
@@ -66,9 +66,9 @@ class Residency:
                 f"{following}UNSHARD must come before the first backward of ministage {ministage}: "
                 "the next ministage is gathered while this one computes"
             )
-        if self.whole:
+        if self.unreduced:
             raise Fault(
-                f"ministage {min(self.whole)[0]} must be reduced first: "
+                f"ministage {min(self.unreduced)[0]} must be reduced first: "
                 "ZeRO 2 keeps whole gradients of one ministage only"
             )
 
@@ -76,10 +76,10 @@ class Residency:
         """A backward of a ministage that trains."""
         if self._zero == 3:
             return
-        if self._reduces_per_microbatch and self.whole:
-            last = "{}B{}".format(*min(self.whole))
+        if self._reduces_per_microbatch and self.unreduced:
+            last = "{}B{}".format(*min(self.unreduced))
             raise Fault(f"{last} must be reduced first: the plan reduces after every microbatch")
-        self.whole.add((ministage, microbatch))
+        self.unreduced.add((ministage, microbatch))
 
     def reduce(self, ministage: int) -> None:
-        self.whole = {item for item in self.whole if item[0] != ministage}
+        self.unreduced = {item for item in self.unreduced if item[0] != ministage}

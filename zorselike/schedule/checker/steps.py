@@ -1,4 +1,4 @@
-"""Actions as flat tuples, each with exactly the fields that its kind has."""
+"""Actions as flat tuples, proven to have exactly the fields of their kinds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import TRANSFERS, Action, Kind
-from zorselike.schedule.errors import ScheduleError, name_place, wrong_at
+from zorselike.schedule.errors import ScheduleError, error_at, name_place
 
 NONE = -1
 """Stands for a field that the kind does not have."""
@@ -42,25 +42,25 @@ def flatten(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> dict[int, li
 
 def _flatten_rank(plan: Plan, actions: Mapping[int, Sequence[Action]], rank: int) -> list[Step]:
     steps = []
-    own = frozenset(plan.ministages_of_rank(rank))
+    ministages = frozenset(plan.ministages_of_rank(rank))
     for position, action in enumerate(actions[rank]):
-        fault = _find_fault(plan, own, rank, action)
+        fault = _find_fault(plan, ministages, rank, action)
         if fault:
             place = (rank, position)
-            raise wrong_at(actions, f"{name_place(actions, place)}: {fault}", place)
+            raise error_at(actions, f"{name_place(actions, place)}: {fault}", place)
         numbers = (action.ministage, action.microbatch, action.peer, action.start, action.stop)
         steps.append(Step(action.kind, *(NONE if number is None else number for number in numbers)))
     return steps
 
 
-def _find_fault(plan: Plan, own: frozenset[int], rank: int, action: Action) -> str | None:
+def _find_fault(plan: Plan, ministages: frozenset[int], rank: int, action: Action) -> str | None:
     """What is wrong with the action by itself, or None."""
     kind = action.kind
     if kind is Kind.NORM:
         fields = (action.ministage, action.microbatch, action.peer, action.start, action.stop)
         return None if fields == (None,) * 5 else "NORM stands alone, as it concerns all ranks"
-    if action.ministage not in own:
-        return f"the group of rank {rank} owns ministages {sorted(own)} and not {action.ministage}"
+    if action.ministage not in ministages:
+        return f"the group of rank {rank} owns ministages {sorted(ministages)} and not {action.ministage}"
     if action.microbatch is None and kind in _NEEDS_MICROBATCH:
         return f"{kind.value} needs the number of a microbatch"
     if action.microbatch is not None and kind not in _MAY_HAVE_MICROBATCH:

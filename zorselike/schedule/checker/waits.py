@@ -31,7 +31,7 @@ class Waits:
     """The event that the action brings about, or `NONE`."""
     after: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     posted: dict[int, list[int]] = field(default_factory=dict)
-    """Of a send: the event of its receive being posted, which it waits for where nothing buffers."""
+    """For a send, the event of its receive being posted: it waits for that where nothing buffers."""
 
     def add_event(self, *members: Place) -> int:
         self.members.append([])
@@ -51,15 +51,15 @@ def find_waits(
 ) -> Waits:
     """The precedence graph of a schedule whose transfers match and whose groups agree on collectives."""
     waits = Waits()
-    for rank, own in steps.items():
-        waits.before[rank] = [()] * len(own)
-        waits.arrives[rank] = [NONE] * len(own)
-        waits.after[rank] = [()] * len(own)
-        waits.posted[rank] = [NONE] * len(own)
+    for rank, rank_steps in steps.items():
+        waits.before[rank] = [()] * len(rank_steps)
+        waits.arrives[rank] = [NONE] * len(rank_steps)
+        waits.after[rank] = [()] * len(rank_steps)
+        waits.posted[rank] = [NONE] * len(rank_steps)
     sent = _add_transfers(waits, matches)
     shared = _Shared(spec, waits)
-    for rank, own in steps.items():
-        _add_rank(spec, waits, shared, sent, rank, own)
+    for rank, rank_steps in steps.items():
+        _add_rank(spec, waits, shared, sent, rank, rank_steps)
     _add_ties(spec, waits, shared, steps)
     return waits
 
@@ -145,7 +145,7 @@ def _add_ties(spec: ScheduleSpec, waits: Waits, shared: _Shared, steps: Mapping[
     for owner, borrower in spec.ties:
         needed[Kind.TIE_GRAD, owner].append(shared.find(Kind.TIE_GRAD, borrower))
         needed[Kind.TIE_FETCH, borrower].append(shared.find(Kind.TIE_VALUE, owner))
-    for rank, own in steps.items():
-        for position, step in enumerate(own):
+    for rank, rank_steps in steps.items():
+        for position, step in enumerate(rank_steps):
             if (step.kind, step.ministage) in needed:
                 waits.after[rank][position] = tuple(needed[step.kind, step.ministage])

@@ -19,8 +19,8 @@ def lower(spec: ScheduleSpec, order: Order) -> dict[int, list[Action]]:
     for g, (group, computations) in enumerate(zip(spec.plan.groups, order.computations, strict=True)):
         actions = add_collectives(spec, g, computations, keeps_gathered=order.keeps_gathered)
         for rank in group.flat_ranks:
-            of_rank = _add_transfers(actions, transfers.get(rank, ()), spec.num_computed(rank))
-            lists[rank] = add_host_copies(spec, rank, of_rank)
+            rank_actions = _add_transfers(actions, transfers.get(rank, ()), spec.num_computed(rank))
+            lists[rank] = add_host_copies(spec, rank, rank_actions)
     return dict(sorted(lists.items()))
 
 

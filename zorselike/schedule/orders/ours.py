@@ -1,4 +1,4 @@
-"""The order that runs, unless another is asked for (DESIGN section 6, Zorse 4.1).
+"""The order that runs, unless another is asked for (Zorse 4.1).
 
 Forward: all microbatches of a ministage, then the group's next ministage. Backward: the same in
 reverse, newest microbatch first. Torch's LoopedBFS is the same order.
