@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from zorselike import HeteroPipeline
 from zorselike.models import Llama, build_model, get_config, module_names
 from zorselike.plan.plan import Plan
-from zorselike.runtime.executor import Executor
 from zorselike.schedule.actions import Action
 
 from .contest import Bench
@@ -67,19 +65,20 @@ def run_overhead(bench: Bench) -> None:
 
 def _time_actions(rank: int, num_steps: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = defaultdict(list)
-    run_action = Executor._do
+    begin_ns = 0
 
-    def timed(self: Executor, action: Action, run: Any) -> None:
+    def enter(_: Action) -> None:
+        nonlocal begin_ns
         begin_ns = time.thread_time_ns()
-        run_action(self, action, run)
+
+    def leave(action: Action) -> None:
         times[action.kind.value].append((time.thread_time_ns() - begin_ns) / 1000)
 
     plan = _plan(((0, 1, 2), (3,)), 2, 2)
     with _pipeline(plan) as pipe:
         _train(pipe, 5)
-        Executor._do = timed  # type: ignore[method-assign]
-        _train(pipe, num_steps)
-        Executor._do = run_action  # type: ignore[method-assign]
+        with pipe.watching(enter, leave):
+            _train(pipe, num_steps)
         _time_bare_layers(plan, rank, times)
     return dict(times)
 
