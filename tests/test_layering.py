@@ -132,7 +132,7 @@ def test_private_torch_names_stay_behind_the_compat_file() -> None:
             assert not is_private or module == "zorselike.runtime._compat", f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("folder", ["tools"])
+@pytest.mark.parametrize("folder", ["zorselike", "tools", "tests"])
 def test_files_and_folders_are_small(folder: str) -> None:
     for inside in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*/")]:
         modules = [path for path in inside.glob("*.py") if path.name not in NOT_COUNTED]

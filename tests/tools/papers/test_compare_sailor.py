@@ -31,7 +31,7 @@ from tools.papers.sailor.planning import format_plan
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.planner.pipelines.allocation import AllocationGoal
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.schedule.checker.check import check
 from zorselike.schedule.orders.even_plans import as_checked
 
-TOOL = Path(__file__).parents[2] / "tools" / "papers" / "reproduce_poplar.py"
+TOOL = Path(__file__).parents[3] / "tools" / "papers" / "reproduce_poplar.py"
 
 A, B, C = CLUSTERS
 

@@ -21,7 +21,7 @@ from tools.papers.sailor.planning import Planned, lay_even_mesh
 from tools.papers.sailor.replay import A100, V100, Event, Period, Policy, Replay, read_trace, replay
 from zorselike.errors import ConfigError, ProfileError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "papers" / "replay_trace.py"
 ZONE = "us-central1-a"
 

@@ -290,7 +290,7 @@ def test_a_cluster_of_ones_own_has_its_peaks_summed() -> None:
 
 
 def test_the_tool_says_what_it_lacks(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "tools" / "papers" / "reproduce_zorse.py"
+    script = Path(__file__).parents[3] / "tools" / "papers" / "reproduce_zorse.py"
     done = subprocess.run(
         [sys.executable, str(script), "--data", str(tmp_path)], capture_output=True, text=True, check=False
     )

@@ -21,7 +21,7 @@ from zorselike.errors import ProfileError
 from zorselike.schedule import ScheduleSpec, check
 from zorselike.schedule.orders.even_plans import as_checked
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 NUM_LAYERS = 4
 """Embedding, two blocks, head."""
