@@ -73,7 +73,9 @@ def test_one_device_is_measured_and_planned_for(run: Any, tmp_path: Path) -> Non
         ("head", "none"),
     ]
     assert all(times.rows == (1, 2) and times.device == "CPU" for times in profile.layers)
-    assert [batch.max_rows for batch in profile.zero_batches] == [2]
+    assert [(batch.zero, batch.max_rows, batch.refused_rows) for batch in profile.largest_batches] == [
+        (0, 2, None)
+    ]
     assert not profile.links and not profile.collectives and profile.updates and profile.host_links
     assert all(entry.source.kind == "measured" for entry in (*profile.layers, *profile.updates))
     cluster = Cluster.load(tmp_path / "cluster.toml")
@@ -119,7 +121,7 @@ def test_what_was_measured_before_a_failure_is_kept(run: Any, tmp_path: Path) ->
 
 def test_several_nodes_are_measured_together(run: Any, tmp_path: Path) -> None:
     nodes = ("a", "a", "b")
-    parts = ("--only", "layers", "update", "links", "collectives", "max_rows")
+    parts = ("--only", "layers", "update", "links", "collectives", "largest_batch")
     fine(run("profile", *QUICK, *parts, "--largest-message", "100KiB", nodes=nodes))
     profile = Profile.load(tmp_path / "profile.json")
     assert sorted(entry.between for entry in profile.links) == [("a", "a"), ("a", "b")]
@@ -128,7 +130,7 @@ def test_several_nodes_are_measured_together(run: Any, tmp_path: Path) -> None:
         (("CPU", "CPU", "CPU"), 2),
         (("CPU", "CPU"), 1),
     }
-    assert profile.zero_batches[0].collective_s[0] > 0
+    assert [(batch.zero, batch.num_ranks) for batch in profile.largest_batches] == [(0, 1)]
     cluster = Cluster.load(tmp_path / "cluster.toml")
     assert [(node.name, len(node.devices)) for node in cluster.nodes] == [("a", 2), ("b", 1)]
     assert cluster.nodes[0].fabric is not None
@@ -144,19 +146,22 @@ def test_several_nodes_are_measured_together(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_limit_of_memory_is_a_limit_of_rows(run: Any, tmp_path: Path) -> None:
-    wide = (*SMALL, "--dtype", "float32", "--most-rows", "64", "--only", "layers", "max_rows")
+    wide = (*SMALL, "--dtype", "float32", "--most-rows", "64", "--only", "layers", "largest_batch")
     fine(run("profile", *wide, "--memory", "4MB"))
     profile = Profile.load(tmp_path / "profile.json")
     layer = next(times for times in profile.layers if times.kind == "layer")
     assert layer.max_rows is not None and layer.max_rows == layer.rows[-1] < 64
-    assert profile.zero_batches[0].max_rows < layer.max_rows
+    found = profile.largest_batches[0]
+    assert found.max_rows < layer.max_rows and found.refused_rows == found.max_rows + 1
+    assert found.limit_bytes == 4 * 10**6
 
 
 def test_what_does_not_fit_is_said(run: Any, tmp_path: Path) -> None:
-    said = fine(run("profile", *QUICK, "--only", "layers", "max_rows", "--memory", "300KB"))
+    said = fine(run("profile", *QUICK, "--only", "layers", "largest_batch", "--memory", "300KB"))
     assert "not even one row fits, so nothing is known of: layer, recompute none" in said
     profile = Profile.load(tmp_path / "profile.json")
-    assert "layer" not in {times.kind for times in profile.layers} and not profile.zero_batches
+    assert "layer" not in {times.kind for times in profile.layers} and profile.largest_batches
+    assert {(batch.max_rows, batch.refused_rows) for batch in profile.largest_batches} == {(0, 1)}
 
 
 MIXED = """

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from zorselike.cost.profile import (
     CollectiveTimes,
     HostLinkRates,
+    LargestBatch,
     LayerTimes,
     LinkTimes,
     Overheads,
     Profile,
     Source,
     UpdateTime,
-    ZeroBatch,
     find_key,
 )
 from zorselike.errors import ProfileError
@@ -58,14 +58,15 @@ PROFILE = Profile(
         ),
     ),
     links=(LinkTimes(between=("a", "b"), num_bytes=(1, 10**6), seconds=(1e-4, 1e-3), source=MEASURED),),
-    zero_batches=(
-        ZeroBatch(
+    largest_batches=(
+        LargestBatch(
             device="T4",
             zero=2,
+            num_ranks=3,
+            recompute="layer",
             max_rows=5,
-            rows=(1, 5),
-            compute_s=(0.1, 0.4),
-            collective_s=(0.2, 0.2),
+            refused_rows=6,
+            limit_bytes=10**9,
             source=MEASURED,
         ),
     ),
@@ -181,7 +182,7 @@ def test_every_kind_of_entry_survives_a_file(tmp_path: Path) -> None:
         HostLinkRates,
         CollectiveTimes,
         LinkTimes,
-        ZeroBatch,
+        LargestBatch,
     }
     # An entry a line, so that files can be compared.
     assert sum('"kind": "layer"' in line for line in path.read_text().splitlines()) == 2
@@ -241,8 +242,8 @@ def edit(change: Callable[[dict[str, Any]], object]) -> str:
             lambda c: c["layers"][0]["source"].update(date="21.11."),
             r"source\.date is '21\.11\.'; write it as",
         ),
-        (lambda c: c.update(version=2), "version is 2; this zorselike reads version 1"),
-        (lambda c: c.pop("version"), 'version is missing; begin with "version": 1'),
+        (lambda c: c.update(version=1), "version is 1; this zorselike reads version 2"),
+        (lambda c: c.pop("version"), 'version is missing; begin with "version": 2'),
         (lambda c: c.update(model=""), "model is empty"),
         (lambda c: c.update(modle="x"), "modle is not a key; did you mean 'model'"),
         (lambda c: c.update(layers={}), "layers is {}; it must be a list"),
@@ -255,7 +256,11 @@ def edit(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda c: c["links"][0].update(between=["a"]), r"between is \['a'\]; it must be two node names"),
         (lambda c: c["links"][0].update(seconds=[0, 1e-9]), r"links\[0\]\.seconds\[0\] is 0 for 1 bytes"),
         (lambda c: c["updates"][0].update(seconds_per_parameter=-1), "seconds_per_parameter is -1"),
-        (lambda c: c["zero_batches"][0].update(zero=4), "zero is 4"),
+        (lambda c: c["largest_batches"][0].update(zero=4), "zero is 4"),
+        (lambda c: c["largest_batches"][0].update(num_ranks=0), "num_ranks is 0; give 1 or more"),
+        (lambda c: c["largest_batches"][0].update(max_rows=-1), "max_rows is -1; give 0 or more"),
+        (lambda c: c["largest_batches"][0].update(refused_rows=5), "refused_rows is 5, yet 5 fitted"),
+        (lambda c: c["largest_batches"][0].update(recompute="all"), "recompute is 'all'"),
         (lambda c: c["overheads"].update(overlap_slowdown=0.5), "overlap_slowdown is 0.5"),
         (lambda c: c["overheads"]["action_s"].update(FORWARD=1), "'FORWARD', which is no kind of action"),
         (lambda c: c["overheads"].update(unit_s={"F": -1}), r"overheads\.unit_s\.F is -1"),

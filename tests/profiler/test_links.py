@@ -15,10 +15,8 @@ from ranks import RunRanks
 from zorselike.cost.profile import HostLinkRates, LinkTimes, Source
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.profiler.machine.collective_timing import (
-    PER_STEP,
     Collectives,
     measure_collectives,
-    unit_parameters,
 )
 from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
 from zorselike.profiler.machine.host_link_timing import measure_host_link
@@ -106,34 +104,15 @@ def time_collectives(rank: int, size: int) -> Any:
     times = measure_collectives(
         group, device, devices=["T4", "L4"], num_nodes=2, repeats=1, source=SOURCE, sizes=(2**12, 2**14)
     )
-    collectives = Collectives(group, device)
-    step = collectives.time_step(
-        [7, 7, 100], zero=3, gathered=torch.bfloat16, reduced=torch.float32, repeats=1
-    )
-    return times, step
+    return times, Collectives(group, device).time("all_gather", 7, torch.bfloat16)
 
 
 def test_collectives_are_measured_by_op_and_size(run_ranks: RunRanks) -> None:
-    for times, step in run_ranks(time_collectives, 2):
+    for times, uneven_s in run_ranks(time_collectives, 2):
         assert [entry.op for entry in times] == ["all_gather", "reduce_scatter", "all_reduce"]
         assert all(entry.devices == ("L4", "T4") and entry.num_nodes == 2 for entry in times)
         assert all(seconds > 0 for entry in times for seconds in entry.seconds)
-        assert step > 0
-
-
-def test_the_collectives_of_a_step_are_those_of_the_design() -> None:
-    assert PER_STEP == {
-        0: {"all_reduce": 1},
-        1: {"all_gather": 1, "reduce_scatter": 1},
-        2: {"all_gather": 2, "reduce_scatter": 1},
-        3: {"all_gather": 2, "reduce_scatter": 1},
-    }
-
-
-def test_units_are_counted_as_they_are_gathered() -> None:
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 5))
-    assert unit_parameters(model, ["0", "1", "2"]) == [16, 25]
+        assert uneven_s > 0
 
 
 def copy_rates(rank: int, size: int) -> HostLinkRates:

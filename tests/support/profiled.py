@@ -11,8 +11,9 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from zorselike.models import build_model, get_config, module_names
+from zorselike.models import build_model, get_config
 from zorselike.models.workload import make_workload
+from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
 from zorselike.profiler.largest_batch.search import StepJob
 from zorselike.runtime.loss import token_cross_entropy
@@ -33,15 +34,15 @@ def workload(family: str = "llama", dtype: str = "float32") -> Workload:
     )
 
 
-def step_job(family: str = "llama", **others: object) -> StepJob:
-    names = tuple(module_names(get_config(family, "debug", **SMALL)))
-    settings: dict[str, object] = {"dtype": torch.float32, "recompute": "none", "most_rows": 64, "repeats": 1}
+def step_job(
+    family: str = "llama", dtype: str = "float32", recompute: Recompute = "none", most_rows: int = 64
+) -> StepJob:
     return StepJob(
         build=lambda: build(family),
-        modules=names,
-        tokens_per_row=TOKENS,
+        workload=workload(family, dtype),
+        recompute=recompute,
         loss_fn=token_cross_entropy,
-        **settings | others,  # type: ignore[arg-type]
+        most_rows=most_rows,
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zorselike.plan.workload import Workload
     from zorselike.profiler.tasks import Job
 
-_Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows", "program"]
+_Part = Literal["layers", "update", "host_link", "links", "collectives", "largest_batch", "program"]
 _PARTS: tuple[_Part, ...] = get_args(_Part)
 
 
@@ -56,7 +56,7 @@ class ProfileCommand:
     """Number of repetitions, of which the median is taken."""
 
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-    """ZeRO stages tried for the largest batch of the whole model, until every rank can compute one row."""
+    """ZeRO stages under which the largest batch of the whole model is looked for."""
 
     only: tuple[_Part, ...] = _PARTS
     """Parts to measure."""

@@ -8,6 +8,7 @@ from itertools import pairwise, permutations
 from typing import NamedTuple
 
 from zorselike.cost.device_memory import CPU, find_memory_bytes
+from zorselike.cost.largest_batch import find_corrections
 from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerTimeModel
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Overheads, Profile
@@ -67,6 +68,8 @@ def make_costs(
     clock = LayerTimeModel(profile, workload, reached_of_peak=reached_of_peak)
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
     overheads = profile.overheads
+    corrections = find_corrections(profile, workload, clock.kept_bytes)
+    extra_bytes = {device: found.num_bytes for device, found in corrections.items()}
     units, each = _list_unit_bytes(plan, workload), ParameterBytes.of(workload)
     return StepCosts(
         places=places,
@@ -88,13 +91,14 @@ def make_costs(
         is_cpu=tuple(device == CPU for device in devices) if is_cpu is None else tuple(is_cpu),
         overlap_slowdown=overheads.overlap_slowdown,
         sends_buffer=sends_buffer,
-        context_bytes=(overheads.context_bytes,) * len(places),
+        context_bytes=tuple(overheads.context_bytes + extra_bytes.get(device, 0) for device in devices),
         allocator_share=overheads.allocator_share,
         memory_bytes=_find_memory(cluster, places),
         price_per_hour=sum(cluster.nodes[node].price_per_hour for node in {place.node for place in places}),
         egress_price_per_gb=_find_egress_prices(cluster, places),
         currency=cluster.currency,
         assumptions=(*clock.assumptions, *_list_unmeasured_copies(plan, cluster, places, profile)),
+        memory_corrections=tuple(str(found) for device, found in corrections.items() if device in devices),
     )
 
 

@@ -131,20 +131,26 @@ class LinkTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroBatch:
-    """Poplar's measurements of a whole model on one device under one ZeRO stage."""
+class LargestBatch:
+    """The most rows of the whole model that trained at once on one device under one ZeRO stage, updated by
+    AdamW (Poplar, Algorithm 1)."""
 
     device: Name
+    """A device type."""
     zero: Annotated[int, OneOf((0, 1, 2, 3))]
-    max_rows: int
-    rows: Sizes
-    compute_s: tuple[Seconds, ...]
-    """Seconds of forward and backward without collectives."""
-    collective_s: tuple[Seconds, ...]
+    num_ranks: Positive = 1
+    """Ranks that shared the model."""
+    recompute: Recompute = "none"
+    max_rows: Natural
+    """The most that were tried and fitted; 0: not even one row."""
+    refused_rows: int | None = None
+    """The fewest that were tried and did not fit; None: all that were tried fitted."""
+    limit_bytes: Positive
+    """What tensors could take of the device."""
     source: Source
 
 
-Entry = LayerTimes | UpdateTime | HostLinkRates | CollectiveTimes | LinkTimes | ZeroBatch
+Entry = LayerTimes | UpdateTime | HostLinkRates | CollectiveTimes | LinkTimes | LargestBatch
 
 _Entry = TypeVar("_Entry", bound=Entry)
 
@@ -181,6 +187,7 @@ class Profile(Document):
     noun = "profile"
     error = ProfileError
     syntax = "JSON"
+    version = 2
 
     model: Name
     """Name of the model that was measured, a `Workload.model`."""
@@ -191,7 +198,7 @@ class Profile(Document):
     host_links: tuple[HostLinkRates, ...] = ()
     collectives: tuple[CollectiveTimes, ...] = ()
     links: tuple[LinkTimes, ...] = ()
-    zero_batches: tuple[ZeroBatch, ...] = ()
+    largest_batches: tuple[LargestBatch, ...] = ()
     overheads: Overheads = Overheads()
 
     def check_workload(self, workload: Workload) -> None:
@@ -242,7 +249,7 @@ class Profile(Document):
             host_links=_merge(self.host_links, other.host_links),
             collectives=_merge(self.collectives, other.collectives),
             links=_merge(self.links, other.links),
-            zero_batches=_merge(self.zero_batches, other.zero_batches),
+            largest_batches=_merge(self.largest_batches, other.largest_batches),
             overheads=_merge_overheads(self.overheads, other.overheads),
         )
 
@@ -298,8 +305,8 @@ def find_key(entry: Entry) -> Hashable:
             return entry.op, entry.devices, entry.num_nodes
         case LinkTimes():
             return entry.between
-        case ZeroBatch():
-            return entry.device, entry.zero
+        case LargestBatch():
+            return entry.device, entry.zero, entry.num_ranks, entry.recompute
 
 
 def _merge_overheads(earlier: Overheads, later: Overheads) -> Overheads:
@@ -358,10 +365,12 @@ def _validate_entry(entry: Entry, where: str) -> None:
                         f"{where}.seconds[{i}] is {seconds:g} for {size} bytes, above 10 TB/s; "
                         "are these seconds, and bytes?"
                     )
-        case ZeroBatch():
-            times = {"compute_s": entry.compute_s, "collective_s": entry.collective_s}
-            _require_curve(where, "rows", entry.rows, **times)
-            _require_max_rows(where, entry.max_rows, entry.rows)
+        case LargestBatch():
+            if entry.refused_rows is not None and entry.refused_rows <= entry.max_rows:
+                raise ProfileError(
+                    f"{where}.refused_rows is {entry.refused_rows}, yet {entry.max_rows} fitted; mend one of "
+                    "them"
+                )
 
 
 def _validate_date(source: Source, where: str) -> None:

@@ -62,7 +62,9 @@ class StepCosts:
     """Whether a transfer keeps both its ranks from computing, from the later of both posts until its bytes
     have moved, at its place in the lists (DeepSpeed's pipeline); else it runs beside computation."""
     context_bytes: tuple[int, ...] = ()
-    """Of each rank's device, taken before any tensor; empty: 0."""
+    """Memory of each rank's device that tensors do not have; empty: 0."""
+    memory_corrections: tuple[str, ...] = ()
+    """What of it the largest batches that were found ask for, a line for each type of device."""
     allocator_share: float = 0.0
     """Of tensors' bytes, what the allocator adds."""
     memory_bytes: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from zorselike.cost.profile import Profile
 from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
+from zorselike.profiler.largest_batch.bracket import MAX_TRIALS
 from zorselike.profiler.layers.in_step import estimate_in_step_s
 from zorselike.profiler.layers.probes import LayerProbe
 from zorselike.profiler.layers.timing import WARMUPS, LayerBench
@@ -20,7 +21,7 @@ from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
 from zorselike.profiler.machine.link_pairs import choose_pairs
 from zorselike.profiler.tasks import (
     COLLECTIVES,
-    MAX_ROWS,
+    LARGEST_BATCH,
     PROGRAM,
     Job,
     Task,
@@ -156,7 +157,7 @@ def estimate_seconds(
             kind: alone_s + estimate_in_step_s(rows_s[kind], job.most_rows, job.repeats)
             for kind, alone_s in seconds.items()
         }
-    seconds[MAX_ROWS] = 2 * rows * own * model / reference
+    seconds[LARGEST_BATCH] = MAX_TRIALS * job.most_rows * own * model / reference
     seconds[COLLECTIVES] = _SECONDS_OF_COLLECTIVES
     seconds[PROGRAM] = _SECONDS_OF_PROGRAM
     total = sum(seconds.get(task.name.split(",")[0], _SECONDS_OF_OTHERS) for task in tasks)

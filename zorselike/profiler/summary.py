@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from zorselike.cost.layer_times import name_times
 from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.wires import fit_link
+from zorselike.text.wording import count
 
 
 def describe_profile(profile: Profile) -> str:
-    """What it says: milliseconds of the most rows of each layer, links, the largest rows."""
+    """What it says: milliseconds of the most rows of each layer, links, the largest batches."""
     return "\n".join([f"profile of {profile.model}:", *(f"  {line}" for line in _lines(profile))])
 
 
@@ -38,12 +39,10 @@ def _lines(profile: Profile) -> Iterator[str]:
         )
     if profile.overheads.action_s:
         yield _describe_program(profile.overheads)
-    for batch in profile.zero_batches:
-        seconds = batch.compute_s[-1] + batch.collective_s[-1]
-        yield (
-            f"whole model on {batch.device}: at most {batch.max_rows} rows with ZeRO {batch.zero}, "
-            f"{seconds:.3g} s a step of {batch.rows[-1]}, {batch.collective_s[-1]:.3g} s of it collectives"
-        )
+    for batch in profile.largest_batches:
+        refused = "" if batch.refused_rows is None else f", {batch.refused_rows} do not"
+        fitted = f"{count(batch.max_rows, 'row')} fit with ZeRO {batch.zero}"
+        yield f"whole model on {batch.device}: {fitted}{refused}"
 
 
 def _describe_program(overheads: Overheads) -> str:

@@ -12,11 +12,12 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
-from zorselike.profiler.largest_batch.search import Search, StepJob, make_batches, search_stages
+from zorselike.profiler.largest_batch.search import StageResult, StepJob, make_entries, search_stages
 from zorselike.profiler.layers.in_step import LayersInStep
 from zorselike.profiler.layers.probes import LayerProbe, ModelFactory
 from zorselike.profiler.layers.row_search import TrialResult
@@ -33,9 +34,9 @@ from zorselike.profiler.program.update_timing import measure_update
 from zorselike.runtime.loss import LossFn
 from zorselike.runtime.processes.processes import Processes
 
-Part = Literal["layers", "update", "host_link", "links", "collectives", "max_rows", "program"]
+Part = Literal["layers", "update", "host_link", "links", "collectives", "largest_batch", "program"]
 
-MAX_ROWS = "largest rows of the model"
+LARGEST_BATCH = "largest batch"
 COLLECTIVES = "collectives"
 PROGRAM = "the program itself"
 """Names of tasks."""
@@ -55,7 +56,7 @@ class Job:
     most_rows: int
     repeats: int
     stages: tuple[int, ...]
-    """ZeRO stages for the largest rows of the whole model, in the order of trying."""
+    """ZeRO stages under which the largest batch is looked for."""
     parts: frozenset[Part]
     largest_message_bytes: int
     """Of links and collectives."""
@@ -98,11 +99,11 @@ def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Tas
         tasks.append(measurer.links())
     if "collectives" in job.parts and processes.size > 1:
         tasks.append(measurer.collectives())
-    if "max_rows" in job.parts:
-        tasks.append(measurer.max_rows())
+    if "largest_batch" in job.parts:
+        tasks.append(measurer.largest_batch())
     if "program" in job.parts:
         tasks.append(measurer.program())
-    if job.parts & {"max_rows", "program"} and isinstance(memory, CudaMemory):
+    if job.parts & {"largest_batch", "program"} and isinstance(memory, CudaMemory):
         tasks.append(measurer.overheads(memory))
     return tasks
 
@@ -364,37 +365,38 @@ class _Measurer:
 
         return Task(COLLECTIVES, lambda profile: not missing(profile), run)
 
-    def max_rows(self) -> Task:
-        """The largest rows of the whole model, under the first ZeRO stage that lets every rank compute."""
-        job = self._job
-        step = StepJob(
-            build=job.build,
-            modules=tuple(module for module, _ in job.workload.layers),
-            dtype=job.dtype,
-            tokens_per_row=job.workload.sequence_length,
-            recompute="layer" if job.recompute == ("layer",) else "none",
-            loss_fn=job.loss_fn,
-            most_rows=job.most_rows,
-            repeats=job.repeats,
-        )
+    def largest_batch(self) -> Task:
+        """The most rows of the whole model under each ZeRO stage."""
+        job, size = self._job, self._processes.size
+        recompute: Recompute = "layer" if job.recompute == ("layer",) else "none"
 
         def is_known(profile: Profile) -> bool:
-            return self._types <= {entry.device for entry in profile.zero_batches}
+            return self._types <= {
+                entry.device
+                for entry in profile.largest_batches
+                if entry.recompute == recompute and entry.num_ranks == (size if entry.zero else 1)
+            }
 
-        def run(profile: Profile, tell: Told) -> Profile | None:
-            search = search_stages(
+        def run(profile: Profile, tell: Told) -> Profile:
+            step = StepJob(
+                build=job.build,
+                workload=job.workload,
+                recompute=recompute,
+                loss_fn=job.loss_fn,
+                most_rows=job.most_rows,
+                kept_bytes=LayerTimeModel(profile, job.workload).kept_bytes,
+            )
+            found = search_stages(
                 step,
                 self._processes,
                 self._memory,
                 stages=job.stages,
                 told=lambda zero, tried, fitted: tell(_describe_round(zero, tried, fitted)),
             )
-            if search is None:
-                return None
-            pairs: list[tuple[str, Search]] = self._processes.gather((self._processes.type, search))
-            return self._profile(zero_batches=make_batches(pairs, self._source))
+            pairs: list[tuple[str, list[StageResult]]] = self._processes.gather((self._processes.type, found))
+            return self._profile(largest_batches=make_entries(pairs, recompute, self._source))
 
-        return Task(MAX_ROWS, is_known, run)
+        return Task(LARGEST_BATCH, is_known, run)
 
     def overheads(self, memory: CudaMemory) -> Task:
         """What CUDA and the allocator take beside tensors."""

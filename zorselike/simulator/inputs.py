@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zorselike.cost.assemble import make_costs
+from zorselike.cost.largest_batch import find_corrections
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import PlanError
@@ -56,6 +59,17 @@ class SimulationInputs:
             return build(self.make_spec(plan), schedule)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
+
+    @cached_property
+    def corrected_bytes(self) -> Mapping[str, int]:
+        """By type of device: memory that the largest batches found there ask for beside the context."""
+        kept_bytes = LayerTimeModel(self.profile, self.workload).kept_bytes
+        corrections = find_corrections(self.profile, self.workload, kept_bytes)
+        return {device: found.num_bytes for device, found in corrections.items()}
+
+    def context_bytes(self, device: str) -> int:
+        """Memory of a type of device that tensors do not have."""
+        return self.profile.overheads.context_bytes + self.corrected_bytes.get(device, 0)
 
     def find_costs(self, plan: Plan) -> StepCosts:
         """Costs of a plan's actions; raises `ClusterError` and `ProfileError`."""

@@ -151,9 +151,11 @@ def _find_additions(
 
 
 def _list_assumptions(answer: PlanAnswer) -> Iterator[str]:
-    assumptions = answer.best.case.costs.assumptions
-    if assumptions:
-        yield "\n".join(["Not measured, so assumed:", *(f"- {each}" for each in assumptions)])
+    costs = answer.best.case.costs
+    if costs.assumptions:
+        yield "\n".join(["Not measured, so assumed:", *(f"- {each}" for each in costs.assumptions)])
+    if costs.memory_corrections:
+        yield "\n".join(f"Memory as measured: {each}" for each in costs.memory_corrections)
 
 
 def _explain(

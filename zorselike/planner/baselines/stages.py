@@ -111,9 +111,9 @@ class Stages:
 
     def room_bytes(self, place: Place) -> float:
         """For tensors."""
-        overheads = self.setting.profile.overheads
-        context_bytes = overheads.context_bytes * self.replicas.degree(place)
-        return (self.memory_bytes(place) - context_bytes) / (1 + overheads.allocator_share)
+        context_bytes = self.setting.context_bytes(self.device(place)) * self.replicas.degree(place)
+        room_bytes = self.memory_bytes(place) - context_bytes
+        return room_bytes / (1 + self.setting.profile.overheads.allocator_share)
 
     def pass_on_s(self, g: int, rows: int, recompute: Recompute) -> float:
         """A round's rows from one stage to the next."""

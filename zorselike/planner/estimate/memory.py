@@ -145,7 +145,8 @@ class RankMemory:
         rows_at_once = max(sizes, default=0)
         rows = rows_at_once if candidate.accumulates else sum(sizes)
         held = _hold(parts, own.mode, own.num_shards, rows, rows_at_once, self._problem.defer_updates)
-        return self._overheads.context_bytes + round(held * (1 + self._overheads.allocator_share))
+        context_bytes = self._problem.setting.context_bytes(device)
+        return context_bytes + round(held * (1 + self._overheads.allocator_share))
 
     def _part(self, layers: range, mode: Mode, device: str) -> _Part:
         key = (layers.start, layers.stop, mode.recompute, device)
@@ -200,7 +201,7 @@ class RankMemory:
         is_stashed = "activations" in group.mode.offload
         if not is_stashed:
             own = {i: _scale(size, share) for i, size in own.items()}
-        context_bytes = self._overheads.context_bytes
+        context_bytes = self._problem.setting.context_bytes(device)
         walk = walk_memory(
             plan,
             0,

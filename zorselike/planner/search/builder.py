@@ -321,10 +321,11 @@ class CandidateBuilder:
         if limit is None:
             return GroupCosts(seconds)
         rows = (max if accumulates else sum)(group.held_sizes(tightest) or (0,))
+        device = self._step_time.device_type(group.devices[tightest])
         return GroupCosts(
             seconds,
             {key: self._held_bytes(key, group, rows) for key in seconds},
-            room * (limit - self._problem.profile.overheads.context_bytes),
+            room * (limit - self._problem.setting.context_bytes(device)),
         )
 
     def _tightest(self, group: CandidateGroup) -> int:

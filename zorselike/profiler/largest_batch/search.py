@@ -1,36 +1,36 @@
-"""The most rows of the whole model on every rank, and their times: Poplar's profiling phase.
+"""The most rows of the whole model on every rank under each ZeRO stage (Poplar, Algorithm 1).
 
-All ranks search at once and in step. Before each trial they tell each other what they will try, and after
-it how it went; computing needs nobody else (`profiler/largest_batch/step.py`), and collectives are entered
-only when all have said that their part fits and nothing is held any more. So a rank that runs out of memory
-strands nobody. If one row does not fit on some rank, all go to the next ZeRO stage.
+All ranks search at once and in step. Before each trial they tell each other what they will try, and after it
+how it went; computing needs nobody else (`profiler/largest_batch/step.py`), so a rank that runs out of memory
+strands nobody. The memory model says where to begin, and which stages would give the same answer again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from zorselike.cost.largest_batch import ADAMW_MOMENTS, WholeModelStep
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
-from zorselike.cost.profile import Source, ZeroBatch
+from zorselike.cost.profile import LargestBatch, Source
+from zorselike.cost.sizes import KeptBytes
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import Workload
+from zorselike.profiler.largest_batch.bracket import BracketSearch
 from zorselike.profiler.largest_batch.step import ZeroStep
 from zorselike.profiler.layers.probes import ModelFactory
-from zorselike.profiler.layers.row_search import MaxRows, RowSearch, TrialResult
-from zorselike.profiler.machine.collective_timing import Collectives, unit_parameters
+from zorselike.profiler.layers.row_search import MaxRows, TrialResult
+from zorselike.profiler.machine.collective_timing import Collectives
 from zorselike.profiler.machine.device_memory import DeviceMemory
 from zorselike.runtime.loss import LossFn
-from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.processes.processes import Processes
 from zorselike.text.wording import first_line
 
 STAGES = (0, 1, 2, 3)
-
-_MOMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +38,32 @@ class StepJob:
     """The whole model, as it is to be trained."""
 
     build: ModelFactory
-    modules: tuple[str, ...]
-    """Its FSDP units in model order."""
-    dtype: torch.dtype
-    tokens_per_row: int
+    workload: Workload
     recompute: Recompute
     loss_fn: LossFn
     most_rows: int
-    repeats: int
+    kept_bytes: KeptBytes = field(default_factory=dict)
+    """Activations as measured (`LayerTimeModel.kept_bytes`)."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """FSDP units in model order."""
+        return tuple(module for module, _ in self.workload.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.workload.dtype)
+        return found
 
 
 @dataclass(frozen=True)
-class Search:
+class StageResult:
     """What one rank found under one ZeRO stage."""
 
     zero: int
+    num_ranks: int
     found: MaxRows
-    collective_s: float
-    """Of one step of one microbatch; 0 for a rank alone."""
+    limit_bytes: int
 
 
 class StepTrials:
@@ -100,9 +108,7 @@ class StepTrials:
                 recompute=job.recompute,
                 loss_fn=job.loss_fn,
             )
-        return self._step.run(
-            rows, memory=self._memory, tokens_per_row=job.tokens_per_row, repeats=job.repeats
-        )
+        return self._step.run(rows, memory=self._memory, tokens_per_row=job.workload.sequence_length)
 
     @property
     def step(self) -> ZeroStep | None:
@@ -118,7 +124,7 @@ class StepTrials:
 def least_bytes(num_parameters: int, *, itemsize: int, zero: int, num_ranks: int) -> int:
     """What a rank holds of parameters, gradients and optimizer state whatever its rows, at least: shards
     with AdamW's state, and beside them, up to ZeRO 2, whole gathered parameters and gradients."""
-    each = ParameterBytes(itemsize, _MOMENTS)
+    each = ParameterBytes(itemsize, ADAMW_MOMENTS)
     held = largest_shard(num_parameters, count_shards(zero, num_ranks)) * (
         each.weight + each.gradient + each.state
     )
@@ -129,25 +135,21 @@ def least_bytes(num_parameters: int, *, itemsize: int, zero: int, num_ranks: int
 
 def search_together(
     trial: Callable[[int], TrialResult],
+    search: BracketSearch,
     *,
     agree: Callable[[Any], list[Any]],
-    most_rows: int,
     told: Callable[[list[int | None], list[bool]], None] = lambda tried, fitted: None,
-) -> MaxRows | None:
-    """`find_max_rows` on all ranks in step; collective.
+) -> MaxRows:
+    """The outcome of this rank's search, on all ranks in step; collective.
 
     Args:
         trial: tries rows on this rank, waiting for nobody.
         agree: brings a value of every rank to all.
         told: hears after each round what every rank tried and whether it fitted.
 
-    Returns the outcome of this rank, or None, on all ranks alike, as soon as one row does not fit on one of
-    them.
-
     Raises:
         ClusterError: On all ranks, naming the one whose trial raised something else than a refusal.
     """
-    search = RowSearch(most_rows)
     while True:
         rows = search.next_rows()
         tried = agree(rows)
@@ -158,12 +160,9 @@ def search_together(
         for rank, (_, text) in enumerate(said):
             if text:
                 raise ClusterError(f"rank {rank} failed with {tried[rank]} rows: {text}")
-        fitted = [fits for fits, _ in said]
-        told(tried, fitted)
-        if any(rows == 1 and not fits for rows, fits in zip(tried, fitted, strict=True)):
-            return None
-        if result is not None:
-            search.tell(result)
+        told(tried, [fits for fits, _ in said])
+        if rows is not None and result is not None:
+            search.tell(rows, result)
 
 
 def _try(trial: Callable[[int], TrialResult], rows: int | None) -> tuple[TrialResult | None, str]:
@@ -183,48 +182,67 @@ def search_stages(
     *,
     stages: Sequence[int] = STAGES,
     told: Callable[[int, list[int | None], list[bool]], None] = lambda zero, tried, fitted: None,
-) -> Search | None:
-    """The first of `stages` under which every rank computes at least one row, and how many this one
-    does; None, on all ranks, if there is no such stage. Collective."""
+) -> list[StageResult]:
+    """What this rank found under each of `stages`, but for those under which every rank is expected to
+    compute as many rows as under one before. Collective."""
+    Collectives(processes.everyone, processes.device).connect()  # What its library takes is gone for trials.
+    limit = memory.limit_bytes
+    results: list[StageResult] = []
+    searched: set[tuple[int, ...]] = set()
+    beside_bytes = 0  # What trials found taken beside what the memory model counts; below 0: it counts more.
     for zero in stages:
+        # With ZeRO 0 a rank holds what it would hold alone.
+        num_ranks = processes.size if zero else 1
+        model = WholeModelStep(
+            workload=job.workload,
+            device=processes.type,
+            zero=zero,
+            num_ranks=num_ranks,
+            recompute=job.recompute,
+            kept_bytes=job.kept_bytes,
+        )
+        expected = model.most_rows(limit - beside_bytes, job.most_rows)
+        everyone = tuple(processes.gather(expected))
+        if everyone in searched and all(everyone):  # Where nothing should fit, a row may all the same.
+            continue
+        searched.add(everyone)
         trials = StepTrials(job, processes, memory, zero=zero)
-        collectives = Collectives(processes.everyone, processes.device)
-        collectives.connect()  # What its library takes of the device is no longer there for trials.
         found = search_together(
             trials,
+            BracketSearch(expected, model.row_bytes, job.most_rows),
             agree=processes.gather,
-            most_rows=job.most_rows,
             told=lambda tried, fitted, zero=zero: told(zero, tried, fitted),  # type: ignore[misc]
         )
         trials.close()
-        if found is not None:
-            return Search(zero, found, _time_collectives(collectives, job, zero))
-    return None
+        results.append(StageResult(zero, num_ranks, found, limit))
+        if found.refused_rows is not None:
+            beside_bytes = max(beside_bytes, limit - model.peak_bytes(found.refused_rows) + 1)
+        if found.max_rows:
+            beside_bytes = min(beside_bytes, limit - model.peak_bytes(found.max_rows))
+    return results
 
 
-def _time_collectives(collectives: Collectives, job: StepJob, zero: int) -> float:
-    """Seconds of the collectives of one step of one microbatch, the median of several."""
-    sizes = unit_parameters(job.build(), job.modules)
-    reduced = torch.float32 if job.dtype in HALF else job.dtype
-    return collectives.time_step(sizes, zero=zero, gathered=job.dtype, reduced=reduced, repeats=job.repeats)
-
-
-def make_batches(searches: Sequence[tuple[str, Search]], source: Source) -> tuple[ZeroBatch, ...]:
-    """One entry a device type from `(type, search)` of every rank: the rank of that type on which the
-    fewest rows fit speaks for all."""
-    least: dict[str, Search] = {}
-    for device, search in searches:
-        if device not in least or search.found.max_rows < least[device].found.max_rows:
-            least[device] = search
+def make_entries(
+    results: Sequence[tuple[str, Sequence[StageResult]]], recompute: Recompute, source: Source
+) -> tuple[LargestBatch, ...]:
+    """One entry a device type and stage, from type and results of every rank: the rank of that type on which
+    the fewest rows fit speaks for all."""
+    least: dict[tuple[str, int], StageResult] = {}
+    for device, own in results:
+        for result in own:
+            known = least.get((device, result.zero))
+            if known is None or result.found.max_rows < known.found.max_rows:
+                least[device, result.zero] = result
     return tuple(
-        ZeroBatch(
+        LargestBatch(
             device=device,
-            zero=search.zero,
-            max_rows=search.found.max_rows,
-            rows=tuple(rows for rows, _ in search.found.measured),
-            compute_s=tuple(result.forward_s + result.backward_s for _, result in search.found.measured),
-            collective_s=(search.collective_s,) * len(search.found.measured),
+            zero=zero,
+            num_ranks=result.num_ranks,
+            recompute=recompute,
+            max_rows=result.found.max_rows,
+            refused_rows=result.found.refused_rows,
+            limit_bytes=result.limit_bytes,
             source=source,
         )
-        for device, search in least.items()
+        for (device, zero), result in least.items()
     )

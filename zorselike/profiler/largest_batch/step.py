@@ -2,9 +2,7 @@
 
 The runtime's own classes compute it: parameters, gradients and optimizer state are sharded over all ranks
 as in training, so that memory is what training takes. But a gather fills the whole from this rank's own
-shard, and a reduction keeps this rank's own part: nobody waits for anybody, a failure strands nobody,
-and what is timed is what Poplar's times are after it has taken the collectives off. With ZeRO 3 layers gather
-as they compute, so that the copies of a gather, at the speed of the device's memory, are in its times.
+shard, and a reduction keeps this rank's own part: nobody waits for anybody, and a failure strands nobody.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.profiler.clock import Clock, median
 from zorselike.profiler.layers.probes import ModelFactory, materialise
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.profiler.machine.device_memory import DeviceMemory
@@ -30,9 +27,6 @@ from zorselike.runtime.memory.ledger import Ledger
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.model.partition import partition
-
-WARMUPS = 2
-"""Steps before any that counts: the first makes the optimizer's state."""
 
 
 class ZeroStep:
@@ -60,7 +54,7 @@ class ZeroStep:
         self._zero = zero
         self._device = device
         self._loss_fn = loss_fn
-        self._clock = Clock(device)
+        self._has_state = False
         part = partition(build().to(dtype=dtype), plan)[0]
         resources = RankResources.of(device)
         settings = MinistageSettings(
@@ -80,54 +74,38 @@ class ZeroStep:
         self._optimizer = torch.optim.AdamW(named, lr=1e-5, fused=True)
         self._ministage.state.attach(self._optimizer)
 
-    def run(self, rows: int, *, memory: DeviceMemory, tokens_per_row: int, repeats: int) -> TrialResult:
-        """Median times of `repeats` whole steps of one microbatch of `rows` rows, and the memory of a step
-        that has optimizer state. Raises what the device raises when memory does not suffice; this object
-        is then of no more use."""
-        tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64, device=self._device)
-        times = []
-        kept = peak = 0
-        for number in range(WARMUPS + repeats):
-            if number < WARMUPS:  # Memory is counted where time is not, last with optimizer state.
-                with memory.watching(self._ministage.module, self._held):
-                    kept = self._step(tokens, memory)[2]
-                peak = memory.peak_bytes
-            else:
-                forward_s, backward_s, _ = self._step(tokens, None)
-                times.append((forward_s, backward_s))
+    def run(self, rows: int, *, memory: DeviceMemory, tokens_per_row: int) -> TrialResult:
+        """The memory of a step that has optimizer state, with a microbatch of one row and then one of `rows`
+        rows, which finds gradients there. Raises what the device raises when memory does not suffice; this
+        object is then of no more use."""
+        batches = [
+            torch.zeros(size, tokens_per_row, dtype=torch.int64, device=self._device) for size in (1, rows)
+        ]
+        kept = 0
+        for _ in range(1 if self._has_state else 2):  # The first step makes it.
+            with memory.watching(self._ministage.module, self._held):
+                kept = self._step(batches, memory)
+            self._has_state = True
         return TrialResult(
-            fits=True,
-            peak_bytes=peak,
-            limit_bytes=memory.limit_bytes,
-            forward_s=median([forward_s for forward_s, _ in times]),
-            backward_s=median([backward_s for _, backward_s in times]),
-            kept_bytes=kept,
+            fits=True, peak_bytes=memory.peak_bytes, limit_bytes=memory.limit_bytes, kept_bytes=kept
         )
 
-    def _step(self, tokens: Tensor, memory: DeviceMemory | None) -> tuple[float, float, int]:
-        """Seconds of forward and backward, and bytes that the forward kept if `memory` counts."""
-        ministage, clock = self._ministage, self._clock
-        gathers = self._zero in (1, 2)
+    def _step(self, batches: Sequence[Tensor], memory: DeviceMemory) -> int:
+        """Bytes that the last forward kept."""
+        ministage = self._ministage
+        gathers = self._zero in (1, 2)  # With a single ministage once a step.
+        kept = 0
         self._memory.streams.begin()
         if gathers:
             ministage.unshard()
-            clock.wait()  # Gathers are no part of the times.
-        begin = clock.mark()
-        outputs = ministage.forward(0, (tokens,), [False], {}, train=True)
-        loss = self._loss_fn(outputs, tokens) / tokens.numel()
-        between = clock.mark()
-        ministage.keep_outputs(0, (loss,))
-        grad = torch.ones_like(loss)
-        del outputs, loss
-        kept = memory.kept_bytes() if memory is not None else 0
-        if self._zero == 2:
-            ministage.reshard()
-            ministage.unshard()
-            clock.wait()
-        start = clock.mark()
-        ministage.backward(0, [grad])
-        end = clock.mark()
-        if memory is not None:
+        for number, tokens in enumerate(batches):
+            outputs = ministage.forward(number, (tokens,), [False], {}, train=True)
+            loss = self._loss_fn(outputs, tokens) / tokens.numel()
+            ministage.keep_outputs(number, (loss,))
+            grad = torch.ones_like(loss)
+            del outputs, loss
+            kept = memory.kept_bytes()
+            ministage.backward(number, [grad])
             memory.note()
         if self._zero < 3:
             ministage.reduce()
@@ -136,7 +114,7 @@ class ZeroStep:
         with ministage.updating():
             self._optimizer.step()
         ministage.await_update()
-        return clock.seconds(begin, between), clock.seconds(start, end), kept
+        return kept
 
     @property
     def ledger(self) -> Ledger:

@@ -44,6 +44,11 @@ class MaxRows:
     """All of them, in order."""
 
     @property
+    def refused_rows(self) -> int | None:
+        """The fewest rows that were tried and failed."""
+        return min((rows for rows, result in self.trials if not result.fits), default=None)
+
+    @property
     def measured(self) -> tuple[tuple[int, TrialResult], ...]:
         """Those that fitted, by rising rows: failed sizes leave no times."""
         return tuple(sorted((rows, result) for rows, result in self.trials if result.fits))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zorselike.cost.profile import Collective, CollectiveTimes, Source
 from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
 from zorselike.profiler.machine.compute_burst import Spell
 from zorselike.runtime._compat import all_gather_whole, reduce_scatter_whole
 from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.model.pruning import plan_module
 
 SIZES = tuple(2**exponent for exponent in range(12, 27, 2))
 """Bytes of the whole buffer: 4 KiB to 64 MiB. What is larger takes longer in proportion."""
@@ -68,49 +65,6 @@ class Collectives:
                 return lambda: reduce_scatter_whole(own, whole, self._group)
             case "all_reduce":
                 return lambda: dist.all_reduce(whole, group=self._group)
-
-    def time_step(
-        self,
-        sizes: Sequence[int],
-        *,
-        zero: int,
-        gathered: torch.dtype,
-        reduced: torch.dtype,
-        repeats: int,
-    ) -> float:
-        """Seconds of all collectives of one step of one microbatch under a ZeRO stage; 0 for one rank alone.
-
-        Args:
-            sizes: parameters of each FSDP unit.
-            gathered: dtype of parameters; `reduced`: that of gradients.
-        """
-        total = 0.0
-        if self._num_ranks == 1:
-            return total
-        for size, number in Counter(sizes).items():
-            for op, times in PER_STEP[zero].items():
-                dtype = gathered if op == "all_gather" else reduced
-                largest = min(size, SIZES[-1] // dtype.itemsize)
-                seconds = self.time(op, largest, dtype, repeats=repeats)
-                total += number * times * seconds * size / largest
-        return total
-
-
-PER_STEP: dict[int, dict[Collective, int]] = {
-    0: {"all_reduce": 1},
-    1: {"all_gather": 1, "reduce_scatter": 1},
-    2: {"all_gather": 2, "reduce_scatter": 1},
-    3: {"all_gather": 2, "reduce_scatter": 1},
-}
-"""How often an FSDP unit takes part in each in a step of one microbatch, by ZeRO stage (DESIGN 5)."""
-
-
-def unit_parameters(model: nn.Module, modules: Sequence[str]) -> list[int]:
-    """Parameters of each FSDP unit that has some; what several units share counts once."""
-    numbers: Counter[str | None] = Counter()
-    for name, parameter in model.named_parameters():
-        numbers[plan_module(name, modules)] += parameter.numel()
-    return list(numbers.values())
 
 
 def measure_collectives(

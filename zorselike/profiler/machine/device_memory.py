@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -127,26 +128,25 @@ class HostMemory(DeviceMemory):
         self.limit_bytes = free if limit_bytes is None else min(free, limit_bytes)
         self._held = _nothing
         self._peak = 0
-        self._saved: dict[int, int] = {}
+        self._saved = _SavedBytes()
 
     def is_refusal(self, error: Exception) -> bool:
         return isinstance(error, MemoryLimitError | MemoryError) or "can't allocate memory" in str(error)
 
     @contextmanager
     def watching(self, module: nn.Module, held: Callable[[], int]) -> Iterator[None]:
-        self._held, self._peak, self._saved = held, 0, {}
+        self._held, self._peak, self._saved = held, 0, _SavedBytes()
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> _Saved:
             storage = tensor.untyped_storage()
-            place = storage.data_ptr()
-            if place not in self._saved and not _is_parameter(place, module):
-                self._saved[place] = storage.nbytes()
-                self.note()
+            counts = not _is_parameter(storage.data_ptr(), module)
             # Itself it would be kept for good where an operation saves its own result and no backward comes.
-            return tensor.detach()
+            saved = _Saved(tensor.detach(), storage.data_ptr(), self._saved if counts else None)
+            self.note()
+            return saved
 
         try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_tensors_hooks(pack, lambda saved: saved.tensor):
                 yield
         finally:
             self._held = _nothing  # Or it would keep alive what the caller gives up.
@@ -162,7 +162,37 @@ class HostMemory(DeviceMemory):
         return self._peak
 
     def kept_bytes(self) -> int:
-        return sum(self._saved.values())
+        return self._saved.total
+
+
+class _SavedBytes:
+    """Bytes of the storages that autograd holds now, each counted once."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._uses: Counter[int] = Counter()
+
+    def add(self, place: int, num_bytes: int) -> None:
+        self._uses[place] += 1
+        self.total += num_bytes if self._uses[place] == 1 else 0
+
+    def remove(self, place: int, num_bytes: int) -> None:
+        self._uses[place] -= 1
+        self.total -= num_bytes if self._uses[place] == 0 else 0
+
+
+class _Saved:
+    """A tensor that autograd saves, counted until it is given up."""
+
+    def __init__(self, tensor: Tensor, place: int, counted_in: _SavedBytes | None) -> None:
+        self.tensor, self._place, self._counted_in = tensor, place, counted_in
+        self._num_bytes = tensor.untyped_storage().nbytes()
+        if counted_in is not None:
+            counted_in.add(place, self._num_bytes)
+
+    def __del__(self) -> None:
+        if self._counted_in is not None:
+            self._counted_in.remove(self._place, self._num_bytes)
 
 
 def _nothing() -> int:

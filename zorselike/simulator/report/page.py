@@ -124,9 +124,9 @@ def _describe_step(simulated: SimulatedPlan, ideal_s: float) -> list[str]:
 
 
 def _list_assumptions(simulated: SimulatedPlan) -> list[str]:
-    if not simulated.costs.assumptions:
-        return []
-    return ["Not measured, so assumed:", *(f"- {text}" for text in simulated.costs.assumptions)]
+    assumed = [f"- {text}" for text in simulated.costs.assumptions]
+    corrected = [f"Memory as measured: {text}" for text in simulated.costs.memory_corrections]
+    return [*(["Not measured, so assumed:"] if assumed else []), *assumed, *corrected]
 
 
 # -- ranks -------------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ logger = logging.getLogger("zorselike")
 MOST_ROWS = 64
 """Of one layer at once, that are tried."""
 
-PARTS: frozenset[Part] = frozenset(get_args(Part)) - {"max_rows"}
-"""What planning reads: all but the most rows of the whole model."""
+PARTS: frozenset[Part] = frozenset(get_args(Part)) - {"largest_batch"}
+"""All but whole steps of the model; planning reads the largest batches that `zorselike profile` found."""
 
 _REPEATS = 5
 _LARGEST_MESSAGE_BYTES = 2**26

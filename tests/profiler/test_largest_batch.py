@@ -20,15 +20,17 @@ from zorselike import HeteroPipeline
 from zorselike.cost.profile import Source
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.profiler.largest_batch.bracket import MAX_TRIALS, BracketSearch
 from zorselike.profiler.largest_batch.search import (
-    Search,
+    STAGES,
+    StageResult,
     StepTrials,
     least_bytes,
-    make_batches,
+    make_entries,
     search_stages,
     search_together,
 )
-from zorselike.profiler.layers.row_search import MaxRows, TrialResult, find_max_rows
+from zorselike.profiler.layers.row_search import MaxRows, TrialResult
 from zorselike.profiler.machine.device_memory import HostMemory
 
 LEDGER = ("gathered parameters", "parameter shards", "gradient shards", "optimizer state")
@@ -46,12 +48,21 @@ def gather(value: Any) -> list[Any]:
 # -- in step ---------------------------------------------------------------------------------
 
 
-def search_with_limits(rank: int, size: int, limits: tuple[int, ...]) -> Any:
+def limited(limit: int, *, row_bytes: int = 10, start: int = 0) -> Callable[[int], TrialResult]:
+    """Trials of a device with room for so many rows."""
+    return lambda rows: TrialResult(
+        fits=rows <= limit,
+        peak_bytes=start + row_bytes * rows,
+        limit_bytes=start + row_bytes * limit + row_bytes - 1,
+    )
+
+
+def search_with_limits(rank: int, size: int, limits: tuple[int, ...], expected: tuple[int, ...]) -> Any:
     rounds: list[Any] = []
     found = search_together(
-        lambda rows: TrialResult(fits=rows <= limits[rank], forward_s=rows),
+        limited(limits[rank]),
+        BracketSearch(expected[rank], 12, most_rows=64),
         agree=gather,
-        most_rows=64,
         told=lambda tried, fitted: rounds.append((tried, fitted)),
     )
     dist.barrier()  # Hangs, and so fails the test, unless every rank comes out of the search.
@@ -59,20 +70,14 @@ def search_with_limits(rank: int, size: int, limits: tuple[int, ...]) -> Any:
 
 
 def test_ranks_of_different_memory_search_in_step(run_ranks: RunRanks) -> None:
-    limits = (3, 21, 64)
-    results = run_ranks(search_with_limits, 3, limits)
+    limits = (3, 0, 21, 64)
+    results = run_ranks(search_with_limits, 4, limits, (4, 9, 18, 64))
     for rank, (found, rounds) in enumerate(results):
-        alone = find_max_rows(lambda rows, m=limits[rank]: TrialResult(fits=rows <= m), most_rows=64)
-        assert found.max_rows == limits[rank] == alone.max_rows
-        assert [rows for rows, _ in found.trials] == [rows for rows, _ in alone.trials]
+        assert found.max_rows == limits[rank]
+        assert found.refused_rows == (limits[rank] + 1 if limits[rank] < 64 else None)
         # Everybody knows of every trial of everybody.
-        assert rounds == results[0][1]
+        assert rounds == results[0][1] and len(rounds) <= MAX_TRIALS
         assert any(not all(fitted) for _, fitted in rounds)
-
-
-def test_one_row_that_does_not_fit_ends_the_stage_for_all(run_ranks: RunRanks) -> None:
-    for found, rounds in run_ranks(search_with_limits, 3, (0, 5, 64)):
-        assert found is None and len(rounds) == 1
 
 
 def fail_on_one_rank(rank: int, size: int) -> str:
@@ -82,7 +87,7 @@ def fail_on_one_rank(rank: int, size: int) -> str:
         return TrialResult(fits=True)
 
     with pytest.raises(ClusterError) as raised:
-        search_together(trial, agree=gather, most_rows=64)
+        search_together(trial, BracketSearch(4, 1, most_rows=64), agree=gather)
     return str(raised.value)
 
 
@@ -95,11 +100,10 @@ def test_another_error_is_told_to_all_before_anybody_ends(run_ranks: RunRanks) -
 
 
 def search_model(
-    rank: int, size: int, port: int, limits: tuple[int, ...], settings: dict[str, Any]
-) -> Search | None:
+    rank: int, size: int, port: int, limits: tuple[int, ...], settings: dict[str, Any], stages: Any = STAGES
+) -> list[StageResult]:
     with join(port) as processes:
-        memory = HostMemory(limits[rank])
-        return search_stages(step_job(**settings), processes, memory)
+        return search_stages(step_job(**settings), processes, HostMemory(limits[rank]), stages=stages)
 
 
 def measure_steps(rank: int, size: int, port: int, cases: tuple[tuple[int, int], ...], family: str) -> Any:
@@ -123,30 +127,43 @@ def test_the_most_rows_fill_the_limit_of_each_rank(run_ranks: RunRanks) -> None:
     least, more = measure_peaks(run_ranks, (0, 1), (0, 2))
     per_row = more - least
     limits = (least + 4 * per_row + per_row // 2, least + 9 * per_row + per_row // 2)
-    found = run_ranks(search_model, 2, free_port(), limits, {}, init=False)
-    assert [search.zero for search in found] == [0, 0]
-    assert [search.found.max_rows for search in found] == [5, 10]
-    for search, limit in zip(found, limits, strict=True):
-        assert search.found.is_limit and search.collective_s > 0
-        assert all(0 < result.peak_bytes <= limit for _, result in search.found.measured)
-        assert all(result.forward_s > 0 and result.backward_s > 0 for _, result in search.found.measured)
+    for own, limit, rows in zip(
+        run_ranks(search_model, 2, free_port(), limits, {}, (0,), init=False), limits, (5, 10), strict=True
+    ):
+        ((stage),) = own
+        assert (stage.zero, stage.limit_bytes) == (0, limit)
+        assert (stage.found.max_rows, stage.found.refused_rows) == (rows, rows + 1)
+        assert all(0 < result.peak_bytes <= limit for _, result in stage.found.measured)
 
 
-def test_the_stage_rises_until_one_row_fits_everywhere(run_ranks: RunRanks) -> None:
+def test_each_stage_is_searched_in_a_handful_of_trials(run_ranks: RunRanks) -> None:
     family = "gpt"  # With tied embeddings, which ZeRO 3 keeps with the root.
     whole, shared, sharded = measure_peaks(run_ranks, (0, 1), (1, 1), (3, 1), family=family)
     assert sharded < shared < whole
-    settings = {"family": family, "most_rows": 2}
-    # One rank has room for the whole and one has not.
-    for limit, zero in (((shared + whole) // 2, 1), ((sharded + shared) // 2, 3)):
-        found = run_ranks(search_model, 2, free_port(), (limit, 2 * whole), settings, init=False)
-        assert [search.zero for search in found] == [zero, zero]
-        assert all(search.found.max_rows >= 1 for search in found)
+    # One rank has room for the whole and one has not; the other lacks room for whole gradients, too.
+    for limit, fitting in (((shared + whole) // 2, {1, 2, 3}), ((sharded + shared) // 2, {3})):
+        found = run_ranks(search_model, 2, free_port(), (limit, 2 * whole), {"family": family}, init=False)
+        small, large = ({stage.zero: stage.found for stage in own} for own in found)
+        assert small.keys() == large.keys() and 0 in small
+        assert {zero for zero, own in small.items() if own.max_rows} == fitting & small.keys()
+        assert fitting & small.keys()
+        assert all(own.max_rows for own in large.values())
+        for own in (*small.values(), *large.values()):
+            assert len(own.trials) <= MAX_TRIALS and own.refused_rows == own.max_rows + 1
+
+
+def test_stages_that_hold_as_many_rows_are_searched_once(run_ranks: RunRanks) -> None:
+    for own in run_ranks(search_model, 2, free_port(), (10**10,) * 2, {"most_rows": 3}, init=False):
+        (stage,) = own
+        assert stage.zero == 0 and stage.found.refused_rows is None
+        assert [rows for rows, _ in stage.found.trials] == [3]
 
 
 def test_where_nothing_fits_all_ranks_know(run_ranks: RunRanks) -> None:
-    found = run_ranks(search_model, 2, free_port(), (10**5, 10**9), {}, init=False)
-    assert found == [None, None]
+    for own in run_ranks(search_model, 2, free_port(), (10**5, 10**5), {}, init=False):
+        assert [(stage.zero, stage.found.max_rows, stage.found.refused_rows) for stage in own] == [
+            (zero, 0, 1) for zero in STAGES
+        ]
 
 
 def test_recomputation_leaves_less(run_ranks: RunRanks) -> None:
@@ -161,7 +178,7 @@ def compare_recompute(rank: int, size: int, port: int) -> list[tuple[int, ...]]:
         for zero in range(4):
             kept = []
             for recompute in ("none", "layer"):
-                job = step_job(dtype=torch.bfloat16, recompute=recompute)
+                job = step_job(dtype="bfloat16", recompute=recompute)
                 trials = StepTrials(job, processes, HostMemory(), zero=zero)
                 first, second = trials(3), trials(3)
                 # Nothing is left behind from one trial to the next.
@@ -196,7 +213,7 @@ def test_a_rank_that_fails_strands_nobody(run_ranks: RunRanks, zero: int) -> Non
     assert run_ranks(recover, 2, free_port(), zero, init=False) == [(True, True, True), (True, False, True)]
 
 
-def compare_with_training(rank: int, size: int, port: int, dtype: torch.dtype) -> list[tuple[Any, Any]]:
+def compare_with_training(rank: int, size: int, port: int, dtype: str) -> list[tuple[Any, Any]]:
     """What a trial and what training hold at most, by purpose, for each ZeRO stage."""
     found = []
     with join(port) as processes:
@@ -212,7 +229,7 @@ def compare_with_training(rank: int, size: int, port: int, dtype: torch.dtype) -
             optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
             tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
             with HeteroPipeline(
-                job.build(), plan, optimizer=optimizer, device="cpu", param_dtype=dtype
+                job.build(), plan, optimizer=optimizer, device="cpu", param_dtype=job.dtype
             ) as pipe:
                 for _ in range(2):
                     pipe.step(tokens, tokens)
@@ -221,8 +238,8 @@ def compare_with_training(rank: int, size: int, port: int, dtype: torch.dtype) -
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_trial_holds_what_training_holds(run_ranks: RunRanks, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trial_holds_what_training_holds(run_ranks: RunRanks, dtype: str) -> None:
     for own in run_ranks(compare_with_training, 2, free_port(), dtype, init=False):
         for tried, trained in own:
             assert tried == trained and all(tried.values())
@@ -231,21 +248,47 @@ def test_a_trial_holds_what_training_holds(run_ranks: RunRanks, dtype: torch.dty
 # -- pure ------------------------------------------------------------------------------------
 
 
-def found(rows: int) -> Callable[[int], Search]:
-    results = tuple(
-        (n, TrialResult(fits=n <= rows, forward_s=n, backward_s=2 * n)) for n in (1, 2, 4, 8) if n <= 2 * rows
-    )
-    return lambda zero: Search(zero, MaxRows(rows, True, results), 0.25)
+def found(zero: int, rows: int, limit_bytes: int = 100) -> StageResult:
+    trials = tuple((n, TrialResult(fits=n <= rows)) for n in (rows, rows + 1))
+    return StageResult(zero, 2, MaxRows(rows, True, trials), limit_bytes)
 
 
 def test_the_rank_with_the_least_room_speaks_for_its_type() -> None:
-    batches = make_batches([("T4", found(4)(2)), ("A100-40", found(8)(2)), ("T4", found(2)(2))], SOURCE)
-    assert [(batch.device, batch.zero, batch.max_rows) for batch in batches] == [
-        ("T4", 2, 2),
-        ("A100-40", 2, 8),
+    results = [("T4", [found(0, 4)]), ("A100-40", [found(0, 8), found(2, 9)]), ("T4", [found(0, 2, 90)])]
+    entries = make_entries(results, "none", SOURCE)
+    assert [(own.device, own.zero, own.max_rows, own.refused_rows, own.limit_bytes) for own in entries] == [
+        ("T4", 0, 2, 3, 90),
+        ("A100-40", 0, 8, 9, 100),
+        ("A100-40", 2, 9, 10, 100),
     ]
-    assert batches[0].rows == (1, 2)  # 4 failed there and has no times.
-    assert batches[0].compute_s == (3, 6) and batches[0].collective_s == (0.25, 0.25)
+
+
+@given(
+    limit=st.integers(0, 300),
+    expected=st.integers(-5, 400),
+    most=st.integers(1, 256),
+    row_bytes=st.integers(1, 1000),
+    expected_bytes=st.integers(0, 2000),
+)
+def test_a_search_ends_in_a_handful_of_trials_with_what_they_say(
+    limit: int, expected: int, most: int, row_bytes: int, expected_bytes: int
+) -> None:
+    search, trial = (
+        BracketSearch(expected, expected_bytes, most),
+        limited(limit, row_bytes=row_bytes, start=500),
+    )
+    while (rows := search.next_rows()) is not None:
+        assert 1 <= rows <= most
+        search.tell(rows, trial(rows))
+    outcome = search.outcome()
+    assert 1 <= len(outcome.trials) <= MAX_TRIALS
+    assert len({rows for rows, _ in outcome.trials}) == len(outcome.trials)
+    assert outcome.max_rows <= limit
+    assert outcome.refused_rows is None or outcome.refused_rows > limit
+    is_near = abs(expected - min(limit, most)) <= 1 and row_bytes <= 2 * expected_bytes <= 4 * row_bytes
+    if expected_bytes == row_bytes or is_near:  # As memory models are.
+        assert outcome.max_rows == min(limit, most)
+        assert outcome.refused_rows == (limit + 1 if limit < most else None)
 
 
 @given(
