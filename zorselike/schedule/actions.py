@@ -24,7 +24,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     """Posts the receive of rows of a ministage's input; the `F` that needs them waits."""
     SEND_B = "SEND_B"
-    """Sends gradients of rows of a ministage's input to whom computed the ministage before."""
+    """Sends gradients of rows of a ministage's input to the rank that computed the ministage before."""
     RECV_B = "RECV_B"
     """Posts the receive of gradients of rows of a ministage's output; the `B` waits."""
     UNSHARD = "UNSHARD"
@@ -44,15 +44,15 @@ class Kind(StrEnum):
     STEP = "STEP"
     """A ministage's optimizer update."""
     LOAD = "LOAD"
-    """Without a microbatch: a ministage's parameter shards start on their way from host to device.
-    With one: what its backward needs of that microbatch."""
+    """Starts the copy of a ministage's parameter shards from host to device or, with a microbatch, of the
+    activations that its backward needs."""
     OFFLOAD = "OFFLOAD"
-    """The opposite; shards that have not changed are only freed."""
+    """The copy back to the host; shards that have not changed are only freed."""
     LOAD_STATE = "LOAD_STATE"
-    """A ministage's optimizer state, fp32 master weights included, starts on its way to the device."""
+    """Starts the copy of a ministage's optimizer state, fp32 master weights included, to the device."""
     OFFLOAD_STATE = "OFFLOAD_STATE"
     LOAD_GRAD = "LOAD_GRAD"
-    """Reduced gradients that wait for a deferred update come back to the device."""
+    """Starts the copy of reduced gradients that wait for a deferred update back to the device."""
     OFFLOAD_GRAD = "OFFLOAD_GRAD"
 
 
@@ -63,14 +63,14 @@ TRANSFERS = SENDS | RECEIVES
 HOST_COPIES = frozenset(
     {Kind.LOAD, Kind.OFFLOAD, Kind.LOAD_STATE, Kind.OFFLOAD_STATE, Kind.LOAD_GRAD, Kind.OFFLOAD_GRAD}
 )
-"""What moves between device and host: a rank's own affair."""
+"""Copies between device and host, which no other rank takes part in."""
 
 
 @dataclass(frozen=True)
 class Action:
     """One entry of a rank's list.
 
-    `microbatch` is the rank's own number, by its order in the plan; a number past the rank's
+    `microbatch` counts the rank's microbatches in the order of the plan; a number past the rank's
     last one is a dummy that joins collectives and runs no user code. `peer`, `start` and
     `stop` belong to transfers: rows `[start, stop)` of the global batch.
     """

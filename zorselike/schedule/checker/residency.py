@@ -32,7 +32,7 @@ class Residency:
 
     def gather(self, ministage: int) -> None:
         if not self._gathers:
-            raise Fault(f"ZeRO {self._zero} gathers no ministage by an action of its own")
+            raise Fault(f"ZeRO {self._zero} gathers no ministage by UNSHARD")
         if ministage in self.gathered:
             raise Fault(f"ministage {ministage} is gathered already")
         if self._zero == 2 and len(self.gathered) == MAX_GATHERED:

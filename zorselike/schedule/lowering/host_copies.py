@@ -1,7 +1,7 @@
-"""Where copies between device and host stand in a rank's list (Zorse 4.1.3 and 5.4).
+"""Copies between device and host (Zorse 4.1.3 and 5.4).
 
-A pass over a finished list, for groups whose plan offloads. What is needed next is loaded while the
-current ministage computes; what is not needed any more leaves at once:
+A pass over a rank's list, for groups that offload. What is needed next is loaded while the current
+ministage computes; what is not needed any more leaves at once:
 
 - parameters: the shards of a ministage come for its gathers (and for an update that changes them in
   place) and leave after each. Those of the rank's first ministage stay, since the step ends and
@@ -31,18 +31,18 @@ def add_host_copies(spec: ScheduleSpec, rank: int, actions: list[Action]) -> lis
     offload = spec.group_of_rank(rank).offload
     if not offload:
         return actions
-    weave = _Weave(spec, rank, actions)
+    copies = _HostCopies(spec, rank, actions)
     if "params" in offload:
-        weave.add_parameters()
+        copies.add_parameters()
     if "optimizer" in offload:
-        weave.add_state()
+        copies.add_state()
     if "activations" in offload:
-        weave.add_activations()
-    return weave.woven()
+        copies.add_activations()
+    return copies.insert()
 
 
-class _Weave:
-    """A list of actions, and what is to be put before and after each of them."""
+class _HostCopies:
+    """The copies to insert before and after each action of a list."""
 
     def __init__(self, spec: ScheduleSpec, rank: int, actions: Sequence[Action]) -> None:
         self._spec = spec
@@ -58,7 +58,7 @@ class _Weave:
         self._phases = self._find_phases()
         self._gathers = [p for p, action in enumerate(actions) if action.kind is Kind.UNSHARD]
 
-    def woven(self) -> list[Action]:
+    def insert(self) -> list[Action]:
         found: list[Action] = []
         for position, action in enumerate(self._actions):
             found += self._before.get(position, ())
@@ -123,7 +123,7 @@ class _Weave:
                     self._after[self._reduced_at(ministage)].append(Action(Kind.OFFLOAD_GRAD, ministage))
 
     def _ahead_of_step(self, position: int) -> int:
-        """The beginning of the ministage's own backward; for a deferred update the update before it,
+        """The beginning of the ministage's backward; for a deferred update the update before it,
         for the first of them the norm."""
         norms = self._positions[Kind.NORM, None]
         if norms:
@@ -161,7 +161,7 @@ class _Weave:
                 self._before[ahead].append(Action(Kind.LOAD, action.ministage, action.microbatch))
 
     def _find_turns(self) -> set[tuple[int | None, int | None]]:
-        """Ministage and microbatch of each forward that its own backward follows."""
+        """Ministage and microbatch of each forward that its backward follows directly."""
         computed = [action for action in self._actions if action.kind in COMPUTE]
         return {
             (a.ministage, a.microbatch)

@@ -156,13 +156,13 @@ def _make_stages(plan: Plan, visited: Sequence[int], lowest_backward: int) -> li
     passes = [
         BACKWARD_PASSES[group.recompute] if i >= lowest_backward else 0 for i, group in enumerate(groups)
     ]
-    shares = [sum(own) * (1 + back) for own, back in zip(sizes, passes, strict=True)]
+    shares = [sum(rows) * (1 + back) for rows, back in zip(sizes, passes, strict=True)]
     whole = math.lcm(*shares)
     stages = []
-    for group, own, back, share in zip(groups, sizes, passes, shares, strict=True):
-        forward_time = [whole // share * rows for rows in own]
+    for group, rows, back, share in zip(groups, sizes, passes, shares, strict=True):
+        forward_time = [whole // share * num_rows for num_rows in rows]
         backward_time = [back * time for time in forward_time] if back else []
-        bound = len(own) if group.max_in_flight is None or not back else group.max_in_flight
+        bound = len(rows) if group.max_in_flight is None or not back else group.max_in_flight
         stages.append(_Stage(forward_time, backward_time, bound))
     for (stage, group), (following, later) in pairwise(zip(stages, groups, strict=True)):
         following.forward_needs, stage.backward_needs = find_needs(group, later)
@@ -172,8 +172,8 @@ def _make_stages(plan: Plan, visited: Sequence[int], lowest_backward: int) -> li
 def _count_rows(group: Group) -> list[int]:
     """Per microbatch, the rows of the rank that has most: its ranks compute side by side."""
     rows = [0] * group.max_microbatches
-    for own in group.microbatches_by_rank.values():
-        for m, microbatch in enumerate(own):
+    for microbatches in group.microbatches_by_rank.values():
+        for m, microbatch in enumerate(microbatches):
             rows[m] = max(rows[m], microbatch.num_rows)
     return rows
 

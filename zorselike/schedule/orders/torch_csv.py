@@ -75,7 +75,7 @@ def read_torch_csv(spec: ScheduleSpec, text: str) -> Order:
             for group in plan.groups
             for rank in group.flat_ranks
         ),
-        transfers={rank: find_around(own) for rank, own in lists.items()} if has_transfers else None,
+        transfers={rank: find_around(actions) for rank, actions in lists.items()} if has_transfers else None,
     )
 
 
@@ -88,13 +88,13 @@ def _refuse_other_shapes(plan: Plan) -> None:
                 f"torch's CSV cannot express group {g}: it has {len(group.flat_ranks)} ranks, and a stage of "
                 "torch's pipelining one; give every group a single rank"
             )
-        own = [(microbatch.start, microbatch.stop) for microbatch in group.microbatches]
-        if g and own != rows:
+        group_rows = [(microbatch.start, microbatch.stop) for microbatch in group.microbatches]
+        if g and group_rows != rows:
             raise ScheduleError(
                 f"torch's CSV cannot express group {g}: its microbatches differ from those of group 0, and "
                 "there microbatch k is the same rows in every stage; give all groups the same"
             )
-        rows = own
+        rows = group_rows
 
 
 def _read_row(plan: Plan, rank: int, cells: Iterable[str]) -> list[Action]:
