@@ -70,7 +70,7 @@ class LayerTimes:
     dtype: Dtype
     sequence_length: Positive
     recompute: Recompute = "none"
-    """With `layer` the backward holds the second forward."""
+    """What the backward recomputes: with `layer` it holds the second forward."""
     tensor_parallel: Positive = 1
     rows: Sizes
     """Row counts that were measured, rising."""

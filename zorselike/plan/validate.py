@@ -222,10 +222,10 @@ def _validate_in_flight(plan: Plan) -> None:
     first = next(g for g, bound in enumerate(bounds) if bound is not None)
     why = f"groups[{first}].max_in_flight is {bounds[first]}"
     for g, group in enumerate(plan.groups):
-        own = plan.ministages_of_group(g)
-        if len(own) != 1:
+        owned = plan.ministages_of_group(g)
+        if len(owned) != 1:
             raise PlanError(
-                f"{why}, but group {g} owns {list_few(own, 'ministage')}; microbatches in flight are bounded "
+                f"{why}, but group {g} owns {list_few(owned, 'ministage')}; microbatches in flight are bounded "
                 "where every group has one ministage: join them, or remove max_in_flight"
             )
         unfit = [kind for kind in group.offload if kind not in OFFLOAD_IN_FLIGHT]
