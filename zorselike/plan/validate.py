@@ -225,8 +225,8 @@ def _validate_in_flight(plan: Plan) -> None:
         owned = plan.ministages_of_group(g)
         if len(owned) != 1:
             raise PlanError(
-                f"{why}, but group {g} owns {list_few(owned, 'ministage')}; microbatches in flight are bounded "
-                "where every group has one ministage: join them, or remove max_in_flight"
+                f"{why}, but group {g} owns {list_few(owned, 'ministage')}; microbatches in flight are "
+                "bounded where every group has one ministage: join them, or remove max_in_flight"
             )
         unfit = [kind for kind in group.offload if kind not in OFFLOAD_IN_FLIGHT]
         if unfit:
