@@ -297,7 +297,7 @@ def test_more_ranks_than_devices_are_refused() -> None:
         make_costs(PLAN, WORKLOAD, replace(CLUSTER, nodes=CLUSTER.nodes[:1]), PROFILE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_every_action_of_a_schedule_has_its_cost(seed: int) -> None:
     plan = random_plan(random.Random(seed), max_groups=3, max_ranks_per_group=4, max_ministages_per_group=3)

@@ -35,7 +35,7 @@ def fit_quietly(rows: Sequence[float], seconds: Sequence[float]):  # type: ignor
         return fit_curve(rows, seconds)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(measurements())
 def test_never_negative_never_falling_and_straight_outside(
     points: tuple[tuple[int, ...], tuple[float, ...]],
@@ -58,7 +58,7 @@ def test_never_negative_never_falling_and_straight_outside(
     assert curve(last + 1e-9) == pytest.approx(curve(last), rel=1e-5, abs=1e-6 * scale)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(measurements())
 def test_all_but_the_line_go_through_the_repaired_points(
     points: tuple[tuple[int, ...], tuple[float, ...]],

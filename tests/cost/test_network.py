@@ -231,7 +231,7 @@ def test_chunks_set_the_rate_of_a_ring() -> None:
     assert [flow.max_rate for flow in flows] == [pytest.approx(11.0)] * 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.randoms(use_true_random=False),

@@ -165,7 +165,7 @@ PROFILES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PROFILES)
 def test_what_is_written_is_read_back_equal(profile: Profile) -> None:
     assert Profile.parse(profile.format()) == profile
@@ -342,7 +342,7 @@ def test_later_measurements_replace_earlier_ones() -> None:
     assert PROFILE.merge(PROFILE) == PROFILE
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PROFILES, PROFILES)
 def test_merging_is_total_and_keeps_everything(first: Profile, second: Profile) -> None:
     second = replace(second, model=first.model, workload_fingerprint=first.workload_fingerprint)

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
+import volume
 from hypothesis import given, settings
 from plans import plans
 from ranks import RunRanks
@@ -103,7 +103,7 @@ def find_real_sizes(rank: int, world_size: int, case: Case) -> dict[int, Minista
         }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@volume.parametrize("case", CASES, least=5, ids=str)
 def test_sizes_are_those_of_the_runtime(case: Case, run_ranks: RunRanks) -> None:
     plan = case.plan()
     real = run_ranks(find_real_sizes, plan.num_ranks, case)
@@ -271,7 +271,7 @@ def test_tensor_parallel_ranks_have_their_part() -> None:
     assert [own[0].shard_bytes for own in sizes] == [800] * 4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(plans())
 def test_shares_of_all_ranks_hold_everything_and_little_more(plan: Plan) -> None:
     names = list(plan.ministage_of)

@@ -91,7 +91,7 @@ def make_workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(make_workloads())
 def test_any_workload_is_read_back_equal(workload: Workload) -> None:
     from tempfile import TemporaryDirectory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zorselike.profiler.clock import make_rising, trimmed_mean
@@ -98,7 +98,6 @@ def test_a_mean_without_the_largest(seconds: list[float], much: float) -> None:
     assert trimmed_mean([*[least] * 39, much]) == pytest.approx(least)
 
 
-@settings(deadline=None)  # It imports scipy.
 @given(st.lists(SECONDS, min_size=1))
 def test_noise_is_taken_out_of_times_that_rise(seconds: list[float]) -> None:
     rising = make_rising(seconds)

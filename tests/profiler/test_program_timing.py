@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import volume
 from profiled import TOKENS, build, free_port, join, workload
 from ranks import RunRanks
 
@@ -60,7 +61,7 @@ def measure(rank: int, size: int, port: int, dtype: str) -> tuple[Overheads, int
         return bench.measure(SOURCE), num_calls
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@volume.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_rank_finds_the_same_of_all_kinds_of_actions(run_ranks: RunRanks, dtype: str) -> None:
     (found, num_calls), (other, _) = run_ranks(measure, 2, free_port(), dtype, init=False)
     assert found == other and num_calls > 0

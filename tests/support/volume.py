@@ -53,10 +53,13 @@ def part(cases: Sequence[Case], *, least: int = 1) -> list[Case]:
     return list(cases[_Volume.seed % step :: step])
 
 
-def parametrize(names: str | Sequence[str], cases: Sequence[Any], *, least: int = 1) -> Callable[[Any], Any]:
+def parametrize(
+    names: str | Sequence[str],
+    cases: Sequence[Any],
+    *,
+    least: int = 1,
+    ids: Callable[[Any], str] | None = None,
+) -> Callable[[Any], Any]:
     """`pytest.mark.parametrize` over a part of the cases."""
-
-    def mark(test: Any) -> Any:
-        return pytest.mark.nightly(pytest.mark.parametrize(names, part(cases, least=least))(test))
-
-    return mark
+    some = pytest.mark.parametrize(names, part(cases, least=least), ids=ids)
+    return lambda test: pytest.mark.nightly(some(test))

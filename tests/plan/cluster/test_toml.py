@@ -253,7 +253,7 @@ def test_a_cluster_made_in_python_is_judged_when_it_is_saved(tmp_path: Path) -> 
         Cluster(nodes=(node,)).save(tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, len(TEXT) - 1), st.integers(0, 12), st.text(string.printable, max_size=4))
 def test_a_slip_anywhere_is_read_or_refused_in_one_line(start: int, length: int, slip: str) -> None:
     try:
@@ -345,7 +345,7 @@ def is_valid(cluster: Cluster) -> bool:
 CLUSTERS = make_clusters().filter(is_valid)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(CLUSTERS)
 def test_what_is_written_is_read_back_equal(cluster: Cluster) -> None:
     read_back = Cluster.parse(format_cluster(cluster))

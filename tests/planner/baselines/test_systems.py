@@ -139,7 +139,7 @@ def test_all_are_planned_and_none_beats_what_the_devices_can_do() -> None:
         assert own.how
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     nodes=st.lists(st.tuples(st.sampled_from(["A100-40", "T4"]), st.integers(1, 4)), min_size=1, max_size=3),
     global_batch=st.integers(1, 40),

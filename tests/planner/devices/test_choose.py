@@ -27,7 +27,7 @@ def names(sets: tuple[DeviceSet, ...]) -> list[str]:
     return [chosen.name for chosen in sets]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cluster=small_clusters(), data=st.data())
 def test_sets_are_of_the_usable_devices_and_keep_limits(cluster: Cluster, data: st.DataObject) -> None:
     usable = data.draw(st.sets(st.integers(0, cluster.num_devices - 1), min_size=1))
@@ -207,7 +207,7 @@ def test_contradictory_constraints_leave_what_is_nearest() -> None:
     assert propose_devices(problem)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cluster=small_clusters(), max_devices=st.none() | st.integers(1, 6))
 def test_bounds_of_mixes_are_those_of_their_devices(cluster: Cluster, max_devices: int | None) -> None:
     problem = replace(make_problem(make_nodes("a", "T4")), cluster=cluster)

@@ -28,7 +28,7 @@ def keys_of(bandwidths: Bandwidths, groupings: tuple[Grouping, ...]) -> list[obj
     return [tuple(sorted(map(bandwidths.count_blocks, grouping.groups))) for grouping in groupings]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters(), span=st.booleans(), data=st.data())
 def test_candidates_are_partitions_of_the_devices(cluster: Cluster, span: bool, data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, cluster.num_devices - 1), min_size=1))
@@ -49,7 +49,7 @@ def test_candidates_are_partitions_of_the_devices(cluster: Cluster, span: bool, 
     assert len(set(keys)) == len(keys)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters())
 def test_every_number_of_groups_has_a_candidate(cluster: Cluster) -> None:
     counts = {len(grouping.groups) for grouping in find_groupings(read_bandwidths(cluster))}
@@ -58,7 +58,7 @@ def test_every_number_of_groups_has_a_candidate(cluster: Cluster) -> None:
     assert counts == set(range(num_regions, most + 1))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters())
 def test_allowing_groups_to_span_regions_keeps_what_a_person_would_make(cluster: Cluster) -> None:
     inside, across = read_bandwidths(cluster), read_bandwidths(cluster, span_regions=True)
@@ -68,13 +68,13 @@ def test_allowing_groups_to_span_regions_keeps_what_a_person_would_make(cluster:
     assert "one group" in named(named_across)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters())
 def test_the_same_cluster_has_the_same_candidates(cluster: Cluster) -> None:
     assert find_groupings(read_bandwidths(cluster)) == find_groupings(read_bandwidths(replace(cluster)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters(max_nodes=3))
 def test_few_devices_are_grouped_in_every_way(cluster: Cluster) -> None:
     """Bell numbers, once devices of a block are told apart."""
@@ -179,7 +179,7 @@ def test_regions_without_zones_have_their_own_links() -> None:
     assert read_bandwidths(cluster).rates.tolist() == [[0, 3e9, 1e9], [3e9, 0, 1e9], [1e9, 1e9, 0]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters())
 def test_bandwidths_are_the_clusters(cluster: Cluster) -> None:
     bandwidths = read_bandwidths(cluster, span_regions=True)
@@ -193,7 +193,7 @@ def test_bandwidths_are_the_clusters(cluster: Cluster) -> None:
 # -- sub-groups -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters(max_regions=1), data=st.data())
 def test_sub_groups_are_even_and_of_whole_nodes_where_they_can_be(
     cluster: Cluster, data: st.DataObject

@@ -25,7 +25,7 @@ def region_of(cluster: Cluster, device: int) -> str:
     return cluster.nodes[cluster.places[device].node].region
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters())
 def test_one_nested_partition_for_every_number_of_groups(cluster: Cluster) -> None:
     bandwidths = read_bandwidths(cluster)

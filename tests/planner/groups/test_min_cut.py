@@ -58,7 +58,7 @@ def check_sides(cut: Cut, sizes: list[int]) -> None:
     assert 0 < sum(cut.side) < sum(sizes)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(graph=graphs())
 def test_the_cut_is_the_least_of_all(graph: tuple[Rates, list[int]]) -> None:
     rates, sizes = graph
@@ -68,7 +68,7 @@ def test_the_cut_is_the_least_of_all(graph: tuple[Rates, list[int]]) -> None:
     assert cut.weight == weigh(rates, sizes, cut.side) == min(weigh(rates, sizes, side) for side in sides)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(graph=graphs(max_blocks=7, max_size=5))
 def test_the_cut_weighs_what_stoer_and_wagner_find_between_devices(graph: tuple[Rates, list[int]]) -> None:
     rates, sizes = graph
@@ -110,7 +110,7 @@ def test_one_device_cannot_be_cut() -> None:
         minimum_cut(np.zeros((1, 1)), [1])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(graph=graphs(max_blocks=7))
 def test_twins_are_joined_alike_to_every_other(graph: tuple[Rates, list[int]]) -> None:
     rates, _ = graph
@@ -142,7 +142,7 @@ def cut_weight(cluster: Cluster, partition: Partition) -> float:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters(max_regions=1))
 def test_every_number_of_groups_is_a_minimum_cut_further(cluster: Cluster) -> None:
     """SPLIT by its definition: of all parts the lightest minimum cut of a device-level graph."""

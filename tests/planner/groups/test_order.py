@@ -67,7 +67,7 @@ def test_many_orders_are_left_to_the_rule() -> None:
     assert len(order_groups(alike, tuple((2 * i, 2 * i + 1) for i in range(8)))) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters(max_nodes=3), data=st.data())
 def test_every_order_is_there_up_to_interchangeable_groups(cluster: Cluster, data: st.DataObject) -> None:
     bandwidths = read_bandwidths(cluster)
@@ -81,7 +81,7 @@ def test_every_order_is_there_up_to_interchangeable_groups(cluster: Cluster, dat
     assert len(set(shapes)) == len(shapes) and set(shapes) == every
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cluster=small_clusters(max_nodes=3), data=st.data())
 def test_interchangeable_groups_can_be_swapped(cluster: Cluster, data: st.DataObject) -> None:
     """Of what is looked at nothing changes: devices, their types, bandwidths to every third group."""

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 from batch_splits import RISING, check, cost_lists, larger_lists, line, rounds_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zorselike.errors import PlanError, ProfileError
@@ -89,7 +89,6 @@ def least_per_microbatch(
     return best(num_rows, tuple(find_room(cost) for cost in costs))
 
 
-@settings(deadline=None)
 @given(RISING, st.integers(0, 9))
 def test_sums_are_the_cheapest_and_sizes_make_them(seconds: tuple[float, ...], num_rows: int) -> None:
     least = sum_microbatches(seconds, num_rows)
@@ -101,7 +100,6 @@ def test_sums_are_the_cheapest_and_sizes_make_them(seconds: tuple[float, ...], n
         assert sum(seconds[size - 1] for size in sizes) == pytest.approx(least[num_rows])
 
 
-@settings(deadline=None)
 @given(cost_lists(), st.integers(1, 7))
 def test_no_split_is_faster_with_collectives_once_a_step(costs: list[RankCosts], num_rows: int) -> None:
     split = share_once(costs, num_rows)
@@ -110,7 +108,6 @@ def test_no_split_is_faster_with_collectives_once_a_step(costs: list[RankCosts],
     assert split.seconds == pytest.approx(least_once(costs, num_rows))
 
 
-@settings(deadline=None)
 @given(
     cost_lists(), st.integers(1, 9), st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from([0.0, 0.35, 0.8, 5.0])
 )
@@ -127,7 +124,6 @@ def have_room(costs: Sequence[RankCosts], num_rows: int) -> bool:
     return sum(min(find_room(cost), num_rows) for cost in costs if cost.seconds) >= num_rows
 
 
-@settings(deadline=None)
 @given(roomy_lists(), st.integers(1, 7))
 def test_no_split_is_faster_where_room_for_a_step_is_limited(costs: list[RankCosts], num_rows: int) -> None:
     if not have_room(costs, num_rows):
@@ -142,7 +138,6 @@ def test_no_split_is_faster_where_room_for_a_step_is_limited(costs: list[RankCos
     assert split.seconds == pytest.approx(least_once(costs, num_rows))
 
 
-@settings(deadline=None)
 @given(roomy_lists(), st.integers(1, 8), st.sampled_from([0.05, 1.0]), st.sampled_from([0.0, 0.8]))
 def test_rounds_heed_room_and_are_about_the_best(
     costs: list[RankCosts], num_rows: int, collective_s: float, hidden_s: float
@@ -177,7 +172,6 @@ def test_a_card_that_is_full_leaves_the_rest_to_slow_ones() -> None:
     assert split.sizes == {0: (37,), 1: (43,)} and split.seconds == 1043
 
 
-@settings(deadline=None)
 @given(larger_lists(), st.integers(1, 100), st.integers(0, 23), st.floats(0.1, 1), st.integers(0, 3))
 def test_a_faster_or_larger_card_never_makes_it_slower(
     costs: list[RankCosts], num_rows: int, which: int, factor: float, more: int

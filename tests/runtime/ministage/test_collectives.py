@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+import volume
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
 from torch import Tensor
@@ -108,7 +109,7 @@ def test_collectives_of_a_step(
             assert counts == [step, step, evaluation, step], plan.groups[0]
 
 
-@pytest.mark.parametrize(
+@volume.parametrize(
     ("zero", "grad_reduce", "step", "evaluation"),
     [
         (0, "once", (0, 0, L), (0, 0, 0)),
@@ -117,6 +118,7 @@ def test_collectives_of_a_step(
         (2, "microbatch", (L, L * MAX_M, 0), (L, 0, 0)),
         (3, "once", (2 * L * MAX_M, L * MAX_M, 0), (L * MAX_M, 0, 0)),
     ],
+    least=2,
 )
 def test_a_single_ministage_is_gathered_once(
     zero: int, grad_reduce: str, step: Counts, evaluation: Counts, run_ranks: RunRanks

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import volume
 from chain import grads_of, plan_over, run_chain, trace, train_chain
 from hf_like import HFConfig, HFForCausalLM, hf_modules, logits_of
 from ranks import RunRanks
@@ -273,7 +274,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@volume.parametrize("tied", [False, True])
 def test_an_hf_like_model_trains_on_unequal_rows(tied: bool, run_ranks: RunRanks) -> None:
     for expected, found, difference in run_ranks(train_on_ranks, 3, tied, timeout=120):
         assert found == pytest.approx(expected, abs=1e-12)

@@ -84,7 +84,7 @@ def test_transfers_that_block_stand_as_in_deepspeed() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.randoms(use_true_random=False))
 def test_the_checker_accepts_them_and_they_end(rng: random.Random) -> None:
     num_groups, ministages = rng.randint(1, 4), rng.randint(1, 3)

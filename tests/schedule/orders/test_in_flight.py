@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import volume
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plain_costs import make_costs
 from plans import plans, random_plan, with_bounds
@@ -216,7 +216,6 @@ def _count_held(plan: Plan, rank: int, own: Sequence[Action]) -> int:
     return most
 
 
-@settings(deadline=None)
 @given(plans(max_ministages_per_group=1, round_robin=False), st.randoms(use_true_random=False))
 def test_the_least_bounds_are_those_with_which_a_step_ends(plan: Plan, rng: random.Random) -> None:
     least = least_in_flight(plan)
@@ -266,7 +265,6 @@ def _rows_of_rounds(group: Group) -> list[set[int]]:
     return rounds
 
 
-@settings(deadline=None)
 @given(plans(max_ministages_per_group=1, round_robin=False), st.randoms(use_true_random=False))
 def test_what_is_counted_is_what_the_order_holds(plan: Plan, rng: random.Random) -> None:
     plan = with_bounds(plan, rng)

@@ -57,7 +57,7 @@ def fill_slowly(capacities: Sequence[float], ways: Ways) -> dict[int, float]:
     return rates
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(comings_and_goings(), st.randoms(use_true_random=False))
 def test_shares_are_those_of_the_reference(
     case: tuple[list[float], list[tuple[int, tuple[int, ...], float] | int]], draw_more: random.Random
@@ -180,7 +180,7 @@ def end_slowly(arrivals: Sequence[tuple[float, Flow]], capacities: Sequence[floa
     return ends
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     CAPACITIES,
     st.lists(

@@ -172,7 +172,7 @@ def test_a_trace_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
         save_trace(make_trace(make_case()), tmp_path / "no" / "such" / "trace.json")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plan=plans(max_groups=3, max_ranks_per_group=3, max_ministages_per_group=3, max_rows=8))
 def test_any_plan_s_step_makes_a_valid_trace_and_drawing(plan: Plan) -> None:
     case = make_setting(plan).simulate(plan, record=True)

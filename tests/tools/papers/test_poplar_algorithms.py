@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from batch_splits import check, cost_lists, larger_lists, line, rounds_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.papers.poplar.algorithms import raise_zero, share_in_equal_rounds, share_in_proportion
@@ -12,7 +12,6 @@ from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.rows.split import RankCosts, share_once, share_per_microbatch
 
 
-@settings(deadline=None)
 @given(larger_lists(), st.integers(1, 200), st.floats(0, 3))
 def test_proportion_and_equal_rounds_are_never_faster(
     costs: list[RankCosts], num_rows: int, collective_s: float
@@ -35,7 +34,6 @@ def test_no_rows_go_where_none_fits() -> None:
     assert share_in_proportion(costs, 8).rows[3] == 0
 
 
-@settings(deadline=None)
 @given(cost_lists(), st.integers(1, 30), st.sampled_from([0.0, 0.05, 1.0]))
 def test_equal_rounds_take_the_best_time_for_a_round(
     costs: list[RankCosts], num_rows: int, collective_s: float

@@ -102,7 +102,7 @@ WORKLOAD = make_workload(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.integers(1, 4),

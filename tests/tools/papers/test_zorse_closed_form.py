@@ -152,7 +152,7 @@ def test_ministages_below_the_lowest_that_trains_run_no_backward() -> None:
     assert estimate_step_s(plan, make_costs(plan, units=frozen)) == 2 * 3 + 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(max_groups=4, max_ranks_per_group=4, max_ministages_per_group=3))
 def test_never_less_than_a_rank_computes_and_more_with_slower_links(plan: Plan) -> None:
     fast, slow = (estimate_step_s(plan, make_costs(plan, gathered=g, row_bytes=g)) for g in (1, 400))
