@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zorselike.cost.profile import Collective, CollectiveTimes, Source
 from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
-from zorselike.profiler.machine.compute_burst import Spell
+from zorselike.profiler.machine.compute_burst import ComputeBurst
 from zorselike.runtime._compat import all_gather_whole, reduce_scatter_whole
 from zorselike.runtime.comm.ranks import ProcessGroup
 
@@ -29,7 +29,7 @@ class Collectives:
         self._group = group
         self._device = device
         self._clock = Clock(device)
-        self._spell = Spell(device)
+        self._burst = ComputeBurst(device)
         self._num_ranks = dist.get_world_size(group)
 
     def connect(self) -> None:
@@ -50,7 +50,7 @@ class Collectives:
         for _ in range(repeats * (MORE_OF_SMALL if num_elements * dtype.itemsize <= SMALL else 1)):
             # All ranks begin together, so that nobody's time holds another's delay.
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-            self._spell()
+            self._burst()
             self._clock.wait()
             begin = self._clock.mark()
             run()

@@ -1,4 +1,4 @@
-"""A spell of computation, such as comes before every message of a step."""
+"""A burst of computation, such as comes before every message of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECONDS = 1e-3
 _WIDTH = 96
 
 
-class Spell:
+class ComputeBurst:
     """What a rank that computes by itself does between two measurements of wires: threads that carry messages
     wake up from it as in a step, and not as from the message before. A device's messages have its own
     engines; there it does nothing."""

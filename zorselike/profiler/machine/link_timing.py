@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zorselike.cost.profile import LinkTimes, Source
 from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
 from zorselike.profiler.machine.collective_timing import MORE_OF_SMALL, SMALL
-from zorselike.profiler.machine.compute_burst import Spell
+from zorselike.profiler.machine.compute_burst import ComputeBurst
 from zorselike.profiler.machine.link_pairs import Pair, make_rounds
 from zorselike.runtime.comm.ranks import ProcessGroup
 
@@ -61,11 +61,11 @@ def time_messages(
     num_bytes: int, other: int, *, begins: bool, group: ProcessGroup, device: torch.device, repeats: int
 ) -> float:
     """Mean seconds of a message one way: half of there and back. Both ranks call it at once."""
-    clock, spell = Clock(device), Spell(device)
+    clock, burst = Clock(device), ComputeBurst(device)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(1 + repeats * (MORE_OF_SMALL if num_bytes <= SMALL else 1)):
-        spell()
+        burst()
         begin = clock.mark()
         if begins:
             dist.send(message, other, group=group)

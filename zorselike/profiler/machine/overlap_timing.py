@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zorselike.profiler.clock import Clock, trimmed_mean
-from zorselike.profiler.machine.compute_burst import Spell
+from zorselike.profiler.machine.compute_burst import ComputeBurst
 from zorselike.runtime._compat import all_gather_whole
 from zorselike.runtime.comm.ranks import ProcessGroup
 
@@ -54,7 +54,7 @@ class _Bench:
 
     def __init__(self, group: ProcessGroup, device: torch.device, num_bytes: int) -> None:
         self._group, self._device = group, device
-        self._clock, self._spell = Clock(device), Spell(device)
+        self._clock, self._burst = Clock(device), ComputeBurst(device)
         size = dist.get_world_size(group)
         num_own = max(1, num_bytes // size // torch.float32.itemsize)
         self._parts = [torch.zeros(num_own, device=device) for _ in range(NUM_GATHERS)]
@@ -76,7 +76,7 @@ class _Bench:
         seconds = []
         for number in range(1 + REPEATS * repeats):
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-            self._spell()
+            self._burst()
             self._clock.wait()
             begin = self._clock.mark()
             work()
