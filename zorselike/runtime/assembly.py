@@ -39,13 +39,13 @@ from zorselike.schedule.spec import ScheduleSpec
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """What follows from model and plan alone, the same on every rank."""
+    """Ministages, schedules and their proof, from model and plan alone; the same on every rank."""
 
     plan: Plan
     parts: tuple[ModelPart, ...]
     ties: tuple[Tie, ...]
     spec: ScheduleSpec
-    """Of a step: what trains, and whether optimizers update fp32 master weights only, never the shards."""
+    """The step's schedule options: what trains, what is tied, when updates run."""
     step_actions: dict[int, list[Action]]
     evaluate_actions: dict[int, list[Action]]
     report: CheckReport
@@ -55,7 +55,7 @@ class CompiledPlan:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What a whole tensor looks like."""
+    """Shape and dtype of a whole tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -205,9 +205,9 @@ class Assembly:
     control: ProcessGroup
     totals: ProcessGroup
     loss_group: ProcessGroup | None
-    """Ranks of the last ministage (Gloo); None elsewhere."""
-    own_host: ProcessGroup
-    """Ranks of this rank's group (Gloo)."""
+    """Gloo group of the last ministage's ranks; None elsewhere."""
+    group_control: ProcessGroup
+    """Gloo group of the ranks of this rank's group."""
 
 
 def find_ranks(
@@ -277,7 +277,7 @@ def assemble(
         counts_replicated=plan.groups[own].flat_ranks[0] == ranks.rank,
         device=device,
         world=norms,
-        own_group=_member(hosts[own]),
+        group=_member(hosts[own]),
     )
     edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
     transport = Transport(
@@ -313,7 +313,7 @@ def assemble(
         control=control,
         totals=totals,
         loss_group=hosts[plan.ministages[-1].group],
-        own_host=_member(hosts[own]),
+        group_control=_member(hosts[own]),
     )
 
 

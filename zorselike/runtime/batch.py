@@ -1,4 +1,4 @@
-"""What the caller hands to one rank for one step, cut into that rank's microbatches."""
+"""One step's rows on one rank, cut into that rank's microbatches."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Batch:
         self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
 
     def inputs(self, number: int) -> Tensors:
-        """What enters the first ministage, `[rows, ...]` each."""
+        """Inputs of the first ministage, `[rows, ...]` each."""
         assert self._inputs is not None
         rows = self._index.slice(number)
         return tuple(tensor[rows] for tensor in self._inputs)
 
     def targets(self, number: int) -> Any:
-        """What the loss compares a microbatch's outputs with."""
+        """Targets of a microbatch."""
         rows = self._index.slice(number)
         return map_tensors(self._targets, lambda t: t[rows])
 
@@ -91,7 +91,7 @@ def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
         if num_rows != len(rows):
             raise ConfigError(
                 f"{what} has {num_rows} rows, but {where} is {len(rows)} rows of the global batch; "
-                f"pass exactly the rows {_spell(rows)} (or the whole batch to step_global)"
+                f"pass exactly the rows {_show(rows)} (or the whole batch to step_global)"
             )
 
 
@@ -102,7 +102,7 @@ def select_rows(value: Any, rows: Sequence[int]) -> Any:
     return map_tensors(value, lambda t: t[torch.as_tensor(rows, device=t.device)])
 
 
-def _spell(rows: Sequence[int]) -> str:
+def _show(rows: Sequence[int]) -> str:
     listed = ", ".join(str(row) for row in rows[:8])
     return f"[{listed}{', ...' if len(rows) > 8 else ''}]"
 

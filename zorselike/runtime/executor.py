@@ -27,7 +27,7 @@ from zorselike.schedule.actions import Action, Kind
 
 @dataclass
 class _Produced:
-    """What the last computation gave, for the transfers that follow it."""
+    """Outputs of the last computation, for the transfers that follow it."""
 
     tensors: Tensors
     first_row: int
@@ -214,7 +214,7 @@ class Executor:
     def _inputs(self, index: int, number: int, run: _Run) -> Tensors:
         if index == 0:
             return run.batch.inputs(number)
-        if self._is_own(index - 1):
+        if self._is_here(index - 1):
             return run.handed_over.pop((Kind.F, index, number))
         received = self._transport.take(Kind.RECV_F, index, number)
         if self._resources.activations is not None:
@@ -239,7 +239,7 @@ class Executor:
     def _output_grads(self, index: int, number: int, run: _Run) -> list[Tensor | None]:
         if index == self._last:
             return [run.loss.grad(number)]
-        if self._is_own(index + 1):
+        if self._is_here(index + 1):
             received = run.handed_over.pop((Kind.B, index, number))
         else:
             received = self._transport.take(Kind.RECV_B, index, number).tensors
@@ -248,13 +248,13 @@ class Executor:
 
     def _pass_on(self, kind: Kind, neighbour: int, number: int, tensors: Tensors, run: _Run) -> None:
         """Hands over within the rank, or keeps for the sends that follow in the list."""
-        if self._is_own(neighbour):
+        if self._is_here(neighbour):
             run.handed_over[kind, neighbour, number] = tensors
             run.produced = None
         else:
             run.produced = _Produced(tensors, self._own[number].start)
 
-    def _is_own(self, ministage: int) -> bool:
+    def _is_here(self, ministage: int) -> bool:
         return ministage in self._ministages
 
     def _send(self, action: Action, boundary: Boundary, run: _Run) -> None:

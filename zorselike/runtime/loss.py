@@ -72,7 +72,7 @@ class Loss:
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(
                 "loss_fn must return one number, the sum of the losses (reduction='sum'); "
-                f"it returned {_spell(loss)}"
+                f"it returned {_show(loss)}"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError(
@@ -88,7 +88,7 @@ class Loss:
         return loss
 
     def grad(self, number: int) -> Tensor:
-        """What the backward of a microbatch's loss sum starts with: one over the global count."""
+        """Gradient of a microbatch's loss sum: one over the global count, times the loss scale."""
         loss = self._losses.pop(number)
         if self._scale is None:
             if self._work is not None:
@@ -105,5 +105,5 @@ class Loss:
             self._work.wait()
 
 
-def _spell(loss: Any) -> str:
+def _show(loss: Any) -> str:
     return f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

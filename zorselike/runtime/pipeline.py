@@ -144,7 +144,7 @@ class HeteroPipeline:
         self._is_loss_checked = False
         self._forbid_nonfinite = forbid_nonfinite_loss
         self.param_dtype = dtype
-        """What layers compute in; None: what the model is in."""
+        """Dtype in which layers compute; None: the model's own."""
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
         torch.manual_seed(_dropout_seed(seed, ranks.rank))
         try:
@@ -273,17 +273,17 @@ class HeteroPipeline:
     def watching(self, enter: Callable[[Action], None], leave: Callable[[Action], None]) -> Iterator[None]:
         """Inside, `enter` is told every action of this rank before it runs, and `leave` after it."""
         executor = self._assembly.executor
-        told, left = executor.enter, executor.leave
+        entered, left = executor.enter, executor.leave
 
         def enter_both(action: Action) -> None:
-            told(action)
+            entered(action)
             enter(action)
 
         executor.enter, executor.leave = enter_both, leave
         try:
             yield
         finally:
-            executor.enter, executor.leave = told, left
+            executor.enter, executor.leave = entered, left
 
     def describe(self) -> str:
         """What runs where and over which transport, as a table."""
@@ -324,7 +324,7 @@ class HeteroPipeline:
         elif error is None:
             self.close()
 
-    # -- inside ----------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------
 
     def _run(self, inputs: Any, targets: Any, kwargs: dict[str, Any], *, train: bool) -> StepResult:
         self._refuse_unusable()

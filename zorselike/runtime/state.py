@@ -18,7 +18,7 @@ def gather_full_state(assembly: Assembly) -> dict[str, Tensor]:
         giver = plan.group_of(index).flat_ranks[0]
         whole: dict[str, Tensor] = {}
         if index in assembly.ministages:
-            whole = assembly.ministages[index].gather_state(assembly.own_host, ranks.process_of[giver])
+            whole = assembly.ministages[index].gather_state(assembly.group_control, ranks.process_of[giver])
         for name, described in described_state.items():
             if ranks.rank == 0:
                 if giver != 0:

@@ -1,1 +1,1 @@
-"""Ranks fail together: heartbeats to rank 0, and one verdict on every rank, naming who failed first."""
+"""Ranks fail together: heartbeats to rank 0, which tells every rank who failed first."""

@@ -2,7 +2,7 @@
 
 A thread waiting in Gloo for a peer that lives can neither be interrupted nor run a Python signal
 handler. So each rank has a daemon thread with a connection to rank 0: a failure, a lost
-connection or silence becomes a verdict of rank 0, which every thread prints before it ends its
+connection or silence makes rank 0 name the first failure, which every thread prints before it ends its
 process. When rank 0 itself is lost, the others see that on their connections.
 """
 
@@ -125,7 +125,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             whereabouts.page.write("")
 
     def fail(self, error: BaseException | str) -> None:
-        """Ends all ranks because this one failed; waits for the verdict and does not return.
+        """Ends all ranks because this one failed: rank 0 names the first failure, and this does not return.
 
         It does return when there is nobody to tell, with one rank or after `close`: the place is
         then a note on `error`, and the caller raises it.

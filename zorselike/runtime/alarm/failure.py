@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class State:
-    """Where a rank is."""
+    """Progress of one rank."""
 
     place: str
     """The text of its action or label; empty between steps."""
@@ -66,9 +66,9 @@ class State:
     has_acted: bool = False
     """Whether it was ever in an action of a schedule."""
     call: str = ""
-    """What it called last of what all ranks must call together, ..."""
+    """The last collective call that it made."""
     called_in: int = 0
-    """... and in which round."""
+    """The round of that call."""
 
     @property
     def is_busy(self) -> bool:
@@ -90,7 +90,7 @@ def find_absent(present: Mapping[int, State], left: Mapping[int, State]) -> Fail
 
 
 def find_mismatch(present: Mapping[int, State]) -> Failure | None:
-    """A rank whose call in some round is another than that of the others: all wait for ever."""
+    """A rank whose call differs from that of the others in the same round: all would wait forever."""
     calls: dict[int, dict[str, list[int]]] = {}
     for rank, state in sorted(present.items()):
         if state.call:
@@ -168,7 +168,7 @@ def describe_failure(failure: Failure) -> str:
 
 
 def last_line(failure: Failure, rank: int, place: str) -> str:
-    """What a rank that is at `place` says before it ends with the others."""
+    """The last line of a rank that is at `place`, before it ends with the others."""
     if rank == failure.rank:
         return f"{describe_failure(failure)}; this is that rank."
     here = f"in {place}" if place else "between steps"

@@ -1,4 +1,4 @@
-"""What the alarm stands on: a TCP connection of every rank to rank 0, and pages of memory.
+"""Heartbeats: a TCP connection of every rank to rank 0, and pages of shared memory.
 
 The connections tell that a process lives, and end with it. A page holds the action that a rank
 is in, written by that rank at every action and readable by the other ranks of its node even
@@ -175,11 +175,11 @@ def join(rank: int, world_size: int, store: Store, page: Page, *, timeout_s: flo
     key = f"zorselike/alarm/{generation}"
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        return _host(world_size, store, key, page, deadline, timeout_s)
-    return [_visit(rank, store, key, page, deadline)]
+        return _accept_all(world_size, store, key, page, deadline, timeout_s)
+    return [_connect_to_first(rank, store, key, page, deadline)]
 
 
-def _host(
+def _accept_all(
     world_size: int, store: Store, key: str, page: Page, deadline: float, timeout_s: float
 ) -> list[Peer]:
     token = secrets.token_hex(16)
@@ -197,7 +197,7 @@ def _host(
             while len(peers) < world_size - 1:
                 listener.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection, _ = listener.accept()
-                hello = _welcome(connection, token)
+                hello = _accept(connection, token)
                 if hello is not None:
                     number = int(hello["rank"])
                     if number in peers:  # It did not see the answer, and came by another address.
@@ -216,8 +216,8 @@ def _host(
     return [peers[number] for number in sorted(peers)]
 
 
-def _welcome(connection: socket.socket, token: str) -> Message | None:
-    """The hello of a rank of ours; None, and the connection closed, if a stranger knocks."""
+def _accept(connection: socket.socket, token: str) -> Message | None:
+    """The first message of a rank of this job; from anyone else None, and the connection is closed."""
     connection.settimeout(_HELLO_S)
     try:
         hello = _read_line(connection)
@@ -230,7 +230,7 @@ def _welcome(connection: socket.socket, token: str) -> Message | None:
     return None
 
 
-def _visit(rank: int, store: Store, key: str, page: Page, deadline: float) -> Peer:
+def _connect_to_first(rank: int, store: Store, key: str, page: Page, deadline: float) -> Peer:
     invitation = json.loads(store.get(key))
     hello = {
         "rank": rank,
@@ -280,7 +280,7 @@ def _connect(rank: int, addresses: Iterable[str], port: int, hello: Message) -> 
 
 
 def _read_line(connection: socket.socket) -> Message:
-    """One message from a blocking connection, and not a byte more: the rest is for its `Link`."""
+    """One message from a blocking connection; what follows is left for its `Link`."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
@@ -288,10 +288,10 @@ def _read_line(connection: socket.socket) -> Message:
             raise ConnectionError("closed by the other side")
         line += byte
         if len(line) > _MAX_HELLO_BYTES:
-            raise ConnectionError("not a rank of ours")
+            raise ConnectionError("not a rank of this job")
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ValueError("not a rank of ours")
+        raise ValueError("not a rank of this job")
     return message
 
 
@@ -310,7 +310,7 @@ def _listen(world_size: int) -> socket.socket:
 
 
 def node_identity() -> str:
-    """Names the machine for its own processes: hostname, and the kernel's boot where it tells."""
+    """The machine's identity: its hostname, and the kernel's boot identifier if there is one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 

@@ -1,4 +1,4 @@
-"""The thread by which ranks fail together: rank 0 watches all and judges, the others watch it."""
+"""The thread by which ranks fail together: rank 0 watches all and names the first failure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from zorselike.runtime.alarm.failure import (
 from zorselike.runtime.alarm.heartbeat import Message, Page, Peer
 
 START_UP = "start-up"
-"""The label of a rank that has not been told another yet."""
+"""The first label of every rank."""
 
 _EXIT_CODE = 1
 _ECHO_WAIT_S = 1.0
 """How long an error that reads like the echo of another rank's end waits for its cause."""
 _DECISION_WAIT_S = 3.0
 """How long a failed rank waits for rank 0 to name the first failure before it decides by itself."""
-_LAST_WORDS_S = 0.5
+_LAST_LINE_S = 0.5
 """Between a rank's last line and its end, so that no launcher kills a rank that has not printed."""
 _LINGER_S = 5.0
 """How long rank 0 stays for ranks that are not at work and do not leave either."""
@@ -52,7 +52,7 @@ class Limits:
 
 
 class Whereabouts:
-    """What a rank is at. The working thread writes, the watching thread and other ranks read."""
+    """Progress of this rank. The working thread writes, the watching thread and other ranks read."""
 
     def __init__(self, page: Page | None) -> None:
         self.label: object = START_UP
@@ -78,7 +78,7 @@ class _Watched:
     state: State
     left: bool = False
     left_at: State | None = None
-    """Where it was when it said goodbye, if others may not go further without it."""
+    """State at its goodbye, if others may not go on without it."""
 
     @property
     def place(self) -> str:
@@ -145,7 +145,7 @@ class Watch(threading.Thread):
         self.wake()
 
     def wake(self) -> None:
-        """Has the thread look, and tell the others, at once."""
+        """Wakes the thread, so that it checks and sends now."""
         with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
@@ -308,7 +308,7 @@ class Watch(threading.Thread):
         if self._exit is os._exit:
             _silence_errors()
         threading.Thread(target=_flush_output, daemon=True).start()
-        until_s = time.monotonic() + _LAST_WORDS_S
+        until_s = time.monotonic() + _LAST_LINE_S
         while time.monotonic() < until_s:
             for watched in self._watched.values():
                 watched.peer.link.flush()

@@ -55,7 +55,7 @@ def edges_of(schedules: Iterable[Mapping[int, Sequence[Action]]]) -> list[Edge]:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What is on its way; whoever holds this holds its memory."""
+    """A send in progress; it keeps the memory alive."""
 
     wait: Callable[[], None]
     """Waits until the memory may be reused."""
@@ -235,7 +235,7 @@ class Transport:
                     channel.receive((1,), torch.float32)()
 
     def describe(self) -> dict[Edge, str]:
-        """What each of this rank's channels runs over."""
+        """Transport of each of this rank's channels."""
         return dict(self._kinds)
 
     # -- one step --------------------------------------------------------------------------
@@ -298,6 +298,6 @@ def _key(action: Action) -> tuple[Kind, int, int]:
 
 
 def _started(work: Any) -> Any:
-    """isend and irecv give None to a process outside the group, which is our own mistake."""
+    """isend and irecv give None to a process outside the group, which is a bug."""
     assert work is not None, "this process is not in the group of the transfer"
     return work

@@ -38,7 +38,7 @@ class _Kept:
 
     num_bytes: int
     device: Tensor | None
-    """Its bytes, `uint8`."""
+    """All bytes of the storage, as `uint8`."""
     host: Tensor | None = None
     is_pooled: bool = False
     """Whether `host` is the pool's; otherwise it came with the data, which was received through it."""
@@ -72,7 +72,7 @@ class Saved:
 @dataclass
 class _Microbatch:
     kept: dict[int, _Kept] = field(default_factory=dict)
-    """By the address of the storage that was saved; stays valid while that is on the device."""
+    """Saved storages by address; valid while they are on the device."""
     versions: list[tuple[Saved, Tensor, int]] = field(default_factory=list)
     """What autograd saved, as long as it is on the device, and how often it had been changed by then."""
     left: Event | None = None
@@ -93,7 +93,7 @@ class _Microbatch:
 
 
 class ActivationOffload:
-    """What one rank's microbatches keep for their backwards."""
+    """Activations of one rank's microbatches, from their forwards to their backwards."""
 
     def __init__(self, memory: Memory) -> None:
         self._device = memory.device
@@ -105,7 +105,7 @@ class ActivationOffload:
         self._received: dict[int, Tensor] = {}
         self._recording: _Microbatch | None = None
         self.kept_bytes: dict[Key, int] = {}
-        """What each microbatch has kept, the last time that it ran."""
+        """Bytes that each microbatch kept when it last ran."""
         self._excluded: list[set[int]] = [{_address(self.device_marker)}]
 
     @property
@@ -117,7 +117,7 @@ class ActivationOffload:
 
     @contextmanager
     def keeping(self, key: Key) -> Iterator[None]:
-        """What autograd saves inside belongs to microbatch `key`."""
+        """Inside, what autograd saves belongs to microbatch `key`."""
         self._recording = self._microbatches.setdefault(key, _Microbatch())
         try:
             with saved_tensors_hooks(self._save, _unpack):
@@ -148,7 +148,7 @@ class ActivationOffload:
         return lambda: map_leaves(packed, _unpack)
 
     def _save(self, tensor: Tensor) -> Any:
-        """What autograd saves. It cannot tell any more whether somebody changes that in place."""
+        """The saving hook: autograd itself cannot notice in-place changes of what is packed here."""
         packed = self._pack(tensor, requires_grad=False)
         if isinstance(packed, Saved) and self._recording is not None:
             self._recording.versions.append((packed, tensor.detach(), version_of(tensor)))
@@ -258,7 +258,7 @@ class ActivationOffload:
                 kept.host = None
 
     def finish(self) -> None:
-        """At the end of a step: nothing is on its way to the host any more, for compute's eyes."""
+        """At the end of a step: compute waits for all copies to the host."""
         while self._leaving:
             self._let_go()
 
@@ -274,5 +274,5 @@ def _unpack(saved: Any) -> Any:
 
 
 def _address(tensor: Tensor) -> int:
-    """What names a storage while it is alive; 0 for one that is empty."""
+    """Address of a tensor's storage, unique while that is alive; 0 for an empty one."""
     return tensor.untyped_storage().data_ptr()

@@ -83,7 +83,7 @@ class HostBackedTensors:
         self._homes, self._arrived = (stream,), None
 
     def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
-        """Makes `stream` wait for the copies that `load` started, and if told so this thread."""
+        """Makes `stream` wait for the copies that `load` started, and with `on_host_too` this thread."""
         if self._arrived is not None:
             stream.wait(self._arrived)
             if on_host_too:

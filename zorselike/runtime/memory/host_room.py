@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
-"""Where `/proc` and `/sys` are; tests put their own there."""
+"""Root of `/proc` and `/sys`; replaced in tests."""
 
 
 @dataclass(frozen=True)
 class HostRoom:
-    """What one node can still give to buffers, and what says so."""
+    """Host memory that is left for buffers, and what limits it."""
 
     num_bytes: int
     limit: str
@@ -30,7 +30,7 @@ class _Hierarchy:
     limit: str
     used: str
     cached: str
-    """In `memory.stat`: what is used for files that the kernel can drop."""
+    """Entry of `memory.stat`: file cache that the kernel can drop."""
 
 
 _V2 = _Hierarchy("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
@@ -40,9 +40,9 @@ _V1 = _Hierarchy(
 
 
 def find_host_room() -> HostRoom:
-    """What this machine, or the container, job or unit that this process is in, has free now."""
+    """Host memory that is free now on this machine, or within this process's control groups."""
     rooms = [HostRoom(_available_bytes(), "available memory")]
-    for hierarchy, group in _own_groups():
+    for hierarchy, group in _control_groups():
         rooms += _rooms(hierarchy, group)
     return min(rooms, key=lambda room: room.num_bytes)
 
@@ -54,7 +54,7 @@ def _available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _own_groups() -> Iterator[tuple[_Hierarchy, str]]:
+def _control_groups() -> Iterator[tuple[_Hierarchy, str]]:
     """The control group of this process in each hierarchy that limits memory."""
     for line in _lines(ROOT / "proc/self/cgroup"):
         number, controllers, group = line.split(":", 2)
@@ -65,7 +65,7 @@ def _own_groups() -> Iterator[tuple[_Hierarchy, str]]:
 
 
 def _rooms(hierarchy: _Hierarchy, group: str) -> Iterator[HostRoom]:
-    """Of a group and all above it, as far as they limit anything."""
+    """Limits of a control group and all above it."""
     top = ROOT / hierarchy.folder
     # Inside a container the path may be that of the host; the container's own group is then the top.
     folder = top / group.lstrip("/")

@@ -1,4 +1,4 @@
-"""What a rank's memory holds, by purpose, now and at most."""
+"""Bytes that a rank's memory holds by purpose, now and at the peak."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ledger:
 
     @property
     def device_bytes(self) -> int:
-        """All that is on the device now, of the purposes that are entered."""
+        """Bytes on the device now, over all purposes."""
         return sum(count for (_, place), count in self._held.items() if place == "device")
 
     @property

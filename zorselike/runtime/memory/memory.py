@@ -1,4 +1,4 @@
-"""What a rank's offloading works with: streams, host buffers, and a ledger of both memories."""
+"""Streams, host buffers and the ledger of one rank."""
 
 from __future__ import annotations
 

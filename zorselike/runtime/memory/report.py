@@ -1,4 +1,4 @@
-"""What a rank's memory holds, planned and found, by purpose; and whether the host has room for it."""
+"""A rank's memory by purpose, planned and measured; and whether the host has room for it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zorselike.schedule.actions import Action, Kind
 
 GIB = 2**30
 _UNCOUNTED = (Purpose.GRADIENTS, Purpose.WORKING_SET)
-"""What the ledger does not see: it comes and goes inside FSDP2 and autograd."""
+"""Not in the ledger: FSDP2 and autograd allocate and free it."""
 
 
 @dataclass(frozen=True)
 class MemoryLine:
     """Bytes of one purpose; None: not known before the first step, or not counted: activations that
-    stay on the device are autograd's affair."""
+    stay on the device are managed by autograd."""
 
     purpose: str
     device_planned: int | None
@@ -158,8 +158,8 @@ def measure_ministage(
 
 
 def _kept_bytes_per_row(index: int, assembly: Assembly, layer_inputs: Sequence[Sequence[InputBytes]]) -> int:
-    """What a row of a ministage keeps for its backward: as found if a step has shown it, else the inputs
-    of the layers that are recomputed."""
+    """Bytes that a row of a ministage keeps for its backward: measured once a step has run, before that the
+    inputs of the layers that are recomputed."""
     plan, offload = assembly.compiled.plan, assembly.resources.activations
     microbatches = plan.microbatches_of_rank(assembly.ranks.rank)
     found = [

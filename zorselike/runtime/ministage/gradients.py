@@ -75,7 +75,7 @@ class Gradients:
         self._local: dict[str, Tensor] = {}
         self._home: Stream = memory.streams.compute
         self._on_host: dict[str, tuple[Tensor, Tensor]] = {}
-        """Host buffer, and an empty tensor that tells what it holds."""
+        """Host buffer, and an empty tensor with its shape and dtype."""
         self._arrived: Event | None = None
 
     def collect(self) -> None:

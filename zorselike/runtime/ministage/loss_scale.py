@@ -18,9 +18,9 @@ class LossScale:
 
     def __init__(self, value: float = INITIAL) -> None:
         self.value = value
-        """What the next step's losses are multiplied by."""
+        """Factor of the next step's losses."""
         self.value_of_step = value
-        """What this step's were."""
+        """Factor of this step's losses."""
         self._num_good = 0
 
     def begin(self) -> None:

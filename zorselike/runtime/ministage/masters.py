@@ -38,7 +38,7 @@ def take_masters(
 
 
 def place_masters(local: Mapping[str, Tensor], memory: Memory, *, offload: bool) -> list[HostBackedTensors]:
-    """Enters a unit's master weights in the ledger, and sends them to the host if so told."""
+    """Enters a unit's master weights in the ledger, and offloads them if `offload`."""
     if not offload:
         num_bytes = sum(rows.numel() * rows.itemsize for rows in local.values())
         memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes)

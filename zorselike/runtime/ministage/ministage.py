@@ -52,7 +52,7 @@ class ShardedMinistage:
         self._gathered_by_schedule = group.zero in (1, 2)
         self._reduces_in_backward = group.zero == 3
         self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
-        """Of the model as it was given."""
+        """Dtype of each parameter in the model as given, by global name."""
         self._units = ShardedUnits(module, unit_names, settings, resources)
         self.state = OptimizerState(
             masters=self._units.masters,
@@ -75,7 +75,7 @@ class ShardedMinistage:
             for name, p in unit
             if name not in settings.borrowed
         }
-        """What the optimizer updates, by global name in model order: fp32 masters where there are."""
+        """Parameters of the optimizer, by global name in model order: fp32 masters where there are any."""
 
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
@@ -217,7 +217,7 @@ class ShardedMinistage:
     # -- compute ---------------------------------------------------------------------------
 
     def keeping(self, number: int) -> AbstractContextManager[None]:
-        """What a microbatch's forward, and its loss, save inside is offloaded, if the plan says so."""
+        """Inside, what autograd saves of a microbatch is kept for offload, if the plan says so."""
         activations = self._resources.activations
         return nullcontext() if activations is None else activations.keeping((self.index, number))
 
@@ -260,7 +260,7 @@ class ShardedMinistage:
         return tuple(entered)
 
     def keep_outputs(self, number: int, outputs: Tensors) -> None:
-        """What `backward` of this microbatch starts from: the outputs, or the loss."""
+        """Keeps where `backward` of this microbatch starts: at its outputs, or at the loss."""
         self._edges[number] = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
 
     def backward(self, number: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""What only an optimizer's update needs: fp32 master weights and moments, on the device or the host."""
+"""Optimizer state: fp32 master weights and moments, on the device or the host."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class OptimizerState:
         """The optimizer whose moments are meant."""
         self._optimizer = optimizer
         optimizer.register_state_dict_pre_hook(self._refuse_on_host)
-        optimizer.register_load_state_dict_post_hook(self._own_state)
+        optimizer.register_load_state_dict_post_hook(self._copy_loaded_state)
 
-    def _own_state(self, optimizer: Optimizer) -> None:
+    def _copy_loaded_state(self, optimizer: Optimizer) -> None:
         """A loaded state may be the caller's own tensors, whose memory is not ours to give up."""
         if self._offload:
             for state in optimizer.state.values():

@@ -1,4 +1,4 @@
-"""What a ministage is built from, beside its layers."""
+"""Settings of a ministage, and the resources that all ministages of a rank share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zorselike.runtime.memory.streams import make_streams
 
 @dataclass(frozen=True)
 class RankResources:
-    """What all ministages of a rank share."""
+    """Memory, offload and deferred frees of one rank, shared by its ministages."""
 
     memory: Memory
     activations: ActivationOffload | None = None
@@ -39,7 +39,7 @@ class MinistageSettings:
 
     group: Group
     mesh: DeviceMesh
-    """Of the group's ranks."""
+    """Mesh of the group's ranks."""
     materialise: Callable[[nn.Module, str], None]
     """Gives a module, by its global name, its values on the device."""
     modules: Sequence[str] = ()

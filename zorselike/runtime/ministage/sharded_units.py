@@ -72,7 +72,7 @@ class ShardedUnits:
         self.masters: dict[str, nn.Parameter] = {}
         """fp32 master weights of what trains in half precision, by global name."""
         self.host_backed_masters: list[HostBackedTensors] = []
-        """Their host copies, one a unit, if the plan offloads optimizer state."""
+        """Host copies of the masters, one a unit, if the plan offloads optimizer state."""
         self._shard()
         self._set_prefetch()
         # With ZeRO 3 every rank gathers as its layers are called.

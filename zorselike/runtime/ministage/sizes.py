@@ -1,4 +1,4 @@
-"""How large the parts of a ministage are on one rank."""
+"""Bytes of the parts of a ministage on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sizes:
     shard_bytes: int
     """This rank's shards, with FSDP2's padding."""
     kept_shard_bytes: int
-    """Of these what belongs to tied weights, which never leave the device."""
+    """Part of `shard_bytes` that belongs to tied weights, which never leave the device."""
     gradient_bytes: int
     """Whole gradients, as they are added up."""
     gradient_shard_bytes: int

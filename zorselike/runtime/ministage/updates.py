@@ -44,10 +44,10 @@ class Updates:
         counts_replicated: bool,
         device: torch.device,
         world: ProcessGroup,
-        own_group: ProcessGroup,
+        group: ProcessGroup,
     ) -> None:
         """`counts_replicated`: whether this rank is the one of its group whose whole gradients
-        (ZeRO 0) enter the norm; `world` and `own_group` are Gloo groups of this object alone.
+        (ZeRO 0) enter the norm; `world` and `group` are Gloo groups of this object alone.
         `scale`: what losses are multiplied by, with fp16."""
         self._ministages = ministages
         self._max_norm = max_norm
@@ -55,7 +55,7 @@ class Updates:
         self._counts_replicated = counts_replicated
         self._device = device
         self._world = world
-        self._own_group = own_group
+        self._group = group
         self._scale = scale
         self.optimizers: dict[int, Optimizer] = {
             i: factory(list(ministage.trained.items()))
@@ -126,7 +126,7 @@ class Updates:
             total = None
         if self._max_norm is not None and self._clip == "ministage":
             total = self._squares_of[ministage].to("cpu", copy=True)
-            dist.all_reduce(total, group=self._own_group)
+            dist.all_reduce(total, group=self._group)
         with owner.updating():
             if ministage in self.optimizers and not self.is_skipped:
                 self._multiply(ministage, self._factor(total))

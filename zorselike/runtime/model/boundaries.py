@@ -175,7 +175,7 @@ def run_module(
     recorder: Recorder,
 ) -> Any:
     """What a copy returns, recorded; `ConfigError` with shapes and the first line where it fails."""
-    shapes = _spell_shapes(tensors)
+    shapes = _show_shapes(tensors)
     try:
         with recorder.recording():
             return module(*tensors, **kwargs)
@@ -195,7 +195,7 @@ def check_crossing(tensors: Sequence[Tensor], boundary: Boundary, rows: int, whe
     expected = [((rows, *spec.shape_per_row), spec.dtype) for spec in boundary.tensors]
     if found != expected:
         raise ConfigError(
-            f"{where} returns {_spell_shapes(tensors)} for {rows} rows, but "
+            f"{where} returns {_show_shapes(tensors)} for {rows} rows, but "
             f"{' and '.join(map(str, boundary.tensors))} when its shapes were found; they may depend "
             "neither on values nor on what changes between calls (an autocast, a keyword argument)"
         )
@@ -277,7 +277,7 @@ def _compare(few: Any, more: Any, rows: tuple[int, int], where: str, *, is_last:
     first, second = ([(tuple(t.shape[1:]), t.dtype) for t in side] for side in (tensors, others))
     if first != second:
         raise ConfigError(
-            f"{where} returns {_spell_shapes(tensors)} for {rows[0]} rows, but {_spell_shapes(others)} for "
+            f"{where} returns {_show_shapes(tensors)} for {rows[0]} rows, but {_show_shapes(others)} for "
             f"{rows[1]}; nothing but dimension 0 may depend on the rows; {mend}"
         )
     specs = (TensorSpec(tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in tensors)
@@ -293,7 +293,7 @@ def _check_rows(tensors: Sequence[Tensor], rows: int, where: str, mend: str) -> 
             )
 
 
-def _spell_shapes(tensors: Sequence[Tensor]) -> str:
+def _show_shapes(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
 
 

@@ -264,19 +264,19 @@ class _Decoder(Skeleton):
             tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
             run_module(whole, tensors, make_kwargs(kwargs, rows), "the model", recorder)
         run = run_parts(self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True)
-        told = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
-        self._compare_calls(recorder, run.recorders, told)
+        hint = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
+        self._compare_calls(recorder, run.recorders, hint)
         outside = sum((r.outside for r in run.recorders), Counter())
         for name in recorder.outside.keys() | outside.keys():
             if outside[name] != recorder.outside[name]:
                 raise ConfigError(
                     f"outside the modules of the plan the model computes '{name}' "
                     f"{count(recorder.outside[name], 'time')}, its ministages together "
-                    f"{count(outside[name], 'time')}; {told}"
+                    f"{count(outside[name], 'time')}; {hint}"
                 )
         self._proven = (inputs, kwargs)
 
-    def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], told: str) -> None:
+    def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], hint: str) -> None:
         calls = [(i, call) for i, recorder in enumerate(parts) for call in recorder.calls]
         for position in range(max(len(calls), len(whole.calls))):
             index, found = calls[position] if position < len(calls) else (len(parts) - 1, None)
@@ -285,7 +285,7 @@ class _Decoder(Skeleton):
                 where = self.model_parts[index].name
                 this = f"'{found.name}' with {found.arguments}" if found else "nothing more"
                 that = f"'{expected.name}' with {expected.arguments}" if expected else "nothing more"
-                raise ConfigError(f"{where} calls {this} where the whole model calls {that}; {told}")
+                raise ConfigError(f"{where} calls {this} where the whole model calls {that}; {hint}")
 
 
 # -- the user's own ------------------------------------------------------------------------

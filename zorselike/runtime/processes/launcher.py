@@ -1,4 +1,4 @@
-"""How a program that torchrun may have started says a user's mistake: once a node, and to torchrun."""
+"""Reports a user's mistake once a node, and to torchrun."""
 
 from __future__ import annotations
 

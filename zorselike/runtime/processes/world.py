@@ -45,23 +45,23 @@ class ProcessInfo:
     node: str
     local_rank: int
     device: str = "cpu"
-    """`cpu` or `cuda`: what it computes on."""
+    """Kind of device that it computes on: `cpu` or `cuda`."""
     device_name: str = ""
     """The GPU's name as its driver gives it; empty without one."""
     gpu: str = ""
-    """What tells this GPU from all others, in whatever order processes see them; empty without one."""
+    """Unique identifier of the GPU; empty without one."""
     num_gpus: int = 0
-    """GPUs that this process sees."""
+    """Number of GPUs that this process sees."""
     architecture: str = ""
-    """What the GPU needs code for: `sm_70`, or `gfx90a`."""
+    """Architecture of the GPU: `sm_70`, or `gfx90a`."""
     compiled_architectures: tuple[str, ...] = ()
-    """What this process's torch holds code for."""
+    """Architectures for which this process's torch has code."""
     memory_bytes: int = 0
-    """Of the GPU, or of the machine."""
+    """Memory of the GPU, or of the machine without one."""
     host_room_bytes: int = 0
-    """What the machine, or the container, still has of host memory."""
+    """Free host memory of the machine or the container."""
     torch: str = ""
-    """With its build: `2.13.0+cu126`."""
+    """Version with its build: `2.13.0+cu126`."""
     cuda: str = ""
     """The CUDA (or ROCm) version torch was built with; empty for a CPU build."""
     nccl: str = ""
