@@ -31,7 +31,7 @@ class Planned:
 
     @property
     def share_of_ideal(self) -> float:
-        """Of what the plan's devices could do at most, what it reaches."""
+        """Share that the plan reaches of what its devices could do at most."""
         return self.ideal_s / self.case.simulation.iteration_s
 
 

@@ -31,7 +31,7 @@ class SharesJob:
     """Rows of a step."""
     group_by: GroupBy = "type"
     ministages: int = 1
-    """Of each group."""
+    """Ministages of each group."""
     rows_per_microbatch: int = 1
     """At most; fewer on a device on which the profile found that fewer fit."""
     zero: int = 2

@@ -34,7 +34,7 @@ class Fixed:
     grad_reduce: GradReduce | None = None
     recompute: Recompute | None = None
     offload: tuple[str, ...] | None = None
-    """Of every group; `()` for none."""
+    """Offload of every group; `()` for none."""
     bounds_in_flight: bool | None = None
     """Whether groups go backward before all microbatches are forward (`Group.max_in_flight`)."""
 

@@ -175,7 +175,7 @@ class _Job:
     # -- memory ----------------------------------------------------------------------------
 
     def _kept_bytes(self, kind: str, recompute: Recompute) -> int:
-        """Of a row of one layer."""
+        """What is kept of a row of one layer."""
         own = self.setting.workload.kinds[kind]
         inputs = own.input_elements_per_row * self.setting.workload.itemsize
         return inputs if recompute == "layer" else own.activation_bytes_per_row
@@ -208,7 +208,7 @@ class _Holder:
     room_bytes: float
     """On each, beside all but the sharded state."""
     even_bytes: float
-    """Of the state, if all ranks had as much."""
+    """State on each, if all ranks had as much."""
 
 
 def spread_state(plan: Plan, setting: SimulationInputs, costs: StepCosts) -> StepCosts:

@@ -21,7 +21,8 @@ from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count, show_bytes
 
 ORDER = "1f1b"
-"""Of a single stage: each microbatch forward and at once backward, so that activations of one are kept."""
+"""Order of a single stage: each microbatch forward and at once backward, so that one's activations are
+kept."""
 _STAGES = (0, 1, 2, 3)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
@@ -180,7 +181,7 @@ class Misfit:
 
 
 def find_misfit(plan: Plan, costs: StepCosts, actions: Mapping[int, Sequence[Action]]) -> Misfit | None:
-    """Of the ranks whose device is too small, the one that lacks most; None if all fit.
+    """The rank whose device lacks most memory; None if all fit.
 
     Ranks of one group with the same type of device, the same memory and the same rows hold the same: one of
     them is walked.

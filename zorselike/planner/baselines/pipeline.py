@@ -27,7 +27,7 @@ from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
 
 FINALISTS = 6
-"""Of all that fit by estimate, so many are simulated."""
+"""Choices that fit by estimate and are simulated."""
 ENTERED = 16
 """So many may turn out not to fit, or not to be as fast as estimated, before a good one is overlooked."""
 MOST_FITTINGS = 6
@@ -40,7 +40,7 @@ class _Choice:
     """What is chosen beside the shape."""
 
     rows: int
-    """Of a round."""
+    """Rows of a round."""
     recompute: Recompute
     grad_reduce: GradReduce
 
@@ -144,7 +144,7 @@ class _Estimate:
         if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
             self._num_rounds = global_batch // widest
         self.rows = -(-global_batch // self._num_rounds)
-        """Of the largest round."""
+        """Rows of the largest round."""
         self._shares = [stages.share(g, self.rows, choice.recompute) for g in range(len(stages.groups))]
 
     # -- cutting layers --------------------------------------------------------------------
@@ -338,7 +338,7 @@ class _Estimate:
     # -- words -----------------------------------------------------------------------------
 
     def _explain(self, misfit: Misfit, plan: Plan) -> str:
-        """Of one device of the replica."""
+        """The misfit in words, for one device of the replica."""
         degree = self._stages.replicas.degree(self._stages.places[misfit.rank])
         each = Misfit(misfit.rank, misfit.peak_bytes // degree, misfit.limit_bytes // degree)
         return each.explain(plan)

@@ -27,7 +27,7 @@ from zorselike.plan.plan import Plan, Recompute
 from zorselike.simulator.inputs import SimulationInputs
 
 ALL_REDUCES = 2
-"""Of a layer and pass: behind attention and behind the MLP."""
+"""All-reduces of a layer and pass: behind attention and behind the MLP."""
 
 Members = tuple[Place, ...]
 """The devices of a replica."""

@@ -106,7 +106,7 @@ class Stages:
         return self.network.time_alone(self.network.collective("reduce_scatter", self.ranks[g], num_bytes))
 
     def memory_bytes(self, place: Place) -> float:
-        """Of a replica; infinite where it is not known."""
+        """Memory of a replica; infinite where it is not known."""
         return find_memory_bytes(self.setting.cluster, place) or math.inf
 
     def room_bytes(self, place: Place) -> float:

@@ -30,7 +30,7 @@ from zorselike.simulator.simulated_plan import Baseline
 __all__ = ["Baseline", "plan_baselines"]
 
 _DEGREES = (1, 2, 4, 8)
-"""Of tensor parallelism, within a node."""
+"""Degrees of tensor parallelism, within a node."""
 
 
 def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:

@@ -21,7 +21,7 @@ class CandidateGroup:
     """Indices into `Cluster.places`."""
     mode: Mode
     sizes: tuple[Sizes, ...]
-    """Of each device; `()` for one that holds shards only."""
+    """Microbatches of each device; `()` for one that holds shards only."""
     max_in_flight: int | None = None
     """As `Group.max_in_flight`."""
 

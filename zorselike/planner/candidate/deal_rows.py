@@ -38,7 +38,7 @@ class _Dealt:
     nodes: _Integers
     """Where that is, as numbers from 0 within the group."""
     names: tuple[int, ...]
-    """Of these nodes."""
+    """Names of these nodes."""
 
     @property
     def microbatches_per_device(self) -> int:
@@ -109,7 +109,7 @@ class _Pieces:
         self._nodes = np.array([numbers[node] for node in nodes])
 
     def deal(self, order: _Order) -> _Dealt:
-        """Of what is computed at the same time, in this order of positions."""
+        """What is computed at the same time goes in this order of positions."""
         turns = np.empty(len(order), dtype=np.int64)
         turns[list(order)] = np.arange(len(order))
         first_to_last = np.lexsort((turns[self._positions], self._times))

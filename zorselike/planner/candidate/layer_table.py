@@ -12,7 +12,7 @@ from zorselike.plan.workload import LayerKind, Workload
 
 
 class Seconds(NamedTuple):
-    """Of one layer and one microbatch."""
+    """Time of one layer and one microbatch."""
 
     forward: float
     backward: float
@@ -35,7 +35,7 @@ class LayerTable:
         self.workload = workload
         self.modules = tuple(name for name, _ in workload.layers)
         self.keys = tuple(self._make_key(name, kind) for name, kind in workload.layers)
-        """Of each layer in model order."""
+        """Key of each layer in model order."""
         self.counts = Counter(self.keys)
 
     def _make_key(self, module: str, kind: str) -> str:

@@ -14,13 +14,13 @@ Structure = tuple[object, ...]
 
 
 class Structures:
-    """Of plans on one cluster."""
+    """Tells structures of plans on one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(replace(node, name=""), len(kinds)) for node in cluster.nodes]
-        """Of each node; the same where only the name is another."""
+        """Kind of each node; the same where only the name is another."""
 
     def describe(self, candidate: CandidatePlan, iteration_s: float) -> set[Structure]:
         """Plans of which one of these is equal are the same to a reader.

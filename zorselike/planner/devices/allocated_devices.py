@@ -14,7 +14,7 @@ from zorselike.planner.pipelines.allocation import AllocationGoal, find_allocati
 from zorselike.planner.problem import PlanProblem
 
 TIGHTER = (1.0, 0.8, 0.6)
-"""Of what is allowed: the costs here are rough, and a little less may be what keeps a constraint."""
+"""Shares of what is allowed: the costs here are rough, and a little less may be what keeps a constraint."""
 
 
 def allocate_devices(

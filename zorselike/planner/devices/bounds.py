@@ -114,7 +114,7 @@ class DeviceBounds:
 
     @cached_property
     def _types(self) -> tuple[str, ...]:
-        """Of all devices of the cluster."""
+        """Types of all devices of the cluster."""
         return tuple(device for node in self._problem.cluster.nodes for device in node.devices)
 
     def row_s(self, device: str) -> dict[str, float]:
@@ -132,7 +132,8 @@ class DeviceBounds:
         return min(self._time(layer, device, rows) / rows for rows in sizes)
 
     def _most_rows(self, kind: str, device: str) -> int:
-        """Of one microbatch, by the batch and by what was found to fit; recomputed, more may."""
+        """The most rows of one microbatch, by the batch and by what was found to fit; recomputed, more
+        may."""
         problem = self._problem
         most = min(problem.global_batch, problem.fixed.rows_per_microbatch or problem.global_batch)
         limits = [self.clock.max_rows(kind, device, recompute) for recompute in _SETTINGS]
@@ -150,7 +151,7 @@ class DeviceBounds:
     # -- money -----------------------------------------------------------------------------
 
     def price_per_hour(self, devices: Iterable[int]) -> float:
-        """Of all nodes that have one of these devices; their idle devices are paid for as well."""
+        """Price of all nodes that have one of these devices; their idle devices are paid for as well."""
         cluster = self._problem.cluster
         nodes = {cluster.places[device].node for device in devices}
         return fsum(cluster.nodes[node].price_per_hour for node in nodes)

@@ -27,12 +27,12 @@ from zorselike.text.wording import count, list_few
 
 MOST_SETS = 100
 LIKELY_SHARE = 0.75
-"""Of what a bound says, what plans are likely to reach: which of the sets whose bounds keep the constraints
+"""Share of a bound that plans are likely to reach: which of the sets whose bounds keep the constraints
 come first."""
 MOST_FASTEST = 8
-"""Of all mixes, so many of those with the lowest bounds."""
+"""Mixes with the lowest bounds that are taken."""
 MOST_PARTS = 3
-"""Of a name; with more it counts types and nodes."""
+"""Parts of a name; with more it counts types and nodes."""
 TIME_LIMIT_S = 0.3
 TRIED_PER_S = 60_000
 """Partial pipelines that the dynamic programme tries in a second."""
@@ -51,7 +51,7 @@ class DeviceSet:
     bound_s: float
     """No step on these devices or fewer of them takes less."""
     price_per_hour: float
-    """Of all their nodes."""
+    """Price of all their nodes."""
     note: str = ""
     """What a user should know: which part of the cluster is not joined to these."""
 

@@ -17,7 +17,7 @@ from zorselike.planner.devices.node_kinds import NodeKind
 MAX_MIXES = 50_000
 """Finer numbers of nodes than make so many are not tried."""
 LEVELS = 20
-"""Of seconds, money and devices, for each of which the best mix is picked."""
+"""Levels of seconds, money and devices, for each of which the best mix is picked."""
 _ALIKE = 1e-6
 """Relative; money that differs by less is the same."""
 
@@ -30,7 +30,7 @@ class Mix(NamedTuple):
 
     num_nodes: tuple[int, ...]
     part_kind: int
-    """Of which kind that one is; -1: there is none."""
+    """The kind of that one; -1: there is none."""
     part_devices: int
 
 

@@ -19,15 +19,15 @@ class NodeKind:
     label: str
     """`A100-40 in us-east`."""
     names: tuple[str, ...]
-    """Of its nodes."""
+    """Names of its nodes."""
     nodes: tuple[tuple[int, ...], ...]
     """Devices of each that may be used, fastest first; the first nodes are joined best to each other."""
     types: tuple[str, ...]
-    """Of one node's devices, in that order."""
+    """Types of one node's devices, in that order."""
     node_size: int
     """Devices of a node, those that may not be used included."""
     price_per_hour: float
-    """Of a node."""
+    """Price of a node."""
     zone: str
     region: str
 

@@ -28,15 +28,15 @@ from zorselike.planner.problem import PlanProblem
 MOST_PIECES = 10
 """Into so many the layers are put together; the search takes as many stages as there are pieces, at most."""
 MOST_POOLS = 6
-"""Of more, the first ones: those on the nodes with the fastest devices."""
+"""Pools that are looked at: the first, those on the nodes with the fastest devices."""
 MOST_ROWS = 8
-"""Of a microbatch, in powers of two."""
+"""Rows of a microbatch, in powers of two."""
 _NEVER_S = 1e12
 """For what nothing joins: finite, as the search wants it."""
 
 
 def count_state_bytes(workload: Workload) -> tuple[int, ...]:
-    """Of each layer: parameters, gradients and optimizer state, as if one device had it all and offloaded
+    """Parameters, gradients and optimizer state of each layer, as if one device had it all and offloaded
     nothing."""
     each = ParameterBytes.of(workload)
     kinds = [workload.kinds[kind] for _, kind in workload.layers]
@@ -143,7 +143,7 @@ class ModelTables:
 
     @cached_property
     def working_bytes(self) -> int:
-        """Of a row, of the layer that needs most while it is computed again."""
+        """What a row needs in the layer that needs most while it is computed again."""
         kinds = self.workload.kinds.values()
         return max(kind.activation_bytes_per_row + kind.working_bytes_per_row for kind in kinds)
 
@@ -168,7 +168,7 @@ class ModelTables:
         return float(self._bandwidths.rates[block, block])
 
     def _find_egress_price(self, a: int, b: int) -> float:
-        """Of a byte."""
+        """Price of a byte."""
         prices = self._cluster.egress_price_per_gb
         first, second = (
             self._cluster.nodes[self._cluster.places[self.pools[p].first_device].node] for p in (a, b)

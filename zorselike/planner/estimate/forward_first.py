@@ -18,7 +18,7 @@ class Worker:
     zero: int
     microbatches_per_device: int
     num_reductions: int
-    """Of a ministage in a step."""
+    """Reductions of a ministage in a step."""
     overlap_slowdown: float
     accumulates: bool
     """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
@@ -77,7 +77,7 @@ class StepWork:
     workers: Sequence[Worker]
     works: Sequence[Work]
     sends: Sequence[float]
-    """Of each boundary before a ministage, all rows over it one way."""
+    """All rows over each boundary before a ministage, one way."""
     lowest_backward: int
     """The first ministage that has a backward."""
     defers: bool

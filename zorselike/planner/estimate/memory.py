@@ -37,7 +37,7 @@ from zorselike.schedule.build import build
 from zorselike.schedule.contract import RECEIVES_AHEAD, SENDS_KEPT_BY_NCCL
 
 FEW_MICROBATCHES = 4
-"""Of a device, that are walked: more than are on their way to the host at once."""
+"""Microbatches of a device that are walked: more than are on their way to the host at once."""
 MORE_MICROBATCHES = 16
 """Likewise where they are in flight and gradients are reduced after each."""
 _OWN, _REST = 0, 1
@@ -45,12 +45,12 @@ _OWN, _REST = 0, 1
 
 @dataclass(frozen=True)
 class Need:
-    """Of one device."""
+    """What one device needs."""
 
     device_bytes: int
     """At its peak, context and allocator included."""
     host_bytes: int
-    """Of its node's memory."""
+    """What it needs of its node's memory."""
 
 
 class _Part(NamedTuple):
@@ -78,7 +78,8 @@ class RankMemory:
         self._parts: dict[tuple[int, int, str, str], _Part] = {}
         self._limits: dict[int, int | None] = {}
         self.scale = 1.0
-        """Of what devices and hosts have, what is planned with: more than 1 asks what would be if."""
+        """Share of the memory of devices and hosts that is planned with; more than 1 asks what would fit
+        then."""
 
     # -- what there is ---------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class RankMemory:
     # -- what is needed --------------------------------------------------------------------
 
     def need(self, candidate: CandidatePlan, group: int, position: int) -> Need:
-        """Of the device at a position of a group."""
+        """What the device at a position of a group needs."""
         own = candidate.groups[group]
         device = self._device_type(own.devices[position])
         cuts = tuple(
@@ -221,7 +222,7 @@ class RankMemory:
         return Need(peak + added, host_bytes)
 
     def _list_actions(self, plan: Plan) -> Sequence[Action]:
-        """Of the device; the same list whatever layers the ministages have."""
+        """The device's actions, the same whatever layers the ministages have."""
         spec = self._problem.setting.make_spec(plan)
         key = (
             tuple(ministage.group for ministage in plan.ministages),
@@ -260,7 +261,7 @@ class RankMemory:
         return Plan(sum(has_rows), tuple(groups), tuple(ministages))
 
     def _measure(self, plan: Plan, num_ranks: int, device: str) -> dict[int, MinistageBytes]:
-        """Of each ministage of the device's own group."""
+        """Sizes of each ministage of the device's own group."""
         workload = self._problem.workload
         each = ParameterBytes.of(workload)
         num_shards = count_shards(plan.groups[_OWN].zero, num_ranks)
@@ -332,7 +333,8 @@ def _take_more(sizes: Sizes, microbatches_per_device: int) -> tuple[Sizes, float
     number = min(max(len(sizes), 2), microbatches_per_device, MORE_MICROBATCHES)
     more = (max(sizes),) * number
     left = max(number - 1, 1) / number
-    """Of what is walked, at the second reduction; in a run all in flight but one are left, or the one."""
+    """Share of what is walked that is there at the second reduction; in a run all in flight but one are left,
+    or the one."""
     held = sum(sizes) * max(len(sizes) - 1, 1) / len(sizes)
     return more, held / (left * sum(more))
 

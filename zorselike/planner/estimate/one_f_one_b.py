@@ -20,7 +20,7 @@ class Order(NamedTuple):
 
     computations: Sequence[Computation]
     forward_needs: Sequence[int]
-    """Of each microbatch, the last microbatch of the group before that it waits for; `()` for the first
+    """The last microbatch of the group before that each microbatch waits for; `()` for the first
     group."""
     backward_needs: Sequence[int]
     """Likewise of the group behind."""
@@ -32,7 +32,7 @@ class _Stage:
 
     order: Order
     forward_s: float
-    """Of a microbatch."""
+    """Forward of a microbatch."""
     backward_s: float
     ready_s: float
     """From when on it can compute."""
@@ -42,7 +42,7 @@ class _Stage:
     """What a microbatch's results take to the next group; 0 for the last."""
     send_backward_s: float = 0.0
     forward_arrivals: list[float] = field(default_factory=list)
-    """Of its microbatches, when their results have reached the next group."""
+    """When the results of each microbatch have reached the next group."""
     backward_arrivals: list[float] = field(default_factory=list)
     position: int = 0
     """In its order."""

@@ -62,7 +62,7 @@ def find_interchangeable(bandwidths: Bandwidths, groups: Partition) -> list[list
 def _traits(
     codes: NDArray[np.int64], first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]
 ) -> Traits:
-    """Of the pairs of a device of the first group and one of the second, itself among them."""
+    """Traits of the pairs of a device of the first group and one of the second, itself among them."""
     rows, row_counts = np.array(first).T
     columns, column_counts = np.array(second).T
     pairs = np.outer(row_counts, column_counts)

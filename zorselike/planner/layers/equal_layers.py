@@ -15,7 +15,7 @@ class Run:
 
     num_layers: int
     seconds: tuple[float, ...]
-    """Of one of them, in each group."""
+    """Time of one of them, in each group."""
     num_bytes: tuple[float, ...]
 
 

@@ -37,9 +37,10 @@ class GroupCosts:
     """What layers of each kind cost a group, and what it has room for."""
 
     seconds: Mapping[str, float]
-    """Of one layer of each kind, for all of the group's work on it in a step."""
+    """Time of one layer of each kind, for all of the group's work on it in a step."""
     num_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Of one layer of each kind, on the card that has least room; a kind that is not named takes none."""
+    """Memory of one layer of each kind, on the device that has least room; a kind that is not named takes
+    none."""
     max_bytes: float = math.inf
     """For all layers of the group."""
     max_ministage_bytes: float = math.inf
@@ -63,7 +64,7 @@ class LayerSplit:
 
     @property
     def slowest_s(self) -> float:
-        """Of the slowest group."""
+        """Time of the slowest group."""
         return max(self.group_s)
 
     @property
@@ -183,7 +184,7 @@ class _Part:
     open_s: float
     open_bytes: float
     squares: float
-    """Of the seconds of ministages that are not open."""
+    """Sum of the squared seconds of ministages that are not open."""
 
     def evenness(self) -> float:
         return self.squares + self.open_s**2

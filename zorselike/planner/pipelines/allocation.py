@@ -50,7 +50,7 @@ class Problem:
 
     degree: int
     rows: int
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     costs: PipelineCosts
 
 

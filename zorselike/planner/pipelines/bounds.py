@@ -16,7 +16,7 @@ from math import gcd, inf, prod
 from zorselike.planner.pipelines.costs import PipelineCosts, Pool
 
 _MAX_STATES = 20_000
-"""Of a reach table; a larger one costs more than it prunes."""
+"""Largest reach table: a larger one costs more than it prunes."""
 _SLACK = 1e-9
 """Relative, for sums in another order."""
 _BOUND_ERROR = 0.01
@@ -286,4 +286,4 @@ class _Merged:
     steps: tuple[int, ...]
     sizes: tuple[int, ...]
     counts: dict[int, list[int]]
-    """Of each option, in steps."""
+    """Devices of each option, in steps."""

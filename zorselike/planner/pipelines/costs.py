@@ -49,7 +49,7 @@ class PipelineCosts(Protocol):
 
     @property
     def num_microbatches(self) -> int:
-        """Of one replica in one step."""
+        """Microbatches of one replica in one step."""
 
     @property
     def uses(self) -> Sequence[Sequence[int]]:
@@ -74,7 +74,7 @@ class PipelineCosts(Protocol):
     def update_s(self, option: int, start: int, stop: int) -> float: ...
 
     def sync_s(self, option: int, start: int, stop: int) -> float:
-        """Of gradients between the replicas."""
+        """Reduction of gradients between the replicas."""
 
     def fits(self, option: int, start: int, stop: int, depth: int) -> bool:
         """Whether memory is enough for the stage with `depth` - 1 stages after it; must not turn true as

@@ -80,9 +80,9 @@ class _Partial(NamedTuple):
     """Stages from `stage.start` to the last layer."""
 
     straggler_s: float
-    """Of all stages but the first of these."""
+    """The slowest stage but for the first of these."""
     pending_s: float
-    """Of the first of these, without what it sends backward."""
+    """Time of the first of these, without what it sends backward."""
     sum_s: float
     """With `pending_s`."""
     sync_s: float

@@ -18,7 +18,7 @@ Kinds = Mapping[tuple[tuple[float, ...], int], int]
 for which they have room."""
 
 _NUM_TRIED = 12
-"""Of the times, so many are tried with each other at first."""
+"""Times that are tried with each other at first."""
 _MAX_REFILLS = 20
 
 
@@ -84,7 +84,7 @@ class _Batch:
     num_rows: int
     times: Sequence[float]
     costs_s: Sequence[float]
-    """Of a round of each time."""
+    """What a round of each time costs."""
 
     def fill(self, before: Sequence[float], limit_s: float) -> list[float] | None:
         """The cheapest rounds of two times that cover what others leave, None where they cost as much as the

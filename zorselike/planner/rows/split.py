@@ -36,7 +36,7 @@ class RankCosts:
     """Forward and backward of a microbatch of 1, 2, ... rows through all layers of the group, for as many
     rows as fit at once; empty where not one row fits. They do not fall."""
     most_rows: int | None = None
-    """Of a step, for which it has room where activations of all its microbatches are kept; None: any. The
+    """Rows of a step for which it has room where activations of all its microbatches are kept; None: any. The
     paper's ways do not heed it."""
 
     def __post_init__(self) -> None:
@@ -68,8 +68,8 @@ class BatchSplit:
     """The rows of a group's ranks."""
 
     seconds: float
-    """Of the step's computation on the slowest rank or, with collectives in each round, of all rounds and
-    their collectives."""
+    """Time of the step's computation on the slowest rank or, with collectives in each round, of all rounds
+    and their collectives."""
     sizes: Mapping[int, tuple[int, ...]]
     """Rows of each rank's microbatches in processing order; none where a rank would only slow the others."""
     microbatches: tuple[Microbatch, ...]

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 COARSE_SHARE, ENUMERATION_SHARE = 0.35, 0.6
-"""Of the budget, after which first no more groupings are estimated coarsely, then none is refined: the best
-are simulated."""
+"""Shares of the budget, after which first no more groupings are estimated coarsely, then none is refined: the
+best are simulated."""
 FAR_LATE = 1.25
 """Budgets after which no simulation should end: where that of the best so far would, nothing is looked at
 closely any more once coarse estimates are over."""
@@ -22,7 +22,7 @@ MANY_ACTIONS = 50_000
 ASSUMED_S = 1.7e-5
 """For each action of one simulated step, before anything was simulated."""
 SEVERAL_STEPS = 2.0
-"""Of the time of a simulation of one step, what one of several takes."""
+"""How many times as long as one step a simulation of several takes."""
 TINY_ACTIONS = 50_000
 """Up to so many simulated actions, half a second, estimates decide nothing."""
 _TOLD_EVERY_S = 0.1
@@ -43,10 +43,10 @@ class SearchBudget:
         self.is_cut = False
         """Whether time, and so not the question alone, decided what was looked at."""
         self.expected_actions = 0
-        """Of what will be simulated first, as far as is known."""
+        """Actions of what will be simulated first, as far as is known."""
         self.num_simulated = 0
         self.actions = 0
-        """Of all simulations."""
+        """Actions of all simulations."""
         self._estimated_actions = 0
         self._simulating_s = 0.0
 

@@ -25,17 +25,17 @@ from zorselike.schedule.spec import ScheduleSpec
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
 _SHARE_FOR_WHOLE = 0.7
-"""Of a device's memory, what ministages that are gathered may take at most."""
+"""Share of a device's memory that gathered ministages may take at most."""
 _FAR_OVER, _FAR_UNDER = 2.5, 0.5
-"""Of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
+"""Shares of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
 finds."""
 _ROUND_OFF = 1e-9
 _LEAST_LEFT = 0.02
-"""Of a device's memory, that each repair takes at least."""
+"""Share of a device's memory that each repair takes at least."""
 
 
 MOST_CUTS = 20
-"""Of layers, that are all tried where nothing fits."""
+"""Cuts of layers that are all tried where nothing fits."""
 
 Class = tuple[str, int]
 """Devices that are alike: their type, and bytes of memory."""
@@ -111,7 +111,7 @@ class CandidateBuilder:
         """
         owners = visit_in_turn(len(choice.groups), choice.num_ministages)
         room = [1.0] * len(choice.groups)
-        """Of each group's memory, the share that its layers may be planned for."""
+        """Share of each group's memory that its layers may be planned for."""
         most_rows: list[dict[Class, int]] = [{} for _ in choice.groups]
         by_bytes = False
         """Whether layers are shared out by their size, so that no ministage is larger than it must be."""

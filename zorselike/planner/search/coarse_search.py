@@ -23,7 +23,7 @@ _FEW_GROUPS = 3
 _MICROBATCHES_PER_GROUP = 8
 """Microbatches of a device for each group of a pipeline with few in flight, whose fill is then short."""
 _FITTING_MODES = 2
-"""Of a family's modes that fit, how many of the fastest are compared."""
+"""How many of a family's modes that fit are compared, the fastest first."""
 _FITTING_FAMILIES = 2
 """Families that are compared where the first, which does nothing twice, does not fit."""
 

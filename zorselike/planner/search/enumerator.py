@@ -20,11 +20,11 @@ from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCand
 from zorselike.planner.search.top_k import WORTH_SIMULATING
 
 ASSUMED_MICROBATCHES = 32
-"""Of a step, in the first guess at groupings."""
+"""Microbatches of a step, in the first guess at groupings."""
 FEW_ORDERS = 6
 """Up to so many orders are looked at where a grouping does not fit in the paper's."""
 MOST_ORDERS = 24
-"""Of groups, beyond which only the paper's order is looked at."""
+"""Orders of groups, beyond which only the paper's is looked at."""
 MOST_REFINED = 6
 """Groupings of a set of devices that are refined, and half as many with few microbatches in flight,
 whose first estimates say less."""

@@ -193,7 +193,7 @@ class CandidateEvaluator:
         return best
 
     def _change_microbatches(self, best: EstimatedCandidate) -> EstimatedCandidate:
-        """Of all groups together, up and down from where they are while that helps."""
+        """Microbatches of all groups together, up and down from where they are while that helps."""
         groups = best.choice.groups
         counts = self.list_microbatch_counts(tuple(group.devices for group in groups))
         choices = [
@@ -230,13 +230,13 @@ class CandidateEvaluator:
         return self._improve(best, (replace(once, in_flight_factor=factor) for factor in factors))
 
     def _change_modes(self, best: EstimatedCandidate) -> EstimatedCandidate:
-        """Of each group by itself, to those that come before the present one or soon after."""
+        """The mode of each group by itself, to one that comes before the present one or soon after."""
         for g in range(len(best.choice.groups)):
             best = self._improve(best, (best.choice.change(g, mode=mode) for mode in self._near(best, g)))
         return best
 
     def _near(self, best: EstimatedCandidate, g: int) -> Iterator[Mode]:
-        """Of each family up to the next the first few that may fit, and all of its own."""
+        """The first few modes of each family up to the next, and all of the group's present one."""
         now = best.choice.groups[g].mode
         at = next(i for i, family in enumerate(self.families) if now in family)
         for i, family in enumerate(self.families[: at + 2]):

@@ -18,7 +18,7 @@ from zorselike.planner.search.neighbours import change_choice, describe_kinds, m
 from zorselike.planner.search.top_k import WORTH_SIMULATING, SimulatedCandidate, TopK
 
 MOST_STARTS = 3
-"""Of these, how many are changed step by step."""
+"""Simulated candidates that are changed step by step."""
 CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated."""
 SIMPLER = 1.002

@@ -11,7 +11,7 @@ from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.search.builder import Choice, GroupChoice, list_microbatch_counts
 
 MOST_KINDS = 6
-"""Of devices that are alike with the same rows, how many kinds of a group rows are moved between."""
+"""Kinds of devices of a group (alike, with the same rows) between which rows are moved, at most."""
 
 FEW_MINISTAGES = 8
 """Up to so many, layers move across several boundaries at once."""

@@ -15,7 +15,7 @@ _ALIKE = 1e-9
 @total_ordering
 @dataclass(frozen=True)
 class Score:
-    """Of a plan among others: the least is the best."""
+    """How good a plan is: the least score is the best."""
 
     excess: float
     """By how much constraints are broken, relative to them; 0 where they are kept."""
@@ -44,7 +44,7 @@ WORST = Score(inf, inf, inf)
 
 
 def score(problem: PlanProblem, iteration_s: float, cost: float, num_devices: int) -> Score:
-    """Of a plan with such steps."""
+    """The score of a plan with such steps."""
     excess = max(0.0, problem.min_throughput * iteration_s - 1)
     if cost > problem.max_cost_per_iteration:
         excess += cost / problem.max_cost_per_iteration - 1

@@ -45,9 +45,10 @@ from zorselike.simulator.report.limits import describe_limit
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 TIGHTER = 0.9
-"""Of the memory there is, with what is planned where whole plans turn out not to fit."""
+"""Share of the memory that is planned with where whole plans turn out not to fit."""
 FEW_SETS, FEW_GROUPINGS = 2, 2
-"""Of devices, and of each: in which something that fits is looked for, were there more memory."""
+"""Sets of devices, and groupings of each, in which something is looked for that would fit with more
+memory."""
 LIMITING_SHARE = 0.7
 """Below this share of the ideal a plan says what limits it."""
 ONE_STEP = (
