@@ -56,18 +56,18 @@ def plan_shares(workload: Workload, cluster: Cluster, clock: LayerTimeModel, job
     groups: list[Group] = []
     start = 0
     for g, ranks in enumerate(members):
-        own = tuple(range(start, start + len(ranks)))
+        numbered = tuple(range(start, start + len(ranks)))
         start += len(ranks)
         rows = apportion(job.global_batch, [speeds[rank] for rank in ranks])
         modules = [name for ministage in ministages if ministage.group == g for name in ministage.modules]
         layers = {_layer(workload, name, job) for name in modules}
         shares = [
             (rank, num_rows, _rows_at_once(layers, cluster.device_type(places[rank]), clock, job))
-            for rank, num_rows in zip(own, rows, strict=True)
+            for rank, num_rows in zip(numbered, rows, strict=True)
         ]
         groups.append(
             Group(
-                ranks=own,
+                ranks=numbered,
                 microbatches=expand_shares(shares, job.global_batch),
                 zero=job.zero,
                 recompute=job.recompute,

@@ -57,7 +57,7 @@ def find_cephalo(
             fitting.append((case, job.describe(found)))
     if not fitting:
         return Baseline(name=NAME, how="", simulated=None, reason=reason)
-    best, how = min(fitting, key=lambda own: own[0].simulation.iteration_s)
+    best, how = min(fitting, key=lambda pair: pair[0].simulation.iteration_s)
     return Baseline(name=NAME, how=how, simulated=best)
 
 
@@ -176,9 +176,9 @@ class _Job:
 
     def _kept_bytes(self, kind: str, recompute: Recompute) -> int:
         """What is kept of a row of one layer."""
-        own = self.setting.workload.kinds[kind]
-        inputs = own.input_elements_per_row * self.setting.workload.itemsize
-        return inputs if recompute == "layer" else own.activation_bytes_per_row
+        layer = self.setting.workload.kinds[kind]
+        inputs = layer.input_elements_per_row * self.setting.workload.itemsize
+        return inputs if recompute == "layer" else layer.activation_bytes_per_row
 
     def _size(
         self, costs: StepCosts, sizes: Mapping[int, _Sizes]
@@ -187,13 +187,15 @@ class _Job:
         microbatches on their way to the host."""
         most_kept = max(self._kept_bytes(kind, again) for kind, again in self._layers)
         found = []
-        for rank, own in enumerate(costs.sizes):
+        for rank, ministages in enumerate(costs.sizes):
             largest, rows = max(sizes[rank], default=0), max(sum(sizes[rank]), 1)
-            kept = own[0].activation_bytes_per_row
+            kept = ministages[0].activation_bytes_per_row
             if self.offloads:
                 kept = min(kept, math.ceil(COPIES_IN_FLIGHT * most_kept * largest / rows))
-            working = math.ceil(own[0].working_bytes_per_row * largest / rows)
-            found.append({0: replace(own[0], activation_bytes_per_row=kept, working_bytes_per_row=working)})
+            working = math.ceil(ministages[0].working_bytes_per_row * largest / rows)
+            found.append(
+                {0: replace(ministages[0], activation_bytes_per_row=kept, working_bytes_per_row=working)}
+            )
         return tuple(found)
 
 
@@ -261,11 +263,11 @@ def _scale(sizes: Mapping[int, MinistageBytes], share: float) -> dict[int, Minis
     """What is sharded, so many times as much."""
     return {
         i: replace(
-            own,
-            shard_bytes=round(share * own.shard_bytes),
-            kept_shard_bytes=round(share * own.kept_shard_bytes),
-            gradient_shard_bytes=round(share * own.gradient_shard_bytes),
-            state_bytes=round(share * own.state_bytes),
+            size,
+            shard_bytes=round(share * size.shard_bytes),
+            kept_shard_bytes=round(share * size.kept_shard_bytes),
+            gradient_shard_bytes=round(share * size.gradient_shard_bytes),
+            state_bytes=round(share * size.state_bytes),
         )
-        for i, own in sizes.items()
+        for i, size in sizes.items()
     }

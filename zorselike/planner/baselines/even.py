@@ -147,9 +147,9 @@ def make_data_parallel_plan(
     of equal size (to within one row), or in as many as it has rows."""
     microbatches: list[Microbatch] = []
     starts = [0, *accumulate(rows)]
-    for rank, (start, own) in enumerate(zip(starts, rows, strict=False)):
-        number = min(own, num_microbatches)
-        cuts = [start + own * m // number for m in range(number + 1)] if number else []
+    for rank, (start, mine) in enumerate(zip(starts, rows, strict=False)):
+        number = min(mine, num_microbatches)
+        cuts = [start + mine * m // number for m in range(number + 1)] if number else []
         microbatches += [Microbatch(rank, *cut) for cut in pairwise(cuts)]
     group = Group(
         ranks=tuple(range(len(places))), microbatches=tuple(microbatches), zero=zero, recompute=recompute

@@ -75,7 +75,7 @@ def find_pipeline(
         if len(cases) == FINALISTS:
             break
     if cases:
-        best, how = min(cases, key=lambda own: own[0].simulation.iteration_s)
+        best, how = min(cases, key=lambda pair: pair[0].simulation.iteration_s)
         return Baseline(name=name, how=how, simulated=best)
     return Baseline(name=name, how="", simulated=None, reason=reason or ranking.explain())
 
@@ -122,7 +122,7 @@ class _Ranking:
         """The fastest first; of shapes that only interchange equal nodes one."""
         unlike = {
             (step_s, estimate.rows, split.ends): (estimate, split)
-            for step_s, _, estimate, split in sorted(self.found, key=lambda own: own[:2], reverse=True)
+            for step_s, _, estimate, split in sorted(self.found, key=lambda entry: entry[:2], reverse=True)
         }
         return list(unlike.values())[::-1]
 

@@ -139,15 +139,15 @@ def make_replicas(
     cluster = setting.cluster
     parts = [_by_node(group) for group in groups]
     degrees = {
-        node: _find_degree(cluster, [own[node] for own in parts if node in own], degree)
+        node: _find_degree(cluster, [part[node] for part in parts if node in part], degree)
         for node in {place.node for group in groups for place in group}
     }
     found: list[tuple[Place, ...]] = []
     members: dict[Place, Members] = {}
     filled: Counter[int] = Counter()
-    for own in parts:
+    for part in parts:
         replicas = []
-        for node, places in own.items():
+        for node, places in part.items():
             for start in range(0, len(places), degrees[node]):
                 replica = Place(node, filled[node])
                 filled[node] += 1

@@ -57,9 +57,9 @@ class Stages:
     def takes(self, rows: int, recompute: Recompute) -> bool:
         """Whether so many rows fit by the profile, which knows of single devices only."""
         return all(
-            most is None or own <= most
+            most is None or own_rows <= most
             for g, group in enumerate(self.groups)
-            for place, own in zip(group, self.share(g, rows, recompute), strict=True)
+            for place, own_rows in zip(group, self.share(g, rows, recompute), strict=True)
             if self.replicas.degree(place) == 1
             for most in (
                 self._clock.max_rows(kind, self.device(place), self._again(kind, recompute))

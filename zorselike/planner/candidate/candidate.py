@@ -27,8 +27,8 @@ class CandidateGroup:
 
     def held_sizes(self, position: int) -> Sizes:
         """The microbatches of a device whose activations it holds at once."""
-        own = self.sizes[position]
-        return own if self.max_in_flight is None else own[: self.max_in_flight]
+        sizes = self.sizes[position]
+        return sizes if self.max_in_flight is None else sizes[: self.max_in_flight]
 
     @property
     def num_shards(self) -> int:
@@ -73,9 +73,9 @@ class CandidatePlan:
     def num_actions(self) -> int:
         """About how many actions its schedule has: computations, and the transfers between groups that follow
         each other, whose microbatches overlap in about as many pieces as both have together."""
-        own = [sum(map(len, group.sizes)) for group in self.groups]
-        computed = sum(2 * own[owner] for owner in self.owners)
-        moved = sum(4 * (own[a] + own[b]) for a, b in pairwise(self.owners) if a != b)
+        per_group = [sum(map(len, group.sizes)) for group in self.groups]
+        computed = sum(2 * per_group[owner] for owner in self.owners)
+        moved = sum(4 * (per_group[a] + per_group[b]) for a, b in pairwise(self.owners) if a != b)
         return computed + moved
 
     def layers_of(self, ministage: int) -> range:

@@ -77,10 +77,10 @@ def list_orders(nodes: Sequence[int]) -> list[_Order]:
     in_turns: list[int] = []
     rotated: list[int] = []
     for turn in range(max(map(len, queues), default=0)):
-        own = [queue[turn] if turn < len(queue) else None for queue in queues]
-        first = turn % len(own)
-        in_turns += [position for position in own if position is not None]
-        rotated += [position for position in (*own[first:], *own[:first]) if position is not None]
+        picked = [queue[turn] if turn < len(queue) else None for queue in queues]
+        first = turn % len(picked)
+        in_turns += [position for position in picked if position is not None]
+        rotated += [position for position in (*picked[first:], *picked[:first]) if position is not None]
     return list(dict.fromkeys([(*range(len(nodes)),), (*in_turns,), (*rotated,)]))
 
 
@@ -94,16 +94,16 @@ class _Pieces:
     ) -> None:
         in_rounds = group.mode.reduces_per_microbatch or group.max_in_flight is not None
         times: list[float] = []
-        for device, own in zip(types, group.sizes, strict=True):
+        for device, sizes in zip(types, group.sizes, strict=True):
             if in_rounds:
-                times += map(float, range(len(own)))
+                times += map(float, range(len(sizes)))
                 continue
-            seconds = table.model_s(device, group.mode.recompute, max(own, default=0))
-            ends = accumulate((seconds[size - 1] for size in own), initial=0.0)
+            seconds = table.model_s(device, group.mode.recompute, max(sizes, default=0))
+            ends = accumulate((seconds[size - 1] for size in sizes), initial=0.0)
             times += [(start + end) / 2 for start, end in pairwise(ends)]
         self._times = np.array(times)
-        self._sizes = np.array([size for own in group.sizes for size in own], dtype=np.int64)
-        self._positions = np.repeat(np.arange(len(group.sizes)), [len(own) for own in group.sizes])
+        self._sizes = np.array([size for sizes in group.sizes for size in sizes], dtype=np.int64)
+        self._positions = np.repeat(np.arange(len(group.sizes)), [len(sizes) for sizes in group.sizes])
         self._names = tuple(dict.fromkeys(nodes))
         numbers = {node: number for number, node in enumerate(self._names)}
         self._nodes = np.array([numbers[node] for node in nodes])

@@ -31,18 +31,18 @@ def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable)
     )
     groups: list[Group] = []
     places: list[Place] = []
-    for own, rows in zip(candidate.groups, dealt, strict=True):
+    for group, rows in zip(candidate.groups, dealt, strict=True):
         first = len(places)
-        places += [cluster.places[device] for device in own.devices]
+        places += [cluster.places[device] for device in group.devices]
         groups.append(
             Group(
                 ranks=tuple(range(first, len(places))),
                 microbatches=rows,
-                zero=own.mode.zero,
-                grad_reduce=own.mode.grad_reduce,
-                offload=own.mode.offload,
-                recompute=own.mode.recompute,
-                max_in_flight=own.max_in_flight,
+                zero=group.mode.zero,
+                grad_reduce=group.mode.grad_reduce,
+                offload=group.mode.offload,
+                recompute=group.mode.recompute,
+                max_in_flight=group.max_in_flight,
             )
         )
     ministages = tuple(

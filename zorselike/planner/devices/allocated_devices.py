@@ -82,9 +82,9 @@ def _take(kinds: Sequence[NodeKind], used: _Used) -> tuple[int, ...]:
     for k, kind in enumerate(kinds):
         left = {device: used.get((k, device), 0) for device in kind.types}
         for node in kind.nodes:
-            for device, own in zip(node, kind.types, strict=True):
-                if left[own]:
-                    left[own] -= 1
+            for device, device_type in zip(node, kind.types, strict=True):
+                if left[device_type]:
+                    left[device_type] -= 1
                     taken.append(device)
     return tuple(sorted(taken))
 

@@ -89,8 +89,10 @@ class DeviceBounds:
         """Rows of a step, each as the share of it that is left to do if every layer is on the type of device
         that is best at it: less than the rows where types differ in what they are good at. A step takes at
         least these by the sum of `1 / model_s` of its devices."""
-        own = {device: self.model_s(device) for device in devices}
-        shares = (min(self.row_s(device)[kind] / own[device] for device in devices) for kind in self._kinds)
+        alone_s = {device: self.model_s(device) for device in devices}
+        shares = (
+            min(self.row_s(device)[kind] / alone_s[device] for device in devices) for kind in self._kinds
+        )
         return self._problem.global_batch * fsum(shares)
 
     def model_s(self, device: str) -> float:

@@ -95,13 +95,17 @@ def propose_devices(
     found: list[DeviceSet] = []
     for part in parts:
         note = _describe_rest(problem.cluster, part, whole.devices) if len(parts) > 1 else ""
-        own = (
+        bandwidths = (
             whole
             if len(parts) == 1
             else read_bandwidths(problem.cluster, part, span_regions=problem.spans_regions)
         )
         chooser = _Chooser(
-            replace(problem, devices=part), bounds, own, most=most, time_limit_s=time_limit_s / len(parts)
+            replace(problem, devices=part),
+            bounds,
+            bandwidths,
+            most=most,
+            time_limit_s=time_limit_s / len(parts),
         )
         found += [replace(chosen, note=note) for chosen in chooser.choose()]
     if len(parts) > 1:
@@ -247,9 +251,9 @@ class _Chooser:
         """Names and devices, the same perhaps several times."""
         usable = self._problem.usable
         yield ("the only device" if len(usable) == 1 else f"all {count(len(usable), 'device')}"), usable
-        for name, own in self._list_shares():
-            yield f"without {name}", tuple(sorted({*usable} - {*own}))
-            yield f"only {name}", tuple(sorted(own))
+        for name, share in self._list_shares():
+            yield f"without {name}", tuple(sorted({*usable} - {*share}))
+            yield f"only {name}", tuple(sorted(share))
         for kind in self._kinds:
             yield kind.describe(1), tuple(sorted(kind.nodes[0]))
         for device, members in self._by(lambda device: self._bounds.type_of(device)).items():
@@ -268,9 +272,9 @@ class _Chooser:
         )
         for what, name_of in named:
             shares = self._by(name_of)
-            for name, own in shares.items():
+            for name, members in shares.items():
                 if len(shares) > 1 and name:
-                    yield (f"{what} {name}" if what else f"the {len(own)} {name}"), own
+                    yield (f"{what} {name}" if what else f"the {len(members)} {name}"), members
         if len(self._kinds) > 1:
             for kind in self._kinds:
                 yield kind.describe_all(), [*kind.devices]
@@ -311,14 +315,16 @@ class _Chooser:
         chosen = {*devices}
         parts, num_nodes = [], 0
         for kind in self._kinds:
-            own = [[device for device in node if device in chosen] for node in kind.nodes]
-            num_whole = sum(len(taken) == len(kind.types) for taken in own)
+            by_node = [[device for device in node if device in chosen] for node in kind.nodes]
+            num_whole = sum(len(taken) == len(kind.types) for taken in by_node)
             if num_whole:
                 parts.append(kind.describe(num_whole))
-            some = [self._bounds.type_of(d) for taken in own if len(taken) < len(kind.types) for d in taken]
+            some = [
+                self._bounds.type_of(d) for taken in by_node if len(taken) < len(kind.types) for d in taken
+            ]
             if some:
                 parts.append(f"{count_types(some)} of {kind.describe_one()}")
-            num_nodes += sum(map(bool, own))
+            num_nodes += sum(map(bool, by_node))
         if len(parts) <= MOST_PARTS:
             return " + ".join(parts)
         return f"{count_types(map(self._bounds.type_of, devices))} on {count(num_nodes, 'node')}"

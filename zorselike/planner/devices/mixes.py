@@ -69,9 +69,11 @@ class Mixes:
         present = (counts > 0) @ (1 << np.arange(len(types)))
         found = np.empty(len(counts))
         for code in np.unique(present):
-            own = [device for t, device in enumerate(types) if code >> t & 1]
+            present_types = [device for t, device in enumerate(types) if code >> t & 1]
             at = present == code
-            found[at] = np.maximum(self.bounds.work(own) / speeds[at], self.bounds.chain_s(own))
+            found[at] = np.maximum(
+                self.bounds.work(present_types) / speeds[at], self.bounds.chain_s(present_types)
+            )
         return found
 
     def _count_types(self, types: Sequence[str]) -> Ints:

@@ -72,10 +72,10 @@ def find_node_kinds(
     for device in sorted(devices):
         by_node.setdefault(cluster.places[device].node, []).append(device)
     alike: dict[object, list[int]] = {}
-    for node, own in by_node.items():
+    for node, on_node in by_node.items():
         key = (
             replace(cluster.nodes[node], name=""),
-            tuple(cluster.places[device].local_rank for device in own),
+            tuple(cluster.places[device].local_rank for device in on_node),
         )
         alike.setdefault(key, []).append(node)
 

@@ -204,8 +204,8 @@ class ModelPipelineCosts:
         self._rows = rows
 
     def layer_s(self, option: int, layer: int) -> float:
-        own = self.options[option]
-        return self._tables.piece_s(self._tables.pools[own.pool].type, self._rows, own.recompute, layer)
+        chosen = self.options[option]
+        return self._tables.piece_s(self._tables.pools[chosen.pool].type, self._rows, chosen.recompute, layer)
 
     def forward_send_s(self, option: int, following: int, stop: int, first_of: int) -> float:
         return self._send_s(option, following, stop)
@@ -249,12 +249,12 @@ class ModelPipelineCosts:
         return parameters * (each.gradient + each.weight) * (self._degree - 1) / self._degree
 
     def fits(self, option: int, start: int, stop: int, depth: int) -> bool:
-        own, tables = self.options[option], self._tables
-        kept = tables.kept_bytes(own.recompute)
+        chosen, tables = self.options[option], self._tables
+        kept = tables.kept_bytes(chosen.recompute)
         held = min(depth, self.num_microbatches) * self._rows * (kept[stop] - kept[start])
-        working = self._rows * tables.working_bytes if own.recompute == "layer" else 0
+        working = self._rows * tables.working_bytes if chosen.recompute == "layer" else 0
         state = (tables.state_bytes[stop] - tables.state_bytes[start]) / self._degree
-        return state + held + working <= tables.memory[own.pool]
+        return state + held + working <= tables.memory[chosen.pool]
 
     def boundary_dollars(self, option: int, following: int, stop: int) -> float:
         """Activations there, gradients back, of all rows."""

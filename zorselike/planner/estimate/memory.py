@@ -119,18 +119,18 @@ class RankMemory:
 
     def need(self, candidate: CandidatePlan, group: int, position: int) -> Need:
         """What the device at a position of a group needs."""
-        own = candidate.groups[group]
-        device = self._device_type(own.devices[position])
+        chosen = candidate.groups[group]
+        device = self._device_type(chosen.devices[position])
         cuts = tuple(
             (layers.start, layers.stop) for layers in map(candidate.layers_of, candidate.ministages_of(group))
         )
-        sizes = own.held_sizes(position) or max(own.sizes, key=len)
+        sizes = chosen.held_sizes(position) or max(chosen.sizes, key=len)
         rows = max(sizes) if candidate.accumulates else sum(sizes)
-        bounded = None if own.max_in_flight is None else (len(sizes), own.microbatches_per_device)
-        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(own.sizes[position]), bounded)
-        key = (cuts, own.mode, summary, len(own.devices), device)
+        bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
+        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(chosen.sizes[position]), bounded)
+        key = (cuts, chosen.mode, summary, len(chosen.devices), device)
         if key not in self._needs:
-            self._needs[key] = self._walk(cuts, own, own.held_sizes(position), device)
+            self._needs[key] = self._walk(cuts, chosen, chosen.held_sizes(position), device)
         return self._needs[key]
 
     def _device_type(self, device: int) -> str:
@@ -139,13 +139,15 @@ class RankMemory:
 
     def estimate_bytes(self, candidate: CandidatePlan, group: int, position: int) -> int:
         """About what `need` would find of a device, without a walk."""
-        own = candidate.groups[group]
-        device = self._device_type(own.devices[position])
-        sizes = own.held_sizes(position)
-        parts = [self._part(candidate.layers_of(i), own.mode, device) for i in candidate.ministages_of(group)]
+        chosen = candidate.groups[group]
+        device = self._device_type(chosen.devices[position])
+        sizes = chosen.held_sizes(position)
+        parts = [
+            self._part(candidate.layers_of(i), chosen.mode, device) for i in candidate.ministages_of(group)
+        ]
         rows_at_once = max(sizes, default=0)
         rows = rows_at_once if candidate.accumulates else sum(sizes)
-        held = _hold(parts, own.mode, own.num_shards, rows, rows_at_once, self._problem.defer_updates)
+        held = _hold(parts, chosen.mode, chosen.num_shards, rows, rows_at_once, self._problem.defer_updates)
         context_bytes = self._problem.setting.context_bytes(device)
         return context_bytes + round(held * (1 + self._overheads.allocator_share))
 
@@ -162,10 +164,10 @@ class RankMemory:
         keys = Counter(self._table.keys[layer] for layer in layers)
         for key, count in keys.items():
             kind = self._table.kind(key)
-            own = kind.num_parameters + kind.num_borrowed
-            number += count * own
+            parameters = kind.num_parameters + kind.num_borrowed
+            number += count * parameters
             trained += count * (kind.trainable + kind.num_borrowed)
-            largest = max(largest, own)
+            largest = max(largest, parameters)
             whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
             if self._table.recompute(key, mode.recompute) == "layer":
                 inputs = kind.input_elements_per_row * itemsize
@@ -198,26 +200,26 @@ class RankMemory:
             share = 1.0  # Each microbatch goes back before the next one comes.
         plan = self._make_plan(cuts, group, few)
         actions = self._list_actions(plan)
-        own = self._measure(plan, len(group.devices), device)
+        measured = self._measure(plan, len(group.devices), device)
         is_stashed = "activations" in group.mode.offload
         if not is_stashed:
-            own = {i: _scale(size, share) for i, size in own.items()}
+            measured = {i: _scale(size, share) for i, size in measured.items()}
         context_bytes = self._problem.setting.context_bytes(device)
         walk = walk_memory(
             plan,
             0,
             actions,
-            own,
+            measured,
             context_bytes=context_bytes,
             num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
         )
-        peak = walk.device_peak_bytes + self._posted_bytes(group, own, sizes)
+        peak = walk.device_peak_bytes + self._posted_bytes(group, measured, sizes)
         if len(plan.groups) > 1:  # Else nothing is received.
-            peak += self._joined_bytes(own, sizes)
+            peak += self._joined_bytes(measured, sizes)
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
-            kept = sum(size.activation_bytes_per_row for size in own.values())
+            kept = sum(size.activation_bytes_per_row for size in measured.values())
             host_bytes += sum(sizes) * kept - walk.host[Purpose.ACTIVATIONS]
         return Need(peak + added, host_bytes)
 
@@ -276,16 +278,18 @@ class RankMemory:
             for i in plan.ministages_of_group(_OWN)
         }
 
-    def _joined_bytes(self, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
-        return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in own.values())
+    def _joined_bytes(self, measured: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+        return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in measured.values())
 
-    def _posted_bytes(self, group: CandidateGroup, own: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
+    def _posted_bytes(
+        self, group: CandidateGroup, measured: Mapping[int, MinistageBytes], sizes: Sizes
+    ) -> int:
         """What is received early: with bounds on microbatches in flight the gradients of all of these, and
         the inputs of those that follow."""
         if group.max_in_flight is None:
             return 0
         num_rows = sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
-        return num_rows * max(size.boundary_bytes_per_row for size in own.values())
+        return num_rows * max(size.boundary_bytes_per_row for size in measured.values())
 
 
 def _hold(

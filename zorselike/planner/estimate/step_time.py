@@ -228,10 +228,10 @@ class StepTimeEstimate:
         """What copies from the host take for one layer in a step, which computation hides at best."""
         wanted = (group.devices, group.sizes, group.mode, key)
         if wanted not in self._copied:
-            own = self._copies(group, {key: 1})
+            copies = self._copies(group, {key: 1})
             loads = 2 if group.mode.zero in (2, 3) else 1  # For the forward, and again for the backward.
             self._copied[wanted] = (
-                loads * own.get("load_s", 0.0) + own.get("state_s", 0.0) + own.get("stash_s", 0.0)
+                loads * copies.get("load_s", 0.0) + copies.get("state_s", 0.0) + copies.get("stash_s", 0.0)
             )
         return self._copied[wanted]
 
@@ -316,16 +316,16 @@ class StepTimeEstimate:
     def _rows_by_node(self, group: CandidateGroup) -> dict[int, tuple[int, int]]:
         """Rows of each node's devices, and one of these."""
         found: dict[int, tuple[int, int]] = {}
-        for device, own in zip(group.devices, group.sizes, strict=True):
+        for device, sizes in zip(group.devices, group.sizes, strict=True):
             node = self.place(device).node
             rows, first = found.get(node, (0, device))
-            found[node] = (rows + sum(own), first)
+            found[node] = (rows + sum(sizes), first)
         return found
 
     def _busiest(self, group: CandidateGroup, node: int) -> int:
         """Rows of the device with most on a node."""
         return max(
-            sum(own)
-            for device, own in zip(group.devices, group.sizes, strict=True)
+            sum(sizes)
+            for device, sizes in zip(group.devices, group.sizes, strict=True)
             if self.place(device).node == node
         )

@@ -53,8 +53,8 @@ def _start(bandwidths: Bandwidths) -> tuple[list[list[int]], Rates]:
 def _choose(rates: Rates, types: list[frozenset[str]], sizes: np.ndarray) -> tuple[int, int]:
     """The two groups to merge, the lower index first."""
     pairs = rates == rates.max()
-    numbers = {own: i for i, own in enumerate(dict.fromkeys(types))}
-    kinds = np.array([numbers[own] for own in types])
+    numbers = {type_set: i for i, type_set in enumerate(dict.fromkeys(types))}
+    kinds = np.array([numbers[type_set] for type_set in types])
     alike = pairs & (kinds[:, None] == kinds)
     pairs = alike if alike.any() else pairs
     together = np.where(pairs, sizes[:, None] + sizes, np.iinfo(np.int64).max)

@@ -75,7 +75,7 @@ def _arrange(classes: Sequence[Sequence[int]]) -> Iterator[Order]:
     """Every order in which those of a class come as the class has them."""
     if not any(classes):
         yield ()
-    for i, own in enumerate(classes):
-        if own:
-            for rest in _arrange([*classes[:i], own[1:], *classes[i + 1 :]]):
-                yield (own[0], *rest)
+    for i, alike in enumerate(classes):
+        if alike:
+            for rest in _arrange([*classes[:i], alike[1:], *classes[i + 1 :]]):
+                yield (alike[0], *rest)

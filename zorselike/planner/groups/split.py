@@ -55,7 +55,7 @@ def _cut(bandwidths: Bandwidths, part: _Part) -> list[_Part]:
     leave: dict[int, tuple[int, ...]] = {}
     for (block, devices), num_leaving in zip(part.members.items(), part.cut.side, strict=True):
         edge = len(devices) - num_leaving
-        for side, own in ((stay, devices[:edge]), (leave, devices[edge:])):
-            if own:
-                side[block] = own
+        for side, kept in ((stay, devices[:edge]), (leave, devices[edge:])):
+            if kept:
+                side[block] = kept
     return [_measure(bandwidths, stay), _measure(bandwidths, leave)]

@@ -235,14 +235,14 @@ def split_by_sizes(costs: Sequence[RankCosts], sizes: Sequence[Sequence[int]]) -
     microbatches by the middle of their time."""
     pieces = []
     slowest = 0.0
-    for cost, own in zip(costs, sizes, strict=True):
-        ends = list(accumulate((cost.seconds[size - 1] for size in own), initial=0.0))
+    for cost, mine in zip(costs, sizes, strict=True):
+        ends = list(accumulate((cost.seconds[size - 1] for size in mine), initial=0.0))
         slowest = max(slowest, ends[-1])
         pieces += [
             ((start + end) / 2, cost.rank, size)
-            for (start, end), size in zip(pairwise(ends), own, strict=True)
+            for (start, end), size in zip(pairwise(ends), mine, strict=True)
         ]
-    by_rank = {cost.rank: tuple(own) for cost, own in zip(costs, sizes, strict=True)}
+    by_rank = {cost.rank: tuple(mine) for cost, mine in zip(costs, sizes, strict=True)}
     return BatchSplit(slowest, by_rank, deal_rows(pieces))
 
 
@@ -269,13 +269,13 @@ def split_by_rounds(
         ]
         rows = take_surplus(tables, rows, min(left, sum(rows)))
         left -= sum(rows)
-        slowest = max(table[own] for table, own in zip(tables, rows, strict=True))
+        slowest = max(table[taken] for table, taken in zip(tables, rows, strict=True))
         seconds += collective_s + max(slowest, hidden_s)
-        for cost, own, mine in zip(costs, rows, sizes, strict=True):
-            if own:
-                mine.append(own)
-                pieces.append((number, cost.rank, own))
-    by_rank = {cost.rank: tuple(own) for cost, own in zip(costs, sizes, strict=True)}
+        for cost, taken, mine in zip(costs, rows, sizes, strict=True):
+            if taken:
+                mine.append(taken)
+                pieces.append((number, cost.rank, taken))
+    by_rank = {cost.rank: tuple(taken) for cost, taken in zip(costs, sizes, strict=True)}
     return BatchSplit(seconds, by_rank, deal_rows(pieces))
 
 

@@ -120,11 +120,11 @@ class CandidateBuilder:
             return None
         for _ in range(_MAX_REPAIRS):
             groups = []
-            for own, most in zip(choice.groups, most_rows, strict=True):
-                sizes = self.share_rows(own, most, in_rounds=choice.in_flight_factor is not None)
+            for chosen, most in zip(choice.groups, most_rows, strict=True):
+                sizes = self.share_rows(chosen, most, in_rounds=choice.in_flight_factor is not None)
                 if sizes is None:
                     return None
-                groups.append(CandidateGroup(own.devices, own.mode, sizes))
+                groups.append(CandidateGroup(chosen.devices, chosen.mode, sizes))
             if choice.in_flight_factor is not None:
                 groups = self._bound(groups, choice.in_flight_factor)
             costs = [
@@ -132,7 +132,7 @@ class CandidateBuilder:
                 for group, share in zip(groups, room, strict=True)
             ]
             if by_bytes:
-                costs = [replace(own, seconds=self._parameters) for own in costs]
+                costs = [replace(chosen, seconds=self._parameters) for chosen in costs]
             split = split_layers(self._table.keys, owners, costs)
             if split is None:
                 break
@@ -214,8 +214,8 @@ class CandidateBuilder:
         if group.microbatches_per_device == 1 and not group.mode.reduces_per_microbatch:
             return whole
         cut = {
-            device: max(1, math.ceil(sum(own) / group.microbatches_per_device))
-            for device, own in zip(group.devices, whole, strict=True)
+            device: max(1, math.ceil(sum(sizes) / group.microbatches_per_device))
+            for device, sizes in zip(group.devices, whole, strict=True)
         }
         if max(cut.values()) >= num_rows:
             return whole
@@ -354,7 +354,10 @@ class CandidateBuilder:
     def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]]) -> int:
         """How often each group must be visited at least, so that two ministages, whole, and the gradients of
         one find room on its smallest devices (ZeRO 2)."""
-        kind = max((self._table.kind(key) for key in self._table.counts), key=lambda own: own.num_parameters)
+        kind = max(
+            (self._table.kind(key) for key in self._table.counts),
+            key=lambda each_kind: each_kind.num_parameters,
+        )
         typical = self._problem.workload.num_parameters / len(self._table.keys)
         each = self._problem.parameter_bytes
         needed = min(kind.num_parameters, 2 * typical) * (2 * each.weight + each.gradient)
@@ -399,15 +402,15 @@ class CandidateBuilder:
             seen: set[tuple[Class, Sizes]] = set()
             for position, device in enumerate(group.devices):
                 limit = self._memory.limit_bytes(device)
-                own = self._class_of(device)
-                alike = (own, group.sizes[position])
+                device_class = self._class_of(device)
+                alike = (device_class, group.sizes[position])
                 if limit is None or alike in seen:
                     continue
                 seen.add(alike)
                 need = self._need_bytes(candidate, g, position, limit)
-                worst = over.get(g, {}).get(own, (0, 1))
+                worst = over.get(g, {}).get(device_class, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
-                    over.setdefault(g, {})[own] = need, limit
+                    over.setdefault(g, {})[device_class] = need, limit
         return over
 
     def _need_bytes(self, candidate: CandidatePlan, g: int, position: int, limit: int) -> int:
@@ -429,12 +432,14 @@ class CandidateBuilder:
         owners = [self._class_of(device) for device in group.devices]
         if group.mode.reduces_per_microbatch or {*owners} <= {*classes}:
             return False
-        for own, (need, limit) in classes.items():
-            rows = max(sum(sizes) for sizes, other in zip(group.sizes, owners, strict=True) if other == own)
+        for device_class, (need, limit) in classes.items():
+            rows = max(
+                sum(sizes) for sizes, other in zip(group.sizes, owners, strict=True) if other == device_class
+            )
             fewer = min(rows - 1, int(rows * limit / need))
             if fewer < 0:
                 return False
-            most_rows[own] = fewer
+            most_rows[device_class] = fewer
         return True
 
     def _class_of(self, device: int) -> Class:

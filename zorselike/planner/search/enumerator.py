@@ -123,7 +123,7 @@ class CandidateEnumerator:
         bandwidths = self._read_bandwidths(devices)
         most = fixed.ministages or self._num_layers
         groupings = find_groupings(bandwidths, max_groups=min(most, count_useful_groups(bandwidths)))
-        for grouping in sorted(groupings, key=lambda own: self._guess_s(bandwidths, own)):
+        for grouping in sorted(groupings, key=lambda each: self._guess_s(bandwidths, each)):
             order = order_by_bandwidth(bandwidths, grouping.groups)
             yield tuple(grouping.groups[i] for i in order), grouping.name
 

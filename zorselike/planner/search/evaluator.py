@@ -120,8 +120,8 @@ class CandidateEvaluator:
 
     def estimate(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
         """A candidate that fits, with its estimate; None where nothing joins its groups."""
-        own = self._score(candidate)
-        return None if own is None else EstimatedCandidate(choice, candidate, own, grouping)
+        found = self._score(candidate)
+        return None if found is None else EstimatedCandidate(choice, candidate, found, grouping)
 
     def _score(self, candidate: CandidatePlan) -> Score | None:
         """By its estimate; None where nothing joins its groups."""

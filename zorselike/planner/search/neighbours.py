@@ -47,9 +47,9 @@ def move_rows(
         kinds: what tells the devices of each group apart, apart from their rows.
         most_at_once: rows of a microbatch.
     """
-    for g, (group, own) in enumerate(zip(candidate.groups, kinds, strict=True)):
+    for g, (group, group_kinds) in enumerate(zip(candidate.groups, kinds, strict=True)):
         alike: dict[object, list[int]] = {}
-        for position, kind in enumerate(own):
+        for position, kind in enumerate(group_kinds):
             alike.setdefault((kind, group.sizes[position]), []).append(position)
         few = list(alike.values())[:MOST_KINDS]
         for givers in few:
@@ -92,8 +92,8 @@ def _shift_rows(
     changed = {giver: _fewer(candidate.groups[g].sizes[giver])[-1] for giver in givers}
     for number in range(len(givers)):
         taker = takers[number % len(takers)]
-        own = changed.get(taker, candidate.groups[g].sizes[taker])
-        changed[taker] = _more(own, most_at_once)[-1]
+        sizes = changed.get(taker, candidate.groups[g].sizes[taker])
+        changed[taker] = _more(sizes, most_at_once)[-1]
     return _with_sizes(candidate, g, changed)
 
 
@@ -174,17 +174,17 @@ def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
             yield _with_groups(choice, _replaced(groups, {a: groups[b], b: groups[a]}), num_layers)
             merged = replace(groups[a], devices=tuple(sorted(groups[a].devices + groups[b].devices)))
             yield _with_groups(choice, _replaced(groups, {a: merged, b: None}), num_layers)
-    for a, own in enumerate(groups):
+    for a, group in enumerate(groups):
         if len(groups) > 1:
             yield _with_groups(choice, _replaced(groups, {a: None}), num_layers)
-        if len(own.devices) == 1:
+        if len(group.devices) == 1:
             continue
-        half = len(own.devices) // 2
-        parts = [replace(own, devices=own.devices[:half]), replace(own, devices=own.devices[half:])]
+        half = len(group.devices) // 2
+        parts = [replace(group, devices=group.devices[:half]), replace(group, devices=group.devices[half:])]
         for first, second in (parts, parts[::-1]):
             yield _with_groups(choice, (*groups[:a], first, second, *groups[a + 1 :]), num_layers)
-        for device in (own.devices[0], own.devices[-1]):
-            rest = replace(own, devices=tuple(d for d in own.devices if d != device))
+        for device in (group.devices[0], group.devices[-1]):
+            rest = replace(group, devices=tuple(d for d in group.devices if d != device))
             yield _with_groups(choice, _replaced(groups, {a: rest}), num_layers)
             for b, other in enumerate(groups):
                 if b != a:

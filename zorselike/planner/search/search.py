@@ -208,15 +208,15 @@ class _Search:
         first_score = self._top_k.best.score
         simulated = self._top_k.sort()
         for found in [self._top_k.best, *simulated]:
-            own = structures.describe(found.estimated.candidate, found.case.simulation.iteration_s)
-            if own & seen or not self._fits(found.case):
+            structure = structures.describe(found.estimated.candidate, found.case.simulation.iteration_s)
+            if structure & seen or not self._fits(found.case):
                 continue
             if chosen and found.score < first_score:
                 continue  # Hardly better than the first, and less simple.
             if not found.score.is_allowed:
                 refused = refused or found
                 continue
-            seen |= own
+            seen |= structure
             first_score = first_score if chosen else found.score
             chosen.append(self._finish(found))
             if len(chosen) == max(1, top):

@@ -42,7 +42,7 @@ def _put_kinds_first(ordered: list[EstimatedCandidate]) -> list[EstimatedCandida
     """The best with and the best without bounds on microbatches in flight before all others: estimates of the
     two err in different ways."""
     first = {candidate.choice.in_flight_factor is None: candidate for candidate in reversed(ordered)}
-    return sorted(ordered, key=lambda own: all(own is not other for other in first.values()))
+    return sorted(ordered, key=lambda candidate: all(candidate is not other for other in first.values()))
 
 
 class TopK:
@@ -67,7 +67,7 @@ class TopK:
     def simulate_best(self, candidates: list[EstimatedCandidate]) -> None:
         """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
         first, which is as good to run and quicker to simulate."""
-        ordered = _put_kinds_first(sorted(candidates, key=lambda own: (own.score.excess, self._weigh(own))))
+        ordered = _put_kinds_first(sorted(candidates, key=lambda one: (one.score.excess, self._weigh(one))))
         limit = WORTH_SIMULATING * ordered[0].score.wanted if ordered else 0.0
         for number, estimated in enumerate(ordered):
             if self.best is not None and self._budget.is_over():
