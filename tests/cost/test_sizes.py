@@ -103,7 +103,7 @@ def find_real_sizes(rank: int, world_size: int, case: Case) -> dict[int, Minista
         }
 
 
-@volume.parametrize("case", CASES, least=5, ids=str)
+@volume.parametrize("case", CASES, least=2, ids=str)
 def test_sizes_are_those_of_the_runtime(case: Case, run_ranks: RunRanks) -> None:
     plan = case.plan()
     real = run_ranks(find_real_sizes, plan.num_ranks, case)
