@@ -429,7 +429,8 @@ def test_a_process_whose_pipeline_did_nothing_ends_well(tmp_path: Path) -> None:
     """One pipeline is refused, the last one is neither used nor closed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}/support", "OMP_NUM_THREADS": "1"}
+    path = f"{tests.parent}:{tests}/support:{tests}/support/models"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store")]
     processes = [
         subprocess.Popen(
