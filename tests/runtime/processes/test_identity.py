@@ -14,7 +14,7 @@ import torch
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.processes.device import find_device
-from zorselike.runtime.processes.identity import Identity, find_identity
+from zorselike.runtime.processes.identity import RANK_ALONE, Identity, find_identity
 from zorselike.runtime.processes.processes import _find_meeting_point
 
 ROOT = Path(__file__).parents[3]
@@ -80,8 +80,19 @@ def test_a_script_may_set_rank_and_world_size_from_its_launchers(other: dict[str
     assert find_identity({"RANK": "5", "WORLD_SIZE": "8"} | other).local_rank == 1
 
 
-def test_one_process_needs_no_local_rank() -> None:
-    assert find_identity({"RANK": "0", "WORLD_SIZE": "1"}).local_rank == 0
+@pytest.mark.parametrize("other", [{}, SLURM])  # Slurm speaks of another rank.
+def test_rank_and_world_size_are_enough_where_no_gpu_is_to_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, str]
+) -> None:
+    """As in a pod of one process, or a script that sets the two by hand."""
+    variables = {"RANK": "1", "WORLD_SIZE": "4"} | other
+    assert find_identity(variables) == Identity(1, 4, 0, None, socket.gethostname(), RANK_ALONE)
+    _pretend(monkeypatch, variables, 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert find_device("auto", without_gpu="") == torch.device("cuda", 0)
+    _pretend(monkeypatch, variables, 2)
+    with pytest.raises(ConfigError, match="not LOCAL_RANK, and this node has 2 GPUs"):
+        find_device("auto", without_gpu="")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +100,6 @@ def test_one_process_needs_no_local_rank() -> None:
     [
         ({"RANK": "1", "LOCAL_RANK": "0"}, "RANK and LOCAL_RANK set in the environment, but not WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE set in the environment, but not RANK and LOCAL_RANK: start all"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "but not LOCAL_RANK: start all processes by torchrun, srun"),
-        ({"RANK": "1", "WORLD_SIZE": "4"} | SLURM, "but not LOCAL_RANK"),  # Slurm says another rank.
         ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, "not SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
         (SLURM | {"SLURM_NTASKS": "5"}, "Slurm's environment variables contradict each other: rank 5 of 5"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "contradict each other: rank 5 of 8, local rank 4 of 4; unset"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zorselike.errors import ConfigError
-from zorselike.runtime.processes.identity import find_identity
+from zorselike.runtime.processes.identity import RANK_ALONE, find_identity
 
 
 def find_device(wanted: str, *, without_gpu: str, rank: int | None = None) -> torch.device:
@@ -20,6 +20,11 @@ def find_device(wanted: str, *, without_gpu: str, rank: int | None = None) -> to
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     identity, num_gpus = find_identity(rank=rank), torch.cuda.device_count()
+    if identity.source == RANK_ALONE and identity.size > 1 and num_gpus > 1:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set, but not LOCAL_RANK, and this node has {num_gpus} GPUs: set "
+            "LOCAL_RANK too (the process's number on its node, from 0), or show each process one GPU"
+        )
     index = 0 if num_gpus == 1 and identity.source not in ("", "torchrun") else identity.local_rank
     if index >= num_gpus:
         raise ConfigError(

@@ -17,6 +17,10 @@ from zorselike.errors import ConfigError
 NODE_VARIABLE = "ZORSELIKE_NODE"
 """Environment variable that names this node in place of its hostname."""
 
+RANK_ALONE = "RANK and WORLD_SIZE"
+"""Source of an identity whose place on its node nobody says: a pod of one process, or a script that sets
+these two by hand. Its local rank is taken for 0."""
+
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Slurm's batch scripts and interactive shells are steps of numbers from here on, with one process each."""
 
@@ -81,7 +85,7 @@ def find_identity(environment: Mapping[str, str] = os.environ, *, rank: int | No
     """
     node = environment.get(NODE_VARIABLE) or socket.gethostname()
     if _TORCHRUN.rank in environment or _TORCHRUN.sizes[0] in environment:
-        return _check(_read(_TORCHRUN, environment, node))
+        return _check(_read_torchrun(environment, node))
     for launcher in _OTHERS:
         if launcher.rank in environment and (launcher is not _SLURM or _is_task(environment)):
             return _check(_read(launcher, environment, node))
@@ -95,8 +99,6 @@ def _read(launcher: _Launcher, environment: Mapping[str, str], node: str) -> Ide
     rank = _number(environment, (launcher.rank,))
     size = _number(environment, launcher.sizes)
     local_rank = _number(environment, (launcher.local_rank,))
-    if local_rank is None and launcher is _TORCHRUN and None not in (rank, size):
-        local_rank = 0 if size == 1 else _find_local_rank(rank, size, environment)
     if rank is None or size is None or local_rank is None:
         names = {launcher.rank: rank, " or ".join(launcher.sizes): size, launcher.local_rank: local_rank}
         given = [name for name, value in names.items() if value is not None]
@@ -112,12 +114,15 @@ def _read(launcher: _Launcher, environment: Mapping[str, str], node: str) -> Ide
     return Identity(rank, size, local_rank, local_size, node, launcher.name)
 
 
-def _find_local_rank(rank: int | None, size: int | None, environment: Mapping[str, str]) -> int | None:
-    """For a job script that sets torchrun's variables from another launcher's, and leaves this one out."""
+def _read_torchrun(environment: Mapping[str, str], node: str) -> Identity:
+    """Where `LOCAL_RANK` is left out, the launcher that agrees on the other two has it: job scripts copy them."""
+    rank, size = _number(environment, (_TORCHRUN.rank,)), _number(environment, _TORCHRUN.sizes)
+    if _TORCHRUN.local_rank in environment or rank is None or size is None:
+        return _read(_TORCHRUN, environment, node)
     for other in _OTHERS:
         if (_number(environment, (other.rank,)), _number(environment, other.sizes)) == (rank, size):
-            return _number(environment, (other.local_rank,))
-    return None
+            return _read(other, environment, node)
+    return Identity(rank, size, 0, _number(environment, _TORCHRUN.local_sizes), node, RANK_ALONE)
 
 
 def _check(found: Identity) -> Identity:
