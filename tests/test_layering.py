@@ -1,4 +1,4 @@
-"""Imports go downward and in no circle, planning needs no torch, files and folders stay small (DESIGN, 3)."""
+"""Imports go downward and in no circle, planning needs no torch, files and folders stay small."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ LAYERS = [
     "profiler",
     "models",
     "train",
-    "elastic",
     "cli",
 ]
 WITHOUT_TORCH = LAYERS[: LAYERS.index("runtime")]

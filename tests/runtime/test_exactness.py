@@ -1,4 +1,4 @@
-"""Whatever the plan, training equals a single process (DESIGN, section 8)."""
+"""Whatever the plan, training equals a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloading changes where bytes are, never what they are (DESIGN, section 8)."""
+"""Offloading changes where bytes are, never what they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives are counted, not trusted (DESIGN section 5, Zorse's Table 2)."""
+"""Collectives are counted, not trusted (Zorse's Table 2)."""
 
 from __future__ import annotations
 

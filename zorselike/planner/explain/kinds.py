@@ -1,4 +1,4 @@
-"""What each kind of device adds to a plan: planned again without it (DESIGN section 9, `--explain`)."""
+"""What each kind of device adds to a plan: planned again without it (`--explain`)."""
 
 from __future__ import annotations
 

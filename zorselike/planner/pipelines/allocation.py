@@ -1,4 +1,4 @@
-"""Which devices a job should have at all, and as what pipeline (Sailor section 4.2; DESIGN section 9).
+"""Which devices a job should have at all, and as what pipeline (Sailor section 4.2).
 
 From quotas by type and zone, for throughput or for money. Every stage has as many replicas, which is the
 degree of data parallelism; every degree and microbatch size is a problem of its own. Microbatch counts round

@@ -1,4 +1,4 @@
-"""What the search for a pipeline asks of a cost model (Sailor section 4.2.2; DESIGN section 9).
+"""What the search for a pipeline asks of a cost model (Sailor section 4.2.2).
 
 A step of a pipeline whose stages all have as many replicas takes
 

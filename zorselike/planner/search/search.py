@@ -1,4 +1,4 @@
-"""The search for the best plan (DESIGN section 9).
+"""The search for the best plan (Zorse 4.3, Sailor 4.2).
 
 Sets of devices, their groupings and the orders of groups are looked at in the order of what they promise;
 for each, rows, layers, modes, microbatches and ministages are decided by an estimate of the step

@@ -1,7 +1,7 @@
 """The modules of one ministage that FSDP2 gathers and reduces, on one rank.
 
-The only class that knows FSDP2. Everything is its public API; what each call yields, and the
-traps, were measured (collectives are counted in the tests).
+The one class that calls FSDP2, by its public API alone; beside it `gradients.py` takes the unrounded sums
+of its reductions. What each call yields, and the traps, were measured (tests count the collectives).
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _read(launcher: _Launcher, environment: Mapping[str, str], node: str) -> Ide
 
 
 def _read_torchrun(environment: Mapping[str, str], node: str) -> Identity:
-    """Where `LOCAL_RANK` is left out, the launcher that agrees on the other two has it: job scripts copy them."""
+    """Job scripts copy another launcher's numbers into RANK and WORLD_SIZE: then it has the local rank."""
     rank, size = _number(environment, (_TORCHRUN.rank,)), _number(environment, _TORCHRUN.sizes)
     if _TORCHRUN.local_rank in environment or rank is None or size is None:
         return _read(_TORCHRUN, environment, node)

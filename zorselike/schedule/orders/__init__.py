@@ -3,8 +3,10 @@ torch.distributed.pipelining).
 
 To add a schedule: one file here with one function from `ScheduleSpec` to `Order` (for each group, its `F`
 and `B` in order), and one line in `ORDERS`. The function raises `ScheduleError` for plans of a shape that it
-does not take. Nothing else changes: `zorselike/schedule/lowering/` adds transfers, collectives, updates and
-copies to any order, and `zorselike simulate --schedule NAME` simulates it. The runtime runs `ours`.
+does not take. `zorselike/schedule/lowering/` adds transfers, collectives, updates and copies to it, and
+`zorselike simulate --schedule NAME` simulates it. The runtime runs `ours` (`zorselike/runtime/assembly.py`
+calls `build`), and the planner's estimates are of `ours`. An order that comes back to a ministage is for
+ZeRO 0 and 1.
 """
 
 from collections.abc import Callable, Mapping
