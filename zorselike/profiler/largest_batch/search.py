@@ -184,7 +184,7 @@ def search_stages(
     told: Callable[[int, list[int | None], list[bool]], None] = lambda zero, tried, fitted: None,
 ) -> list[StageResult]:
     """What this rank found under each of `stages`, but for those under which every rank is expected to
-    compute as many rows as under one before. Collective."""
+    compute as many rows as were expected or found under one before. Collective."""
     Collectives(processes.everyone, processes.device).connect()  # What its library takes is gone for trials.
     limit = memory.limit_bytes
     results: list[StageResult] = []
@@ -214,6 +214,7 @@ def search_stages(
             told=lambda tried, fitted, zero=zero: told(zero, tried, fitted),  # type: ignore[misc]
         )
         trials.close()
+        searched.add(tuple(processes.gather(found.max_rows)))
         results.append(StageResult(zero, num_ranks, found, limit))
         if found.refused_rows is not None:
             beside_bytes = max(beside_bytes, limit - model.peak_bytes(found.refused_rows) + 1)
