@@ -56,8 +56,7 @@ logger = logging.getLogger("zorselike")
 MOST_ROWS = 64
 """Of one layer at once, that are tried."""
 
-PARTS: frozenset[Part] = frozenset(get_args(Part)) - {"largest_batch"}
-"""All but whole steps of the model; planning reads the largest batches that `zorselike profile` found."""
+PARTS: frozenset[Part] = frozenset(get_args(Part))
 
 _REPEATS = 5
 _LARGEST_MESSAGE_BYTES = 2**26
