@@ -6,8 +6,8 @@ import os
 import signal
 from typing import Any
 
+import pytest
 import torch
-import volume
 from ranks import RankExit, RunRanks
 from tiny import Case, Decoder, adamw, module_names
 from torch import Tensor
@@ -73,19 +73,19 @@ def check_ends(exits: list[RankExit], failing: int, how: str, reason: str) -> No
             assert "microbatch 0" in line, line
 
 
-@volume.parametrize("failing", FAILING)
+@pytest.mark.parametrize("failing", FAILING)
 def test_an_exception_ends_every_rank_with_its_reason(failing: int, run_ranks: RunRanks) -> None:
     exits = run_ranks(train_until, 4, failing, "raise", allow_exit=True, timeout=90)
     check_ends(exits, failing, "raise", "OutOfMemoryError: CUDA out of memory, as it were")
 
 
-@volume.parametrize("failing", FAILING)
+@pytest.mark.parametrize("failing", FAILING)
 def test_a_killed_rank_ends_every_rank(failing: int, run_ranks: RunRanks) -> None:
     exits = run_ranks(train_until, 4, failing, "kill", allow_exit=True, timeout=90)
     check_ends(exits, failing, "kill", "")
 
 
-@volume.parametrize("failing", FAILING)
+@pytest.mark.parametrize("failing", FAILING)
 def test_a_stopped_rank_ends_every_rank(failing: int, run_ranks: RunRanks) -> None:
     exits = run_ranks(train_until, 4, failing, "stop", allow_exit=True, timeout=90)
     check_ends(exits, failing, "stop", "")
