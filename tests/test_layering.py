@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,12 @@ def test_private_torch_names_stay_behind_the_compat_file() -> None:
         for name in imports_of(module):
             is_private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
             assert not is_private or module == "zorselike.runtime._compat", f"{module} imports {name}"
+
+
+def test_private_operators_stay_behind_the_compat_file() -> None:
+    for path in (REPOSITORY / "zorselike").rglob("*.py"):
+        private = re.findall(r"torch\.ops\.\w+\._\w+", path.read_text())
+        assert not private or path.name == "_compat.py", f"{path} names {private[0]}"
 
 
 @pytest.mark.parametrize("folder", ["zorselike", "tools", "tests"])

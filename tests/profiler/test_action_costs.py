@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from zorselike.profiler.clock import make_rising, trimmed_mean
 from zorselike.profiler.machine.overlap_timing import MOST, NUM_GATHERS, find_slowdown
-from zorselike.profiler.program.action_clock import ActionTime
 from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
     MANY_UNITS,
     ActionCosts,
     ActionSamples,
+    ActionTime,
     draw_lines,
     find_shared,
-    leave_out,
 )
-from zorselike.schedule.actions import COMPUTE, Kind, parse_action
+from zorselike.schedule.actions import Kind, parse_action
 
 SECONDS = st.floats(1e-6, 1e-1)
 
@@ -87,7 +86,6 @@ def test_what_sharing_costs() -> None:
     zero2 = ActionCosts({}, {"UNSHARD": 4.0, "RESHARD": 1.0, "REDUCE_GRAD": 8.0, "F": 9.0, "B": 9.5})
     zero3 = ActionCosts({}, {"F": 11.0, "B": 15.0})
     assert find_shared(own, zero2, zero3) == {"UNSHARD": 3.0, "REDUCE_GRAD": 5.0, "F": 2.0, "B": 5.5}
-    assert leave_out(zero2.unit_s, COMPUTE) == {"UNSHARD": 4.0, "RESHARD": 1.0, "REDUCE_GRAD": 8.0}
 
 
 @given(st.lists(SECONDS, min_size=1), st.floats(1, 1e6))

@@ -23,7 +23,8 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import search_plans
-from zorselike.profiler.largest_batch.search import StageResult, StepJob, make_entries, search_stages
+from zorselike.profiler.largest_batch.search import StageResult, make_entries, search_stages
+from zorselike.profiler.layers.probes import MeasuredModel
 from zorselike.profiler.machine.device_memory import HostMemory
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.simulator.report.page import format_report
@@ -115,9 +116,16 @@ def plan_with(profile: Profile) -> tuple[Plan, str]:
 
 
 def search(rank: int, size: int, port: int) -> list[StageResult]:
-    job = StepJob(build=build, workload=WORKLOAD, recompute="none", loss_fn=token_cross_entropy, most_rows=64)
+    model = MeasuredModel(
+        build=build,
+        workload=WORKLOAD,
+        loss_fn=token_cross_entropy,
+        num_tokens=WORDS,
+        most_rows=64,
+        repeats=1,
+    )
     with join(port) as processes:
-        return search_stages(job, processes, HostMemory(LIMIT), stages=(2,))
+        return search_stages(model, processes, HostMemory(LIMIT), stages=(2,))
 
 
 def train(rank: int, size: int, port: int, plan: Plan) -> str:

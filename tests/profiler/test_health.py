@@ -13,12 +13,12 @@ from zorselike.profiler.machine.examine import why_unreadable
 from zorselike.profiler.machine.health import (
     Finding,
     Health,
-    all_pairs,
     describe_links,
     describe_nodes,
     find_problems,
     find_slow_links,
 )
+from zorselike.profiler.machine.link_pairs import all_pairs
 from zorselike.runtime.processes.world import ProcessInfo
 
 GIB = 2**30

@@ -5,21 +5,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from profiled import TOKENS, free_port, join, step_job
+from profiled import TOKENS, free_port, join, measured_model
 from ranks import RunRanks
 from torch.distributed.fsdp import FSDPModule
 
 from zorselike import HeteroPipeline
 from zorselike.cost.profile import Source
 from zorselike.errors import ClusterError
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.profiler.largest_batch.bracket import MAX_TRIALS, BracketSearch
 from zorselike.profiler.largest_batch.search import (
     STAGES,
@@ -103,7 +103,7 @@ def search_model(
     rank: int, size: int, port: int, limits: tuple[int, ...], settings: dict[str, Any], stages: Any = STAGES
 ) -> list[StageResult]:
     with join(port) as processes:
-        return search_stages(step_job(**settings), processes, HostMemory(limits[rank]), stages=stages)
+        return search_stages(measured_model(**settings), processes, HostMemory(limits[rank]), stages=stages)
 
 
 def measure_steps(rank: int, size: int, port: int, cases: tuple[tuple[int, int], ...], family: str) -> Any:
@@ -111,7 +111,7 @@ def measure_steps(rank: int, size: int, port: int, cases: tuple[tuple[int, int],
     peaks = []
     with join(port) as processes:
         for zero, rows in cases:
-            trials = StepTrials(step_job(family), processes, HostMemory(), zero=zero)
+            trials = StepTrials(measured_model(family), processes, HostMemory(), zero=zero)
             peaks.append(trials(rows).peak_bytes)
             trials.close()
     return peaks
@@ -177,9 +177,9 @@ def compare_recompute(rank: int, size: int, port: int) -> list[tuple[int, ...]]:
     with join(port) as processes:
         for zero in range(4):
             kept = []
-            for recompute in ("none", "layer"):
-                job = step_job(dtype="bfloat16", recompute=recompute)
-                trials = StepTrials(job, processes, HostMemory(), zero=zero)
+            for recompute in get_args(Recompute):
+                model = measured_model(dtype="bfloat16")
+                trials = StepTrials(model, processes, HostMemory(), zero=zero, recompute=recompute)
                 first, second = trials(3), trials(3)
                 # Nothing is left behind from one trial to the next.
                 assert first.fits and first.peak_bytes == second.peak_bytes
@@ -193,7 +193,7 @@ def recover(rank: int, size: int, port: int, zero: int) -> tuple[bool, ...]:
     """Fails on rank 1 alone, then goes on with fewer rows: the failure left nothing behind."""
     with join(port) as processes:
         memory = HostMemory()
-        trials = StepTrials(step_job(), processes, memory, zero=zero)
+        trials = StepTrials(measured_model(), processes, memory, zero=zero)
         before = trials(2)
         if rank == 1:
             memory.limit_bytes = before.peak_bytes
@@ -218,18 +218,19 @@ def compare_with_training(rank: int, size: int, port: int, dtype: str) -> list[t
     found = []
     with join(port) as processes:
         for zero in range(4):
-            job = step_job(dtype=dtype)
-            trials = StepTrials(job, processes, HostMemory(), zero=zero)
+            model = measured_model(dtype=dtype)
+            trials = StepTrials(model, processes, HostMemory(), zero=zero)
             trials(2)
             assert trials.step is not None
             tried = {purpose: trials.step.ledger.peak(purpose, "device") for purpose in LEDGER}
             trials.close()
             rows = (Microbatch(0, 0, 2), Microbatch(1, 2, 4))
-            plan = Plan(4, (Group(ranks=(0, 1), microbatches=rows, zero=zero),), (Ministage(0, job.modules),))
+            modules = tuple(module for module, _ in model.workload.layers)
+            plan = Plan(4, (Group(ranks=(0, 1), microbatches=rows, zero=zero),), (Ministage(0, modules),))
             optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
             tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
             with HeteroPipeline(
-                job.build(), plan, optimizer=optimizer, device="cpu", param_dtype=job.dtype
+                model.build(), plan, optimizer=optimizer, device="cpu", param_dtype=model.dtype
             ) as pipe:
                 for _ in range(2):
                     pipe.step(tokens, tokens)
@@ -250,7 +251,7 @@ def test_a_trial_holds_what_training_holds(run_ranks: RunRanks, dtype: str) -> N
 
 def found(zero: int, rows: int, limit_bytes: int = 100) -> StageResult:
     trials = tuple((n, TrialResult(fits=n <= rows)) for n in (rows, rows + 1))
-    return StageResult(zero, 2, MaxRows(rows, True, trials), limit_bytes)
+    return StageResult(zero, 2, MaxRows(trials), limit_bytes)
 
 
 def test_the_rank_with_the_least_room_speaks_for_its_type() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from profiled import SMALL, TOKENS, build, workload
+from profiled import SMALL, TOKENS, build, measured_model, workload
 from ranks import RunRanks
 from torch import nn
 
@@ -16,10 +16,9 @@ from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.profiler.layers.probes import find_probes, make_inputs
 from zorselike.profiler.layers.row_search import TrialResult
-from zorselike.profiler.layers.timing import LayerBench, measure_layer
+from zorselike.profiler.layers.timing import LayerBench
 from zorselike.profiler.machine.device_memory import HostMemory
 from zorselike.profiler.program.update_timing import measure_update
-from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.model.signature import KwargTensor
 
 CPU = torch.device("cpu")
@@ -31,7 +30,7 @@ SOURCE = Source("measured", "2026-11-21", "a test")
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_a_probe_for_each_kind_with_what_the_model_gives_it(family: str) -> None:
-    probes = {probe.kind: probe for probe in find_probes(lambda: build(family), workload(family), TOKENS)}
+    probes = {probe.kind: probe for probe in find_probes(lambda: build(family), workload(family))}
     assert {kind: (p.module, p.num_instances) for kind, p in probes.items()} == {
         "embedding": ("tok_embeddings", 1),
         "layer": ("layers.0", 2),
@@ -47,7 +46,7 @@ def test_a_probe_for_each_kind_with_what_the_model_gives_it(family: str) -> None
 
 
 def test_inputs_have_the_rows_and_the_dtype_that_are_asked_for() -> None:
-    probes = {p.kind: p for p in find_probes(build, workload(dtype="bfloat16"), TOKENS)}
+    probes = {p.kind: p for p in find_probes(build, workload(dtype="bfloat16"))}
     (tokens, positions), _ = make_inputs(probes["embedding"], 3, num_tokens=SMALL["vocab_size"], device=CPU)
     assert positions is None
     assert tokens.shape == (3, TOKENS) and tokens.max() < SMALL["vocab_size"]
@@ -78,7 +77,7 @@ def test_a_module_that_is_not_called_is_named() -> None:
         kinds=kinds,
     )
     with torch.device("meta"), pytest.raises(ConfigError, match="does not call unused"):
-        find_probes(Skips, odd, 4)
+        find_probes(Skips, odd)
 
 
 # -- times -----------------------------------------------------------------------------------
@@ -93,29 +92,12 @@ def measure_kind(
     most_rows: int,
     family: str = "llama",
 ) -> tuple[LayerTimes | None, list[tuple[int, TrialResult]]]:
-    probe = next(p for p in find_probes(lambda: build(family), workload(family), TOKENS) if p.kind == kind)
+    probe = next(p for p in find_probes(lambda: build(family), workload(family)) if p.kind == kind)
     trials: list[tuple[int, TrialResult]] = []
-    bench = LayerBench(
-        lambda: build(family),
-        probe,
-        dtype=torch.float32,
-        device=CPU,
-        memory=HostMemory(limit),
-        recompute=recompute,
-        loss_fn=token_cross_entropy,
-        num_tokens=SMALL["vocab_size"],
-    )
-    times = measure_layer(
-        bench,
-        kind=kind,
-        device="CPU",
-        dtype="float32",
-        sequence_length=TOKENS,
-        recompute=recompute,
-        most_rows=most_rows,
-        repeats=2,
-        source=SOURCE,
-        told=lambda rows, result: trials.append((rows, result)),
+    model = measured_model(family, most_rows=most_rows, repeats=2)
+    bench = LayerBench(model, probe, device=CPU, memory=HostMemory(limit), recompute=recompute)
+    times = bench.measure(
+        device="CPU", source=SOURCE, told=lambda rows, result: trials.append((rows, result))
     )
     return times, trials
 
@@ -167,16 +149,8 @@ def break_layer(rank: int, size: int) -> str:
     def fail(outputs: Any, targets: Any) -> Any:
         raise ValueError("a bug")
 
-    probe = next(p for p in find_probes(build, workload(), TOKENS) if p.is_last)
-    bench = LayerBench(
-        build,
-        probe,
-        dtype=torch.float32,
-        device=CPU,
-        memory=HostMemory(),
-        loss_fn=fail,
-        num_tokens=SMALL["vocab_size"],
-    )
+    probe = next(p for p in find_probes(build, workload()) if p.is_last)
+    bench = LayerBench(measured_model(loss_fn=fail), probe, device=CPU, memory=HostMemory())
     with pytest.raises(ValueError, match="a bug") as raised:
         bench.try_rows(1, repeats=1)
     return str(raised.value)

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from profiled import free_port, join
 from ranks import RunRanks
 
 from zorselike.cost.profile import HostLinkRates, LinkTimes, Source
-from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.plan.cluster.cluster import Cluster, Node, Place
 from zorselike.profiler.machine.collective_timing import (
     Collectives,
     measure_collectives,
 )
-from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
+from zorselike.profiler.machine.found_cluster import make_cluster
 from zorselike.profiler.machine.host_link_timing import measure_host_link
 from zorselike.profiler.machine.link_pairs import choose_pairs, make_rounds
 from zorselike.profiler.machine.link_timing import measure_links
@@ -74,24 +75,15 @@ def test_the_insides_of_different_nodes_are_measured_at_once() -> None:
 # -- measuring -------------------------------------------------------------------------------
 
 
-def time_links(rank: int, size: int) -> list[LinkTimes]:
-    nodes = {"a": [0, 1], "b": [2]}
-    group = dist.group.WORLD
-    assert group is not None
-    return measure_links(
-        [("a", "b"), ("a", "a")],
-        nodes,
-        rank=rank,
-        group=group,
-        device=torch.device("cpu"),
-        repeats=2,
-        source=SOURCE,
-        sizes=(2**10, 2**20),
-    )
+def time_links(rank: int, size: int, port: int) -> list[LinkTimes]:
+    with join(port, "b" if rank == 2 else "a") as processes:
+        assert processes.nodes == {"a": [0, 1], "b": [2]}
+        pairs = [("a", "b"), ("a", "a")]
+        return measure_links(pairs, processes, repeats=2, source=SOURCE, sizes=(2**10, 2**20))
 
 
 def test_links_are_measured_by_the_rank_that_begins(run_ranks: RunRanks) -> None:
-    found = run_ranks(time_links, 3)
+    found = run_ranks(time_links, 3, free_port(), init=False)
     assert [[times.between for times in own] for own in found] == [[("a", "a"), ("a", "b")], [], []]
     for times in found[0]:
         assert times.num_bytes == (2**10, 2**20) and all(seconds > 0 for seconds in times.seconds)
@@ -142,7 +134,13 @@ def test_the_cluster_says_of_alike_nodes_what_was_measured_of_one(tmp_path: Any)
     chosen = choose_pairs(devices)
     rate = {True: 8e9, False: 1e9}
     nodes = [
-        FoundNode(name, tuple(types), (16 * GIB,) * len(types), 64 * GIB) for name, types in devices.items()
+        Node(
+            name=name,
+            devices=tuple(types),
+            memory_bytes=(16 * GIB,) * len(types),
+            host_memory_bytes=64 * GIB,
+        )
+        for name, types in devices.items()
     ]
     rates = [
         HostLinkRates(device="T4", to_device=9e9, to_host=8e9, both=12e9, source=SOURCE),
@@ -171,7 +169,7 @@ def test_a_found_cluster_is_short_enough_to_read(tmp_path: Any) -> None:
         seconds=tuple(1e-5 / 3 + size / 7e9 for size in sizes),
         source=SOURCE,
     )
-    node = FoundNode("a", ("T4", "T4"), (16 * GIB,) * 2, 64 * GIB)
+    node = Node(name="a", devices=("T4", "T4"), memory_bytes=(16 * GIB,) * 2, host_memory_bytes=64 * GIB)
     cluster = make_cluster([node], host_links=rates, links=[times], stands_for={})
     cluster.save(tmp_path / "cluster.toml")
     text = (tmp_path / "cluster.toml").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import volume
-from profiled import TOKENS, build, free_port, join, workload
+from profiled import build, free_port, join, measured_model, workload
 from ranks import RunRanks
 
 from zorselike.cost.profile import Overheads, Source
@@ -25,14 +25,13 @@ from zorselike.profiler.layers.probes import LayerProbe, find_probes
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.profiler.program.timing import MICROBATCHES as OF_A_RANK
 from zorselike.profiler.program.timing import ProgramBench, make_plan
-from zorselike.runtime.loss import token_cross_entropy
 
 SOURCE = Source("measured", "2026-11-21", "a test")
 CPU = torch.device("cpu")
 
 
 def probes(dtype: str = "float32") -> dict[str, LayerProbe]:
-    return {probe.kind: probe for probe in find_probes(build, workload(dtype=dtype), TOKENS)}
+    return {probe.kind: probe for probe in find_probes(build, workload(dtype=dtype))}
 
 
 # -- the program -----------------------------------------------------------------------------
@@ -50,14 +49,8 @@ def measure(rank: int, size: int, port: int, dtype: str) -> tuple[Overheads, int
         yield count
 
     with join(port) as processes:
-        bench = ProgramBench(
-            build,
-            probes(dtype)["layer"],
-            processes,
-            dtype=getattr(torch, dtype),
-            repeats=1,
-            between_steps=counting,
-        )
+        model = measured_model(dtype=dtype)
+        bench = ProgramBench(model, probes(dtype)["layer"], processes, between_steps=counting)
         return bench.measure(SOURCE), num_calls
 
 
@@ -110,14 +103,11 @@ def time_kinds(rank: int, size: int, port: int, recompute: Recompute) -> dict[st
     with join(port) as processes:
         for kind, probe in probes().items():
             bench = LayersInStep(
-                build,
+                measured_model(num_tokens=8),
                 probe,
-                dtype=torch.float32,
                 device=CPU,
                 alone=processes.alone,
                 recompute=recompute if probe.is_numbered else "none",
-                loss_fn=token_cross_entropy,
-                num_tokens=8,
             )
             calls = count_calls(bench)
             forward_s, backward_s = bench.time(2, repeats=2, warmups=1)

@@ -13,10 +13,9 @@ from torch import nn
 
 from zorselike.models import build_model, get_config
 from zorselike.models.workload import make_workload
-from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
-from zorselike.profiler.largest_batch.search import StepJob
-from zorselike.runtime.loss import token_cross_entropy
+from zorselike.profiler.layers.probes import MeasuredModel
+from zorselike.runtime.loss import LossFn, token_cross_entropy
 from zorselike.runtime.processes.processes import Processes, join_processes
 
 TOKENS = 16
@@ -34,15 +33,21 @@ def workload(family: str = "llama", dtype: str = "float32") -> Workload:
     )
 
 
-def step_job(
-    family: str = "llama", dtype: str = "float32", recompute: Recompute = "none", most_rows: int = 64
-) -> StepJob:
-    return StepJob(
+def measured_model(
+    family: str = "llama",
+    dtype: str = "float32",
+    most_rows: int = 64,
+    repeats: int = 1,
+    num_tokens: int = SMALL["vocab_size"],
+    loss_fn: LossFn = token_cross_entropy,
+) -> MeasuredModel:
+    return MeasuredModel(
         build=lambda: build(family),
         workload=workload(family, dtype),
-        recompute=recompute,
-        loss_fn=token_cross_entropy,
+        loss_fn=loss_fn,
+        num_tokens=num_tokens,
         most_rows=most_rows,
+        repeats=repeats,
     )
 
 

@@ -14,8 +14,13 @@ from torch import nn
 
 from zorselike.models import build_model
 from zorselike.train.config.config import LRScheduler, Optimizer
-from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
-from zorselike.train.optimizer import build_optimizer_factory, group_by_decay, is_decayed
+from zorselike.train.optimizer import (
+    WarmupStableDecay,
+    build_lr_scheduler_factory,
+    build_optimizer_factory,
+    group_by_decay,
+    is_decayed,
+)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])

@@ -82,17 +82,14 @@ class Doctor:
 
 def _measure(processes: Processes) -> list[LinkTimes]:
     """Measures every pair of nodes over Gloo, which works everywhere; collective."""
-    from zorselike.profiler.machine.health import all_pairs
+    from zorselike.profiler.machine.link_pairs import all_pairs
     from zorselike.profiler.machine.link_timing import measure_links
     from zorselike.profiler.tasks import describe_source
 
     found = processes.gather_or_raise(
         lambda: measure_links(
             all_pairs(processes.nodes),
-            processes.nodes,
-            rank=processes.rank,
-            group=processes.everyone,
-            device=processes.device,
+            processes,
             repeats=3,
             source=describe_source(processes),
             sizes=_SIZES,

@@ -128,7 +128,7 @@ class ProfileCommand:
         from zorselike.profiler.layers.probes import find_probes
         from zorselike.profiler.tasks import Job
         from zorselike.runtime.loss import token_cross_entropy
-        from zorselike.train.data.loading_work import loading_rows
+        from zorselike.train.data.loader import loading_rows
 
         largest_message_bytes = read_size("profile", "--largest-message", self.largest_message)
         assert largest_message_bytes is not None
@@ -141,7 +141,7 @@ class ProfileCommand:
             workload=workload,
             build=model.build,
             num_tokens=num_tokens,
-            probes=find_probes(model.build, workload, self.seq_len),
+            probes=find_probes(model.build, workload),
             recompute=settings[self.recompute],
             loss_fn=token_cross_entropy,
             most_rows=self.most_rows,

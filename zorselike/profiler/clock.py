@@ -49,12 +49,7 @@ class Clock:
             begin = self.mark()
             work()
             marks.append((begin, self.mark()))
-        return median([self.seconds(begin, end) for begin, end in marks])
-
-
-def median(seconds: Sequence[float]) -> float:
-    """The middle one: what a moment of other work on the machine does not move."""
-    return statistics.median(seconds)
+        return statistics.median(self.seconds(begin, end) for begin, end in marks)
 
 
 def trimmed_mean(seconds: Sequence[float]) -> float:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from zorselike.cost.profile import Profile
 from zorselike.errors import ClusterError, ProfileError
-from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.cluster.cluster import Cluster, Node
 from zorselike.profiler.largest_batch.bracket import MAX_TRIALS
 from zorselike.profiler.layers.in_step import estimate_in_step_s
 from zorselike.profiler.layers.probes import LayerProbe
 from zorselike.profiler.layers.timing import WARMUPS, LayerBench
 from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory, HostMemory
-from zorselike.profiler.machine.found_cluster import FoundNode, make_cluster
+from zorselike.profiler.machine.found_cluster import list_machines, make_cluster
 from zorselike.profiler.machine.link_pairs import choose_pairs
 from zorselike.profiler.tasks import (
     COLLECTIVES,
@@ -60,15 +56,9 @@ def measure(
     tasks = make_tasks(job, processes, memory)
     missing = [task for task in tasks if job.again or not task.is_known(before)]
     _tell(processes, _describe_start(tasks, missing, path))
-    if missing:
-        seconds = estimate_seconds(job, processes, memory, missing)
-        if seconds is not None:
-            _tell(
-                processes,
-                f"this takes about {show_seconds(seconds)}, less where few rows fit",
-            )
-    with tqdm(total=len(missing), disable=processes.rank != 0, file=sys.stderr, dynamic_ncols=True) as bar:
-        profile = run_tasks(missing, before, processes, path, bar)
+    if missing and (seconds := estimate_seconds(job, processes, memory, missing)) is not None:
+        _tell(processes, f"this takes about {show_seconds(seconds)}, less where few rows fit")
+    profile = run_tasks(missing, before, processes, path)
     unknown = [task.name for task in missing if not task.is_known(profile)]
     if PROGRAM in unknown:
         _tell(
@@ -94,20 +84,20 @@ def make_memory(processes: Processes, limit_bytes: int | None) -> DeviceMemory:
 
 def open_profile(job: Job, processes: Processes, path: Path) -> Profile:
     """What rank 0 has in the file, or an empty profile; the same on every rank, as are its errors."""
-    new = Profile(model=job.workload.model, workload_fingerprint=job.workload.fingerprint)
-    found: Profile | ProfileError = new
-    if processes.rank == 0 and path.exists():
+
+    def read() -> Profile:
+        new = Profile(model=job.workload.model, workload_fingerprint=job.workload.fingerprint)
+        if not path.exists():
+            return new
         try:
-            found = Profile.load(path).merge(new)
+            return Profile.load(path).merge(new)
         except ProfileError as error:
-            found = ProfileError(
+            raise ProfileError(
                 f"{error}; {path} can only be continued for the same model, dtype and length: give another "
                 "file by --output, or remove it"
-            )
-    found = processes.share(found)
-    if isinstance(found, ProfileError):
-        raise found
-    return found
+            ) from None
+
+    return processes.from_first(read)
 
 
 def found_cluster(processes: Processes, profile: Profile) -> Cluster:
@@ -115,14 +105,12 @@ def found_cluster(processes: Processes, profile: Profile) -> Cluster:
     nodes = []
     for name, ranks in processes.nodes.items():
         infos = sorted((processes.infos[rank] for rank in ranks), key=lambda info: info.local_rank)
-        on_gpu = [info for info in infos if info.device == "cuda"]
+        num_sharing = 1 if any(info.device == "cuda" for info in infos) else len(infos)
         nodes.append(
-            FoundNode(
+            Node(
                 name=name,
                 devices=tuple(processes.types[info.rank] for info in infos),
-                memory_bytes=tuple(
-                    info.memory_bytes if on_gpu else info.memory_bytes // len(infos) for info in infos
-                ),
+                memory_bytes=tuple(info.memory_bytes // num_sharing for info in infos),
                 host_memory_bytes=min(info.host_room_bytes for info in infos),
             )
         )
@@ -168,15 +156,7 @@ def _time_row(job: Job, processes: Processes, memory: DeviceMemory) -> dict[int,
     """Seconds of one row through one layer, by rank; 0 where it does not fit."""
 
     def time() -> float:
-        bench = LayerBench(
-            job.build,
-            _typical(job.probes),
-            dtype=job.dtype,
-            device=processes.device,
-            memory=memory,
-            loss_fn=job.loss_fn,
-            num_tokens=job.num_tokens,
-        )
+        bench = LayerBench(job, _typical(job.probes), device=processes.device, memory=memory)
         result = bench.try_rows(1, repeats=1)
         return result.forward_s + result.backward_s
 
@@ -190,30 +170,27 @@ def _typical(probes: Sequence[LayerProbe]) -> LayerProbe:
 
 def _keeps_cluster(job: Job, processes: Processes, path: Path) -> bool:
     """Whether the cluster file that is there stays, with what people wrote into it."""
-    said: bool | ClusterError = False
-    if processes.rank == 0 and path.exists() and not job.again:
+
+    def check() -> bool:
+        if job.again or not path.exists():
+            return False
+        mend = "give another file by --cluster, or --again to write it anew"
         try:
             known = {node.name: node.devices for node in Cluster.load(path).nodes}
-            here = {node: tuple(types) for node, types in devices_by_node(processes).items()}
-            said = True
-            if known != here:
-                said = ClusterError(
-                    f"{path}: is of other nodes or devices than run here ({_list(known)}; here "
-                    f"{_list(here)}); give another file by --cluster, or --again to write it anew"
-                )
         except ClusterError as error:
-            said = ClusterError(f"{error}; give another file by --cluster, or --again to write it anew")
-    said = processes.share(said)
-    if isinstance(said, ClusterError):
-        raise said
-    return said
+            raise ClusterError(f"{error}; {mend}") from None
+        here = {node: tuple(types) for node, types in devices_by_node(processes).items()}
+        if known != here:
+            raise ClusterError(
+                f"{path}: is of other nodes or devices than run here ({list_machines(known)}; here "
+                f"{list_machines(here)}); {mend}"
+            )
+        return True
+
+    return processes.from_first(check)
 
 
-def _list(nodes: dict[str, tuple[str, ...]]) -> str:
-    return ", ".join(f"{node}: {' '.join(types)}" for node, types in sorted(nodes.items()))
-
-
-def _describe_start(tasks: Sequence[Any], missing: Sequence[Any], path: Path) -> str:
+def _describe_start(tasks: Sequence[Task], missing: Sequence[Task], path: Path) -> str:
     known = len(tasks) - len(missing)
     if not missing:
         return f"{path} has everything already"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store as Store
@@ -59,3 +62,9 @@ def release_groups(mesh: DeviceMesh) -> None:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor, or what it is a view of, has been changed in place."""
     return tensor._version
+
+
+def cpu_attention() -> tuple[Any, ...]:
+    """The operators by which torch computes attention on a CPU, as those that count operations see them."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    return (getattr(torch.ops.aten, name),) if hasattr(torch.ops.aten, name) else ()

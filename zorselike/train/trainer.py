@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -32,12 +33,14 @@ from zorselike.train.config.param_dtype import find_param_dtype
 from zorselike.train.data.corpus import Corpus, open_corpus
 from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.dry_run import describe_planning, describe_run
-from zorselike.train.garbage import collect_garbage_every
-from zorselike.train.lr_schedule import WarmupStableDecay, build_lr_scheduler_factory
-from zorselike.train.optimizer import build_optimizer_factory
+from zorselike.train.optimizer import (
+    WarmupStableDecay,
+    build_lr_scheduler_factory,
+    build_optimizer_factory,
+)
 from zorselike.train.processes import agree_on_data, join_job, narrow, set_up_logging
 from zorselike.train.report.estimates import compare_with_estimates
-from zorselike.train.report.memory_notes import describe_deferral, describe_fullest
+from zorselike.train.report.memory import describe_deferral, describe_fullest
 from zorselike.train.report.metrics import MetricsLog, sum_peak_flops
 from zorselike.train.report.profiling import profiler
 from zorselike.train.report.run_folder import create_run_folder, log_into
@@ -129,7 +132,7 @@ class _Run:
             closing(metrics),
             closing(SignalWatch()) as watch,
             profiler(config.profiling, folder=folder, rank=self._pipe.rank) as profile,
-            collect_garbage_every(config.training.gc_freq) as collect,
+            _collecting_garbage(config.training.gc_freq) as collect,
         ):
             vote = StopVote(watch, self._world.control)
             step, signal_number = self._loop(metrics, vote, profile=profile, collect=collect)
@@ -147,7 +150,7 @@ class _Run:
         vote: StopVote,
         *,
         profile: Callable[[StepResult], None],
-        collect: Callable[[], None],
+        collect: Callable[[int], None],
     ) -> tuple[int, int]:
         """Runs steps until the last one or a signal; returns the number of steps, and the signal or 0."""
         config, steps = self._config, self._config.training.steps
@@ -166,7 +169,7 @@ class _Run:
             metrics.end_step(result)
             schedulers.step()  # Also after a skipped step: the rate depends on the step alone.
             batch = metrics.wait_for_data(batches)  # While a GPU still computes.
-            collect()
+            collect(step)
             if step == 1:
                 # Before metrics reset the device's peak.
                 reports = self._world.gather(self._pipe.memory_report())
@@ -182,6 +185,25 @@ class _Run:
 
 
 # -- parts of a run ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _collecting_garbage(freq: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call after each step, by its number: Python's garbage is collected every `freq`
+    steps on all ranks together, and not when it likes. With 0 it is when it likes."""
+    was_enabled = gc.isenabled()
+    if freq:
+        gc.disable()
+
+    def collect(step: int) -> None:
+        if freq and step % freq == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _build_on_meta(config: Config) -> Decoder:

@@ -46,8 +46,7 @@ class BracketSearch:
 
     def outcome(self) -> MaxRows:
         """What is known now."""
-        fitted = [rows for rows, result in self.trials if result.fits]
-        return MaxRows(max(fitted, default=0), len(fitted) < len(self.trials), tuple(self.trials))
+        return MaxRows(tuple(self.trials))
 
     def _estimate(self, outcome: MaxRows) -> int:
         """Memory is linear in rows: as it grew between the two largest that fitted, else as expected."""

@@ -8,10 +8,10 @@ strands nobody. The memory model says where to begin, and which stages would giv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from zorselike.cost.largest_batch import ADAMW_MOMENTS, WholeModelStep
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
@@ -19,41 +19,16 @@ from zorselike.cost.profile import LargestBatch, Source
 from zorselike.cost.sizes import KeptBytes
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Recompute
-from zorselike.plan.workload import Workload
 from zorselike.profiler.largest_batch.bracket import BracketSearch
 from zorselike.profiler.largest_batch.step import ZeroStep
-from zorselike.profiler.layers.probes import ModelFactory
+from zorselike.profiler.layers.probes import MeasuredModel
 from zorselike.profiler.layers.row_search import MaxRows, TrialResult
 from zorselike.profiler.machine.collective_timing import Collectives
 from zorselike.profiler.machine.device_memory import DeviceMemory
-from zorselike.runtime.loss import LossFn
 from zorselike.runtime.processes.processes import Processes
 from zorselike.text.wording import first_line
 
 STAGES = (0, 1, 2, 3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepJob:
-    """The whole model, as it is to be trained."""
-
-    build: ModelFactory
-    workload: Workload
-    recompute: Recompute
-    loss_fn: LossFn
-    most_rows: int
-    kept_bytes: KeptBytes = field(default_factory=dict)
-    """Activations as measured (`LayerTimeModel.kept_bytes`)."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """FSDP units in model order."""
-        return tuple(module for module, _ in self.workload.layers)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.workload.dtype)
-        return found
 
 
 @dataclass(frozen=True)
@@ -69,15 +44,22 @@ class StageResult:
 class StepTrials:
     """Tries numbers of rows on this rank; what fails is given back whole."""
 
-    def __init__(self, job: StepJob, processes: Processes, memory: DeviceMemory, *, zero: int) -> None:
-        self._job = job
-        self._processes = processes
+    def __init__(
+        self,
+        model: MeasuredModel,
+        processes: Processes,
+        memory: DeviceMemory,
+        *,
+        zero: int,
+        recompute: Recompute = "none",
+    ) -> None:
+        self._make_step = partial(ZeroStep, model, processes, zero=zero, recompute=recompute)
         self._memory = memory
-        self._zero = zero
-        self._step: ZeroStep | None = None
-        num_parameters = sum(p.numel() for p in job.build().parameters())
+        self.step: ZeroStep | None = None
+        """What computes, from the first trial that fits to the next that does not."""
+        num_parameters = sum(p.numel() for p in model.build().parameters())
         self._least_bytes = least_bytes(
-            num_parameters, itemsize=job.dtype.itemsize, zero=zero, num_ranks=processes.size
+            num_parameters, itemsize=model.dtype.itemsize, zero=zero, num_ranks=processes.size
         )
 
     def __call__(self, rows: int) -> TrialResult:
@@ -86,7 +68,8 @@ class StepTrials:
             # Known without trying, which on a CPU might end the machine's other work.
             return TrialResult(fits=False, peak_bytes=self._least_bytes, limit_bytes=limit)
         try:
-            return self._run(rows)
+            self.step = self.step or self._make_step()
+            return self.step.run(rows, self._memory)
         except Exception as error:
             if not self._memory.is_refusal(error):
                 raise
@@ -94,30 +77,9 @@ class StepTrials:
         self.close()
         return TrialResult(fits=False, limit_bytes=limit)
 
-    def _run(self, rows: int) -> TrialResult:
-        job = self._job
-        if self._step is None:
-            self._step = ZeroStep(
-                job.build,
-                job.modules,
-                zero=self._zero,
-                group=self._processes.everyone,
-                alone=self._processes.alone,
-                dtype=job.dtype,
-                device=self._processes.device,
-                recompute=job.recompute,
-                loss_fn=job.loss_fn,
-            )
-        return self._step.run(rows, memory=self._memory, tokens_per_row=job.workload.sequence_length)
-
-    @property
-    def step(self) -> ZeroStep | None:
-        """What computes, from the first trial that fits to the next that does not."""
-        return self._step
-
     def close(self) -> None:
         """Gives back all memory."""
-        self._step = None
+        self.step = None
         self._memory.release()
 
 
@@ -176,15 +138,20 @@ def _try(trial: Callable[[int], TrialResult], rows: int | None) -> tuple[TrialRe
 
 
 def search_stages(
-    job: StepJob,
+    model: MeasuredModel,
     processes: Processes,
     memory: DeviceMemory,
     *,
+    recompute: Recompute = "none",
+    kept_bytes: KeptBytes = MappingProxyType({}),
     stages: Sequence[int] = STAGES,
     told: Callable[[int, list[int | None], list[bool]], None] = lambda zero, tried, fitted: None,
 ) -> list[StageResult]:
     """What this rank found under each of `stages`, but for those under which every rank is expected to
-    compute as many rows as were expected or found under one before. Collective."""
+    compute as many rows as were expected or found under one before. Collective.
+
+    `kept_bytes`: activations as measured (`LayerTimeModel.kept_bytes`).
+    """
     Collectives(processes.everyone, processes.device).connect()  # What its library takes is gone for trials.
     limit = memory.limit_bytes
     results: list[StageResult] = []
@@ -193,33 +160,33 @@ def search_stages(
     for zero in stages:
         # With ZeRO 0 a rank holds what it would hold alone.
         num_ranks = processes.size if zero else 1
-        model = WholeModelStep(
-            workload=job.workload,
+        estimate = WholeModelStep(
+            workload=model.workload,
             device=processes.type,
             zero=zero,
             num_ranks=num_ranks,
-            recompute=job.recompute,
-            kept_bytes=job.kept_bytes,
+            recompute=recompute,
+            kept_bytes=kept_bytes,
         )
-        expected = model.most_rows(limit - beside_bytes, job.most_rows)
+        expected = estimate.most_rows(limit - beside_bytes, model.most_rows)
         everyone = tuple(processes.gather(expected))
         if everyone in searched and all(everyone):  # Where nothing should fit, a row may all the same.
             continue
         searched.add(everyone)
-        trials = StepTrials(job, processes, memory, zero=zero)
+        trials = StepTrials(model, processes, memory, zero=zero, recompute=recompute)
         found = search_together(
             trials,
-            BracketSearch(expected, model.row_bytes, job.most_rows),
+            BracketSearch(expected, estimate.row_bytes, model.most_rows),
             agree=processes.gather,
-            told=lambda tried, fitted, zero=zero: told(zero, tried, fitted),  # type: ignore[misc]
+            told=partial(told, zero),
         )
         trials.close()
         searched.add(tuple(processes.gather(found.max_rows)))
         results.append(StageResult(zero, num_ranks, found, limit))
         if found.refused_rows is not None:
-            beside_bytes = max(beside_bytes, limit - model.peak_bytes(found.refused_rows) + 1)
+            beside_bytes = max(beside_bytes, limit - estimate.peak_bytes(found.refused_rows) + 1)
         if found.max_rows:
-            beside_bytes = min(beside_bytes, limit - model.peak_bytes(found.max_rows))
+            beside_bytes = min(beside_bytes, limit - estimate.peak_bytes(found.max_rows))
     return results
 
 

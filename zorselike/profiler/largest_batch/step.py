@@ -18,49 +18,38 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.profiler.layers.probes import ModelFactory, materialise
+from zorselike.profiler.layers.probes import MeasuredModel, materialise
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.profiler.machine.device_memory import DeviceMemory
-from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.loss import LossFn
 from zorselike.runtime.memory.ledger import Ledger
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.model.partition import partition
+from zorselike.runtime.processes.processes import Processes
 
 
 class ZeroStep:
     """The whole model on this rank as one ministage of all ranks."""
 
     def __init__(
-        self,
-        build: ModelFactory,
-        modules: Sequence[str],
-        *,
-        zero: int,
-        group: ProcessGroup,
-        alone: ProcessGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        recompute: Recompute,
-        loss_fn: LossFn,
+        self, model: MeasuredModel, processes: Processes, *, zero: int, recompute: Recompute
     ) -> None:
-        """`group`: all ranks; `alone`: this rank by itself. Materialises what ZeRO keeps of the model on one
-        rank, one unit after the other."""
+        """Materialises what ZeRO keeps of the model on one rank, one unit after the other."""
         # With ZeRO 0 a rank holds what it would hold alone.
-        own = alone if zero == 0 else group
+        own = processes.alone if zero == 0 else processes.everyone
+        modules = tuple(module for module, _ in model.workload.layers)
         ranks = tuple(range(dist.get_world_size(own)))
-        plan = _plan_of(modules, ranks, zero=zero, recompute=recompute)
-        self._zero = zero
-        self._device = device
-        self._loss_fn = loss_fn
+        microbatches = tuple(Microbatch(rank, rank, rank + 1) for rank in ranks)
+        group = Group(ranks=ranks, microbatches=microbatches, zero=zero, recompute=recompute)
+        plan = Plan(len(ranks), (group,), (Ministage(0, modules),)).validate()
+        self._model, self._zero, self._device = model, zero, processes.device
         self._has_state = False
-        part = partition(build().to(dtype=dtype), plan)[0]
-        resources = RankResources.of(device)
+        part = partition(model.build().to(dtype=model.dtype), plan)[0]
+        resources = RankResources.of(self._device)
         settings = MinistageSettings(
-            group=plan.groups[0],
-            mesh=DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)),
-            materialise=lambda module, _: materialise(module, device),
+            group=group,
+            mesh=DeviceMesh.from_group(own, self._device.type, mesh_dim_names=("dp",)),
+            materialise=lambda module, _: materialise(module, self._device),
             modules=modules,
         )
         self._memory = resources.memory
@@ -74,13 +63,12 @@ class ZeroStep:
         self._optimizer = torch.optim.AdamW(named, lr=1e-5, fused=True)
         self._ministage.state.attach(self._optimizer)
 
-    def run(self, rows: int, *, memory: DeviceMemory, tokens_per_row: int) -> TrialResult:
+    def run(self, rows: int, memory: DeviceMemory) -> TrialResult:
         """The memory of a step that has optimizer state, with a microbatch of one row and then one of `rows`
         rows, which finds gradients there. Raises what the device raises when memory does not suffice; this
         object is then of no more use."""
-        batches = [
-            torch.zeros(size, tokens_per_row, dtype=torch.int64, device=self._device) for size in (1, rows)
-        ]
+        length = self._model.workload.sequence_length
+        batches = [torch.zeros(size, length, dtype=torch.int64, device=self._device) for size in (1, rows)]
         kept = 0
         for _ in range(1 if self._has_state else 2):  # The first step makes it.
             with memory.watching(self._ministage.module, self._held):
@@ -100,7 +88,7 @@ class ZeroStep:
             ministage.unshard()
         for number, tokens in enumerate(batches):
             outputs = ministage.forward(number, (tokens,), [False], {}, train=True)
-            loss = self._loss_fn(outputs, tokens) / tokens.numel()
+            loss = self._model.loss_fn(outputs, tokens) / tokens.numel()
             ministage.keep_outputs(number, (loss,))
             grad = torch.ones_like(loss)
             del outputs, loss
@@ -125,13 +113,7 @@ class ZeroStep:
         """Bytes that this rank's ledger knows of, and gradients that are whole; asked on a CPU."""
         grads = [p.grad for p in self._ministage.module.parameters() if p.grad is not None]
         whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-        return self.ledger.device_bytes + sum(grad.numel() * grad.itemsize for grad in whole)
-
-
-def _plan_of(modules: Sequence[str], ranks: tuple[int, ...], *, zero: int, recompute: Recompute) -> Plan:
-    rows = tuple(Microbatch(rank, rank, rank + 1) for rank in ranks)
-    group = Group(ranks=ranks, microbatches=rows, zero=zero, recompute=recompute)
-    return Plan(len(ranks), (group,), (Ministage(0, tuple(modules)),)).validate()
+        return self.ledger.device_bytes + sum(grad.nbytes for grad in whole)
 
 
 class _OwnMemory:

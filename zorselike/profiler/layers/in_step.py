@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.plan.plan import Group, Microbatch, Recompute
 from zorselike.profiler.clock import Clock, trimmed_mean
-from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, make_inputs, materialise
+from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, make_inputs, materialise
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.loss import LossFn
@@ -38,25 +38,21 @@ class LayersInStep:
 
     def __init__(
         self,
-        build: ModelFactory,
+        model: MeasuredModel,
         probe: LayerProbe,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         alone: ProcessGroup,
         recompute: Recompute,
-        loss_fn: LossFn,
-        num_tokens: int,
     ) -> None:
-        """`alone`: this rank by itself; `loss_fn` follows the model's last layer; `num_tokens`: token ids are
-        below it."""
-        self._probe, self._device, self._num_tokens = probe, device, num_tokens
+        """`alone`: this rank by itself."""
+        self._probe, self._device, self._num_tokens = probe, device, model.num_tokens
         self._clock = Clock(device)
-        layer = build().get_submodule(probe.module).to(dtype=dtype)
+        layer = model.build().get_submodule(probe.module).to(dtype=model.dtype)
         # Copies of what a model has once come after each other as well: what a ministage costs by itself is
         # shared between them, and counted by actions.
         layers = nn.ModuleDict({str(i): copy.deepcopy(layer) for i in range(NUM_COPIES)})
-        self.copies = _Copies(layers, probe.inputs, loss_fn if probe.is_last else None, self._clock)
+        self.copies = _Copies(layers, probe.inputs, model.loss_fn if probe.is_last else None, self._clock)
         settings = MinistageSettings(
             group=Group(ranks=(0,), microbatches=(Microbatch(0, 0, 1),), zero=2, recompute=recompute),
             mesh=DeviceMesh.from_group(alone, device.type, mesh_dim_names=("dp",)),

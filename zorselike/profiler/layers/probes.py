@@ -1,4 +1,4 @@
-"""One instance of each repeated kind of layer, and inputs of any number of rows for it."""
+"""The model to be measured: one instance of each kind of layer, and inputs of any number of rows for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.workload import Workload
-from zorselike.runtime.model.nested import map_leaves
+from zorselike.runtime.loss import LossFn
+from zorselike.runtime.model.nested import leaves, map_leaves, map_tensors, tensors_in
 from zorselike.runtime.model.signature import KwargTensor
 
 ModelFactory = Callable[[], nn.Module]
@@ -23,6 +24,26 @@ _WIDTH = 0.02
 """Of the normal distribution of random weights: any that overflows nothing will do."""
 
 _TRACED_ROWS = (2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredModel:
+    """The model as it is to be trained, and how often and how large it is tried."""
+
+    workload: Workload
+    build: ModelFactory
+    loss_fn: LossFn
+    """Follows the model's last layer."""
+    num_tokens: int
+    """Token ids are below it."""
+    most_rows: int
+    """The largest microbatch that is tried."""
+    repeats: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.workload.dtype)
+        return found
 
 
 @dataclass(frozen=True)
@@ -53,17 +74,17 @@ class LayerProbe:
         return self.is_numbered and self.carries_grad and len(_tensors([self.inputs, self.kwargs])) == 1
 
 
-def find_probes(build: ModelFactory, workload: Workload, tokens_per_row: int) -> tuple[LayerProbe, ...]:
+def find_probes(build: ModelFactory, workload: Workload) -> tuple[LayerProbe, ...]:
     """A probe for each kind of the workload, in model order, from two runs of the model on meta.
 
-    The model's forward takes token ids `[rows, tokens_per_row]`.
+    The model's forward takes token ids `[rows, workload.sequence_length]`.
     """
     dtype: torch.dtype = getattr(torch, workload.dtype)
     first: dict[str, str] = {}
     for module, kind in workload.layers:
         first.setdefault(kind, module)
     few, more = (
-        _record_calls(build().to(dtype=dtype), list(first.values()), rows, tokens_per_row)
+        _record_calls(build().to(dtype=dtype), list(first.values()), rows, workload.sequence_length)
         for rows in _TRACED_ROWS
     )
     last_module, _ = workload.layers[-1]
@@ -121,9 +142,10 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                     owner._buffers[key] = make(buffer)
 
 
-def make_inputs(
-    probe: LayerProbe, rows: int, *, num_tokens: int, device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def make_inputs(probe: LayerProbe, rows: int, *, num_tokens: int, device: torch.device) -> _Call:
     """Random arguments for a number of rows: token ids below `num_tokens`, hidden states that carry
     gradients."""
 
@@ -140,9 +162,6 @@ def make_inputs(
     return map_leaves(probe.inputs, make), map_leaves(dict(probe.kwargs), make)
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def _record_calls(
     model: nn.Module, modules: Sequence[str], rows: int, tokens_per_row: int
 ) -> dict[str, _Call]:
@@ -155,8 +174,7 @@ def _record_calls(
 
         model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True)
     model(torch.zeros(rows, tokens_per_row, dtype=torch.int64, device="meta"))
-    missing = [name for name in modules if name not in calls]
-    if missing:
+    if missing := [name for name in modules if name not in calls]:
         raise ConfigError(
             f"model: its forward does not call {', '.join(missing)}, so that cannot be measured"
         )
@@ -165,27 +183,17 @@ def _record_calls(
 
 def _describe(few: _Call, more: _Call) -> _Call:
     """Arguments with their tensors described; those as long as there are rows have rows."""
-    larger = iter(_tensors(more))
+    larger = iter(tensors_in(more))
 
-    def describe(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        other = next(larger)
-        has_rows = (value.shape[:1], other.shape[:1]) == tuple((rows,) for rows in _TRACED_ROWS)
-        shape = tuple(value.shape[1:] if has_rows else value.shape)
-        return KwargTensor(shape, value.dtype, has_rows=has_rows)
+    def describe(tensor: Tensor) -> KwargTensor:
+        has_rows = (tensor.shape[:1], next(larger).shape[:1]) == tuple((rows,) for rows in _TRACED_ROWS)
+        shape = tensor.shape[1:] if has_rows else tensor.shape
+        return KwargTensor(tuple(shape), tensor.dtype, has_rows=has_rows)
 
-    described: _Call = map_leaves(few, describe)
+    described: _Call = map_tensors(few, describe)
     return described
 
 
 def _tensors(value: Any) -> list[Any]:
     """Tensors, or what describes them, within nested values."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Tensor | KwargTensor):
-            found.append(leaf)
-
-    map_leaves(value, note)
-    return found
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor | KwargTensor)]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from zorselike.cost.profile import LayerTimes, Source
 from zorselike.plan.plan import Recompute
-from zorselike.profiler.clock import Clock, median
-from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, build_layer, make_inputs
+from zorselike.profiler.clock import Clock
+from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, build_layer, make_inputs
 from zorselike.profiler.layers.row_search import MaxRows, TrialResult, find_max_rows
 from zorselike.profiler.machine.device_memory import DeviceMemory
-from zorselike.runtime.loss import LossFn
 from zorselike.runtime.model.nested import tensors_in
 
 WARMUPS = 2
@@ -28,25 +28,52 @@ class LayerBench:
 
     def __init__(
         self,
-        build: ModelFactory,
+        model: MeasuredModel,
         probe: LayerProbe,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         memory: DeviceMemory,
         recompute: Recompute = "none",
-        loss_fn: LossFn,
-        num_tokens: int,
     ) -> None:
-        """`loss_fn` follows the model's last layer; `num_tokens`: token ids are below it."""
-        self._probe = probe
-        self._device = device
-        self._memory = memory
+        self._model, self._probe, self._recompute = model, probe, recompute
+        self._device, self._memory = device, memory
         self._clock = Clock(device)
-        self._loss_fn = loss_fn
-        self._num_tokens = num_tokens
-        self._recomputes = recompute == "layer" and probe.is_numbered
-        self._layer = build_layer(build, probe.module, dtype=dtype, device=device)
+        self._layer = build_layer(model.build, probe.module, dtype=model.dtype, device=device)
+
+    def measure(
+        self,
+        *,
+        device: str,
+        source: Source,
+        time_in_step: Callable[[int, TrialResult], tuple[float, float] | None] = lambda rows, result: None,
+        told: Callable[[int, TrialResult], None] = lambda rows, result: None,
+    ) -> LayerTimes | None:
+        """The layer's times against 1, 2, 4, ... rows up to the model's `most_rows`, or to the most that fit;
+        None if not even one row fits. `device`: its name in the profile. `time_in_step` may have better times
+        than a layer alone; `told` hears of each trial."""
+
+        def trial(rows: int) -> TrialResult:
+            result = self.try_rows(rows, repeats=self._model.repeats)
+            told(rows, result)
+            return result
+
+        found = find_max_rows(trial, most_rows=self._model.most_rows)
+        if not found.measured:
+            return None
+        times = [time_in_step(rows, own) or (own.forward_s, own.backward_s) for rows, own in found.measured]
+        return LayerTimes(
+            kind=self._probe.kind,
+            device=device,
+            dtype=self._model.workload.dtype,
+            sequence_length=self._model.workload.sequence_length,
+            recompute=self._recompute,
+            rows=tuple(rows for rows, _ in found.measured),
+            forward_s=tuple(forward_s for forward_s, _ in times),
+            backward_s=tuple(backward_s for _, backward_s in times),
+            max_rows=None if found.refused_rows is None else found.max_rows,
+            memory_bytes_per_row=kept_per_row(found),
+            source=source,
+        )
 
     def try_rows(self, rows: int, *, repeats: int) -> TrialResult:
         """Median times of `repeats` steps with so many rows, or that they do not fit; then everything but
@@ -63,7 +90,9 @@ class LayerBench:
         return result
 
     def _run(self, rows: int, repeats: int) -> TrialResult:
-        inputs, kwargs = make_inputs(self._probe, rows, num_tokens=self._num_tokens, device=self._device)
+        inputs, kwargs = make_inputs(
+            self._probe, rows, num_tokens=self._model.num_tokens, device=self._device
+        )
         grads = self._make_grads(inputs, kwargs)
         marks = []
         kept = peak = 0
@@ -88,8 +117,8 @@ class LayerBench:
             fits=True,
             peak_bytes=peak,
             limit_bytes=self._memory.limit_bytes,
-            forward_s=median([self._clock.seconds(begin, between) for begin, between, _ in timed]),
-            backward_s=median([self._clock.seconds(between, end) for _, between, end in timed]),
+            forward_s=median(self._clock.seconds(begin, between) for begin, between, _ in timed),
+            backward_s=median(self._clock.seconds(between, end) for _, between, end in timed),
             kept_bytes=kept,
         )
 
@@ -104,66 +133,17 @@ class LayerBench:
 
     def _forward(self, inputs: Any, kwargs: Any, grads: list[Tensor]) -> list[Tensor]:
         run: Callable[..., Any] = self._layer
-        if self._recomputes:
+        if self._recompute == "layer" and self._probe.is_numbered:
             outputs = checkpoint(run, *inputs, use_reentrant=False, **kwargs)
         else:
             outputs = run(*inputs, **kwargs)
         if self._probe.is_last:
-            return [self._loss_fn(outputs, grads[0])]
+            return [self._model.loss_fn(outputs, grads[0])]
         return tensors_in(outputs)
 
     def _held(self) -> int:
-        return held_bytes(self._layer)
-
-
-def held_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and of the gradients that they have."""
-    tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def measure_layer(
-    bench: LayerBench,
-    *,
-    kind: str,
-    device: str,
-    dtype: str,
-    sequence_length: int,
-    recompute: Recompute,
-    most_rows: int,
-    repeats: int,
-    source: Source,
-    time_in_step: Callable[[int, TrialResult], tuple[float, float] | None] = lambda rows, result: None,
-    told: Callable[[int, TrialResult], None] = lambda rows, result: None,
-) -> LayerTimes | None:
-    """The layer's times against 1, 2, 4, ... rows up to `most_rows`, or to the most that fit; None if
-    not even one row fits. `time_in_step` may have better ones than a layer alone; `told` hears of each
-    trial."""
-
-    def trial(rows: int) -> TrialResult:
-        result = bench.try_rows(rows, repeats=repeats)
-        told(rows, result)
-        return result
-
-    found = find_max_rows(trial, most_rows=most_rows)
-    if not found.measured:
-        return None
-    times = [
-        time_in_step(rows, result) or (result.forward_s, result.backward_s) for rows, result in found.measured
-    ]
-    return LayerTimes(
-        kind=kind,
-        device=device,
-        dtype=dtype,
-        sequence_length=sequence_length,
-        recompute=recompute,
-        rows=tuple(rows for rows, _ in found.measured),
-        forward_s=tuple(forward_s for forward_s, _ in times),
-        backward_s=tuple(backward_s for _, backward_s in times),
-        max_rows=found.max_rows if found.is_limit else None,
-        memory_bytes_per_row=kept_per_row(found),
-        source=source,
-    )
+        """Bytes of the layer's parameters and of the gradients that they have."""
+        return sum(t.nbytes for p in self._layer.parameters() for t in (p, p.grad) if t is not None)
 
 
 def kept_per_row(found: MaxRows) -> float | None:

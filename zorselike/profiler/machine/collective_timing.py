@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zorselike.cost.profile import Collective, CollectiveTimes, Source
-from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
-from zorselike.profiler.machine.compute_burst import ComputeBurst
+from zorselike.profiler.clock import make_rising
+from zorselike.profiler.machine.group_clock import GroupClock
 from zorselike.runtime._compat import all_gather_whole, reduce_scatter_whole
 from zorselike.runtime.comm.ranks import ProcessGroup
 
@@ -26,10 +26,8 @@ class Collectives:
     """A group's collectives, timed on this rank; every method is collective."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self._clock = Clock(device)
-        self._burst = ComputeBurst(device)
+        self._group, self._device = group, device
+        self._clock = GroupClock(group, device)
         self._num_ranks = dist.get_world_size(group)
 
     def connect(self) -> None:
@@ -39,23 +37,14 @@ class Collectives:
 
     def time(self, op: Collective, num_elements: int, dtype: torch.dtype, *, repeats: int = 1) -> float:
         """Mean seconds of one collective over a buffer of so many elements, whole; it is padded so that
-        it divides by the ranks. The first one, in which the group may still connect, is not counted. Small
-        ones run more often: some wait long for a thread to wake up, and a step has many."""
+        it divides by the ranks. Small ones run more often: some wait long for a thread to wake up, and a step
+        has many."""
         part = -(-num_elements // self._num_ranks)
         whole = torch.zeros(part * self._num_ranks, dtype=dtype, device=self._device)
         own = torch.zeros(part, dtype=dtype, device=self._device)
-        run = self._pick(op, whole, own)
-        run()
-        seconds = []
-        for _ in range(repeats * (MORE_OF_SMALL if num_elements * dtype.itemsize <= SMALL else 1)):
-            # All ranks begin together, so that nobody's time holds another's delay.
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-            self._burst()
-            self._clock.wait()
-            begin = self._clock.mark()
-            run()
-            seconds.append(self._clock.seconds(begin, self._clock.mark()))
-        return trimmed_mean(seconds)
+        is_small = num_elements * dtype.itemsize <= SMALL
+        repeats *= MORE_OF_SMALL if is_small else 1
+        return self._clock.time_together(self._pick(op, whole, own), repeats=repeats)
 
     def _pick(self, op: Collective, whole: torch.Tensor, own: torch.Tensor) -> Callable[[], object]:
         match op:

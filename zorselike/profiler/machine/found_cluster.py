@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from zorselike.cost.profile import HostLinkRates, LinkTimes
 from zorselike.cost.wires import fit_link
@@ -14,19 +14,8 @@ _DIGITS = 4
 """Of a measured rate or latency."""
 
 
-@dataclass(frozen=True)
-class FoundNode:
-    """One machine, as its processes describe it."""
-
-    name: str
-    devices: tuple[str, ...]
-    """The type of each device, by local rank."""
-    memory_bytes: tuple[int, ...]
-    host_memory_bytes: int
-
-
 def make_cluster(
-    nodes: Sequence[FoundNode],
+    nodes: Sequence[Node],
     *,
     host_links: Sequence[HostLinkRates],
     links: Sequence[LinkTimes],
@@ -34,39 +23,37 @@ def make_cluster(
 ) -> Cluster:
     """Nodes with what was measured of them; a pair that was not measured gets the link of the one that
     stands for it."""
+    names = {node.name for node in nodes}
+    measured = {times.between: _round_link(fit_link(times)) for times in links if set(times.between) <= names}
     fitted: dict[Pair, Link] = {}
-    measured = {times.between: times for times in links}
     for pair, alike in stands_for.items():
         if pair in measured:
-            link = _round_link(fit_link(measured[pair]))
-            fitted |= dict.fromkeys(alike, link)
-    fitted |= {
-        pair: _round_link(fit_link(times)) for pair, times in measured.items() if set(pair) <= _names(nodes)
-    }
+            fitted |= dict.fromkeys(alike, measured[pair])
+    fitted |= measured
     rates = {entry.device: entry for entry in host_links}
     return Cluster(
-        nodes=tuple(_make_node(node, rates, fitted.get((node.name, node.name))) for node in nodes),
+        nodes=tuple(_add_links(node, rates, fitted.get((node.name, node.name))) for node in nodes),
         node_links={pair: link for pair, link in fitted.items() if pair[0] != pair[1]},
     )
 
 
-def _names(nodes: Sequence[FoundNode]) -> set[str]:
-    return {node.name for node in nodes}
-
-
-def _make_node(found: FoundNode, rates: Mapping[str, HostLinkRates], fabric: Link | None) -> Node:
-    known = [rates[device] for device in found.devices if device in rates]
+def _add_links(node: Node, rates: Mapping[str, HostLinkRates], fabric: Link | None) -> Node:
+    known = [rates[device] for device in node.devices if device in rates]
+    if not known:
+        return replace(node, fabric=fabric)
     # A node has one host link for all its devices: that of the slowest kind.
-    host = min(known, key=lambda entry: min(entry.to_device, entry.to_host), default=None)
-    return Node(
-        name=found.name,
-        devices=found.devices,
-        memory_bytes=found.memory_bytes,
-        host_memory_bytes=found.host_memory_bytes,
-        host_link=None if host is None else Link(_round(min(host.to_device, host.to_host))),
-        host_link_both_bytes_per_s=None if host is None else _round(host.both),
+    host = min(known, key=lambda entry: min(entry.to_device, entry.to_host))
+    return replace(
+        node,
+        host_link=Link(_round(min(host.to_device, host.to_host))),
+        host_link_both_bytes_per_s=_round(host.both),
         fabric=fabric,
     )
+
+
+def list_machines(machines: Mapping[str, Sequence[str]]) -> str:
+    """`a: T4 T4, b: V100-16`, from the types of each node's devices."""
+    return ", ".join(f"{node}: {' '.join(types)}" for node, types in sorted(machines.items()))
 
 
 def _round_link(link: Link) -> Link:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from zorselike.cost.profile import LinkTimes
 from zorselike.cost.wires import fit_link
 from zorselike.plan.plan import Plan
-from zorselike.profiler.machine.link_pairs import Pair
 from zorselike.runtime.processes.world import ProcessInfo, find_mistakes
+from zorselike.text.layout import align_columns
 from zorselike.text.wording import list_few
 
 GIB = 2**30
@@ -69,10 +69,11 @@ def find_problems(
         device: `cuda` or `cpu`, if the caller has named it for all of them.
     """
     infos = [health.info for health in healths]
-    found = [Finding("breaks", str(error)) for error in find_mistakes(infos, plan, device=device)]
-    found += [*_shared_gpus(infos), *_precision(healths, dtype), *_network(healths), *_memory(healths)]
-    found += _data(healths)
-    return sorted(found, key=lambda finding: finding.severity)
+    breaks = [str(error) for error in find_mistakes(infos, plan, device=device)]
+    breaks += [*_shared_gpus(infos), *_precision(healths, dtype), *_network(healths), *_data(healths)]
+    return [Finding("breaks", text) for text in breaks] + [
+        Finding("warns", text) for text in _memory(healths)
+    ]
 
 
 def find_slow_links(links: Sequence[LinkTimes]) -> list[Finding]:
@@ -86,26 +87,20 @@ def find_slow_links(links: Sequence[LinkTimes]) -> list[Finding]:
     nodes = sorted({node for pair in between for node in pair})
     whole = [node for node in nodes if all(pair in slow for pair in between if node in pair)]
     found = [
-        Finding(
-            "warns",
-            f"node {node}: all its links carry less than {usual / SLOW / 1e9:.3g} GB/s, others "
-            f"{usual / 1e9:.3g}; look at its network card, cable and GLOO_SOCKET_IFNAME",
-        )
+        f"node {node}: all its links carry less than {usual / SLOW / 1e9:.3g} GB/s, others "
+        f"{usual / 1e9:.3g}; look at its network card, cable and GLOO_SOCKET_IFNAME"
         for node in whole
     ]
     found += [
-        Finding(
-            "warns",
-            f"nodes {pair[0]} and {pair[1]}: {between[pair] / 1e9:.3g} GB/s between them, others carry "
-            f"{usual / 1e9:.3g}; look at the switch between them",
-        )
+        f"nodes {pair[0]} and {pair[1]}: {between[pair] / 1e9:.3g} GB/s between them, others carry "
+        f"{usual / 1e9:.3g}; look at the switch between them"
         for pair in slow
         if not set(pair) & set(whole)
     ]
-    return found
+    return [Finding("warns", text) for text in found]
 
 
-def _shared_gpus(infos: Sequence[ProcessInfo]) -> Iterator[Finding]:
+def _shared_gpus(infos: Sequence[ProcessInfo]) -> Iterator[str]:
     users: dict[str, list[ProcessInfo]] = {}
     for info in infos:
         if info.gpu:
@@ -113,116 +108,105 @@ def _shared_gpus(infos: Sequence[ProcessInfo]) -> Iterator[Finding]:
     for own in users.values():
         if len(own) > 1:
             ranks = list_few([info.rank for info in own], "rank")
-            yield Finding(
-                "breaks",
+            yield (
                 f"node {own[0].node}: {ranks} have one {own[0].device_name} together; start one process a "
-                "GPU, or give each its own by CUDA_VISIBLE_DEVICES",
+                "GPU, or give each its own by CUDA_VISIBLE_DEVICES"
             )
 
 
-def _precision(healths: Sequence[Health], dtype: str) -> Iterator[Finding]:
-    without = [health.info for health in healths if health.info.device == "cuda" and not health.has_bf16]
-    if dtype == "bfloat16":
-        for node in _nodes(without):
-            names = sorted({info.device_name for info in without if info.node == node})
-            yield Finding(
-                "breaks",
-                f"node {node}: {list_few(names)} cannot compute in bfloat16; set mixed_precision_param to "
-                '"float16" or "auto"',
-            )
+def _precision(healths: Sequence[Health], dtype: str) -> Iterator[str]:
+    without = [health for health in healths if health.info.device == "cuda" and not health.has_bf16]
+    for node, own in _by_node(without if dtype == "bfloat16" else ()).items():
+        names = sorted({health.info.device_name for health in own})
+        yield (
+            f"node {node}: {list_few(names)} cannot compute in bfloat16; set mixed_precision_param to "
+            '"float16" or "auto"'
+        )
 
 
-def _network(healths: Sequence[Health]) -> Iterator[Finding]:
+def _network(healths: Sequence[Health]) -> Iterator[str]:
     by_node = {health.info.node: health for health in healths}
     for node, health in by_node.items():
         names = [name for name, _ in health.interfaces if len(by_node) == 1 or name in health.outward]
         for variable, value in health.named_interfaces:
             wanted = value.lstrip("^=").split(",")
             if not value.startswith("^") and not any(name.startswith(w) for name in names for w in wanted):
-                yield Finding(
-                    "breaks",
+                yield (
                     f"node {node}: {variable} is {value}, but its interfaces are "
-                    f"{list_few(names) or 'none'}; name one of these there",
+                    f"{list_few(names) or 'none'}; name one of these there"
                 )
         if len(by_node) < 2:
             continue
         if not names:
-            yield Finding(
-                "breaks",
+            yield (
                 f"node {node}: it has no network interface but loopback, so no other node reaches it; "
-                "connect it, or give its container the host's network",
+                "connect it, or give its container the host's network"
             )
         elif health.host_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in dict(
             health.named_interfaces
         ):
-            yield Finding(
-                "breaks",
+            yield (
                 f"node {node}: its own name means {health.host_address}, where no other node reaches it; "
-                f"mend /etc/hosts there, or set GLOO_SOCKET_IFNAME={names[0]}",
+                f"mend /etc/hosts there, or set GLOO_SOCKET_IFNAME={names[0]}"
             )
 
 
-def _memory(healths: Sequence[Health]) -> Iterator[Finding]:
-    for node in _nodes([health.info for health in healths]):
-        own = [health for health in healths if health.info.node == node]
+def _memory(healths: Sequence[Health]) -> Iterator[str]:
+    for node, own in _by_node(healths).items():
         free = min(health.info.host_room_bytes for health in own)
         if free < LEAST_HOST_BYTES * len(own):
-            yield Finding(
-                "warns",
+            yield (
                 f"node {node}: {free / GIB:.1f} GiB of host memory are free for {len(own)} processes; end "
-                "what else runs there, or raise the container's limit",
+                "what else runs there, or raise the container's limit"
             )
         limits = [health.locked_bytes for health in own if health.locked_bytes is not None]
         if limits and min(limits) < LEAST_LOCKED_BYTES and any(health.info.gpu for health in own):
-            yield Finding(
-                "warns",
+            yield (
                 f"node {node}: a process may lock {min(limits) / 2**20:.0f} MiB, too little for InfiniBand; "
-                "set ulimit -l unlimited there",
+                "set ulimit -l unlimited there"
             )
 
 
-def _data(healths: Sequence[Health]) -> Iterator[Finding]:
+def _data(healths: Sequence[Health]) -> Iterator[str]:
     said: dict[tuple[str, str, str], list[int]] = {}
     for health in healths:
         for path, problem in health.data:
             if problem:
                 said.setdefault((health.info.node, path, problem), []).append(health.info.rank)
     for (node, path, problem), ranks in said.items():
-        yield Finding(
-            "breaks",
+        yield (
             f"node {node}: {list_few(ranks, 'rank')} cannot read {path} ({problem}); copy it there, or mount "
-            "the shared folder",
+            "the shared folder"
         )
 
 
-def _nodes(infos: Sequence[ProcessInfo]) -> list[str]:
-    return list(dict.fromkeys(info.node for info in infos))
+def _by_node(healths: Iterable[Health]) -> dict[str, list[Health]]:
+    found: dict[str, list[Health]] = {}
+    for health in healths:
+        found.setdefault(health.info.node, []).append(health)
+    return found
 
 
 def describe_nodes(healths: Sequence[Health]) -> str:
     """A table, a line a node."""
     table = [("node", "ranks", "device", "torch", "bf16", "host free", "lockable", "interfaces")]
-    for node in _nodes([health.info for health in healths]):
-        own = [health for health in healths if health.info.node == node]
-        info = own[0].info
+    for node, own in _by_node(healths).items():
         names = sorted({health.info.device_name or health.info.device for health in own})
         locked = own[0].locked_bytes
+        addresses = [f"{name} {address}" for name, address in own[0].interfaces if name in own[0].outward]
         table.append(
             (
                 node,
                 str(len(own)),
                 ", ".join(names),
-                info.torch,
+                own[0].info.torch,
                 "yes" if all(health.has_bf16 for health in own) else "no",
                 f"{min(health.info.host_room_bytes for health in own) / GIB:.1f} GiB",
                 "unlimited" if locked is None else f"{locked / GIB:.2f} GiB",
-                ", ".join(
-                    f"{name} {address}" for name, address in own[0].interfaces if name in own[0].outward
-                )
-                or "none",
+                ", ".join(addresses) or "none",
             )
         )
-    return _align(table)
+    return "\n".join(align_columns(table, left=range(len(table[0]))))
 
 
 def describe_links(links: Sequence[LinkTimes]) -> str:
@@ -232,23 +216,4 @@ def describe_links(links: Sequence[LinkTimes]) -> str:
         link = fit_link(entry)
         where = f"inside {entry.between[0]}" if len(set(entry.between)) == 1 else " - ".join(entry.between)
         table.append((where, f"{link.bandwidth_bytes_per_s / 1e9:.3g}", f"{1e6 * link.latency_s:.0f}"))
-    return _align(table)
-
-
-def all_pairs(nodes: Mapping[str, Sequence[int]]) -> list[Pair]:
-    """Every two nodes, and every node with several ranks with itself."""
-    names = sorted(nodes)
-    return [
-        (first, second)
-        for i, first in enumerate(names)
-        for second in names[i:]
-        if first != second or len(nodes[first]) > 1
-    ]
-
-
-def _align(table: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+    return "\n".join(align_columns(table, left=range(len(table[0]))))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from zorselike.cost.profile import HostLinkRates, Source
-from zorselike.profiler.clock import Clock, median
+from zorselike.profiler.clock import Clock
 
 NUM_BYTES = {"cuda": 2**26, "cpu": 2**24}
 
@@ -26,12 +25,12 @@ def measure_host_link(device: torch.device, *, type: str, repeats: int, source: 
     to_device = _copy(there[0], host[0])
     to_host = _copy(host[1], there[1])
     clock = Clock(device)
-    both = _time_on_streams if on_gpu else _time_in_threads
+    both = _on_streams(device, to_device, to_host) if on_gpu else _in_threads(to_device, to_host)
     return HostLinkRates(
         device=type,
         to_device=num_bytes / clock.time(to_device, repeats=repeats),
         to_host=num_bytes / clock.time(to_host, repeats=repeats),
-        both=2 * num_bytes / both(device, to_device, to_host, repeats),
+        both=2 * num_bytes / clock.time(both, repeats=repeats),
         source=source,
     )
 
@@ -40,35 +39,30 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def _time_on_streams(
-    device: torch.device, first: Callable[[], object], second: Callable[[], object], repeats: int
-) -> float:
-    """Seconds until both copies are over, each on a stream of its own."""
-    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+def _on_streams(device: torch.device, *copies: Callable[[], object]) -> Callable[[], object]:
+    """Makes the copies at once, each on a stream of its own."""
+    streams = [torch.cuda.Stream(device) for _ in copies]  # type: ignore[no-untyped-call]
     current = torch.cuda.current_stream(device)
 
     def run() -> None:
-        for stream, copy in zip(streams, (first, second), strict=True):
+        for stream, copy in zip(streams, copies, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 copy()
         for stream in streams:
             current.wait_stream(stream)
 
-    return Clock(device).time(run, repeats=repeats)
+    return run
 
 
-def _time_in_threads(
-    device: torch.device, first: Callable[[], object], second: Callable[[], object], repeats: int
-) -> float:
-    """Seconds until both copies are over, each in a thread of its own."""
-    seconds = []
-    for _ in range(1 + repeats):
-        threads = [threading.Thread(target=copy) for copy in (first, second)]
-        begin = time.perf_counter()
+def _in_threads(*copies: Callable[[], object]) -> Callable[[], object]:
+    """Makes the copies at once, each in a thread of its own."""
+
+    def run() -> None:
+        threads = [threading.Thread(target=copy) for copy in copies]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds[1:])
+
+    return run

@@ -6,6 +6,7 @@ node of a type for the inside of all. What shares no node shares no wire, and is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations_with_replacement
 
@@ -13,9 +14,10 @@ Pair = tuple[str, str]
 """Node names, sorted; the same twice: inside the node."""
 
 
-def node_types(devices: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Of each node: its devices' types, sorted."""
-    return {node: tuple(sorted(types)) for node, types in devices.items()}
+def all_pairs(nodes: Mapping[str, Sequence[object]]) -> list[Pair]:
+    """Every two nodes, and every node with several ranks with itself; `nodes`: an entry for each rank."""
+    pairs = combinations_with_replacement(sorted(nodes), 2)
+    return [(first, second) for first, second in pairs if first != second or len(nodes[first]) > 1]
 
 
 def choose_pairs(devices: Mapping[str, Sequence[str]]) -> dict[Pair, tuple[Pair, ...]]:
@@ -24,21 +26,15 @@ def choose_pairs(devices: Mapping[str, Sequence[str]]) -> dict[Pair, tuple[Pair,
     `devices`: by node the types of those that take part, one a rank. Different pairs are spread over the
     nodes of a type, so that more of them can be measured at once.
     """
-    type_of = node_types(devices)
-    nodes = sorted(devices)
     alike: dict[Hashable, list[Pair]] = {}
-    for first, second in combinations_with_replacement(nodes, 2):
-        is_inside = first == second
-        if is_inside and len(devices[first]) < 2:
-            continue
-        types = tuple(sorted((type_of[first], type_of[second])))
-        alike.setdefault((is_inside, types), []).append((first, second))
+    for pair in all_pairs(devices):
+        types = tuple(sorted(tuple(sorted(devices[node])) for node in pair))
+        alike.setdefault((pair[0] == pair[1], types), []).append(pair)
     chosen: dict[Pair, tuple[Pair, ...]] = {}
-    used: dict[str, int] = dict.fromkeys(nodes, 0)
+    used = Counter[str]()
     for pairs in alike.values():
         best = min(pairs, key=lambda pair: used[pair[0]] + used[pair[1]])
-        for node in set(best):
-            used[node] += 1
+        used.update(set(best))
         chosen[best] = tuple(pairs)
     return chosen
 

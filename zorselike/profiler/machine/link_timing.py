@@ -10,9 +10,10 @@ import torch.distributed as dist
 from zorselike.cost.profile import LinkTimes, Source
 from zorselike.profiler.clock import Clock, make_rising, trimmed_mean
 from zorselike.profiler.machine.collective_timing import MORE_OF_SMALL, SMALL
-from zorselike.profiler.machine.compute_burst import ComputeBurst
+from zorselike.profiler.machine.group_clock import ComputeBurst
 from zorselike.profiler.machine.link_pairs import Pair, make_rounds
 from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.processes.processes import Processes
 
 SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
 """Bytes of a message: 1 KiB to 64 MiB."""
@@ -20,36 +21,36 @@ SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
 
 def measure_links(
     pairs: Iterable[Pair],
-    nodes: dict[str, list[int]],
+    processes: Processes,
     *,
-    rank: int,
-    group: ProcessGroup,
-    device: torch.device,
     repeats: int,
     source: Source,
     sizes: Sequence[int] = SIZES,
 ) -> list[LinkTimes]:
-    """The times of those pairs in which this rank begins, round by round; collective over the group.
+    """The times of those pairs in which this rank begins, round by round; collective.
 
-    `nodes`: the ranks of each node; the first of each speaks for it, inside a node the first two.
+    The first rank of each node speaks for it, inside a node the first two.
     """
     found = []
+    group, device, nodes = processes.everyone, processes.device, processes.nodes
     for pairs_of_round in make_rounds(pairs):
         for first, second in pairs_of_round:
-            begins = nodes[first][0]
-            answers = nodes[second][1] if first == second else nodes[second][0]
-            if rank not in (begins, answers):
+            ranks = begins, answers = nodes[first][0], nodes[second][1 if first == second else 0]
+            if processes.rank not in ranks:
                 continue
-            other = answers if rank == begins else begins
+            is_first = processes.rank == begins
+            other = answers if is_first else begins
             seconds = [
-                time_messages(size, other, begins=rank == begins, group=group, device=device, repeats=repeats)
+                time_messages(size, other, begins=is_first, group=group, device=device, repeats=repeats)
                 for size in sizes
             ]
-            if rank == begins:
-                between = (min(first, second), max(first, second))
+            if is_first:
                 found.append(
                     LinkTimes(
-                        between=between, num_bytes=tuple(sizes), seconds=make_rising(seconds), source=source
+                        between=(min(first, second), max(first, second)),
+                        num_bytes=tuple(sizes),
+                        seconds=make_rising(seconds),
+                        source=source,
                     )
                 )
         # Nobody begins a round while others still use its wires.

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zorselike.profiler.clock import Clock, trimmed_mean
-from zorselike.profiler.machine.compute_burst import ComputeBurst
+from zorselike.profiler.machine.group_clock import GroupClock
 from zorselike.runtime._compat import all_gather_whole
 from zorselike.runtime.comm.ranks import ProcessGroup
 
@@ -54,7 +53,7 @@ class _Bench:
 
     def __init__(self, group: ProcessGroup, device: torch.device, num_bytes: int) -> None:
         self._group, self._device = group, device
-        self._clock, self._burst = Clock(device), ComputeBurst(device)
+        self._clock = GroupClock(group, device)
         size = dist.get_world_size(group)
         num_own = max(1, num_bytes // size // torch.float32.itemsize)
         self._parts = [torch.zeros(num_own, device=device) for _ in range(NUM_GATHERS)]
@@ -73,17 +72,8 @@ class _Bench:
 
     def time(self, work: Callable[[], None], repeats: int) -> float:
         """Mean seconds, after all ranks came together; that of the slowest rank."""
-        seconds = []
-        for number in range(1 + REPEATS * repeats):
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-            self._burst()
-            self._clock.wait()
-            begin = self._clock.mark()
-            work()
-            end = self._clock.mark()
-            if number:
-                seconds.append(self._clock.seconds(begin, end))
-        slowest = torch.tensor([trimmed_mean(seconds)], device=self._device)
+        seconds = self._clock.time_together(work, repeats=REPEATS * repeats)
+        slowest = torch.tensor([seconds], device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._group)
         return float(slowest)
 

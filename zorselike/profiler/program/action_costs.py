@@ -7,13 +7,15 @@ unit adds.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zorselike.profiler.clock import trimmed_mean
-from zorselike.profiler.program.action_clock import ActionTime
-from zorselike.schedule.actions import COMPUTE, Kind
+from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.schedule.actions import COMPUTE, Action, Kind
 
 FEW_UNITS, MANY_UNITS = 1, 3
 """In a ministage, of the two runs between which a line is drawn."""
@@ -21,6 +23,42 @@ FEW_UNITS, MANY_UNITS = 1, 3
 IN_GROUP = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
 Seconds = Mapping[Kind, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTime:
+    """One action as it ran, in monotonic seconds."""
+
+    action: Action
+    begin_s: float
+    end_s: float
+    cpu_s: float
+    """Of the thread that ran it, since the action before it ended."""
+
+
+@dataclass
+class ActionClock:
+    """Collects them while `running`."""
+
+    times: list[ActionTime] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, pipe: HeteroPipeline) -> Iterator[None]:
+        """Inside, the actions of this rank's steps are timed."""
+        begin_s, cpu_begin_s = 0.0, time.thread_time()
+
+        def enter(_: Action) -> None:
+            nonlocal begin_s
+            begin_s = time.monotonic()
+
+        def leave(action: Action) -> None:
+            nonlocal cpu_begin_s
+            cpu_end_s = time.thread_time()
+            self.times.append(ActionTime(action, begin_s, time.monotonic(), cpu_end_s - cpu_begin_s))
+            cpu_begin_s = cpu_end_s
+
+        with pipe.watching(enter, leave):
+            yield
 
 
 @dataclass(frozen=True)
@@ -49,10 +87,10 @@ class ActionSamples:
         it is the gather's.
         """
         found: defaultdict[tuple[Kind, int | None], list[float]] = defaultdict(list)
-        for time in times:
-            kind = time.action.kind
+        for each in times:
+            kind = each.action.kind
             if self.is_cpu or kind is not Kind.NORM:
-                found[kind, time.action.ministage].append(self.find_seconds(time))
+                found[kind, each.action.ministage].append(self.find_seconds(each))
         for (kind, ministage), gathers in found.items():
             if kind is Kind.UNSHARD:
                 for turn, pass_ in enumerate((Kind.F, Kind.B)):
@@ -64,9 +102,9 @@ class ActionSamples:
         for (kind, _), own in found.items():
             self.seconds[kind] += own
 
-    def find_seconds(self, time: ActionTime) -> float:
+    def find_seconds(self, each: ActionTime) -> float:
         """Of one action."""
-        return time.cpu_s if self.is_cpu else time.end_s - time.begin_s
+        return each.cpu_s if self.is_cpu else each.end_s - each.begin_s
 
     def means(self) -> Seconds:
         """Of each kind that was seen."""
@@ -91,8 +129,3 @@ def find_shared(own: ActionCosts, zero2: ActionCosts, zero3: ActionCosts) -> dic
         **{kind.value: zero3.unit_s[kind] - zero2.unit_s[kind] for kind in sorted(COMPUTE)},
     }
     return {kind: seconds for kind, seconds in more.items() if seconds > 0}
-
-
-def leave_out(seconds: Mapping[str, float], kinds: Collection[Kind]) -> dict[str, float]:
-    """All but some kinds."""
-    return {kind: s for kind, s in seconds.items() if kind not in kinds}

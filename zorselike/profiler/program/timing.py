@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,17 +21,17 @@ from torch import Tensor, nn
 from zorselike.cost.profile import Overheads, Source
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.profiler.clock import trimmed_mean
-from zorselike.profiler.layers.probes import LayerProbe, ModelFactory, make_inputs
+from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, make_inputs
 from zorselike.profiler.machine.overlap_timing import measure_slowdown
-from zorselike.profiler.program.action_clock import ActionClock
 from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
     MANY_UNITS,
+    ActionClock,
     ActionCosts,
     ActionSamples,
+    Seconds,
     draw_lines,
     find_shared,
-    leave_out,
 )
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.model.nested import tensors_in
@@ -62,33 +61,19 @@ def no_work() -> Iterator[Callable[[], object]]:
     yield lambda: None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Steps of one small pipeline."""
-
-    samples: ActionSamples
-    rest_s: float
-    """Of a step, beside its actions."""
-
-
 class ProgramBench:
     """Small pipelines of one kind of layer on all ranks; every method is collective."""
 
     def __init__(
-        self,
-        build: ModelFactory,
-        probe: LayerProbe,
-        processes: Processes,
-        *,
-        dtype: torch.dtype,
-        repeats: int,
-        between_steps: BetweenSteps,
+        self, model: MeasuredModel, probe: LayerProbe, processes: Processes, *, between_steps: BetweenSteps
     ) -> None:
         """`probe`: of layers that pass on what they take."""
+        self._model, self._probe, self._processes = model, probe, processes
         self._between_steps = between_steps
         self._work: Callable[[], object]
-        self._build, self._probe, self._processes = build, probe, processes
-        self._dtype, self._repeats = dtype, repeats
+        self._layer = model.build().get_submodule(probe.module)
+        """On meta."""
+        self._num_parameters = sum(parameter.numel() for parameter in self._layer.parameters())
         self._is_cpu = processes.device.type == "cpu"
 
     @property
@@ -104,7 +89,6 @@ class ProgramBench:
     def _measure(self, source: Source) -> Overheads:
         size = self._processes.size
         own, rests = self._measure_layout([(rank,) for rank in range(size)], zero=2)
-        unit_s = dict(own.unit_s)
         shared_unit_s: dict[str, float] = {}
         slowdown = 1.0
         if size > 1:
@@ -116,36 +100,31 @@ class ProgramBench:
             slowdown = measure_slowdown(
                 self._processes.everyone,
                 self._processes.device,
-                num_bytes=self._num_parameters * self._dtype.itemsize,
-                repeats=self._repeats,
+                num_bytes=self._num_parameters * self._model.dtype.itemsize,
+                repeats=self._model.repeats,
             )
-        if self._is_cpu:  # Layers were timed with what their units cost.
-            unit_s = leave_out(unit_s, COMPUTE)
+        left_out = COMPUTE if self._is_cpu else ()  # There layers were timed with what their units cost.
         return Overheads(
             action_s=tuple(own.action_s.items()),
-            unit_s=tuple(unit_s.items()),
+            unit_s=tuple((kind, unit_s) for kind, unit_s in own.unit_s.items() if kind not in left_out),
             shared_unit_s=tuple(shared_unit_s.items()),
             step_s=statistics.median(rests),
             overlap_slowdown=slowdown,
             source=source,
         )
 
-    @property
-    def _num_parameters(self) -> int:
-        """Of one layer."""
-        layer = self._build().get_submodule(self._probe.module)
-        return sum(parameter.numel() for parameter in layer.parameters())
-
     def _measure_layout(
         self, groups: Sequence[tuple[int, ...]], *, zero: int
     ) -> tuple[ActionCosts, list[float]]:
         """Costs by kind, and seconds of steps beside actions."""
-        few, many = (self._run(groups, zero=zero, num_units=count) for count in (FEW_UNITS, MANY_UNITS))
-        return draw_lines(few.samples.means(), many.samples.means()), [few.rest_s, many.rest_s]
+        (few, few_rest_s), (many, many_rest_s) = (
+            self._run(groups, zero=zero, num_units=count) for count in (FEW_UNITS, MANY_UNITS)
+        )
+        return draw_lines(few, many), [few_rest_s, many_rest_s]
 
-    def _run(self, groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -> _Run:
-        """Steps of a pipeline of these groups, each with one ministage of so many layers; what all ranks
-        saw, on every rank."""
+    def _run(self, groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -> tuple[Seconds, float]:
+        """Steps of a pipeline of these groups, each with one ministage of so many layers: means of actions by
+        kind, and of what a step takes beside them; of what all ranks saw, on every rank."""
         samples = ActionSamples(self._is_cpu)
         rests: list[float] = []
         plan = make_plan(groups, zero=zero, num_units=num_units)
@@ -156,13 +135,13 @@ class ProgramBench:
             loss_fn=_sum_squares,
             count_fn=len,
             device=self._processes.device,
-            param_dtype=self._dtype if self._dtype in HALF else None,
+            param_dtype=self._model.dtype if self._model.dtype in HALF else None,
             max_norm=_NEVER_CLIPS,
             silence_s=SILENCE_S,
         ) as pipe:
             inputs = self._make_hidden(len(pipe.input_rows)) if pipe.input_rows else None
             targets = torch.zeros(len(pipe.target_rows)) if pipe.target_rows else None
-            for number in range(WARMUPS + STEPS_PER_REPEAT * self._repeats):
+            for number in range(WARMUPS + STEPS_PER_REPEAT * self._model.repeats):
                 clock = ActionClock()
                 begin_s = self._now()
                 with clock.running(pipe):
@@ -179,21 +158,19 @@ class ProgramBench:
     def _now(self) -> float:
         return time.thread_time() if self._is_cpu else time.monotonic()
 
-    def _pool(self, own: ActionSamples, rests: list[float]) -> _Run:
+    def _pool(self, own: ActionSamples, rests: list[float]) -> tuple[Seconds, float]:
         pooled = ActionSamples(self._is_cpu)
         said = self._processes.gather((dict(own.seconds), trimmed_mean(rests)))
         for seconds, _ in said:
             for kind, values in seconds.items():
                 pooled.seconds[kind] += values
-        return _Run(samples=pooled, rest_s=max(0.0, *(rest for _, rest in said)))
+        return pooled.means(), max(0.0, *(rest for _, rest in said))
 
     def _make_model(self, plan: Plan) -> nn.Sequential:
         """On meta; its layers are those of the probe, under the plan's names."""
-        layer = self._build().get_submodule(self._probe.module)
         num_layers = sum(len(ministage.modules) for ministage in plan.ministages)
-        layers = [_Bound(copy.deepcopy(layer), self._probe) for _ in range(num_layers)]
-        inner = nn.Sequential(OrderedDict((str(i), bound) for i, bound in enumerate(layers)))
-        return nn.Sequential(OrderedDict([("layers", inner)]))
+        layers = nn.Sequential(*(_Bound(copy.deepcopy(self._layer), self._probe) for _ in range(num_layers)))
+        return nn.Sequential(OrderedDict(layers=layers))
 
     def _make_hidden(self, rows: int) -> Tensor:
         inputs, _ = make_inputs(self._probe, rows, num_tokens=1, device=self._processes.device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from zorselike.runtime._compat import cpu_attention
 from zorselike.runtime.model.nested import tensors_in
 
 
@@ -176,5 +177,5 @@ def _count_cpu_attention(
 _FUSED = (nn.functional.rms_norm, torch.rms_norm)
 """One kernel on a GPU; on a CPU torch computes it in steps that keep several times its input."""
 
-_CPU_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_attention}
+_CPU_FORMULAS = dict.fromkeys(cpu_attention(), _count_cpu_attention)
 """Torch counts the attention of GPUs only, and fake tensors are a CPU's."""

@@ -49,7 +49,7 @@ from zorselike.train.auto.files import (
 )
 from zorselike.train.config.config import Config
 from zorselike.train.config.param_dtype import find_param_dtype
-from zorselike.train.data.loading_work import loading_rows
+from zorselike.train.data.loader import loading_rows
 
 logger = logging.getLogger("zorselike")
 
@@ -178,7 +178,7 @@ def _measure(
         workload=workload,
         build=build,
         num_tokens=shape.vocab_size,
-        probes=find_probes(build, workload, workload.sequence_length),
+        probes=find_probes(build, workload),
         # Where nothing is said, planning adds a forward to what is measured without.
         recompute=(RECOMPUTE[config.activation_checkpoint.mode] or "none",),
         loss_fn=token_cross_entropy,

@@ -13,7 +13,17 @@ REFUSED_SECTIONS: dict[str, str] = {
 """Whole sections."""
 
 _CHECKPOINT = "checkpoints are not there yet; remove the key"
+_CHECKPOINT_KEYS = (
+    "enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
+    "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype "
+    "async_mode keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint "
+    "create_seed_checkpoint load_only"
+)
 _RECOMPUTE = 'the plan\'s groups say recompute = "none" or "layer"; remove the key'
+_RECOMPUTE_KEYS = (
+    "selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
+    "visualize_memory_budget_pareto preserve_rng_state determinism_check debug"
+)
 _FLIGHT = "set the variables TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE of torch itself; remove the key"
 
 REFUSED_KEYS: dict[str, dict[str, str]] = {
@@ -48,41 +58,8 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
     "training.dataloader": {
         "persistent_workers": "rows never end, so workers live as long as the run; remove the key",
     },
-    "checkpoint": dict.fromkeys(
-        (
-            "enable_ft_dataloader_checkpoints",
-            "folder",
-            "interval",
-            "initial_load_path",
-            "initial_load_model_only",
-            "initial_load_in_hf",
-            "initial_load_in_hf_quantized",
-            "last_save_model_only",
-            "last_save_in_hf",
-            "export_dtype",
-            "async_mode",
-            "keep_latest_k",
-            "load_step",
-            "exclude_from_loading",
-            "enable_first_step_checkpoint",
-            "create_seed_checkpoint",
-            "load_only",
-        ),
-        _CHECKPOINT,
-    ),
-    "activation_checkpoint": dict.fromkeys(
-        (
-            "selective_ac_option",
-            "per_op_sac_force_recompute_mm_shapes_by_fqns",
-            "early_stop",
-            "memory_budget",
-            "visualize_memory_budget_pareto",
-            "preserve_rng_state",
-            "determinism_check",
-            "debug",
-        ),
-        _RECOMPUTE,
-    ),
+    "checkpoint": dict.fromkeys(_CHECKPOINT_KEYS.split(), _CHECKPOINT),
+    "activation_checkpoint": dict.fromkeys(_RECOMPUTE_KEYS.split(), _RECOMPUTE),
     "comm": {
         "train_timeout_seconds": "a rank that dies or falls silent ends the job within seconds by itself "
         "(the variable ZORSELIKE_SILENCE_S says after how many); remove the key",

@@ -11,8 +11,11 @@ import ctypes
 import itertools
 import signal
 import sys
+import tempfile
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +32,9 @@ Batch = tuple[Tensor | None, Tensor | None]
 """Inputs and targets of one step, `[rows, seq_len]` of int64; `None` where the rank has no rows."""
 
 _PR_SET_PDEATHSIG = 1
+
+_SAMPLE_ROWS, _SAMPLE_BATCH = 64, 8
+"""Rows of the corpus that the profiler reads, and of a step."""
 
 
 class StepDataset(Dataset[Batch | ConfigError]):
@@ -143,3 +149,18 @@ def _prepare_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def loading_rows(seq_len: int) -> Iterator[Callable[[], object]]:
+    """For the profiler: yields what reads the next batch like the trainer after each step, with the
+    default loader and its worker, from a small corpus of zeros with rows of `seq_len` tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "zeros.bin"
+        np.zeros(_SAMPLE_ROWS * seq_len + 1, dtype=np.uint16).tofile(file)
+        corpus = Corpus([file], dtype="uint16", seq_len=seq_len, vocab_size=1, source="zeros")
+        rows = range(_SAMPLE_BATCH)
+        dataset = StepDataset(corpus, global_batch=_SAMPLE_BATCH, seed=0, input_rows=rows, target_rows=rows)
+        with closing(RowLoader(dataset, DataLoader())) as loader:
+            batches = iter(loader)
+            yield lambda: next(batches)
