@@ -18,7 +18,7 @@ from zorselike.text.layout import align_columns
 from zorselike.text.wording import count
 
 if TYPE_CHECKING:
-    from zorselike.cost.fit import Fit, Job, ModelShape
+    from zorselike.cost.fit import Fit, Flavor
     from zorselike.schedule.actions import Action
 
 _LINE_LENGTH = 110
@@ -148,19 +148,21 @@ class _Place:
 
 def show_fit(command: Show) -> str:
     """A table for each kind of device at hand, under what it assumes."""
-    from zorselike.cost.fit import SETTINGS, Job, Room, find_largest
+    from zorselike.cost.fit import SETTINGS, Batch, Room, find_largest
+    from zorselike.models import flavors as list_flavors
 
     _check_fit(command)
-    job = Job(
+    batch = Batch(
         num_rows=command.rows,
         rows_per_microbatch=command.rows_per_microbatch,
-        seq_len=command.seq_len,
         num_ministages=command.ministages,
-        itemsize=_ITEMSIZES[command.dtype],
-        num_moments=command.optimizer_moments,
     )
     places = _find_places(command)
-    shapes = list_shapes(command.family, job)
+    flavors = [
+        make_flavor(command.family, name, command.seq_len, command.dtype, command.optimizer_moments)
+        for name in list_flavors(command.family)
+        if name != "debug"
+    ]
     sections = [_describe_job(command)]
     for place in places:
         room = Room(
@@ -168,7 +170,7 @@ def show_fit(command: Show) -> str:
             context_bytes=CONTEXT_BYTES,
             host_bytes=place.host_bytes,
         )
-        fits = [find_largest(shapes, job, setting, room) for setting in SETTINGS]
+        fits = [find_largest(flavors, batch, setting, room) for setting in SETTINGS]
         heading = [
             f"device: {_show_gib(place.device_bytes)} ({place.device})",
             f"host memory for what is offloaded: {_show_gib(place.host_bytes)} ({place.host})",
@@ -199,36 +201,23 @@ def _check_fit(command: Show) -> None:
         )
 
 
-def list_shapes(family: str, job: Job) -> list[ModelShape]:
-    """Shapes of the family's flavors, without the one for debugging."""
-    from zorselike.models import flavors
-
-    return [make_shape(family, flavor, job) for flavor in flavors(family) if flavor != "debug"]
-
-
-def make_shape(family: str, flavor: str, job: Job) -> ModelShape:
-    """What a model's memory depends on, for the job's sequence length."""
-    from zorselike.cost.fit import ModelShape
+def make_flavor(family: str, name: str, sequence_length: int, dtype: str, num_moments: int = 2) -> Flavor:
+    """A decoder of a family, for rows of any length."""
+    from zorselike.cost.fit import Flavor
     from zorselike.models import get_config
-    from zorselike.models.workload import count_module_bytes
+    from zorselike.models.workload import make_workload
 
-    config = get_config(family, flavor)
-    if job.seq_len > config.max_seq_len:
-        config = get_config(family, flavor, max_seq_len=job.seq_len)
-    module_bytes = count_module_bytes(config, itemsize=job.itemsize)
-    return ModelShape(
-        flavor=flavor,
-        dim=config.dim,
-        num_layers=config.num_layers,
-        embedding_parameters=config.embedding_parameters,
-        layer_parameters=config.layer_parameters,
-        norm_parameters=config.norm_parameters,
-        output_parameters=config.vocab_size * config.dim,
-        is_tied=config.tie_embeddings,
-        layer=module_bytes.layer,
-        norm=module_bytes.norm,
-        output=module_bytes.head,
+    config = get_config(family, name)
+    if sequence_length > config.max_seq_len:
+        config = get_config(family, name, max_seq_len=sequence_length)
+    workload = make_workload(
+        config,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        model=f"{family} {name}",
+        num_moments=num_moments,
     )
+    return Flavor(name=name, dim=config.dim, workload=workload)
 
 
 def _find_places(command: Show) -> list[_Place]:
@@ -298,12 +287,12 @@ def _tabulate(family: str, fits: Sequence[Fit]) -> list[str]:
     table = [("offload", "flavor", "largest model", "device peak", "host", "what limits it")]
     for fit in fits:
         if fit.walk is None:
-            model, device, host = f"none, not even one layer of h={fit.shape.dim}", "", ""
+            model, device, host = f"none, not even one layer of h={fit.flavor.dim}", "", ""
         else:
-            parameters = fit.shape.num_parameters(fit.num_layers) / 1e9
-            model = f"h={fit.shape.dim} x {count(fit.num_layers, 'layer')}, {parameters:.1f} B parameters"
+            parameters = fit.flavor.with_layers(fit.num_layers).num_parameters / 1e9
+            model = f"h={fit.flavor.dim} x {count(fit.num_layers, 'layer')}, {parameters:.1f} B parameters"
             device = _show_gib(fit.walk.device_peak_bytes)
             host = _show_gib(fit.walk.host_peak_bytes)
-        flavor = f"{family} {fit.flavor}" if fit.flavor else "none"
+        flavor = f"{family} {fit.fitting.name}" if fit.fitting else "none"
         table.append((fit.setting.name, flavor, model, device, host, fit.limit))
     return align_columns(table, left=range(len(table[0])))

@@ -6,15 +6,15 @@ A candidate is laid out over ministages, its schedule built, and `walk_memory` s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from zorselike.cost.activations import TokenBytes, count_embedding
-from zorselike.cost.memory import MemoryWalk, MinistageBytes, walk_memory
+from zorselike.cost.memory import MemoryWalk, walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.purposes import Purpose
-from zorselike.cost.sizes import RowBytes, UnitSize, add_up
+from zorselike.cost.sizes import find_tie_bytes, measure_ministages
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.workload import Workload
 from zorselike.schedule import ScheduleSpec, build
 from zorselike.text.wording import count
 
@@ -45,50 +45,32 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A decoder without weights; parameters are counts."""
+class Flavor:
+    """A decoder of a family: an embedding, layers that are alike, a norm and a head."""
 
-    flavor: str
+    name: str
     dim: int
-    num_layers: int
-    embedding_parameters: int
-    layer_parameters: int
-    norm_parameters: int
-    output_parameters: int
-    """Of the output projection, also where it is tied to the embedding."""
-    is_tied: bool
-    layer: TokenBytes
-    norm: TokenBytes
-    output: TokenBytes
+    workload: Workload
 
-    def num_parameters(self, num_layers: int) -> int:
-        """Of the same shape with that many layers, tied ones counted once."""
-        outside = self.embedding_parameters + self.norm_parameters
-        own_output = 0 if self.is_tied else self.output_parameters
-        return outside + own_output + num_layers * self.layer_parameters
+    @property
+    def num_layers(self) -> int:
+        return len(self.workload.layers) - 3
 
-    def num_own_parameters(self) -> int:
-        """Of the flavor itself."""
-        return self.num_parameters(self.num_layers)
+    def with_layers(self, num_layers: int) -> Workload:
+        """A decoder of its width with that many layers."""
+        embedding, (_, layer), *_, norm, head = self.workload.layers
+        layers = ((f"layers.{i}", layer) for i in range(num_layers))
+        return replace(self.workload, layers=(embedding, *layers, norm, head))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a step computes, and how precisely."""
+class Batch:
+    """What a step computes of a model, and in how many pieces."""
 
     num_rows: int
     rows_per_microbatch: int
-    seq_len: int
     num_ministages: int
     """At most; a model with fewer layers has fewer."""
-    itemsize: int
-    """Bytes of what layers compute in; in half precision the optimizer updates fp32 master weights."""
-    num_moments: int
-    """Averages that the optimizer keeps of each parameter, in fp32."""
-
-    @property
-    def masters(self) -> bool:
-        return ParameterBytes(self.itemsize).masters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +91,10 @@ class Fit:
     """The largest model for one setting."""
 
     setting: Setting
-    flavor: str | None
+    fitting: Flavor | None
     """The largest flavor that fits as it is."""
-    shape: ModelShape
-    """Of the largest model in the family's proportions, if one fits."""
+    flavor: Flavor
+    """Whose width the largest model in the family's proportions has, if one fits."""
     num_layers: int
     """0 if not even one layer fits."""
     walk: MemoryWalk | None
@@ -120,38 +102,39 @@ class Fit:
     """What one more layer would not fit into, and what takes most of that."""
 
 
-def find_largest(shapes: Sequence[ModelShape], job: Job, setting: Setting, room: Room) -> Fit:
-    """The largest of `shapes` that fits, and the largest model of any of their widths.
+def find_largest(flavors: Sequence[Flavor], batch: Batch, setting: Setting, room: Room) -> Fit:
+    """The largest of `flavors` that fits, and the largest model of any of their widths.
 
     The latter has between `MIN_DEPTH` and `MAX_DEPTH` times its flavor's layers if such a model fits:
     width and depth of a family grow together.
     """
 
-    def walk(shape: ModelShape, num_layers: int) -> MemoryWalk:
-        return walk_model(shape, num_layers, job, setting, context_bytes=room.context_bytes)
+    def walk(flavor: Flavor, num_layers: int) -> MemoryWalk:
+        return walk_model(flavor.with_layers(num_layers), batch, setting, context_bytes=room.context_bytes)
 
-    def find_depth(shape: ModelShape) -> int:
-        return _find_last(lambda num_layers: room.holds(walk(shape, num_layers)))
+    def find_depth(flavor: Flavor) -> int:
+        return _find_last(lambda num_layers: room.holds(walk(flavor, num_layers)))
 
-    depths = [(shape, find_depth(shape)) for shape in sorted(shapes, key=ModelShape.num_own_parameters)]
-    flavors = [shape.flavor for shape, num_layers in depths if num_layers >= shape.num_layers]
-    shape, num_layers = max(depths, key=lambda found: _prefer(*found))
+    by_size = sorted(flavors, key=lambda flavor: flavor.workload.num_parameters)
+    depths = [(flavor, find_depth(flavor)) for flavor in by_size]
+    fitting = [flavor for flavor, num_layers in depths if num_layers >= flavor.num_layers]
+    flavor, num_layers = max(depths, key=lambda found: _prefer(*found))
     return Fit(
         setting=setting,
-        flavor=flavors[-1] if flavors else None,
-        shape=shape,
+        fitting=fitting[-1] if fitting else None,
+        flavor=flavor,
         num_layers=num_layers,
-        walk=walk(shape, num_layers) if num_layers else None,
-        limit=name_limit(walk(shape, num_layers + 1), room),
+        walk=walk(flavor, num_layers) if num_layers else None,
+        limit=name_limit(walk(flavor, num_layers + 1), room),
     )
 
 
-def _prefer(shape: ModelShape, num_layers: int) -> tuple[int, float]:
+def _prefer(flavor: Flavor, num_layers: int) -> tuple[int, float]:
     """The largest in proportion; else the largest of those too deep; else the least shallow."""
-    share = num_layers / shape.num_layers
+    share = num_layers / flavor.num_layers
     if share < MIN_DEPTH:
         return 0, share
-    return (2 if share <= MAX_DEPTH else 1), shape.num_parameters(num_layers)
+    return (2 if share <= MAX_DEPTH else 1), flavor.with_layers(num_layers).num_parameters
 
 
 def _find_last(fits: Callable[[int], bool]) -> int:
@@ -166,102 +149,39 @@ def _find_last(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def walk_model(
-    shape: ModelShape, num_layers: int, job: Job, setting: Setting, *, context_bytes: int = 0
-) -> MemoryWalk:
-    """A step of a model with that many layers on one rank alone (ZeRO 2)."""
-    modules = _count_parameters(shape, num_layers)
-    parts = _divide(modules, min(job.num_ministages, num_layers))
-    plan = _lay_out(parts, job, setting)
-    is_cut = shape.is_tied and len(parts) > 1
-    sizes = {
-        i: _measure(
-            part, shape, job, setting, borrows=is_cut and i == len(parts) - 1, lends=is_cut and i == 0
-        )
-        for i, part in enumerate(parts)
-    }
-    ties = ((0, len(parts) - 1),) if is_cut else ()
-    actions = build(ScheduleSpec(plan, ties=ties, masters=job.masters))[0]
+def walk_model(workload: Workload, batch: Batch, setting: Setting, *, context_bytes: int = 0) -> MemoryWalk:
+    """A step of a model on one rank alone (ZeRO 2)."""
+    plan = _lay_out(workload, batch, setting)
+    ties = tuple(find_tie_bytes(plan, workload, workload.itemsize))
+    actions = build(ScheduleSpec(plan, ties=ties, masters=ParameterBytes.of(workload).masters))[0]
+    sizes = measure_ministages(plan, workload)[0]
     return walk_memory(plan, 0, actions, sizes, context_bytes=context_bytes)
 
 
-def _count_parameters(shape: ModelShape, num_layers: int) -> list[tuple[str, int]]:
-    """Each module with its parameters, in model order."""
-    return [
-        ("tok_embeddings", shape.embedding_parameters),
-        *((f"layers.{i}", shape.layer_parameters) for i in range(num_layers)),
-        ("norm", shape.norm_parameters),
-        ("output", shape.output_parameters),
-    ]
+def _lay_out(workload: Workload, batch: Batch, setting: Setting) -> Plan:
+    starts = range(0, batch.num_rows, batch.rows_per_microbatch)
+    stops = (*starts[1:], batch.num_rows)
+    group = Group(
+        ranks=(0,),
+        microbatches=tuple(Microbatch(0, *rows) for rows in zip(starts, stops, strict=True)),
+        offload=setting.offload,
+        recompute=setting.recompute,
+    )
+    parts = _divide(workload, min(batch.num_ministages, len(workload.layers) - 3))
+    return Plan(batch.num_rows, (group,), tuple(Ministage(0, part) for part in parts))
 
 
-def _divide(modules: Sequence[tuple[str, int]], num_parts: int) -> list[Sequence[tuple[str, int]]]:
-    """Cuts the list where it comes nearest to equal numbers of parameters, into that many parts or,
+def _divide(workload: Workload, num_parts: int) -> list[tuple[str, ...]]:
+    """Cuts the modules where it comes nearest to equal numbers of parameters, into that many parts or,
     where one module is larger than a part, fewer."""
-    reached = [0, *accumulate(number for _, number in modules)]
+    kinds = workload.kind_of.values()
+    reached = [0, *accumulate(kind.num_parameters + kind.num_borrowed for kind in kinds)]
     cuts = {
         min(range(len(reached)), key=lambda position: abs(reached[position] * num_parts - part * reached[-1]))
         for part in range(num_parts + 1)
     }
+    modules = tuple(workload.kind_of)
     return [modules[start:stop] for start, stop in pairwise(sorted(cuts))]
-
-
-def _lay_out(parts: Sequence[Sequence[tuple[str, int]]], job: Job, setting: Setting) -> Plan:
-    starts = range(0, job.num_rows, job.rows_per_microbatch)
-    group = Group(
-        ranks=(0,),
-        microbatches=tuple(
-            Microbatch(0, start, min(start + job.rows_per_microbatch, job.num_rows)) for start in starts
-        ),
-        offload=setting.offload,
-        recompute=setting.recompute,
-    )
-    ministages = tuple(Ministage(0, tuple(name for name, _ in part)) for part in parts)
-    return Plan(global_batch=job.num_rows, groups=(group,), ministages=ministages)
-
-
-def _measure(
-    part: Sequence[tuple[str, int]],
-    shape: ModelShape,
-    job: Job,
-    setting: Setting,
-    *,
-    borrows: bool,
-    lends: bool,
-) -> MinistageBytes:
-    """Sizes of one ministage. One that borrows the embedding's weights does not update them, and on
-    neither side do they leave the device; where nobody borrows, both uses are in one ministage."""
-    tokens = [_count_tokens(name, shape, job, setting) for name, _ in part]
-    rows = RowBytes(
-        activation_bytes=job.seq_len * sum(module.kept for module in tokens),
-        working_bytes=job.seq_len * max(module.working for module in tokens),
-        boundary_bytes=job.seq_len * shape.dim * job.itemsize,
-    )
-    shared = shape.output_parameters
-    units = [
-        UnitSize(
-            num_parameters=number,
-            num_trainable=number,
-            num_borrowed=shared if borrows and name == "output" else 0,
-            num_tied=shared if (borrows and name == "output") or (lends and name == "tok_embeddings") else 0,
-        )
-        for name, number in part
-        if borrows or not shape.is_tied or name != "output"
-    ]
-    return add_up(units, rows, ParameterBytes(job.itemsize, job.num_moments))
-
-
-def _count_tokens(name: str, shape: ModelShape, job: Job, setting: Setting) -> TokenBytes:
-    match name:
-        case "tok_embeddings":
-            return count_embedding()
-        case "norm":
-            return shape.norm
-        case "output":
-            return shape.output
-    if setting.recompute == "layer":
-        return shape.layer.recomputed(shape.dim * job.itemsize)
-    return shape.layer
 
 
 def name_limit(walk: MemoryWalk, room: Room) -> str:

@@ -1,8 +1,6 @@
-"""A decoder's config as numbers: the bytes that its modules keep, and its `Workload`."""
+"""A decoder's config as numbers: its `Workload`."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from zorselike.cost.activations import (
     TokenBytes,
@@ -20,34 +18,6 @@ from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
 
 _KINDS = {"tok_embeddings": "embedding", "norm": "norm", "output": "head"}
 """Kinds of modules; those of the layers are `layer`."""
-
-
-@dataclass(frozen=True)
-class ModuleBytes:
-    """Bytes per token of each kind of a decoder's modules."""
-
-    embedding: TokenBytes
-    layer: TokenBytes
-    norm: TokenBytes
-    head: TokenBytes
-    """The output projection with the loss."""
-
-
-def count_module_bytes(config: DecoderConfig, *, itemsize: int) -> ModuleBytes:
-    """What a decoder's modules keep from forward to backward when they compute in `itemsize` bytes."""
-    dim, num_heads, ffn_hidden = config.dim, config.num_heads, config.ffn_hidden
-    if isinstance(config, LlamaConfig):
-        layer = count_llama_layer(
-            dim=dim,
-            num_heads=num_heads,
-            kv_width=config.num_kv_heads * config.head_dim,
-            ffn_hidden=ffn_hidden,
-            itemsize=itemsize,
-        )
-    else:
-        layer = count_gpt_layer(dim=dim, num_heads=num_heads, ffn_hidden=ffn_hidden, itemsize=itemsize)
-    norm, head = count_head(dim=dim, vocab_size=config.vocab_size, itemsize=itemsize)
-    return ModuleBytes(count_embedding(), layer, norm, head)
 
 
 def make_workload(
@@ -89,10 +59,18 @@ def make_workload(
 
 
 def _make_kinds(config: DecoderConfig, *, sequence_length: int, itemsize: int) -> list[LayerKind]:
-    module_bytes = count_module_bytes(config, itemsize=itemsize)
+    dim, num_heads, ffn_hidden = config.dim, config.num_heads, config.ffn_hidden
+    if isinstance(config, LlamaConfig):
+        kv_width = config.num_kv_heads * config.head_dim
+        layer = count_llama_layer(
+            dim=dim, num_heads=num_heads, kv_width=kv_width, ffn_hidden=ffn_hidden, itemsize=itemsize
+        )
+    else:
+        layer = count_gpt_layer(dim=dim, num_heads=num_heads, ffn_hidden=ffn_hidden, itemsize=itemsize)
+    norm, head = count_head(dim=dim, vocab_size=config.vocab_size, itemsize=itemsize)
     parameters = parameters_by_module(config)
     flops = forward_flops_by_module(config, sequence_length)
-    hidden = sequence_length * config.dim
+    hidden = sequence_length * dim
 
     def make(
         name: str, module: str, tokens: TokenBytes, inputs: int, outputs: int, borrowed: int = 0
@@ -108,11 +86,11 @@ def _make_kinds(config: DecoderConfig, *, sequence_length: int, itemsize: int) -
             working_bytes_per_row=sequence_length * tokens.working,
         )
 
-    weights = config.vocab_size * config.dim if config.tie_embeddings else 0
+    weights = config.vocab_size * dim if config.tie_embeddings else 0
     logits = sequence_length * config.vocab_size
     return [
-        make("embedding", "tok_embeddings", module_bytes.embedding, 0, hidden),
-        make("layer", "layers.0", module_bytes.layer, hidden, hidden),
-        make("norm", "norm", module_bytes.norm, hidden, hidden),
-        make("head", "output", module_bytes.head, hidden, logits, weights),
+        make("embedding", "tok_embeddings", count_embedding(), 0, hidden),
+        make("layer", "layers.0", layer, hidden, hidden),
+        make("norm", "norm", norm, hidden, hidden),
+        make("head", "output", head, hidden, logits, weights),
     ]
