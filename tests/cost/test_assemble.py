@@ -13,6 +13,7 @@ from plans import random_plan
 
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.catalogue import find_device
+from zorselike.cost.layer_times import REACHED_OF_PEAK
 from zorselike.cost.profile import HostLinkRates, LayerTimes, Overheads, Profile, Source, UpdateTime
 from zorselike.cost.step_costs import UnitBytes
 from zorselike.errors import ClusterError, PlanError, ProfileError
@@ -113,7 +114,7 @@ PLAN = Plan(
 
 
 def test_everything_that_a_schedule_needs() -> None:
-    costs = make_costs(PLAN, WORKLOAD, CLUSTER, PROFILE, sends_buffer=True)
+    costs = make_costs(PLAN, WORKLOAD, CLUSTER, PROFILE)
     assert [tuple(place) for place in costs.places] == [(0, 0), (0, 1), (1, 0)]
     assert costs.forward_s == {
         **{(rank, 0, 2): 2 * 2.0 for rank in (0, 1)},
@@ -141,7 +142,6 @@ def test_everything_that_a_schedule_needs() -> None:
     assert costs.host_s == {"F": 0.25}
     assert (costs.overlap_slowdown, costs.context_bytes, costs.allocator_share) == (1.2, (7, 7, 7), 0.1)
     assert costs.is_cpu == (False,) * 3
-    assert costs.sends_buffer
     a100, t4 = (find_device(name).memory_bytes for name in ("A100-40", "T4"))
     assert costs.memory_bytes == (a100, a100, t4)
     assert costs.price_per_hour == 9.0  # Node c holds no rank.
@@ -181,18 +181,16 @@ def test_memory_that_is_not_known() -> None:
     assert memory_of(replace(base, devices=("T5",), memory_bytes=(GIB,)))[2] == GIB
 
 
-def test_threads_compute_on_cpus_unless_said_otherwise() -> None:
+def test_threads_compute_on_cpus() -> None:
     nodes = (CLUSTER.nodes[0], replace(CLUSTER.nodes[1], devices=("CPU",)))
     cluster = replace(CLUSTER, nodes=nodes)
     profile = replace(PROFILE, layers=(*PROFILE.layers, layer_times("CPU", 9.0)))
     assert make_costs(PLAN, WORKLOAD, cluster, profile).is_cpu == (False, False, True)
-    told = make_costs(PLAN, WORKLOAD, cluster, profile, is_cpu=[True] * 3)
-    assert told.is_cpu == (True,) * 3
 
 
 def test_what_is_only_in_the_catalogue_is_computed_at_a_share_of_its_peak() -> None:
-    costs = make_costs(PLAN, WORKLOAD, CLUSTER, Profile(model="llama 7b"), reached_of_peak=0.5)
-    assert costs.forward_s[2, 1, 3] == pytest.approx(3e9 / (0.5 * 65e12))
+    costs = make_costs(PLAN, WORKLOAD, CLUSTER, Profile(model="llama 7b"))
+    assert costs.forward_s[2, 1, 3] == pytest.approx(3e9 / (REACHED_OF_PEAK * 65e12))
     assert any("nothing was measured on it" in line for line in costs.assumptions)
 
 

@@ -41,9 +41,8 @@ LAYER = LayerTimes(
 )
 
 
-def clock_of(*layers: LayerTimes, workload: Workload = WORKLOAD, **options: Any) -> LayerTimeModel:
-    updates = options.pop("updates", ())
-    return LayerTimeModel(Profile(model="llama 7b", layers=layers, updates=updates), workload, **options)
+def clock_of(*layers: LayerTimes, workload: Workload = WORKLOAD, updates: Any = ()) -> LayerTimeModel:
+    return LayerTimeModel(Profile(model="llama 7b", layers=layers, updates=updates), workload)
 
 
 def test_measured_times_are_interpolated_and_nothing_is_assumed() -> None:
@@ -120,8 +119,6 @@ def test_a_device_without_measurements_is_taken_from_the_catalogue() -> None:
         2 * 3e9 / (REACHED_OF_PEAK * peak)
     )
     assert clock.assumptions == ("A100-40: nothing was measured on it; FLOPs at 45% of 312 TFLOP/s",)
-    faster = clock_of(LAYER, reached_of_peak=0.9)
-    assert faster.forward_s("layer", "A100-40", 2, "none") == pytest.approx(1e9 / (REACHED_OF_PEAK * peak))
 
 
 def test_a_device_that_nobody_knows_is_an_error() -> None:

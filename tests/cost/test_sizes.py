@@ -262,15 +262,6 @@ def test_modules_tied_within_a_ministage_are_one_unit_that_comes_last() -> None:
     assert find_tie_bytes(plan, workload, 4) == {}
 
 
-def test_tensor_parallel_ranks_have_their_part() -> None:
-    workload = make_layers(2)
-    plan = make_plan(workload, 2, ranks=(0, 1))
-    group = replace(plan.groups[0], ranks=((0, 2), (1, 3)))
-    sizes = measure_ministages(replace(plan, groups=(group,)), workload)
-    assert [own[0].gathered_bytes for own in sizes] == [1600] * 4
-    assert [own[0].shard_bytes for own in sizes] == [800] * 4
-
-
 @settings(max_examples=50)
 @given(plans())
 def test_shares_of_all_ranks_hold_everything_and_little_more(plan: Plan) -> None:

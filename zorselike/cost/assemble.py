@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, permutations
 from typing import NamedTuple
 
-from zorselike.cost.device_memory import CPU, find_memory_bytes
+from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.largest_batch import find_corrections
-from zorselike.cost.layer_times import REACHED_OF_PEAK, LayerTimeModel
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.sizes import (
     count_updated,
     find_boundary_bytes,
-    find_degrees,
     find_tie_bytes,
     is_layer,
     list_units,
@@ -36,21 +35,9 @@ def make_costs(
     workload: Workload,
     cluster: Cluster,
     profile: Profile,
-    *,
-    is_cpu: Sequence[bool] | None = None,
-    sends_buffer: bool = False,
-    reached_of_peak: float = REACHED_OF_PEAK,
 ) -> StepCosts:
-    """What every action of a plan's schedule costs.
-
-    Args:
-        plan: a valid plan.
-        workload: of the model that the plan divides.
-        cluster: where the plan's ranks are.
-        profile: what was measured; what it lacks is estimated and listed in `assumptions`.
-        is_cpu: which ranks' threads compute by themselves; by default those on devices of type `CPU`.
-        sends_buffer: whether sends return at once (Gloo) or wait for their receives (NCCL).
-        reached_of_peak: of the catalogue's FLOP/s, for devices on which nothing was measured.
+    """What every action of a plan's schedule costs; what the profile lacks is estimated and listed in
+    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves.
 
     Raises:
         PlanError: The plan's modules are not those of the workload, it is for another model or sequence
@@ -65,7 +52,7 @@ def make_costs(
     places = cluster.place_ranks(plan)
     _check_links(plan, cluster, places)
     devices = tuple(cluster.device_type(place) for place in places)
-    clock = LayerTimeModel(profile, workload, reached_of_peak=reached_of_peak)
+    clock = LayerTimeModel(profile, workload)
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
     overheads = profile.overheads
     corrections = find_corrections(profile, workload, clock.kept_bytes)
@@ -88,9 +75,8 @@ def make_costs(
         host_s=dict(overheads.action_s),
         unit_host_s=_add_up_units(plan, units, overheads),
         step_host_s=overheads.step_s,
-        is_cpu=tuple(device == CPU for device in devices) if is_cpu is None else tuple(is_cpu),
+        is_cpu=tuple(device == CPU for device in devices),
         overlap_slowdown=overheads.overlap_slowdown,
-        sends_buffer=sends_buffer,
         context_bytes=tuple(overheads.context_bytes + extra_bytes.get(device, 0) for device in devices),
         allocator_share=overheads.allocator_share,
         memory_bytes=_find_memory(cluster, places),
@@ -158,20 +144,16 @@ def _time_microbatches(
     for i in range(plan.num_ministages):
         layers = Counter(_list_layers(plan, workload, i))
         group = plan.group_of(i)
-        degrees = find_degrees(group)
         for rank in group.flat_ranks:
-            how = devices[rank], degrees[rank]
+            device = devices[rank]
             for rows in {microbatch.num_rows for microbatch in group.microbatches_by_rank[rank]}:
                 for layer in layers:
-                    _check_rows(clock, layer, rank, rows, *how)
-                forward_s[rank, i, rows] = sum(
-                    number * clock.forward_s(layer.kind, how[0], rows, layer.recompute, how[1])
-                    for layer, number in layers.items()
-                )
-                backward_s[rank, i, rows] = sum(
-                    number * clock.backward_s(layer.kind, how[0], rows, layer.recompute, how[1])
-                    for layer, number in layers.items()
-                )
+                    _check_rows(clock, layer, rank, rows, device)
+                for seconds, time in ((forward_s, clock.forward_s), (backward_s, clock.backward_s)):
+                    seconds[rank, i, rows] = sum(
+                        number * time(layer.kind, device, rows, layer.recompute)
+                        for layer, number in layers.items()
+                    )
     return forward_s, backward_s
 
 
@@ -205,8 +187,8 @@ def _list_layers(plan: Plan, workload: Workload, ministage: int) -> list[_Layer]
     ]
 
 
-def _check_rows(clock: LayerTimeModel, layer: _Layer, rank: int, rows: int, device: str, degree: int) -> None:
-    most = clock.max_rows(layer.kind, device, layer.recompute, degree)
+def _check_rows(clock: LayerTimeModel, layer: _Layer, rank: int, rows: int, device: str) -> None:
+    most = clock.max_rows(layer.kind, device, layer.recompute)
     if most is not None and rows > most:
         raise ProfileError(
             f"rank {rank} ({device}) has microbatches of {rows} rows in the plan; the profile found that at "

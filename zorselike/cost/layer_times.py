@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from zorselike.cost.catalogue import DeviceSpec, find_device
@@ -27,13 +25,8 @@ _Key = tuple[str, str, Recompute, int]
 """Kind, device, recomputation, tensor-parallel degree."""
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """One entry of a profile as curves."""
-
-    forward: Curve
-    backward: Curve
-    max_rows: int | None
+_Curves = dict[Pass, Curve]
+"""One entry of a profile."""
 
 
 class LayerTimeModel:
@@ -44,20 +37,17 @@ class LayerTimeModel:
     at a share of the catalogue's peak.
     """
 
-    def __init__(
-        self, profile: Profile, workload: Workload, *, reached_of_peak: float = REACHED_OF_PEAK
-    ) -> None:
+    def __init__(self, profile: Profile, workload: Workload) -> None:
         """Raises `ProfileError` if the profile is for another workload."""
         profile.check_workload(workload)
         self._workload = workload
-        self._reached_of_peak = reached_of_peak
         self._times = {
             (times.kind, times.device, times.recompute, times.tensor_parallel): times
             for times in profile.layers
             if times.dtype == workload.dtype and times.sequence_length == workload.sequence_length
         }
         self._updates = {times.device: times for times in profile.updates if times.dtype == workload.dtype}
-        self._fitted: dict[_Key, _Fitted] = {}
+        self._fitted: dict[_Key, _Curves] = {}
         self._found: dict[tuple[Pass, str, str, int, Recompute, int], float] = {}
         self._assumptions: dict[str, None] = {}
 
@@ -82,12 +72,11 @@ class LayerTimeModel:
         """One layer's backward; with recomputation the second forward is in it. Raises `ProfileError`."""
         return self._find("backward", kind, device, rows, recompute, tensor_parallel)
 
-    def model_s(self, device: str, rows: int = 1, *, tensor_parallel: int = 1) -> float:
+    def model_s(self, device: str, rows: int = 1) -> float:
         """Forward and backward of one microbatch through the whole model, nothing recomputed. Raises as
         `forward_s`."""
         return sum(
-            self.forward_s(kind, device, rows, "none", tensor_parallel)
-            + self.backward_s(kind, device, rows, "none", tensor_parallel)
+            self.forward_s(kind, device, rows, "none") + self.backward_s(kind, device, rows, "none")
             for _, kind in self._workload.layers
         )
 
@@ -109,9 +98,9 @@ class LayerTimeModel:
         )
         return num_parameters * bytes_each / (REACHED_OF_MEMORY * spec.memory_bandwidth_bytes_per_s)
 
-    def max_rows(self, kind: str, device: str, recompute: Recompute, tensor_parallel: int = 1) -> int | None:
+    def max_rows(self, kind: str, device: str, recompute: Recompute) -> int | None:
         """The most rows at once that were found to fit; None where nobody looked."""
-        times = self._times.get((kind, device, recompute, tensor_parallel))
+        times = self._times.get((kind, device, recompute, 1))
         return None if times is None else times.max_rows
 
     @property
@@ -141,20 +130,20 @@ class LayerTimeModel:
         """From times of this kind on this device, if there are any."""
         own = self._fit((kind, device, recompute, tensor_parallel), rows)
         if own is not None:
-            return (own.forward if which == "forward" else own.backward)(rows)
+            return own[which](rows)
         other: Recompute = "layer" if recompute == "none" else "none"
         near = self._fit((kind, device, other, tensor_parallel), rows)
         if near is None:
             return None
         if which == "forward":
-            return near.forward(rows)
+            return near["forward"](rows)
         if recompute == "layer":
             self._assume(f"{kind} on {device}: recomputation was not measured; backward and a second forward")
-            return near.backward(rows) + near.forward(rows)
+            return near["backward"](rows) + near["forward"](rows)
         self._assume(f"{kind} on {device}: measured with recomputation only; backward without its forward")
-        return max(0.0, near.backward(rows) - near.forward(rows))
+        return max(0.0, near["backward"](rows) - near["forward"](rows))
 
-    def _fit(self, key: _Key, rows: int) -> _Fitted | None:
+    def _fit(self, key: _Key, rows: int) -> _Curves | None:
         """One entry as curves, if there is one; notes where `rows` are beyond what was measured."""
         times = self._times.get(key)
         if times is None:
@@ -166,11 +155,10 @@ class LayerTimeModel:
             )
         if key not in self._fitted:
             name = name_times(times)
-            self._fitted[key] = _Fitted(
-                fit_curve(times.rows, times.forward_s, name=f"forward of {name}"),
-                fit_curve(times.rows, times.backward_s, name=f"backward of {name}"),
-                times.max_rows,
-            )
+            self._fitted[key] = {
+                "forward": fit_curve(times.rows, times.forward_s, name=f"forward of {name}"),
+                "backward": fit_curve(times.rows, times.backward_s, name=f"backward of {name}"),
+            }
         return self._fitted[key]
 
     # -- what was not ----------------------------------------------------------------------
@@ -233,10 +221,10 @@ class LayerTimeModel:
                 f"{self._workload.dtype}; measure it, or compute in another dtype"
             )
         self._assume(
-            f"{device}: nothing was measured on it; FLOPs at {self._reached_of_peak:.0%} of "
+            f"{device}: nothing was measured on it; FLOPs at {REACHED_OF_PEAK:.0%} of "
             f"{peak / 1e12:.4g} TFLOP/s"
         )
-        return self._reached_of_peak * peak
+        return REACHED_OF_PEAK * peak
 
     def _find_spec(self, device: str) -> DeviceSpec | None:
         try:
@@ -259,10 +247,7 @@ def _update_bytes(workload: Workload) -> int:
 
 def name_times(times: LayerTimes) -> str:
     """For messages: `layer on T4 (float16, 512 tokens)`."""
-    parts: Iterable[str] = (
-        times.dtype,
-        f"{times.sequence_length} tokens",
-        *(["recomputed"] if times.recompute == "layer" else []),
-        *([f"tensor parallelism {times.tensor_parallel}"] if times.tensor_parallel > 1 else []),
-    )
+    parts = [times.dtype, f"{times.sequence_length} tokens"]
+    parts += ["recomputed"] if times.recompute == "layer" else []
+    parts += [f"tensor parallelism {times.tensor_parallel}"] if times.tensor_parallel > 1 else []
     return f"{times.kind} on {times.device} ({', '.join(parts)})"

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from zorselike.errors import ProfileError
 from zorselike.plan.plan import Recompute
@@ -152,8 +152,6 @@ class LargestBatch:
 
 Entry = LayerTimes | UpdateTime | HostLinkRates | CollectiveTimes | LinkTimes | LargestBatch
 
-_Entry = TypeVar("_Entry", bound=Entry)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
@@ -241,17 +239,11 @@ class Profile(Document):
                 f"profiles for workloads {self.workload_fingerprint} and {other.workload_fingerprint} of "
                 f"'{self.model}' cannot be merged: its layers differ; measure one of them again"
             )
-        return replace(
-            other,
-            workload_fingerprint=next(iter(prints), ""),
-            layers=_merge(self.layers, other.layers),
-            updates=_merge(self.updates, other.updates),
-            host_links=_merge(self.host_links, other.host_links),
-            collectives=_merge(self.collectives, other.collectives),
-            links=_merge(self.links, other.links),
-            largest_batches=_merge(self.largest_batches, other.largest_batches),
-            overheads=_merge_overheads(self.overheads, other.overheads),
-        )
+        merged: dict[str, Any] = {
+            name: _merge(entries, getattr(other, name)) for name, entries in self._list_tables()
+        }
+        overheads = _merge_overheads(self.overheads, other.overheads)
+        return replace(other, workload_fingerprint=next(iter(prints), ""), overheads=overheads, **merged)
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Profile:
@@ -285,28 +277,26 @@ class Profile(Document):
 
     def list_entries(self) -> Iterator[tuple[str, Entry]]:
         """Every entry with its place in the file, such as `layers[3]`."""
-        for field in fields(self):
-            entries = getattr(self, field.name)
-            if isinstance(entries, tuple):
-                yield from ((f"{field.name}[{i}]", entry) for i, entry in enumerate(entries))
+        for name, entries in self._list_tables():
+            yield from ((f"{name}[{i}]", entry) for i, entry in enumerate(entries))
+
+    def _list_tables(self) -> Iterator[tuple[str, tuple[Entry, ...]]]:
+        return ((name, entries) for name, entries in vars(self).items() if isinstance(entries, tuple))
 
 
 def find_key(entry: Entry) -> Hashable:
     """What an entry is of: no two entries of one profile have it in common."""
-    match entry:
-        case LayerTimes():
-            how = (entry.dtype, entry.sequence_length, entry.recompute, entry.tensor_parallel)
-            return entry.kind, entry.device, *how
-        case UpdateTime():
-            return entry.device, entry.dtype
-        case HostLinkRates():
-            return entry.device
-        case CollectiveTimes():
-            return entry.op, entry.devices, entry.num_nodes
-        case LinkTimes():
-            return entry.between
-        case LargestBatch():
-            return entry.device, entry.zero, entry.num_ranks, entry.recompute
+    return tuple(getattr(entry, name) for name in _KEYS[type(entry)])
+
+
+_KEYS: Mapping[type[Entry], tuple[str, ...]] = {
+    LayerTimes: ("kind", "device", "dtype", "sequence_length", "recompute", "tensor_parallel"),
+    UpdateTime: ("device", "dtype"),
+    HostLinkRates: ("device",),
+    CollectiveTimes: ("op", "devices", "num_nodes"),
+    LinkTimes: ("between",),
+    LargestBatch: ("device", "zero", "num_ranks", "recompute"),
+}
 
 
 def _merge_overheads(earlier: Overheads, later: Overheads) -> Overheads:
@@ -326,11 +316,9 @@ _OF_PROGRAM = ("action_s", "unit_s", "shared_unit_s", "step_s", "overlap_slowdow
 """Fields of `Overheads`."""
 
 
-def _merge(earlier: Iterable[_Entry], later: Iterable[_Entry]) -> tuple[_Entry, ...]:
+def _merge(earlier: Iterable[Entry], later: Iterable[Entry]) -> tuple[Entry, ...]:
     """Entries in the order of their first appearance, with the later one's values."""
-    merged = {find_key(entry): entry for entry in earlier}
-    merged.update((find_key(entry), entry) for entry in later)
-    return tuple(merged.values())
+    return tuple({find_key(entry): entry for entry in (*earlier, *later)}.values())
 
 
 # -- consistency ---------------------------------------------------------------------------
@@ -340,9 +328,12 @@ def _validate_entry(entry: Entry, where: str) -> None:
     _validate_date(entry.source, f"{where}.source")
     match entry:
         case LayerTimes():
-            times = {"forward_s": entry.forward_s, "backward_s": entry.backward_s}
-            _require_curve(where, "rows", entry.rows, **times)
-            _require_max_rows(where, entry.max_rows, entry.rows)
+            _require_curve(entry, where, "rows", "forward_s", "backward_s")
+            if entry.max_rows is not None and entry.max_rows < entry.rows[-1]:
+                raise ProfileError(
+                    f"{where}.max_rows is {entry.max_rows}, yet {entry.rows[-1]} rows were measured; "
+                    "mend one of them"
+                )
         case CollectiveTimes():
             if len(entry.devices) < 2 or tuple(sorted(entry.devices)) != entry.devices:
                 raise ProfileError(
@@ -354,11 +345,11 @@ def _validate_entry(entry: Entry, where: str) -> None:
                     f"{where}.num_nodes is {entry.num_nodes}; {len(entry.devices)} devices are on 1 to "
                     f"{len(entry.devices)} nodes"
                 )
-            _require_curve(where, "num_bytes", entry.num_bytes, seconds=entry.seconds)
+            _require_curve(entry, where, "num_bytes", "seconds")
         case LinkTimes():
             if tuple(sorted(entry.between)) != entry.between:
                 raise ProfileError(f"{where}.between is {list(entry.between)}; give two node names, sorted")
-            _require_curve(where, "num_bytes", entry.num_bytes, seconds=entry.seconds)
+            _require_curve(entry, where, "num_bytes", "seconds")
             for i, (size, seconds) in enumerate(zip(entry.num_bytes, entry.seconds, strict=True)):
                 if size > MAX_BYTES_PER_S * seconds:
                     raise ProfileError(
@@ -389,22 +380,15 @@ def _validate_actions(where: str, names: Sequence[str]) -> None:
         raise ProfileError(f"{where} has a kind of action twice; keep one of them")
 
 
-def _require_max_rows(where: str, max_rows: int | None, rows: Sequence[int]) -> None:
-    if max_rows is not None and max_rows < rows[-1]:
-        raise ProfileError(
-            f"{where}.max_rows is {max_rows}, yet {rows[-1]} rows were measured; mend one of them"
-        )
-
-
-def _require_curve(where: str, key: str, sizes: Sequence[int], **times: Sequence[float]) -> None:
-    """Sizes that rise, and as many times."""
+def _require_curve(entry: Entry, where: str, key: str, *times: str) -> None:
+    """Sizes that rise, and as many of each field of times."""
+    sizes: Sequence[int] = getattr(entry, key)
     for i, (earlier, later) in enumerate(pairwise(sizes)):
         if later <= earlier:
             raise ProfileError(
                 f"{where}.{key}[{i + 1}] is {later} after {earlier}; sort the measurements, one of each size"
             )
-    for name, values in times.items():
-        if len(values) != len(sizes):
-            raise ProfileError(
-                f"{where}.{name} has {len(values)} times for {len(sizes)} {key}; give one for each"
-            )
+    for name in times:
+        number = len(getattr(entry, name))
+        if number != len(sizes):
+            raise ProfileError(f"{where}.{name} has {number} times for {len(sizes)} {key}; give one for each")

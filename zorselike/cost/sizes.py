@@ -7,12 +7,12 @@ a workload knows numbers of parameters and not their shapes: less than one row o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
-from zorselike.plan.plan import Group, Plan, Recompute
+from zorselike.plan.plan import Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
 
 
@@ -31,14 +31,8 @@ class UnitSize:
     def num_updated(self) -> int:
         return self.num_trainable - self.num_borrowed
 
-    def divide(self, degree: int) -> UnitSize:
-        """What each rank of a tensor-parallel replica has of it."""
-        return UnitSize(
-            num_parameters=largest_shard(self.num_parameters, degree),
-            num_trainable=largest_shard(self.num_trainable, degree),
-            num_borrowed=largest_shard(self.num_borrowed, degree),
-            num_tied=largest_shard(self.num_tied, degree),
-        )
+    def __add__(self, other: UnitSize) -> UnitSize:
+        return UnitSize(**{name: number + getattr(other, name) for name, number in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +91,14 @@ def list_units(plan: Plan, workload: Workload) -> tuple[tuple[UnitSize, ...], ..
     borrowers = {borrower for _, borrower in cut}
     listed = []
     for ministage in plan.ministages:
-        own = {
-            name: _unit(workload.kind_of[name], borrows=name in borrowers, num_lent=lent.get(name, 0))
-            for name in ministage.modules
-        }
-        units = [unit for name, unit in own.items() if name not in joined]
-        units.append(_join(unit for name, unit in own.items() if name in joined))
-        listed.append(tuple(unit for unit in units if unit.num_parameters))
+        units, together = [], UnitSize(num_parameters=0, num_trainable=0)
+        for name in ministage.modules:
+            unit = _unit(workload.kind_of[name], borrows=name in borrowers, num_lent=lent.get(name, 0))
+            if name in joined:
+                together += unit
+            else:
+                units.append(unit)
+        listed.append(tuple(unit for unit in (*units, together) if unit.num_parameters))
     return tuple(listed)
 
 
@@ -115,16 +110,6 @@ def _unit(kind: LayerKind, *, borrows: bool, num_lent: int) -> UnitSize:
         num_trainable=kind.trainable + borrowed,
         num_borrowed=borrowed,
         num_tied=borrowed + num_lent,
-    )
-
-
-def _join(units: Iterable[UnitSize]) -> UnitSize:
-    own = list(units)
-    return UnitSize(
-        num_parameters=sum(unit.num_parameters for unit in own),
-        num_trainable=sum(unit.num_trainable for unit in own),
-        num_borrowed=sum(unit.num_borrowed for unit in own),
-        num_tied=sum(unit.num_tied for unit in own),
     )
 
 
@@ -180,18 +165,19 @@ def measure_ministages(
         measured: activations by kind of layer and type of device; what is missing is the workload's.
     """
     units = list_units(plan, workload)
+    each = ParameterBytes.of(workload)
     types = [""] * plan.num_ranks if devices is None else devices
     return tuple(
         {
             i: add_up(
-                [unit.divide(degree) for unit in units[i]],
+                units[i],
                 find_row_bytes(plan, workload, i, types[rank], measured),
-                ParameterBytes.of(workload),
+                each,
                 num_shards=_count_shards(plan, i),
             )
             for i in plan.ministages_of_rank(rank)
         }
-        for rank, degree in sorted(_degrees(plan).items())
+        for rank in range(plan.num_ranks)
     )
 
 
@@ -199,22 +185,10 @@ def count_updated(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
     """Parameters that one update changes, by rank and ministage."""
     units = list_units(plan, workload)
     return {
-        (rank, i): sum(
-            largest_shard(unit.divide(degree).num_updated, _count_shards(plan, i)) for unit in units[i]
-        )
-        for rank, degree in sorted(_degrees(plan).items())
+        (rank, i): sum(largest_shard(unit.num_updated, _count_shards(plan, i)) for unit in units[i])
+        for rank in range(plan.num_ranks)
         for i in plan.ministages_of_rank(rank)
     }
-
-
-def find_degrees(group: Group) -> dict[int, int]:
-    """How many ranks the replica of each rank has: 1 without tensor parallelism."""
-    replicas = [(entry,) if isinstance(entry, int) else entry for entry in group.ranks]
-    return {rank: len(replica) for replica in replicas for rank in replica}
-
-
-def _degrees(plan: Plan) -> dict[int, int]:
-    return {rank: degree for group in plan.groups for rank, degree in find_degrees(group).items()}
 
 
 def _count_shards(plan: Plan, ministage: int) -> int:

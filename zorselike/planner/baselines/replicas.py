@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zorselike.cost.device_memory import find_memory_bytes
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.network import Network
 from zorselike.cost.profile import Profile
 from zorselike.cost.sizes import is_layer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
-from zorselike.cost.device_memory import find_memory_bytes
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.network import Network
 from zorselike.cost.parameter_bytes import ParameterBytes

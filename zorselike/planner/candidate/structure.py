@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from zorselike.cost.device_memory import find_memory_bytes
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.candidate.candidate import CandidatePlan
 

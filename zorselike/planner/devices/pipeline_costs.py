@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import ceil, inf
 
-from zorselike.cost.device_memory import find_memory_bytes
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.parameter_bytes import ParameterBytes, largest_shard
 from zorselike.cost.sizes import is_layer

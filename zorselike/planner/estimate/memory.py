@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zorselike.cost.device_memory import CPU, find_memory_bytes
+from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.memory import MinistageBytes, walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.purposes import Purpose

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
 
-from zorselike.cost.device_memory import CPU
+from zorselike.cost.catalogue import CPU
 from zorselike.cost.network import CollectiveOp, Network
 from zorselike.cost.parameter_bytes import largest_shard
 from zorselike.cost.wires import make_network

@@ -15,7 +15,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
-from zorselike.cost.device_memory import find_memory_bytes
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.errors import ClusterError
 from zorselike.plan.cluster.cluster import Cluster, Place
 

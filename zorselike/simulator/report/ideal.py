@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.sizes import find_degrees
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
@@ -16,26 +15,25 @@ def measure_speeds(
     recomputation, if it had enough memory.
 
     Microbatches have the size at which the rank is fastest, among those of the plan and powers of two up to
-    an even share of the rows. Each rank of a tensor-parallel replica counts for its part.
+    an even share of the rows.
     """
     places = cluster.place_ranks(plan)
     most = -(-plan.global_batch // len(places))
     powers = {2**power for power in range(most.bit_length())} | {most}
     speeds = []
     for rank, place in enumerate(places):
-        degree = find_degrees(plan.groups[plan.group_of_rank[rank]])[rank]
         device = cluster.device_type(place)
         sizes = {microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)}
         seconds = {
-            rows: clock.model_s(device, rows, tensor_parallel=degree)
+            rows: clock.model_s(device, rows)
             for rows in powers | sizes
-            if rows in sizes or _is_known(workload, clock, device, rows, degree)
+            if rows in sizes or _is_known(workload, clock, device, rows)
         }
-        speeds.append(max(rows / seconds[rows] for rows in seconds) / degree)
+        speeds.append(max(rows / seconds[rows] for rows in seconds))
     return tuple(speeds)
 
 
-def _is_known(workload: Workload, clock: LayerTimeModel, device: str, rows: int, degree: int) -> bool:
+def _is_known(workload: Workload, clock: LayerTimeModel, device: str, rows: int) -> bool:
     """Whether the profile does not exclude so many rows; one row is always allowed."""
-    most = (clock.max_rows(kind, device, "none", degree) for kind in workload.kinds)
+    most = (clock.max_rows(kind, device, "none") for kind in workload.kinds)
     return rows == 1 or all(limit is None or rows <= limit for limit in most)
