@@ -134,11 +134,7 @@ def make_plan(
 def make_node(name: str, device: str, region: str, bandwidth: float) -> Node:
     """Eight GPUs, and 25 Gb/s to other nodes."""
     return Node(
-        name=name,
-        devices=(device,) * 8,
-        region=region,
-        fabric=Link(bandwidth, 1e-5),
-        nic=Link(25 * GIGABIT),
+        name=name, devices=(device,) * 8, region=region, fabric=Link(bandwidth, 1e-5), nic=Link(25 * GIGABIT)
     )
 
 

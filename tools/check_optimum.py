@@ -26,9 +26,10 @@ from statistics import fmean
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.planning.small_cases import MAX_PLANS, Comparison, compare
-from tools.planning.trials import describe
 from tools.report import make_parser, write_json
+
+from planner_oracle.small_cases import MAX_PLANS, Comparison, compare
+from planner_oracle.trials import describe
 
 NUM_RUNS = 200
 BUDGET_S = 5.0

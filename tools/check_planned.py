@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its
 from tools.emulation.constants import measure_constants
 from tools.emulation.emulation import run
 from tools.emulation.noise import Moment, is_busy
-from tools.planning.emulated import CLUSTERS, SPREAD, Candidate, choose, make_machines, propose
+from tools.emulation.planned import CLUSTERS, SPREAD, Candidate, choose, make_machines, propose
 from tools.report import describe_machine, make_parser, write_json
 
 NUM_PLANS = 10

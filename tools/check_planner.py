@@ -29,8 +29,9 @@ from statistics import fmean
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.planning.trials import Trial, try_seed
 from tools.report import make_parser, to_plain, write_json
+
+from planner_oracle.trials import Trial, try_seed
 
 NUM_RUNS = 10_000
 BUDGET_S = 0.5

@@ -13,9 +13,10 @@ import volume
 from plain_costs import PlainNetwork, make_costs
 from schedules import random_spec
 
-from tools.bench import actions_bound
 from zorselike.schedule import build
 from zorselike.simulator import simulate
+
+from second_simulator import actions
 
 
 @pytest.mark.nightly
@@ -28,13 +29,13 @@ def test_the_benchmark_s_simulation_agrees(block: int) -> None:
         plan = replace(spec.plan, groups=groups)
         lists = build(replace(spec, plan=plan, ties=()))
         ranks = sorted(plan.group_of_rank)
-        workload = actions_bound.Workload(
+        workload = actions.Workload(
             seconds_of_rank=tuple(rng.choice([1.0, 1.3, 4.7]) for _ in ranks),
             layers_of_ministage=tuple(rng.randint(1, 3) for _ in plan.ministages),
         )
 
-        def seconds(rank: int, i: int, rows: int, w: actions_bound.Workload = workload) -> float:
-            return actions_bound.compute_s(rows, w.layers_of_ministage[i], w.seconds_of_rank[rank])
+        def seconds(rank: int, i: int, rows: int, w: actions.Workload = workload) -> float:
+            return actions.compute_s(rows, w.layers_of_ministage[i], w.seconds_of_rank[rank])
 
         # All ranks in one node: transfers and collectives wait for each other and take no time.
         costs = make_costs(
@@ -47,7 +48,7 @@ def test_the_benchmark_s_simulation_agrees(block: int) -> None:
             sends_buffer=True,
         )
         found = simulate(plan, lists, costs, num_steps=1)
-        expected = actions_bound.simulate(plan, lists, workload)
+        expected = actions.simulate(plan, lists, workload)
         assert found.iteration_s == pytest.approx(expected.makespan_s, rel=1e-9)
         for times, busy_s in zip(found.ranks, expected.busy_s, strict=True):
             assert times.busy_s == pytest.approx(busy_s)

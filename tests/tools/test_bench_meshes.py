@@ -19,7 +19,8 @@ from tools.bench.meshes import (
     split_layers,
     stage_layouts,
 )
-from tools.bench.simulation import Links
+
+from second_simulator.operations import Links
 
 NODES = ((0, 1), (2, 3, 4), (5,))
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 2.0, 1.0)

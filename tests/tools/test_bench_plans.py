@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.bench.actions_bound import Workload, compute_s, simulate
 from tools.bench.plans import apportion, lay_rows, make_plan, spread_modules
 from zorselike.schedule import ScheduleSpec, build
+
+from second_simulator.actions import Workload, compute_s, simulate
 
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0)
 

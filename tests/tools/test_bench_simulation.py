@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.simulation import Links, Meet, Send, SimulatedDeadlockError, Work, simulate_operations
+from second_simulator.operations import Links, Meet, Send, SimulatedDeadlockError, Work, simulate_operations
 
 
 def test_a_rank_runs_its_operations_one_after_the_other() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tools.check_planned import PlanRun, find_score, list_misses
+from tools.emulation.planned import CLUSTERS, choose, list_wishes, settle
 from tools.emulation.scenarios import make_cluster, make_profile, make_workload
-from tools.planning.emulated import CLUSTERS, choose, list_wishes, settle
-from tools.planning.every_plan import Options, Shape, make_plan
 from zorselike.planner.problem import PlanProblem
+
+from planner_oracle.every_plan import Options, Shape, make_plan
 
 OPTIONS = Options(zero=2, grad_reduce="once", recompute="none", offload=(), rows_per_microbatch=2)
 

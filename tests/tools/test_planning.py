@@ -10,14 +10,6 @@ from itertools import product
 import pytest
 import volume
 
-from tools.planning.clusters import WIDE, Limits, draw_cluster
-from tools.planning.every_plan import Options, Shape, cut, divide, find_mirrors, list_shapes, make_plan
-from tools.planning.fitting import count_tries, find_fit, list_options
-from tools.planning.optimum import find_optimum, fits
-from tools.planning.problems import draw_problem, find_ideal_s
-from tools.planning.small_cases import draw_case
-from tools.planning.verdict import SAME, find_faults
-from tools.planning.workloads import make_chain
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -26,6 +18,15 @@ from zorselike.planner.answer import PlanAnswer, Planned, Progress
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import ONE_STEP
 from zorselike.simulator.report.ideal import measure_speeds
+
+from planner_oracle.clusters import WIDE, Limits, draw_cluster
+from planner_oracle.every_plan import Options, Shape, cut, divide, find_mirrors, list_shapes, make_plan
+from planner_oracle.fitting import count_tries, find_fit, list_options
+from planner_oracle.optimum import find_optimum, fits
+from planner_oracle.problems import draw_problem, find_ideal_s
+from planner_oracle.small_cases import draw_case
+from planner_oracle.verdict import SAME, find_faults
+from planner_oracle.workloads import make_chain
 
 ONE_BY_ONE = Options(zero=2, grad_reduce="once", recompute="none", offload=(), rows_per_microbatch=1)
 

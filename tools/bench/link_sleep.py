@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .simulation import Links
+from second_simulator.operations import Links
 
 _SLOTS = 256
 """Collectives of one group that may be under way or just done, of which the end is remembered."""

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .actions_bound import BACKWARD_FACTOR, compute_s
-from .simulation import Links, Meet, Operation, Outcome, Send, Work, simulate_operations
+from second_simulator.actions import BACKWARD_FACTOR, compute_s
+from second_simulator.operations import Links, Meet, Operation, Outcome, Send, Work, simulate_operations
 
 SCHEDULES = ("LoopedBFS", "Interleaved1F1B")
 
@@ -125,10 +125,7 @@ def _rank_operations(mesh: Mesh, cluster: Cluster, stage: int, replica: int) -> 
         elif kind == "B":
             needs.append(("loss", microbatch, replica))
         seconds = compute_s(
-            mesh.microbatch_rows,
-            mesh.layers[virtual],
-            cluster.seconds_of_rank[rank],
-            backward=kind == "B",
+            mesh.microbatch_rows, mesh.layers[virtual], cluster.seconds_of_rank[rank], backward=kind == "B"
         )
         turns = kind == "F" and virtual == last
         operations.append(Work(seconds, tuple(needs), ("loss", microbatch, replica) if turns else None))

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from zorselike.schedule import ScheduleSpec, build
 
-from .actions_bound import simulate
 from .contest import Bench, Case
 from .meshes import Mesh, candidates, search, split_layers
 from .plans import make_plan
 from .runs import Emulation
-from .simulation import Links
+from second_simulator.actions import simulate
+from second_simulator.operations import Links
 
 SPEEDS = (4.0,) * 3 + (2.0,) * 5 + (1.0,) * 4
 NODES = ((0, 1, 2), (3, 4, 5, 6, 7), (8, 9, 10, 11))

@@ -18,8 +18,8 @@ from zorselike.plan.plan import Plan
 from .forked import RankTimes, Timing, run_forked, time_steps
 from .link_sleep import LinkSleeper, SharedLinks
 from .meshes import Mesh, order_of
-from .simulation import Links
 from .sleeping import Device, SleepingLayers, count_rows, squared_error
+from second_simulator.operations import Links
 
 LEARNING_RATE = 1e-3
 _SCHEDULES = {"LoopedBFS": ScheduleLoopedBFS, "Interleaved1F1B": ScheduleInterleaved1F1B}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .actions_bound import compute_s
+from second_simulator.actions import compute_s
 
 
 class Device:

@@ -202,11 +202,7 @@ def kernel_runs() -> tuple[Scenario, ...]:
         replace(one, name="4 ranks, 1 group, ZeRO 3, tbf", zero=3, layers=(3,), num_microbatches=4),
         six,
         replace(
-            six,
-            name="6 ranks, 2 ministages, tbf",
-            ministages=2,
-            row_elements=8_192,
-            stresses=("dependency",),
+            six, name="6 ranks, 2 ministages, tbf", ministages=2, row_elements=8_192, stresses=("dependency",)
         ),
         eight,
     )

@@ -12,13 +12,7 @@ from zorselike.runtime.memory.host_room import find_host_room
 
 from ..report import Figure
 from .exposure import Exposure
-from .figures import (
-    PAPER_MEMORY,
-    PAPER_THROUGHPUT,
-    find_exposed_shares,
-    is_same_loss,
-    search_largest,
-)
+from .figures import PAPER_MEMORY, PAPER_THROUGHPUT, find_exposed_shares, is_same_loss, search_largest
 from .job import VARIANTS, Job, Measurement, Outcome, Shape, Updates, merge, spell_bytes
 from .trainers import config_of
 

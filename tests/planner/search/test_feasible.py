@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import volume
 
-from tools.planning.clusters import Limits
-from tools.planning.trials import Trial, try_seed
+from planner_oracle.clusters import Limits
+from planner_oracle.trials import Trial, try_seed
 
 NUM_QUESTIONS = 300
 BUDGET_S = 0.02

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 import volume
 
-from tools.planning.small_cases import Comparison, compare
+from planner_oracle.small_cases import Comparison, compare
 
 NUM_CASES = 20
 MAX_PLANS = 150

@@ -123,11 +123,7 @@ class Model:
     """None: all of that."""
 
 
-MODELS = {
-    "0.5b": Model("tiny", 6),
-    "tiny": Model("tiny"),
-    "7b": Model("7b"),
-}
+MODELS = {"0.5b": Model("tiny", 6), "tiny": Model("tiny"), "7b": Model("7b")}
 
 STAND_INS = {"A100-80": "A100-40"}
 """Whose layer times stand for a device's where only the other was measured: the two compute equally fast

@@ -145,9 +145,7 @@ class Job:
 
         return {
             device: bisect_right(
-                range(1, self.num_rows + 1),
-                costs.memory_bytes[rank],
-                key=partial(peak_bytes, rank),
+                range(1, self.num_rows + 1), costs.memory_bytes[rank], key=partial(peak_bytes, rank)
             )
             for rank, device in enumerate(self.devices)
             if rank == self.devices.index(device)

@@ -77,10 +77,7 @@ def make_problem(setup: Setup) -> PlanProblem:
 
 
 def plan_cells(
-    folder: Path,
-    *,
-    say: Callable[[str], None] = print,
-    clusters: Mapping[str, PaperCluster] | None = None,
+    folder: Path, *, say: Callable[[str], None] = print, clusters: Mapping[str, PaperCluster] | None = None
 ) -> list[BaselineCell]:
     """All of Table 5.
 

@@ -14,11 +14,11 @@ from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import search_plans
 
-from ..emulation.constants import HostConstants
-from ..emulation.emulation import Emulation
-from ..emulation.model import DeviceTimes
-from ..emulation.predict import add_host, predict_emulation
-from ..emulation.scenarios import (
+from .constants import HostConstants
+from .emulation import Emulation
+from .model import DeviceTimes
+from .predict import add_host, predict_emulation
+from .scenarios import (
     MIN_SLEEP_S,
     SPEEDS,
     Scenario,

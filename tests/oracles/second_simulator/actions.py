@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 
-from .simulation import Links, Meet, Operation, Outcome, Send, Work, simulate_operations
+from .operations import Links, Meet, Operation, Outcome, Send, Work, simulate_operations
 
 MIN_COST_ROWS = 2
 """A microbatch of fewer rows costs as much as one of these: small kernels do not fill a device."""
