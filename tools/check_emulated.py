@@ -30,12 +30,10 @@ from tools.emulation.calibrate import calibrate
 from tools.emulation.comparison import Comparison, Scores, compare, format_comparison, score
 from tools.emulation.constants import HostConstants, measure_constants
 from tools.emulation.emulation import run
-from tools.emulation.model import DeviceTimes
 from tools.emulation.namespaces import NamespaceError, find_obstacle
 from tools.emulation.noise import Moment, is_busy
 from tools.emulation.predict import predict_emulation
-from tools.emulation.runs import COMPUTE_REPEATS, computing_runs, kernel_runs, sleeping_runs
-from tools.emulation.scenarios import Scenario, Setup, count_kinds, make_workload, set_up
+from tools.emulation.scenarios import RUNS, Scenario, count_kinds, set_up
 from tools.report import describe_machine, make_parser, num_cores, write_json
 from zorselike.cost.profile import Profile
 
@@ -61,10 +59,14 @@ class Check:
     def do(self, scenario: Scenario) -> None:
         """Predicts, runs, compares and prints; a run that fails is counted, and the next one follows."""
         try:
-            setup = self._set_up(scenario)
-            prediction = predict_emulation(setup.emulation, setup.profile, self.constants)
+            # Steps that compute are short, and the machine's other work shows in them.
+            emulation = set_up(scenario, num_steps=self.num_steps * (1 + scenario.computes))
+            if scenario.computes:
+                self.computed = self.computed or calibrate(emulation.workload, scenario.repeats)
+                emulation = replace(emulation, profile=self.computed)
+            prediction = predict_emulation(emulation, self.constants)
             before = Moment.now()
-            measured = run(setup.emulation)
+            measured = run(emulation)
             own = compare(scenario, prediction, measured, others_share=Moment.now().others_share(before))
         except (RankFailedError, NamespaceError, ValueError) as error:
             self.failures.append(f"{scenario.name}: {error}")
@@ -72,21 +74,6 @@ class Check:
             return
         self.comparisons.append(own)
         print(format_comparison(own), flush=True)
-
-    def _set_up(self, scenario: Scenario) -> Setup:
-        # Steps that compute are short, and the machine's other work shows in them.
-        setup = set_up(scenario, num_steps=self.num_steps * (1 + scenario.computes))
-        if not scenario.computes:
-            return setup
-        if self.computed is None:
-            self.computed = calibrate(make_workload(scenario), COMPUTE_REPEATS)
-        emulation = replace(
-            setup.emulation,
-            computes=True,
-            repeats=COMPUTE_REPEATS,
-            times=DeviceTimes(self.computed, setup.emulation.workload),
-        )
-        return replace(setup, emulation=emulation, profile=self.computed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,9 +121,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def choose(options: argparse.Namespace, *, kernel_works: bool) -> tuple[Scenario, ...]:
     """The runs asked for; computing ones only where each rank has a core."""
-    kernel = kernel_runs() if kernel_works else tuple(replace(own, limit="sleep") for own in kernel_runs())
-    computing = tuple(own for own in computing_runs() if own.num_ranks <= num_cores())
-    kinds = (sleeping_runs(), kernel, computing)
+    kernel = RUNS["kernel"] if kernel_works else tuple(replace(own, limit="sleep") for own in RUNS["kernel"])
+    computing = tuple(own for own in RUNS["computing"] if own.num_ranks <= num_cores())
+    kinds = (RUNS["sleeping"], kernel, computing)
     scenarios = [own for kind in kinds for own in kind if options.only is None or options.only in own.name]
     if options.runs is None or options.runs >= len(scenarios):
         return tuple(scenarios)

@@ -12,13 +12,11 @@ from tools.bench.forked import run_forked
 from tools.emulation.comparison import Comparison, MemoryPair, pair_memory, score
 from tools.emulation.constants import GlooTimes, HostConstants, uniform_profile, uniform_workload
 from tools.emulation.emulation import Emulation, run
-from tools.emulation.model import DeviceTimes
 from tools.emulation.mutations import MUTATIONS
 from tools.emulation.namespaces import NamespaceError, Namespaces
 from tools.emulation.noise import Moment, is_busy, straighten
 from tools.emulation.predict import Prediction, host_network, predict_emulation
-from tools.emulation.runs import all_runs, computing_runs, kernel_runs, sleeping_runs
-from tools.emulation.scenarios import MIN_SLEEP_S, SLEEP_PER_RANK_S, Scenario, find_shortest_s, set_up
+from tools.emulation.scenarios import MIN_SLEEP_S, RUNS, SLEEP_PER_RANK_S, Scenario, find_shortest_s, set_up
 from tools.emulation.wires import Buckets, BucketWires, lay_buckets, order_ring
 from tools.emulation.wires import Path as Way
 from tools.report import num_cores
@@ -27,6 +25,7 @@ from zorselike.cost.profile import Overheads
 from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
+CHECKED = RUNS["sleeping"] + RUNS["kernel"] + RUNS["computing"]
 ACTIONS = Overheads(
     action_s=(("F", 4e-4), ("B", 4e-4), ("STEP", 1e-3)),
     unit_s=(("F", 5e-4), ("B", 5e-4)),
@@ -131,10 +130,10 @@ def test_the_kernel_limits_cards_only() -> None:
 
 
 def test_the_runs_cover_what_they_must() -> None:
-    runs = all_runs()
+    runs = CHECKED
     assert len(runs) >= 30 and len({own.name for own in runs}) == len(runs)
-    assert len(kernel_runs()) == len(computing_runs()) == 10
-    assert {own.num_ranks for own in sleeping_runs()} == {4, 6, 8, 12, 16}
+    assert len(RUNS["kernel"]) == len(RUNS["computing"]) == 10
+    assert {own.num_ranks for own in RUNS["sleeping"]} == {4, 6, 8, 12, 16}
     assert {own.num_types for own in runs} == {2, 3, 4}
     assert {len(own.groups) for own in runs} == {1, 2, 3, 4}
     assert {own.ministages for own in runs} == {1, 2, 3, 4}
@@ -149,23 +148,21 @@ def test_the_runs_cover_what_they_must() -> None:
     assert {stress for own in runs for stress in own.stresses} == {own.stress for own in MUTATIONS}
 
 
-@pytest.mark.parametrize("scenario", all_runs(), ids=lambda own: own.name)
+@pytest.mark.parametrize("scenario", CHECKED, ids=lambda own: own.name)
 def test_sleeps_leave_room_for_all_ranks(scenario: Scenario) -> None:
-    setup = set_up(scenario, num_steps=1)
-    own = setup.emulation
-    shortest = find_shortest_s(own.plan, own.workload, own.cluster, setup.profile)
+    own = set_up(scenario, num_steps=1)
+    shortest = find_shortest_s(own.plan, own.workload, own.cluster, own.profile)
     assert shortest == pytest.approx(max(MIN_SLEEP_S, SLEEP_PER_RANK_S * scenario.num_ranks))
 
 
 def predict_offline(scenario: Scenario) -> Prediction:
     """As a run over links that the transport sleeps, with made-up constants."""
-    setup = set_up(replace(scenario, limit="sleep"), num_steps=1)
-    return predict_emulation(setup.emulation, setup.profile, CONSTANTS)
+    return predict_emulation(set_up(replace(scenario, limit="sleep"), num_steps=1), CONSTANTS)
 
 
 @pytest.mark.parametrize(
     ("scenario", "stress"),
-    [(own, stress) for own in sleeping_runs() + kernel_runs() for stress in own.stresses],
+    [(own, stress) for own in RUNS["sleeping"] + RUNS["kernel"] for stress in own.stresses],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_each_wrong_model_says_something_else_where_it_matters(scenario: Scenario, stress: str) -> None:
@@ -184,9 +181,8 @@ def test_gloo_times_between_what_was_measured() -> None:
 
 
 def test_this_machine_adds_to_every_collective_and_transfer() -> None:
-    setup = set_up(sleeping_runs()[0], num_steps=1)
-    own = setup.emulation
-    network = make_costs(own.plan, own.workload, own.cluster, setup.profile).network
+    own = set_up(RUNS["sleeping"][0], num_steps=1)
+    network = make_costs(own.plan, own.workload, own.cluster, own.profile).network
     hosted = host_network(network, CONSTANTS)
     (before, *_), (after, *_) = (each.collective("all_gather", (0, 1), 4_096) for each in (network, hosted))
     assert after.latency_s - before.latency_s == pytest.approx(2e-4)
@@ -195,11 +191,7 @@ def test_this_machine_adds_to_every_collective_and_transfer() -> None:
 
 def comparison(name: str, predicted_s: float, measured_s: float, **mutated_s: float) -> Comparison:
     return Comparison(
-        name=name,
-        num_ranks=4,
-        num_types=2,
-        limit="sleep",
-        computes=False,
+        scenario=replace(RUNS["sleeping"][0], name=name),
         measured_s=(measured_s, measured_s, 10 * measured_s),
         predicted_s=predicted_s,
         mutated_s=mutated_s,  # type: ignore[arg-type]
@@ -260,16 +252,15 @@ def tiny() -> tuple[Emulation, float]:
     ).validate()
     nodes = tuple(Node(name=name, devices=("CPU",), nic=Link(1e6)) for name in "ab")
     cluster = Cluster(nodes, default_link=Link(1e6, 1e-3))
-    times = DeviceTimes(uniform_profile(workload, SLEEP_S), workload)
-    emulation = Emulation(plan=plan, workload=workload, cluster=cluster, times=times, num_steps=2)
+    profile = uniform_profile(workload, SLEEP_S)
+    emulation = Emulation(plan=plan, workload=workload, cluster=cluster, profile=profile, num_steps=2)
     return emulation, 2 * 2 * 2 * SLEEP_S
 
 
 def test_a_tiny_run_sleeps_and_holds_what_the_model_says() -> None:
     emulation, slept_s = tiny()
     measured = run(emulation, records=True)
-    profile = uniform_profile(emulation.workload, SLEEP_S)
-    prediction = predict_emulation(emulation, profile, CONSTANTS)
+    prediction = predict_emulation(emulation, CONSTANTS)
     assert len(measured.step_s) == 2
     for busy_s, step_s in zip(measured.busy_s, (measured.median_s,) * 2, strict=True):
         assert slept_s <= busy_s <= step_s + slept_s

@@ -61,7 +61,7 @@ def calibrate(workload: Workload, repeats: Mapping[str, int]) -> Profile:
 def _time_layer(rank: int, workload: Workload, repeats: list[int]) -> tuple[list[float], list[float], float]:
     pin(rank)
     kind = next(iter(workload.kinds.values()))
-    layer = ComputingLayer(kind, idle_device(repeats[rank]))
+    layer = ComputingLayer(kind, EmulatedDevice(None, repeats=repeats[rank]))
     forward_s, backward_s = [], []
     for rows in CALIBRATED_ROWS:
         x = torch.ones(rows, kind.input_elements_per_row, requires_grad=True)
@@ -91,8 +91,3 @@ def _time_update(layer: ComputingLayer) -> float:
         optimizer.step()
         seconds.append(time.thread_time() - begin_s)
     return statistics.median(seconds) / layer.weight.numel()
-
-
-def idle_device(repeats: int) -> EmulatedDevice:
-    """A device that sleeps for nothing."""
-    return EmulatedDevice(lambda kind, num_rows, backward: 0.0, lambda num_parameters: 0.0, repeats=repeats)

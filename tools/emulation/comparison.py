@@ -38,11 +38,7 @@ class MemoryPair:
 class Comparison:
     """One run."""
 
-    name: str
-    num_ranks: int
-    num_types: int
-    limit: str
-    computes: bool
+    scenario: Scenario
     measured_s: tuple[float, ...]
     """Seconds of each timed step."""
     predicted_s: float
@@ -82,11 +78,7 @@ def compare(
 ) -> Comparison:
     """Holds a measurement against a prediction, and against what wrong models would have predicted."""
     return Comparison(
-        name=scenario.name,
-        num_ranks=scenario.num_ranks,
-        num_types=scenario.num_types,
-        limit=scenario.limit,
-        computes=scenario.computes,
+        scenario=scenario,
         measured_s=measured.step_s,
         predicted_s=prediction.step_s,
         mutated_s={
@@ -106,16 +98,17 @@ def compare(
 
 def pair_memory(rank: int, found: Sequence[MemoryLine], planned: MemoryWalk) -> list[MemoryPair]:
     """All purposes that the runtime counts and that hold something: storages of CPU tensors."""
-    pairs = []
-    for line in found:
-        for place, held, walk in (
-            ("device", line.device_peak, planned.device),
-            ("host", line.host_peak, planned.host),
-        ):
-            expected = {str(purpose): num_bytes for purpose, num_bytes in walk.items()}[line.purpose]
-            if held:
-                pairs.append(MemoryPair(rank, line.purpose, place, expected, held))
-    return pairs
+    expected = [
+        {str(purpose): held for purpose, held in own.items()} for own in (planned.device, planned.host)
+    ]
+    return [
+        MemoryPair(rank, line.purpose, place, walk[line.purpose], held)
+        for line in found
+        for place, held, walk in zip(
+            ("device", "host"), (line.device_peak, line.host_peak), expected, strict=True
+        )
+        if held
+    ]
 
 
 @dataclass(frozen=True)
@@ -151,10 +144,10 @@ def score(comparisons: Sequence[Comparison]) -> Scores:
 
 def format_comparison(own: Comparison) -> str:
     mutated = "".join(f", {stress} wrong {own.mutated_error(stress):.0%}" for stress in own.mutated_s)
-    notes = "" if own.computes or own.cpu_share < BUSY_SHARE else ", too busy"
+    notes = "" if own.scenario.computes or own.cpu_share < BUSY_SHARE else ", too busy"
     others = "" if own.others_share is None else f", others {own.others_share:.0%}"
     return (
-        f"{own.name:46} {own.limit:6} measured {own.median_s:6.3f} s (+-{own.spread / 2:.1%}), predicted "
-        f"{own.predicted_s:6.3f} s {own.error:+6.1%}, memory {own.memory_error:.1%}, "
+        f"{own.scenario.name:46} {own.scenario.limit:6} measured {own.median_s:6.3f} s "
+        f"(+-{own.spread / 2:.1%}), predicted {own.predicted_s:6.3f} s {own.error:+6.1%}, memory {own.memory_error:.1%}, "
         f"cores {own.cpu_share:.0%}{notes}{others}{mutated}"
     )

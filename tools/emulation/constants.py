@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from zorselike.schedule.actions import COMPUTE
 from ..bench.forked import run_forked
 from ..bench.link_sleep import collective_names
 from .emulation import Emulation, run
-from .model import DeviceTimes
 from .noise import straighten
 
 OPS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
@@ -173,12 +172,11 @@ def measure_actions(sleep_s: float, num_steps: int = 4) -> Overheads:
 
 def _time_actions(num_layers: int, sleep_s: float, num_steps: int, *, zero: int) -> Seconds:
     workload = uniform_workload(4 * num_layers)
-    profile = uniform_profile(workload, sleep_s)
     emulation = Emulation(
         plan=_plan(workload, num_layers, zero),
         workload=workload,
         cluster=Cluster(nodes=(Node(name="host", devices=(_DEVICE,) * 4),)),
-        times=DeviceTimes(profile, workload),
+        profile=uniform_profile(workload, sleep_s),
         limit="none",
         num_steps=num_steps,
     )
@@ -211,21 +209,18 @@ def uniform_workload(num_layers: int, *, elements: int = 1024, num_parameters: i
 def uniform_profile(workload: Workload, seconds: float, device: str = _DEVICE) -> Profile:
     """Every pass of every layer takes the same, and updates nothing."""
     source = Source("given")
-    layers: Iterable[LayerTimes] = (
-        LayerTimes(
-            kind=kind,
-            device=device,
-            dtype=workload.dtype,
-            sequence_length=workload.sequence_length,
-            rows=(1, 64),
-            forward_s=(seconds, seconds),
-            backward_s=(seconds, seconds),
-            source=source,
-        )
-        for kind in workload.kinds
+    layer = LayerTimes(
+        kind="layer",
+        device=device,
+        dtype=workload.dtype,
+        sequence_length=workload.sequence_length,
+        rows=(1, 64),
+        forward_s=(seconds, seconds),
+        backward_s=(seconds, seconds),
+        source=source,
     )
     update = UpdateTime(device=device, dtype=workload.dtype, seconds_per_parameter=0.0, source=source)
-    return Profile(model=workload.model, layers=tuple(layers), updates=(update,))
+    return Profile(model=workload.model, layers=(layer,), updates=(update,))
 
 
 def _plan(workload: Workload, num_layers: int, zero: int) -> Plan:

@@ -11,10 +11,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from zorselike import HeteroPipeline
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
@@ -23,18 +24,10 @@ from zorselike.runtime.memory.report import MemoryLine
 
 from ..bench.forked import run_forked
 from ..bench.link_sleep import LinkSleeper
+from ..bench.sleeping import count_rows, squared_error
 from ..report import num_cores
-from .calibrate import idle_device, pin
-from .model import (
-    DTYPES,
-    DeviceTimes,
-    EmulatedDevice,
-    SleepingAdamW,
-    build_model,
-    count_rows,
-    make_rows,
-    squared_error,
-)
+from .calibrate import pin
+from .model import EmulatedDevice, SleepingAdamW, build_model, make_rows
 from .namespaces import Namespaces
 from .wires import BucketWires, lay_buckets
 
@@ -54,14 +47,17 @@ class Emulation:
     plan: Plan
     workload: Workload
     cluster: Cluster
-    times: DeviceTimes
+    profile: Profile
+    """Times of the devices, without what this machine adds."""
     limit: Limit = "sleep"
-    computes: bool = False
-    """Whether layers compute instead of sleeping; then each rank has a core to itself."""
     repeats: Mapping[str, int] = field(default_factory=dict)
-    """How often computing layers multiply, by device type."""
+    """How often layers multiply, by device type, each rank with a core to itself; empty: they sleep."""
     num_steps: int = 4
     """Timed ones, behind one that sets everything up and one that fills the pipeline."""
+
+    @property
+    def computes(self) -> bool:
+        return bool(self.repeats)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -122,7 +118,7 @@ def run(emulation: Emulation, *, records: bool = False) -> Measurement:
     )
     kernel = emulation.limit == "kernel"
     with Namespaces(emulation.cluster) if kernel else nullcontext() as namespaces:
-        enter = partial(_enter, namespaces, places) if namespaces is not None else None
+        enter = partial(enter_node, namespaces, places) if namespaces is not None else None
         try:
             count = emulation.plan.num_ranks
             ranks = run_forked(_run_rank, count, emulation, wires, records, timeout_s=TIMEOUT_S, enter=enter)
@@ -132,7 +128,8 @@ def run(emulation: Emulation, *, records: bool = False) -> Measurement:
     return Measurement(tuple(ranks))
 
 
-def _enter(namespaces: Namespaces, places: Sequence[Place], rank: int) -> None:
+def enter_node(namespaces: Namespaces, places: Sequence[Place], rank: int) -> None:
+    """Moves a rank's process to its node."""
     namespaces.enter(places[rank].node)
 
 
@@ -143,29 +140,19 @@ def _run_rank(rank: int, emulation: Emulation, wires: BucketWires | None, record
     if wires is not None:
         sleeper = LinkSleeper(wires, rank)
         sleeper.install()
-    plan, workload = emulation.plan, emulation.workload
-    device_type = emulation.cluster.device_type(emulation.places[rank])
-    device = _make_device(emulation, device_type)
-    model = build_model(workload, device, computes=emulation.computes)
-    dtype = DTYPES[workload.dtype]
+    device_type, workload = emulation.cluster.device_type(emulation.places[rank]), emulation.workload
+    clock = None if emulation.computes else LayerTimeModel(emulation.profile, workload)
+    device = EmulatedDevice(clock, device_type, repeats=emulation.repeats.get(device_type, 1))
     with HeteroPipeline(
-        model,
-        plan,
+        build_model(workload, device, computes=emulation.computes),
+        emulation.plan,
         optimizer=lambda named: SleepingAdamW(named, device),
         loss_fn=squared_error,
         count_fn=count_rows,
         device="cpu",
-        param_dtype=None if dtype is torch.float32 else dtype,
         silence_s=SILENCE_S,
     ) as pipe:
         return _time_steps(pipe, emulation, device, sleeper, records)
-
-
-def _make_device(emulation: Emulation, device_type: str) -> EmulatedDevice:
-    if emulation.computes:
-        return idle_device(emulation.repeats.get(device_type, 1))
-    times = emulation.times
-    return EmulatedDevice(partial(times.layer_s, device_type), partial(times.update_s, device_type))
 
 
 def _time_steps(
@@ -175,8 +162,8 @@ def _time_steps(
     sleeper: LinkSleeper | None,
     records: bool,
 ) -> RankRun:
-    rows = make_rows(emulation.workload, len(pipe.input_rows), len(pipe.target_rows))
-    pipe.step(rows.inputs, rows.targets)
+    inputs, targets = make_rows(emulation.workload, len(pipe.input_rows), len(pipe.target_rows))
+    pipe.step(inputs, targets)
     dist.barrier()
     # Nothing waits between the steps from here on: the pipeline fills once.
     device.is_awake = False
@@ -190,7 +177,7 @@ def _time_steps(
         clock = ActionClock()
         cpu_begin_s = time.process_time()
         with clock.running(pipe) if records else nullcontext():
-            pipe.step(rows.inputs, rows.targets)
+            pipe.step(inputs, targets)
         ends.append(time.monotonic())
         if number > 0:
             busy.append(pipe.busy_s)

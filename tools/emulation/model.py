@@ -7,56 +7,25 @@ for its backward; only the time is slept. A computing layer multiplies matrices 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.profile import Profile
 from zorselike.plan.workload import LayerKind, Workload
-
-Seconds = Callable[[str, int, bool], float]
-"""`(layer kind, rows, whether backward) -> seconds`; without recomputation."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 COMPUTE_WIDTH = 512
 """Width of what computing layers multiply."""
 
 
-class DeviceTimes:
-    """What emulated devices sleep: seconds of layers and updates by device type, as the cost model reads
-    them."""
-
-    def __init__(self, profile: Profile, workload: Workload) -> None:
-        """Raises `ProfileError` if the profile is for another workload."""
-        self._clock = LayerTimeModel(profile, workload)
-
-    def layer_s(self, device_type: str, kind: str, num_rows: int, backward: bool) -> float:
-        """One pass of one layer; a layer that is recomputed runs its forward again by itself."""
-        find = self._clock.backward_s if backward else self._clock.forward_s
-        return find(kind, device_type, num_rows, "none")
-
-    def update_s(self, device_type: str, num_parameters: int) -> float:
-        return self._clock.update_s(device_type, num_parameters)
-
-
 class EmulatedDevice:
     """The device that one rank pretends to be."""
 
-    def __init__(self, seconds: Seconds, update_s: Callable[[int], float], *, repeats: int = 1) -> None:
-        """`update_s`: seconds of an optimizer update against parameters; `repeats`: how often computing
-        layers multiply, so that a device of the same machine can be slower."""
-        self._seconds = seconds
-        self._update_s = update_s
-        self.repeats = repeats
+    def __init__(self, clock: LayerTimeModel | None, device_type: str = "", *, repeats: int = 1) -> None:
+        """`clock`: what layers and updates sleep; None: nothing does. `repeats`: how often computing layers
+        multiply, so that a device of the same machine can be slower."""
+        self._clock, self._type, self.repeats = clock, device_type, repeats
         self.is_awake = True
         """Whether nothing sleeps: for the first step, which sets everything up."""
 
@@ -64,14 +33,15 @@ class EmulatedDevice:
         return self  # A copied layer runs on the same device.
 
     def compute(self, kind: str, num_rows: int, *, backward: bool) -> None:
-        """Spends the time of a microbatch in one layer."""
-        if not self.is_awake:
-            time.sleep(self._seconds(kind, num_rows, backward))
+        """Spends the time of a microbatch in one layer; one that is recomputed runs its forward again."""
+        if self._clock is not None and not self.is_awake:
+            find = self._clock.backward_s if backward else self._clock.forward_s
+            time.sleep(find(kind, self._type, num_rows, "none"))
 
     def update(self, num_parameters: int) -> None:
         """Spends the time of an optimizer's update."""
-        if not self.is_awake:
-            time.sleep(self._update_s(num_parameters))
+        if self._clock is not None and not self.is_awake:
+            time.sleep(self._clock.update_s(self._type, num_parameters))
 
 
 class _Sleep(torch.autograd.Function):
@@ -157,30 +127,11 @@ def _num_local(parameter: nn.Parameter) -> int:
     return int(local.numel())
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a rank feeds and compares with; the numbers do not matter."""
-
-    inputs: Tensor | None
-    targets: Tensor | None
-
-
-def make_rows(workload: Workload, num_inputs: int, num_targets: int) -> Rows:
-    """So many rows of the first layer's input and of the last one's output."""
+def make_rows(workload: Workload, num_inputs: int, num_targets: int) -> tuple[Tensor | None, Tensor | None]:
+    """So many rows of the first layer's input and of the last one's output; the numbers do not matter."""
     (_, first), (_, last) = workload.layers[0], workload.layers[-1]
-    dtype = DTYPES[workload.dtype]
     width, height = workload.kinds[first].input_elements_per_row, workload.kinds[last].output_elements_per_row
-    return Rows(
-        torch.ones(num_inputs, width, dtype=dtype) if num_inputs else None,
-        torch.ones(num_targets, height, dtype=dtype) if num_targets else None,
+    return (
+        torch.ones(num_inputs, width) if num_inputs else None,
+        torch.ones(num_targets, height) if num_targets else None,
     )
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss that is a sum over rows."""
-    return (outputs.float() - targets.float()).square().sum() / targets.shape[-1]
-
-
-def count_rows(targets: Tensor) -> int:
-    """What the loss is divided by."""
-    return targets.shape[0]

@@ -16,10 +16,10 @@ from zorselike.planner.search.search import search_plans
 
 from .constants import HostConstants
 from .emulation import Emulation
-from .model import DeviceTimes
 from .predict import add_host, predict_emulation
 from .scenarios import (
     MIN_SLEEP_S,
+    RUNS,
     SPEEDS,
     Scenario,
     find_shortest_s,
@@ -36,28 +36,7 @@ MOST_SPREAD = 3.0
 NUM_PARTS = 5
 """About so many parts of a cluster are planned for."""
 
-A, V, T = "A100-80", "V100-32", "T4"
-
-CLUSTERS = (
-    Scenario(
-        name="two nodes",
-        nodes=((A, A), (T, T)),
-        groups=((0, 1), (2, 3)),
-        layers=(6, 4),
-        num_rows=16,
-        nic_mb_per_s=6.0,
-    ),
-    Scenario(
-        name="three nodes",
-        nodes=((A, A), (V, V), (T, T)),
-        groups=((0, 1), (2, 3), (4, 5)),
-        layers=(5, 3, 2),
-        num_rows=18,
-        nic_mb_per_s=3.0,
-        row_elements=8_192,
-    ),
-)
-"""Links and layers; their groups are of no matter here."""
+CLUSTERS = RUNS["planned"]
 
 
 @dataclass(frozen=True)
@@ -100,10 +79,10 @@ class Machines:
             plan=settled,
             workload=workload,
             cluster=cluster,
-            times=DeviceTimes(self.profile, workload),
+            profile=self.profile,
             num_steps=self.num_steps,
         )
-        return Candidate(name, emulation, predict_emulation(emulation, self.profile, self.constants).step_s)
+        return Candidate(name, emulation, predict_emulation(emulation, self.constants).step_s)
 
     def sleeps_long(self, plan: Plan) -> bool:
         """Whether every computation takes long beside what the ranks' processes need of two cores."""
@@ -137,7 +116,7 @@ def settle(plan: Plan, cluster: Cluster) -> tuple[Plan, Cluster]:
 
 def make_machines(scenario: Scenario, constants: HostConstants, num_steps: int) -> Machines:
     """Machines whose layers sleep as long as they must, a row at once on the fastest device."""
-    fastest = max(scenario.speeds[device] for node in scenario.nodes for device in node)
+    fastest = max(map(scenario.speed, scenario.types))
     profile = make_profile(scenario, make_workload(scenario), MIN_SLEEP_S * fastest / 1.5)
     return Machines(scenario, constants, profile, num_steps)
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.network import CollectiveOp, Flow, Network
 from zorselike.cost.profile import CollectiveTimes, LayerTimes, Profile, Source
 from zorselike.cost.step_costs import StepCosts
-from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
-from zorselike.plan.workload import Workload
 from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.actions import Action
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.result import Simulation
 
-from .constants import OPS, HostConstants, measure_gloo
-from .emulation import Emulation
+from .constants import HostConstants, measure_gloo
+from .emulation import Emulation, enter_node
 from .namespaces import Namespaces
 
 
@@ -99,55 +99,39 @@ class Prediction:
 
 
 def measure_collectives(
-    plan: Plan, cluster: Cluster, namespaces: Namespaces, *, num_bytes: Sequence[int] = (4_096, 131_072)
+    plan: Plan, cluster: Cluster, namespaces: Namespaces, *, num_bytes: tuple[int, ...] = (4_096, 131_072)
 ) -> tuple[CollectiveTimes, ...]:
     """Times of each group across nodes, alone on links that the kernel limits: Gloo reduces and scatters in
     the way of an all-reduce."""
     places = cluster.place_ranks(plan)
-    found: dict[tuple[tuple[str, ...], tuple[Place, ...]], tuple[CollectiveTimes, ...]] = {}
-    for group in plan.groups:
-        own = tuple(sorted(places[rank] for rank in group.flat_ranks))
-        devices = tuple(sorted(cluster.device_type(place) for place in own))
-        if len({place.node for place in own}) > 1 and (devices, own) not in found:
-            found[devices, own] = _measure_group(devices, own, namespaces, num_bytes)
-    return tuple(
-        {
-            (times.op, times.devices, times.num_nodes): times for own in found.values() for times in own
-        }.values()
-    )
+    groups = dict.fromkeys(tuple(sorted(places[rank] for rank in group.flat_ranks)) for group in plan.groups)
+    found: dict[tuple[str, tuple[str, ...], int], CollectiveTimes] = {}
+    for own in groups:
+        devices, num_nodes = tuple(sorted(map(cluster.device_type, own))), len({place.node for place in own})
+        if num_nodes == 1:
+            continue
+        enter = partial(enter_node, namespaces, own)
+        for times in measure_gloo(len(own), num_bytes=num_bytes, repeats=5, enter=enter):
+            if times.op != "transfer":
+                found[times.op, devices, num_nodes] = CollectiveTimes(
+                    op=times.op,  # type: ignore[arg-type]
+                    devices=devices,
+                    num_nodes=num_nodes,
+                    num_bytes=num_bytes,
+                    seconds=times.seconds,
+                    source=Source("measured", note="in network namespaces"),
+                )
+    return tuple(found.values())
 
 
-def _measure_group(
-    devices: tuple[str, ...], places: Sequence[Place], namespaces: Namespaces, num_bytes: Sequence[int]
-) -> tuple[CollectiveTimes, ...]:
-    gloo = measure_gloo(
-        len(places), num_bytes=num_bytes, repeats=5, enter=lambda rank: namespaces.enter(places[rank].node)
-    )
-    seconds = {times.op: times.seconds for times in gloo}
-    return tuple(
-        CollectiveTimes(
-            op=op,
-            devices=devices,
-            num_nodes=len({place.node for place in places}),
-            num_bytes=tuple(num_bytes),
-            seconds=seconds[op],
-            source=Source("measured", note="in network namespaces"),
-        )
-        for op in OPS
-    )
-
-
-def predict_emulation(
-    emulation: Emulation, profile: Profile, constants: HostConstants, *, record: bool = False
-) -> Prediction:
+def predict_emulation(emulation: Emulation, constants: HostConstants) -> Prediction:
     """Simulates what `emulation.run` measures, with collectives measured first where the kernel limits
     the links."""
-    collectives: tuple[CollectiveTimes, ...] = ()
+    plan, workload = emulation.plan, emulation.workload
+    hosted = add_host(emulation.profile, constants, sleeps=not emulation.computes)
     if emulation.limit == "kernel":
         with Namespaces(emulation.cluster) as namespaces:
-            collectives = measure_collectives(emulation.plan, emulation.cluster, namespaces)
-    hosted = replace(add_host(profile, constants, sleeps=not emulation.computes), collectives=collectives)
-    plan, workload = emulation.plan, emulation.workload
+            hosted = replace(hosted, collectives=measure_collectives(plan, emulation.cluster, namespaces))
     costs = make_costs(
         plan,
         workload,
@@ -157,11 +141,5 @@ def predict_emulation(
         sends_buffer=emulation.limit != "kernel",
     )
     costs = replace(costs, network=host_network(costs.network, constants))
-    return simulate_costs(plan, workload, costs, record=record)
-
-
-def simulate_costs(plan: Plan, workload: Workload, costs: StepCosts, *, record: bool = False) -> Prediction:
-    """One step at these costs."""
     actions = build(ScheduleSpec(plan, masters=workload.masters))
-    simulation = simulate(plan, actions, costs, record=record)
-    return Prediction(plan=plan, actions=actions, costs=costs, simulation=simulation)
+    return Prediction(plan=plan, actions=actions, costs=costs, simulation=simulate(plan, actions, costs))

@@ -1,20 +1,23 @@
-"""The runs that the cost model is held against: plans and clusters that differ in what limits them."""
+"""The runs that the cost model is held against (`runs.toml`): plans and clusters that differ in what limits
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Ministage, Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
+from zorselike.text.dataclass_tables import read_dataclass
 
 from ..bench.plans import make_plan
 from .emulation import Emulation, Limit
-from .model import DeviceTimes
 
 Stress = Literal["dependency", "collectives", "contention", "ring"]
 """What of the model a run depends on: each has a mutation that must miss there."""
@@ -29,11 +32,12 @@ SPEEDS = {"A100-80": 4.0, "A100-40": 3.0, "V100-32": 2.0, "T4": 1.0}
 
 FABRIC = Link(400e6, 0.0)
 """Inside a node: fast against every network card here."""
+PROFILE_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One run, in relative numbers; `emulate` gives it seconds."""
+    """One run, in relative numbers; `set_up` gives it seconds."""
 
     name: str
     nodes: tuple[tuple[str, ...], ...]
@@ -43,38 +47,62 @@ class Scenario:
     """Layers of each group, embedding and head included."""
     ministages: int = 1
     """Ministages of each group."""
-    num_rows: int = 16
-    num_microbatches: int = 8
+    num_rows: int
+    num_microbatches: int
     zero: int | tuple[int, ...] = 2
     offload: tuple[str, ...] = ()
     recompute: Recompute = "none"
     nic_mb_per_s: float | None = None
     """Rate of each node's network card; None: links as fast as the fabric."""
     latency_s: float = 0.0
-    pair_mb_per_s: tuple[tuple[int, int, float], ...] = ()
-    """Slower links between two nodes."""
     shared_mb_per_s: float | None = None
     """What all nodes of the first half and all of the second have together (two regions)."""
     layer_parameters: int = 40_000
     row_elements: int = 4_096
-    dtype: str = "float32"
     limit: Limit = "sleep"
-    computes: bool = False
     stresses: tuple[Stress, ...] = ()
-    speeds: dict[str, float] = field(default_factory=lambda: dict(SPEEDS))
+    repeats: dict[str, int] = field(default_factory=dict)
+    """How often layers multiply matrices, by device type; empty: they sleep."""
 
     @property
     def num_ranks(self) -> int:
         return sum(map(len, self.nodes))
 
     @property
+    def types(self) -> tuple[str, ...]:
+        """Device type of each rank."""
+        return tuple(device for node in self.nodes for device in node)
+
+    @property
     def num_types(self) -> int:
-        return len({device for node in self.nodes for device in node})
+        return len(set(self.types))
+
+    @property
+    def computes(self) -> bool:
+        return bool(self.repeats)
+
+    def speed(self, device: str) -> float:
+        return 1 / self.repeats[device] if self.repeats else SPEEDS[device]
+
+
+def _read_runs() -> dict[str, tuple[Scenario, ...]]:
+    table = tomllib.loads((Path(__file__).parent / "runs.toml").read_text(encoding="utf-8"))
+
+    def read(own: Mapping[str, Any]) -> Scenario:
+        whole = {**table["like"][own["like"]], **own}
+        nodes = tuple(tuple(table["device_of"][letter] for letter in node) for node in whole["nodes"].split())
+        rest = {key: value for key, value in whole.items() if key not in ("like", "nodes")}
+        return read_dataclass(Scenario, rest, own["name"], nodes=nodes)
+
+    return {kind: tuple(map(read, runs)) for kind, runs in table["runs"].items()}
+
+
+RUNS = _read_runs()
+"""Runs of each kind: `sleeping`, `kernel` and `computing`; `planned` are clusters for the planner."""
 
 
 def make_workload(scenario: Scenario) -> Workload:
     """Embedding, layers and head with sizes of their own."""
-    itemsize = 4 if scenario.dtype == "float32" else 2
     width = scenario.row_elements
     shares = {"embedding": (0.5, 0.2), "layer": (1.0, 1.0), "head": (0.5, 0.5)}
     if scenario.computes:  # They all multiply the same matrix.
@@ -86,19 +114,13 @@ def make_workload(scenario: Scenario) -> Workload:
             forward_flops_per_row=1e9 * time,
             input_elements_per_row=width,
             output_elements_per_row=width,
-            activation_bytes_per_row=2 * width * itemsize,
+            activation_bytes_per_row=8 * width,
         )
         for name, (weight, time) in shares.items()
     }
-    inner = sum(scenario.layers) - 2
-    layers = (("tok_embeddings", "embedding"), *((f"layers.{i}", "layer") for i in range(inner)))
-    return Workload(
-        model="emulated",
-        sequence_length=1,
-        dtype=scenario.dtype,
-        layers=(*layers, ("output", "head")),
-        kinds=kinds,
-    )
+    inner = ((f"layers.{i}", "layer") for i in range(sum(scenario.layers) - 2))
+    layers = (("tok_embeddings", "embedding"), *inner, ("output", "head"))
+    return Workload(model="emulated", sequence_length=1, dtype="float32", layers=layers, kinds=kinds)
 
 
 def make_cluster(scenario: Scenario) -> Cluster:
@@ -115,14 +137,10 @@ def make_cluster(scenario: Scenario) -> Cluster:
         )
         for i, devices in enumerate(scenario.nodes)
     )
-    between = FABRIC.bandwidth_bytes_per_s if nic is None else nic.bandwidth_bytes_per_s
     shared = scenario.shared_mb_per_s
     return Cluster(
         nodes=nodes,
-        node_links={
-            (f"n{a}", f"n{b}"): Link(1e6 * rate, scenario.latency_s) for a, b, rate in scenario.pair_mb_per_s
-        },
-        default_link=Link(between, scenario.latency_s),
+        default_link=Link((nic or FABRIC).bandwidth_bytes_per_s, scenario.latency_s),
         shared_links={} if shared is None else {("east", "west"): 1e6 * shared},
         name=scenario.name,
     )
@@ -130,15 +148,14 @@ def make_cluster(scenario: Scenario) -> Cluster:
 
 def make_scenario_plan(scenario: Scenario, workload: Workload) -> Plan:
     """Rows by speed; every group's layers cut into its ministages, round robin."""
-    types = [device for node in scenario.nodes for device in node]
     plan, sizes = make_plan(
         scenario.groups,
-        [scenario.speeds[device] for device in types],
+        [scenario.speed(device) for device in scenario.types],
         scenario.layers,
         num_rows=scenario.num_rows,
         num_microbatches=scenario.num_microbatches,
         ministages=scenario.ministages,
-        zero=scenario.zero if isinstance(scenario.zero, int) else list(scenario.zero),
+        zero=scenario.zero,
     )
     names = iter(name for name, _ in workload.layers)
     groups = tuple(
@@ -151,91 +168,70 @@ def make_scenario_plan(scenario: Scenario, workload: Workload) -> Plan:
     return replace(plan, groups=groups, ministages=ministages).validate()
 
 
-PROFILE_ROWS = (1, 2, 4, 8, 16, 32)
-
-
 def make_profile(scenario: Scenario, workload: Workload, unit_s: float) -> Profile:
     """A row through a layer takes `unit_s` on a device of speed 1, and every pass half a row more."""
     source = Source("given", note="emulated")
-    layers = []
-    for device in dict.fromkeys(device for node in scenario.nodes for device in node):
-        for name, kind in workload.kinds.items():
-            row_s = unit_s * kind.forward_flops_per_row / 1e9 / scenario.speeds[device]
-            forward_s = tuple(row_s * (rows + 0.5) for rows in PROFILE_ROWS)
-            layers.append(
-                LayerTimes(
-                    kind=name,
-                    device=device,
-                    dtype=workload.dtype,
-                    sequence_length=1,
-                    rows=PROFILE_ROWS,
-                    forward_s=forward_s,
-                    backward_s=tuple(2 * seconds for seconds in forward_s),
-                    source=source,
-                )
-            )
+
+    def time_layer(device: str, kind: LayerKind) -> LayerTimes:
+        row_s = unit_s * kind.forward_flops_per_row / 1e9 / scenario.speed(device)
+        forward_s = tuple(row_s * (rows + 0.5) for rows in PROFILE_ROWS)
+        return LayerTimes(
+            kind=kind.name,
+            device=device,
+            dtype=workload.dtype,
+            sequence_length=1,
+            rows=PROFILE_ROWS,
+            forward_s=forward_s,
+            backward_s=tuple(2 * seconds for seconds in forward_s),
+            source=source,
+        )
+
+    types = tuple(dict.fromkeys(scenario.types))
     updates = tuple(
         UpdateTime(
             device=device,
             dtype=workload.dtype,
-            seconds_per_parameter=unit_s / scenario.layer_parameters / scenario.speeds[device],
+            seconds_per_parameter=unit_s / scenario.layer_parameters / scenario.speed(device),
             source=source,
         )
-        for device in dict.fromkeys(times.device for times in layers)
+        for device in types
     )
-    return Profile(model=workload.model, layers=tuple(layers), updates=updates)
+    layers = tuple(time_layer(device, kind) for device in types for kind in workload.kinds.values())
+    return Profile(model=workload.model, layers=layers, updates=updates)
 
 
 def find_shortest_s(plan: Plan, workload: Workload, cluster: Cluster, profile: Profile) -> float:
     """The shortest forward of a microbatch through a ministage."""
     places = cluster.place_ranks(plan)
     clock = LayerTimeModel(profile, workload)
+
+    def forward_s(module: str, rank: int, num_rows: int) -> float:
+        kind, device = workload.kind_of[module].name, cluster.device_type(places[rank])
+        return clock.forward_s(kind, device, num_rows, "none")
+
     return min(
-        sum(
-            clock.forward_s(
-                workload.kind_of[module].name,
-                cluster.device_type(places[microbatch.rank]),
-                microbatch.num_rows,
-                "none",
-            )
-            for module in ministage.modules
-        )
+        sum(forward_s(module, microbatch.rank, microbatch.num_rows) for module in ministage.modules)
         for ministage in plan.ministages
         for microbatch in plan.groups[ministage.group].microbatches
     )
 
 
-def find_time_scale(plan: Plan, workload: Workload, cluster: Cluster, profile: Profile) -> float:
-    """The factor by which sleeps must be longer for all ranks to fit two cores."""
-    wanted_s = max(MIN_SLEEP_S, SLEEP_PER_RANK_S * plan.num_ranks)
-    return wanted_s / find_shortest_s(plan, workload, cluster, profile)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A scenario with seconds and bytes."""
-
-    scenario: Scenario
-    emulation: Emulation
-    profile: Profile
-
-
-def set_up(scenario: Scenario, *, num_steps: int) -> Setup:
-    """A scenario with times so long that no forward of a ministage sleeps less than its ranks need."""
-    workload = make_workload(scenario)
+def set_up(scenario: Scenario, *, num_steps: int) -> Emulation:
+    """A scenario with times so long that no forward of a ministage sleeps less than all its ranks need to
+    fit two cores."""
+    workload, cluster = make_workload(scenario), make_cluster(scenario)
     plan = make_scenario_plan(scenario, workload)
-    cluster = make_cluster(scenario)
-    unit = make_profile(scenario, workload, 1.0)
-    profile = make_profile(scenario, workload, find_time_scale(plan, workload, cluster, unit))
-    emulation = Emulation(
+    wanted_s = max(MIN_SLEEP_S, SLEEP_PER_RANK_S * plan.num_ranks)
+    unit_s = wanted_s / find_shortest_s(plan, workload, cluster, make_profile(scenario, workload, 1.0))
+    return Emulation(
         plan=plan,
         workload=workload,
         cluster=cluster,
-        times=DeviceTimes(profile, workload),
+        profile=make_profile(scenario, workload, unit_s),
         limit=scenario.limit,
+        repeats=scenario.repeats,
         num_steps=num_steps,
     )
-    return Setup(scenario=scenario, emulation=emulation, profile=profile)
 
 
 def count_kinds(scenarios: Sequence[Scenario]) -> dict[str, int]:
