@@ -148,6 +148,6 @@ def format_comparison(own: Comparison) -> str:
     others = "" if own.others_share is None else f", others {own.others_share:.0%}"
     return (
         f"{own.scenario.name:46} {own.scenario.limit:6} measured {own.median_s:6.3f} s "
-        f"(+-{own.spread / 2:.1%}), predicted {own.predicted_s:6.3f} s {own.error:+6.1%}, memory {own.memory_error:.1%}, "
-        f"cores {own.cpu_share:.0%}{notes}{others}{mutated}"
+        f"(+-{own.spread / 2:.1%}), predicted {own.predicted_s:6.3f} s {own.error:+6.1%}, "
+        f"memory {own.memory_error:.1%}, cores {own.cpu_share:.0%}{notes}{others}{mutated}"
     )

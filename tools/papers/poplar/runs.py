@@ -176,39 +176,27 @@ def make_job(folder: Path, paper: PoplarCluster, model: str, zero: int) -> Job:
     Raises:
         ProfileError: The files lack the model, or its times at that length and dtype.
     """
-    source = MODELS[model]
+    measured, num_layers = MODELS[model]
     length, dtype = paper.sequence_length, paper.dtype
-    whole = read_workload(folder, source.measured, length, dtype=dtype)
+    whole = read_workload(folder, measured, length, dtype=dtype)
+    kept = set([name for name, kind in whole.layers if kind == "layer"][:num_layers])
+    layers = tuple(own for own in whole.layers if own[1] != "layer" or own[0] in kept)
     overheads = Overheads(context_bytes=CONTEXT_BYTES, source=Source("given", note="assumed"))
     profile = Profile(model=spell_model(model), overheads=overheads)
     if paper.times == "measured":
-        found = read_profile(folder, source.measured, length, dtype=dtype)
-        profile = replace(profile, layers=_with_stand_ins(found).layers)
+        found = read_profile(folder, measured, length, dtype=dtype).layers
+        known = {times.device for times in found}
+        stand_ins = tuple(
+            replace(times, device=device, source=Source("given", note=f"as on the {other}"))
+            for device, other in STAND_INS.items()
+            for times in found
+            if times.device == other and device not in known
+        )
+        profile = replace(profile, layers=found + stand_ins)
     return Job(
-        workload=replace(_keep_layers(whole, source.num_layers), model=spell_model(model)),
+        workload=replace(whole, layers=layers, model=spell_model(model)),
         cluster=paper.cluster,
         profile=profile,
         num_rows=paper.num_rows,
         zero=zero,
     )
-
-
-def _keep_layers(workload: Workload, number: int | None) -> Workload:
-    """The first so many of the equal layers, and what is around them."""
-    if number is None:
-        return workload
-    dropped = {name for name, kind in workload.layers if kind == "layer"}
-    dropped -= {name for name, kind in [each for each in workload.layers if each[1] == "layer"][:number]}
-    return replace(workload, layers=tuple(each for each in workload.layers if each[0] not in dropped))
-
-
-def _with_stand_ins(profile: Profile) -> Profile:
-    """The profile, with times of a device that computes as fast for those that were not measured."""
-    measured = {times.device for times in profile.layers}
-    added = [
-        replace(times, device=device, source=Source("given", note=f"as on the {other}"))
-        for device, other in STAND_INS.items()
-        for times in profile.layers
-        if times.device == other and device not in measured
-    ]
-    return replace(profile, layers=(*profile.layers, *added))

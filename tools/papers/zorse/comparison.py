@@ -14,7 +14,7 @@ from zorselike.text.wording import count
 
 from .baselines import make_problem
 from .paper import ASSUMPTIONS, TABLE_5
-from .runs import Outcome, Setup, compute_bound_tflops, make_setup
+from .runs import Outcome, Setup, compute_bound_tflops, count_layers, make_setup
 from .study import Study
 
 CELLS = tuple(TABLE_5)
@@ -162,14 +162,9 @@ def describe(case: SimulatedPlan) -> str:
     for g, group in enumerate(plan.groups):
         types = [case.device_types[rank] for rank in group.flat_ranks]
         devices = " + ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types))
-        layers = sum(
-            name.startswith("layers.")
-            for i in plan.ministages_of_group(g)
-            for name in plan.ministages[i].modules
-        )
         again = ", recomputed" if group.recompute == "layer" else ""
         away = f", offloads {' '.join(group.offload)}" if group.offload else ""
-        parts.append(f"{devices}: {layers} layers, ZeRO {group.zero}{again}{away}")
+        parts.append(f"{devices}: {count_layers(plan, g)} layers, ZeRO {group.zero}{again}{away}")
     return f"{count(plan.num_ministages, 'ministage')}; " + "; ".join(parts)
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from zorselike.plan.cluster.cluster import Place
+from zorselike.plan.cluster.cluster import Node
 
-from .paper import GBIT, PaperCluster, keep_types, make_cluster, make_nodes, sum_peaks
+from .paper import GBIT, PaperCluster, keep_types, make_cluster, make_nodes
 from .plans import Options
 from .runs import Outcome, Setup, fit_plan, list_options, make_setup, run_plan, search
 from .study import Study
@@ -22,8 +21,8 @@ class Panel:
     """A group of bars, or a block of a table: a row a label, a column a series."""
 
     title: str
-    labels: tuple[str, ...]
-    series: Mapping[str, tuple[float | None, ...]]
+    labels: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
     """None: it does not fit."""
 
 
@@ -33,8 +32,8 @@ class Figure:
 
     key: str
     title: str
-    panels: tuple[Panel, ...]
-    notes: tuple[str, ...] = ()
+    panels: Sequence[Panel]
+    notes: Sequence[str] = ()
 
 
 def make_figures(study: Study) -> list[Figure]:
@@ -42,37 +41,27 @@ def make_figures(study: Study) -> list[Figure]:
     return [make(study) for make in (_figure_3, _figure_8, _figure_9, _figure_10, _figure_11)]
 
 
-# -- Fig. 3: PP with ZeRO 2 and with ZeRO 3 ------------------------------------------------
-
-
 def _figure_3(study: Study) -> Figure:
+    """PP with ZeRO 2 and with ZeRO 3."""
     nodes = make_nodes(1, "V100-16", 8, nic=25 * GBIT) + make_nodes(1, "T4", 8, nic=25 * GBIT)
-    paper = _homemade("3", nodes, 512, ((0,), (1,)))
     models = ("tiny", "3b", "7b", "13b")
-    tflops: dict[str, list[float | None]] = {"ZeRO 2": [], "ZeRO 3": []}
-    memory: dict[str, list[float | None]] = {"ZeRO 2": [], "ZeRO 3": []}
     notes = ["1F1B, a group a node, 512 tokens, no offloading; tiny is 1.3B"]
+    outcomes: dict[str, list[Outcome | None]] = {"ZeRO 2": [], "ZeRO 3": []}
     for model in models:
         study.say(f"figure 3: Llama {model}")
-        setup = make_setup(study.folder, model, paper)
+        setup = make_setup(study.folder, model, _two_groups("3", nodes, 512))
         for zero in (2, 3):
             base = Options(1, 1, zero=zero, offload=(), order="1f1b")
-            outcome = search(setup, list_options((1,), (1, 2, 4), base))
-            tflops[f"ZeRO {zero}"].append(_tflops(outcome))
-            memory[f"ZeRO {zero}"].append(None if outcome is None else outcome.memory_share)
+            outcomes[f"ZeRO {zero}"].append(search(setup, list_options((1,), (1, 2, 4), base)))
         notes += [f"{model}: {line}" for line in setup.clock.assumptions if "nothing was measured" in line]
-    return Figure(
-        "figure_3",
-        "PP with ZeRO 2 and with ZeRO 3 on 8 V100 and 8 T4",
-        (
-            Panel("TFLOP/s", models, _freeze(tflops)),
-            Panel("memory of the fullest GPU, share", models, _freeze(memory)),
-        ),
-        tuple(notes),
-    )
+    tflops = {name: [own and own.tflops for own in found] for name, found in outcomes.items()}
+    memory = {name: [own and own.memory_share for own in found] for name, found in outcomes.items()}
+    panels = [
+        Panel("TFLOP/s", models, tflops),
+        Panel("memory of the fullest GPU, share", models, memory),
+    ]
+    return Figure("figure_3", "PP with ZeRO 2 and with ZeRO 3 on 8 V100 and 8 T4", panels, notes)
 
-
-# -- Fig. 8: cards added step by step ------------------------------------------------------
 
 STEPS: Mapping[str, tuple[str, ...]] = {
     "A": ("A100-80", "H100-NVL"),
@@ -83,44 +72,28 @@ STEPS: Mapping[str, tuple[str, ...]] = {
 
 
 def _figure_8(study: Study) -> Figure:
+    """Cards added step by step."""
     panels = []
     for name, types in STEPS.items():
-        paper = study.clusters[name]
-        parts = [keep_types(paper, set(types[: i + 1])) for i in range(len(types))]
+        steps = [types[: i + 1] for i in range(len(types))]
+        parts = [keep_types(study.clusters[name], set(step)) for step in steps]
         largest = study.largest(parts[0])
         if largest is None:
             continue
-        outcomes = [study.fitting(part, largest[0]) for part in parts]
-        labels = tuple("+".join(types[: i + 1]) for i in range(len(types)))
-        panels.append(
-            Panel(
-                f"cluster {name}, Llama {largest[0]}",
-                labels,
-                {
-                    "PFLOP/s": tuple(None if o is None else o.tflops / 1e3 for o in outcomes),
-                    "HFU": tuple(
-                        None if o is None else o.tflops / part.peak_tflops
-                        for o, part in zip(outcomes, parts, strict=True)
-                    ),
-                },
-            )
-        )
-    return Figure(
-        "figure_8",
-        "cards added step by step",
-        tuple(panels),
-        ("the largest model of Table 5 that fits on the slowest cards by our memory model",),
-    )
-
-
-# -- Fig. 9: mixed against alone -----------------------------------------------------------
+        outcomes = [(study.fitting(part, largest[0]), part) for part in parts]
+        series = {
+            "PFLOP/s": [own and own.tflops / 1e3 for own, _ in outcomes],
+            "HFU": [own and own.tflops / part.peak_tflops for own, part in outcomes],
+        }
+        panels.append(Panel(f"cluster {name}, Llama {largest[0]}", list(map("+".join, steps)), series))
+    notes = ("the largest model of Table 5 that fits on the slowest cards by our memory model",)
+    return Figure("figure_8", "cards added step by step", panels, notes)
 
 
 def _figure_9(study: Study) -> Figure:
-    panels, notes = (
-        [],
-        ["the largest model of Table 5 that fits on the cluster, alone the same where it fits"],
-    )
+    """Mixed against alone."""
+    panels = []
+    notes = ["the largest model of Table 5 that fits on the cluster, alone the same where it fits"]
     for name, types in STEPS.items():
         paper = study.clusters[name]
         largest = study.largest(paper)
@@ -131,121 +104,75 @@ def _figure_9(study: Study) -> Figure:
         for device in types:
             part = keep_types(paper, {device})
             outcome = study.fitting(part, model)
-            if outcome is None:
-                smaller = study.largest(part)
-                if smaller is not None:
-                    notes.append(
-                        f"cluster {name}, {device} alone: Llama {smaller[0]}, since {model} does not fit"
-                    )
-                    outcome = smaller[1]
-            alone.append(None if outcome is None else outcome.hfu_of(device))
-        panels.append(
-            Panel(
-                f"cluster {name}, Llama {model}",
-                types,
-                {"mixed": tuple(mixed.hfu_of(device) for device in types), "alone": tuple(alone)},
-            )
-        )
-    return Figure("figure_9", "HFU by type of card, mixed against alone", tuple(panels), tuple(notes))
+            if outcome is None and (smaller := study.largest(part)) is not None:
+                other, outcome = smaller
+                notes.append(f"cluster {name}, {device} alone: Llama {other}, since {model} does not fit")
+            alone.append(outcome and outcome.hfu_of(device))
+        series = {"mixed": [mixed.hfu_of(device) for device in types], "alone": alone}
+        panels.append(Panel(f"cluster {name}, Llama {model}", types, series))
+    return Figure("figure_9", "HFU by type of card, mixed against alone", panels, notes)
 
 
-# -- Fig. 10: ministages -------------------------------------------------------------------
-
-INTERLEAVED: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    "A100-40": ("7b", (1, 2, 4, 8, 16)),
-    "A10G": ("3b", (1, 2, 4, 7, 13)),
-}
+INTERLEAVED = {"A100-40": ("7b", (1, 2, 4, 8, 16)), "A10G": ("3b", (1, 2, 4, 7, 13))}
 """By type of card, the model and the ministages of each GPU, up to one a layer."""
 
 
 def _figure_10(study: Study) -> Figure:
+    """Ministages."""
     panels = []
     for device, (model, ministages) in INTERLEAVED.items():
         study.say(f"figure 10: {device}")
-        paper = _homemade("10", make_nodes(2, device, 8, nic=25 * GBIT), 1024, ((0,), (1,)))
+        paper = _two_groups("10", make_nodes(2, device, 8, nic=25 * GBIT), 1024)
         setup = make_setup(study.folder, model, paper)
-        options = [Options(number, 2) for number in ministages]
-        labels = [str(number) for number in ministages]
+        options = {str(number): Options(number, 2) for number in ministages}
         for zero in (2, 3):
-            options.append(replace(options[0], zero=zero, offload=("activations",)))
-            labels.append(f"PP + ZeRO {zero}")
-        outcomes = [_run_by_speed(setup, choice) for choice in options]
-        base = outcomes[0]
-        panels.append(
-            Panel(
-                f"16 {device}, Llama {model}",
-                tuple(labels),
-                {
-                    "throughput": tuple(o.tflops / base.tflops for o in outcomes),
-                    "memory": tuple(_peak(o) / _peak(base) for o in outcomes),
-                },
-            )
-        )
-    return Figure(
-        "figure_10",
-        "ministages for each GPU, relative to one",
-        tuple(panels),
-        (
-            "two nodes of 8, a group a node, 1024 tokens, 2 rows a microbatch; the models are our choice",
-            "PP + ZeRO 2 and 3 in the same order with one ministage; activations are offloaded there too",
-        ),
+            options[f"PP + ZeRO {zero}"] = Options(1, 2, zero=zero, offload=("activations",))
+        base, *_ = outcomes = [_run_by_speed(setup, choice) for choice in options.values()]
+        series = {
+            "throughput": [own.tflops / base.tflops for own in outcomes],
+            "memory": [max(own.peak_bytes) / max(base.peak_bytes) for own in outcomes],
+        }
+        panels.append(Panel(f"16 {device}, Llama {model}", list(options), series))
+    notes = (
+        "two nodes of 8, a group a node, 1024 tokens, 2 rows a microbatch; the models are our choice",
+        "PP + ZeRO 2 and 3 in the same order with one ministage; activations are offloaded there too",
     )
-
-
-# -- Fig. 11: ablation ---------------------------------------------------------------------
+    return Figure("figure_10", "ministages for each GPU, relative to one", panels, notes)
 
 
 def _figure_11(study: Study) -> Figure:
-    """Llama 65B on cluster A: base, activation offloading, interleaving, groups by node."""
-    paper = study.clusters["A"]
-    by_node = make_setup(study.folder, "65b", paper)
+    """Ablation, Llama 65B on cluster A: base, activation offloading, interleaving, groups by node."""
+    by_node = make_setup(study.folder, "65b", study.clusters["A"])
     places = by_node.places
-    by_four = replace(by_node, groups=tuple(_slices(places, 4)))
-    one, many = Options(1, 1, offload=()), Options(8, 1)
-    steps: tuple[tuple[str, Setup, Options], ...] = (
-        ("base", by_four, one),
-        ("+O", by_four, replace(one, offload=("activations",))),
-        ("+O +I", by_four, many),
-        ("+O +I +H", by_node, many),
-    )
-    tflops, fastest, memory = [], [], []
-    for label, setup, options in steps:
+    by_four = replace(by_node, groups=tuple(tuple(places[i : i + 4]) for i in range(0, len(places), 4)))
+    steps = {
+        "base": (by_four, Options(1, 1, offload=())),
+        "+O": (by_four, Options(1, 1, offload=("activations",))),
+        "+O +I": (by_four, Options(8, 1)),
+        "+O +I +H": (by_node, Options(8, 1)),
+    }
+    tflops, unbounded = [], []
+    for label, (setup, options) in steps.items():
         study.say(f"figure 11: {label}")
         fitting = fit_plan(setup, options)
         tflops.append(None if fitting is None else run_plan(setup, options, fitting).tflops)
-        unbounded = _run_by_speed(setup, options)
-        fastest.append(unbounded.tflops)
-        memory.append(unbounded.memory_share)
-    return Figure(
-        "figure_11",
-        "ablation on Llama 65B, cluster A",
-        (
-            Panel(
-                "TFLOP/s",
-                tuple(label for label, _, _ in steps),
-                {"that fits": tuple(tflops), "layers by speed alone": tuple(fastest)},
-            ),
-            Panel(
-                "memory of the fullest GPU with layers by speed alone, share",
-                tuple(label for label, _, _ in steps),
-                {"memory": tuple(memory)},
-            ),
-        ),
-        (
-            "base: five groups of four, ZeRO 2, one ministage; +O offloads activations; +I eight ministages, "
-            "whose parameters are offloaded and which are updated one by one; +H a group a node",
-        ),
+        unbounded.append(_run_by_speed(setup, options))
+    fastest = {"that fits": tflops, "layers by speed alone": [own.tflops for own in unbounded]}
+    memory = {"memory": [own.memory_share for own in unbounded]}
+    panels = [
+        Panel("TFLOP/s", list(steps), fastest),
+        Panel("memory of the fullest GPU with layers by speed alone, share", list(steps), memory),
+    ]
+    notes = (
+        "base: five groups of four, ZeRO 2, one ministage; +O offloads activations; +I eight ministages, "
+        "whose parameters are offloaded and which are updated one by one; +H a group a node",
     )
+    return Figure("figure_11", "ablation on Llama 65B, cluster A", panels, notes)
 
 
-# -- what they share -----------------------------------------------------------------------
-
-
-def _homemade(
-    name: str, nodes: list[Any], sequence_length: int, groups: tuple[tuple[int, ...], ...]
-) -> PaperCluster:
-    cluster = make_cluster(name, nodes, nic=25 * GBIT)
-    return PaperCluster(name, cluster, sequence_length, groups, sum_peaks(cluster))
+def _two_groups(name: str, nodes: list[Node], sequence_length: int) -> PaperCluster:
+    """Two nodes, a group each."""
+    return PaperCluster(name, make_cluster(name, nodes, nic=25 * GBIT), sequence_length, ((0,), (1,)))
 
 
 def _run_by_speed(setup: Setup, options: Options) -> Outcome:
@@ -253,19 +180,3 @@ def _run_by_speed(setup: Setup, options: Options) -> Outcome:
     plan = fit_plan(setup, options, bounded=False)
     assert plan is not None, "every group has layers"
     return run_plan(setup, options, plan)
-
-
-def _slices(places: Sequence[Place], size: int) -> list[tuple[Place, ...]]:
-    return [tuple(places[i : i + size]) for i in range(0, len(places), size)]
-
-
-def _peak(outcome: Outcome) -> int:
-    return max(outcome.peak_bytes)
-
-
-def _tflops(outcome: Outcome | None) -> float | None:
-    return None if outcome is None else outcome.tflops
-
-
-def _freeze(series: Mapping[str, Sequence[float | None]]) -> dict[str, tuple[float | None, ...]]:
-    return {name: tuple(values) for name, values in series.items()}

@@ -118,10 +118,7 @@ class Outcome:
     @property
     def layers(self) -> list[int]:
         """Layers of each group."""
-        counts = [0] * len(self.setup.groups)
-        for ministage in self.plan.ministages:
-            counts[ministage.group] += sum(name.startswith("layers.") for name in ministage.modules)
-        return counts
+        return [count_layers(self.plan, g) for g in range(len(self.plan.groups))]
 
     @property
     def memory_share(self) -> float:
@@ -155,6 +152,12 @@ class Outcome:
 
     def _recomputes(self, module: str) -> bool:
         return self.options.recompute == "layer" and module.startswith("layers.")
+
+
+def count_layers(plan: Plan, group: int) -> int:
+    """Layers of a group, without embedding, norm and head."""
+    stages = (plan.ministages[i] for i in plan.ministages_of_group(group))
+    return sum(name.startswith("layers.") for stage in stages for name in stage.modules)
 
 
 def compute_bound_tflops(setup: Setup) -> float:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from .paper import MINISTAGES, TABLE_5, PaperCluster, Result, make_clusters
+from .paper import TABLE_5, PaperCluster, Result, make_clusters
 from .plans import Options
 from .runs import Outcome, compute_bound_tflops, list_options, make_setup, search
 
-MODELS = ("7b", "13b", "33b", "65b")
 SEARCHED_MINISTAGES = (1, 2, 4)
 MORE_MINISTAGES = (8,)
 """Ministages where none of those fits."""
@@ -30,8 +29,11 @@ class Cell:
     outcome: Outcome | None
     """None: no plan can be laid."""
     bound_tflops: float
-    paper: Result
     peak_tflops: float
+
+    @property
+    def paper(self) -> Result:
+        return TABLE_5[self.cluster, self.model]
 
     @property
     def error(self) -> float | None:
@@ -60,10 +62,10 @@ class Study:
 
     def table_5(self) -> list[Cell]:
         cells = []
-        for (name, model), paper in TABLE_5.items():
+        for name, model in TABLE_5:
             cluster = self.clusters[name]
             bound = compute_bound_tflops(make_setup(self.folder, model, cluster))
-            cells.append(Cell(name, model, self.find(cluster, model), bound, paper, cluster.peak_tflops))
+            cells.append(Cell(name, model, self.find(cluster, model), bound, cluster.peak_tflops))
         return cells
 
     def find(self, paper: PaperCluster, model: str) -> Outcome | None:
@@ -83,15 +85,12 @@ class Study:
     def largest(self, paper: PaperCluster) -> tuple[str, Outcome] | None:
         """The largest model of the cluster's cells in Table 5 that fits on it."""
         models = [model for name, model in TABLE_5 if name == paper.name]
-        for model in reversed(models):
-            outcome = self.fitting(paper, model)
-            if outcome is not None:
-                return model, outcome
-        return None
+        found = ((model, self.fitting(paper, model)) for model in reversed(models))
+        return next(((model, outcome) for model, outcome in found if outcome is not None), None)
 
     def _search(self, paper: PaperCluster, model: str) -> Outcome | None:
         setup = make_setup(self.folder, model, paper)
-        given = MINISTAGES.get((paper.name, model))
+        given = TABLE_5[paper.name, model].ministages
         first = SEARCHED_MINISTAGES if given is None else (given,)
         rows = SEARCHED_ROWS[paper.name]
         for offload in OFFLOADS:

@@ -18,6 +18,7 @@ from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
 
 from ..data import ZORSE, read_object
+from .paper import TABLES
 
 TIMES_FILE = "model_latencies.json"
 STATS_FILE = "model_stats.json"
@@ -25,36 +26,11 @@ PREFIX = "deepspeedllama_"
 VOCABULARY = 49152
 """What the authors' totals of parameters come to, and what their example of a planner's input says."""
 
-DEVICES: Mapping[str, str] = {
-    "h100-nvl": "H100-NVL",
-    "a100x80": "A100-80",
-    "a100x40": "A100-40",
-    "a10g": "A10G",
-    "a6000": "A6000",
-    "l4": "L4",
-    "l40s": "L40S",
-    "t4": "T4",
-    "v100x16": "V100-16",
-    "v100x32": "V100-32",
-    "v100-pciex16": "V100-PCIe-16",
-    "p100": "P100",
-    "rtx3090": "RTX3090",
-}
+DEVICES: Mapping[str, str] = TABLES["device_of"]
 """Their names of device types that we know."""
-
-SUSPECT_SEQUENCE = 4096
-SUSPECT_ROWS = 2
-SUSPECT_MS: Mapping[tuple[str, str], tuple[float | None, float | None]] = {
-    ("7b", "h100-nvl"): (8.0, 18.5),
-    ("13b", "h100-nvl"): (13.0, 25.0),
-    ("33b", "h100-nvl"): (20.0, 40.0),
-    ("65b", "h100-nvl"): (27.0, 60.0),
-    ("7b", "a100x80"): (18.5, None),
-    ("33b", "a100x80"): (None, 83.0),
-    ("65b", "a100x80"): (None, 120.0),
-}
-"""Forward and backward by model and GPU that look typed in by hand: whole or half milliseconds at two rows,
-most of them far under their neighbours. The point is left out; curves go over it."""
+SUSPECT_SEQUENCE, SUSPECT_ROWS = 4096, 2
+SUSPECT_MS: Mapping[str, Mapping[str, Sequence[float]]] = TABLES["suspect_ms"]
+"""Forward and backward by GPU and model that look typed in by hand; below 0: not suspect."""
 
 FIT_ROWS = (4, 8, 16)
 """Where an entry has only its linear fit, the fit at these rows stands for it: small ones can be negative."""
@@ -234,7 +210,5 @@ def _on_line(fit: Sequence[float], rows: int) -> float:
 
 def _is_suspect(pairs: Mapping[int, tuple[float, float]], model: str, gpu: str) -> bool:
     """Whether the point at two rows holds one of the values that look typed in."""
-    known = SUSPECT_MS.get((model, gpu))
-    if known is None or SUSPECT_ROWS not in pairs:
-        return False
-    return any(a is not None and a == b for a, b in zip(known, pairs[SUSPECT_ROWS], strict=True))
+    known = SUSPECT_MS.get(gpu, {}).get(model, ())
+    return SUSPECT_ROWS in pairs and any(a == b for a, b in zip(known, pairs[SUSPECT_ROWS], strict=False))
