@@ -51,12 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device,
         tokens=tuple(options.tokens),
         num_ministages=options.ministages,
-        init=options.init,
-        rounds=options.rounds,
-        num_steps=options.steps,
         is_quick=options.quick,
         max_layers=options.max_layers,
-        trace_file=str(options.trace.resolve()) if options.trace else "",
         seconds=options.seconds,
     )
     if options.device == "cpu":
@@ -84,29 +80,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, help="of the Llama (default 16)")
     parser.add_argument("--tokens", type=int, nargs="+", help="of a step (default 32768 65536)")
-    parser.add_argument("--sequence", type=int, help="tokens of a row (default 4096)")
-    parser.add_argument("--microbatch-rows", type=int, help="rows of a microbatch (default 1)")
     parser.add_argument("--ministages", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2, help="interleaved repetitions (default 2)")
-    parser.add_argument("--steps", type=int, default=5, help="timed in each (default 5)")
-    parser.add_argument("--max-layers", type=int, default=128, help="of the search for the largest")
-    parser.add_argument(
-        "--init", choices=("tile", "random"), default="tile", help="tile: a million random numbers, repeated"
-    )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the Chrome trace of `exposed`")
     options = parser.parse_args(arguments)
     is_cpu = options.device == "cpu"
-    options.only = options.only or [name for name in SECTIONS if not (is_cpu and name == "compile")]
     is_tiny = is_cpu and options.quick
+    options.only = options.only or [name for name in SECTIONS if not (is_cpu and name == "compile")]
     options.tokens = options.tokens or ([128, 256] if is_tiny else [32_768, 65_536])
-    if is_tiny:
-        options.max_layers = min(options.max_layers, 5)
-        options.ministages = min(options.ministages, 4)
-    if options.quick:
-        options.rounds, options.steps = 1, min(options.steps, 2)
-    given = {"num_layers": "layers", "sequence": "sequence", "microbatch_rows": "microbatch_rows"}
-    changes = {name: value for name, key in given.items() if (value := getattr(options, key)) is not None}
-    options.shape = replace(QUICK_CPU if is_tiny else Shape(), **changes)
+    options.ministages = min(options.ministages, 4) if is_tiny else options.ministages
+    options.max_layers = 5 if is_tiny else 128
+    shape = QUICK_CPU if is_tiny else Shape()
+    options.shape = replace(shape, num_layers=options.layers or shape.num_layers)
     return options
 
 

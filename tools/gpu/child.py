@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from zorselike.errors import ConfigError
 from zorselike.models.flops import num_parameters
 
-from .exposure import find_exposure, read_trace
+from .exposure import find_exposure
 from .job import Failure, Job, Measurement, Outcome
 from .machine import measure_machine
 from .trainers import OurTrainer, Trainer, config_of, make_trainer
@@ -121,9 +122,6 @@ def _train(job: Job) -> Measurement:
         host_bytes=report and report.host_peak_bytes,
         set_up_s=set_up_s,
         device_name=torch.cuda.get_device_name() if is_cuda else "CPU",
-        peaks={own.purpose: (own.device_peak or 0, own.host_peak or 0) for own in report.lines}
-        if report
-        else {},
         memory=str(report or ""),
     )
 
@@ -162,7 +160,7 @@ def _trace(job: Job) -> dict[str, Any]:
         if is_cuda:
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(job.trace_file or f"{folder}/trace.json")
+        path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = read_trace(path)
+        events = json.loads(path.read_text())["traceEvents"]
     return {"exposure": find_exposure(events, job.num_steps), "num_events": len(events)}

@@ -34,7 +34,6 @@ def _list_ratios(
         ("b", "a", 0.99 if is_large else None),
         ("c", "a", 0.97 if is_large else 0.95),
         ("c", "d", 3.0),
-        ("c", "d_kept", None),
         ("a", "e", 0.98),
     )
     for top, bottom, target in throughputs:
@@ -54,16 +53,6 @@ def is_same_loss(measured: Measured) -> bool | None:
     """Whether offloading changed no loss at all, bit for bit; None if there is nothing to compare."""
     pairs = [(v, n) for v, n in measured if v in ("b", "c") and ("a", n) in measured]
     return all(measured[v, n].loss == measured["a", n].loss for v, n in pairs) if pairs else None
-
-
-def find_exposed_shares(
-    flops_per_s: float, bytes_per_s: float, num_ministages: int, num_tokens: int
-) -> tuple[float, float]:
-    """What the ends of a step may cost, as shares of it: if only the first load of a ministage's weights is
-    exposed (2 bytes a parameter), and if its optimizer state is too, both ways (26 bytes). A parameter takes
-    8 FLOPs a token, recomputation included."""
-    scale = flops_per_s / (bytes_per_s * num_ministages * num_tokens)
-    return 0.25 * scale, 3.25 * scale
 
 
 def search_largest(

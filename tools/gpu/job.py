@@ -14,15 +14,12 @@ OFFLOAD_OF = {
     "o": ("optimizer",),
 }
 """What our variants keep in host memory."""
-CPU_OFFLOADING = ("d", "d_kept")
-"""Variants of FSDP2 with `CPUOffloadPolicy`."""
 VARIANTS = {
     "a": "zorselike, all resident",
     "b": "zorselike, offload params + activations",
     "c": "zorselike, offload everything",
     "o": "zorselike, offload optimizer",
     "d": "FSDP2 with CPUOffloadPolicy",
-    "d_kept": "FSDP2 with CPUOffloadPolicy, weights kept for the step",
     "e": "FSDP2",
 }
 Updates = Literal["at once", "at once, clipped", "deferred"]
@@ -56,14 +53,12 @@ class Job:
     num_ministages: int = 8
     num_warm_up: int = 2
     num_steps: int = 5
-    init: str = "tile"
     holds_most: bool = False
     """FSDP2 only: gathers and reduces for every microbatch, which holds most layers and is slower."""
     compiles: bool = False
     """Ours only: `torch.compile` of each layer."""
     updates: Updates = "at once"
     """Ours only: without clipping, clipped by each ministage's norm, or by the norm of all gradients."""
-    trace_file: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -92,8 +87,6 @@ class Measurement:
     """Host memory of the offloading."""
     set_up_s: float
     device_name: str
-    peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Most bytes on device and host by purpose; ours only."""
     memory: str = ""
     """The memory report as a table."""
 

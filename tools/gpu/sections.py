@@ -12,7 +12,7 @@ from zorselike.runtime.memory.host_room import find_host_room
 
 from ..report import Figure
 from .exposure import Exposure
-from .figures import PAPER_MEMORY, PAPER_THROUGHPUT, find_exposed_shares, is_same_loss, search_largest
+from .figures import PAPER_MEMORY, PAPER_THROUGHPUT, is_same_loss, search_largest
 from .job import VARIANTS, Job, Measurement, Outcome, Shape, Updates, merge, spell_bytes
 from .trainers import config_of
 
@@ -26,8 +26,6 @@ _HOST_BYTES = {"c": 14.0, "d": 16.0}
 """Host memory per parameter: weights and optimizer state, with FSDP2 gradients too."""
 _HOST_SHARE = 0.9
 """Share of the free host memory that a trial may plan to take: beyond, the system ends processes."""
-_MASTER_AND_MOMENTS, _GRADIENT = 12, 4
-"""Bytes a parameter: fp32 master and AdamW's moments; an fp32 gradient."""
 
 
 @dataclass
@@ -39,12 +37,8 @@ class GpuBench:
     device: str = "cuda"
     tokens: tuple[int, ...] = (32_768, 65_536)
     num_ministages: int = 8
-    init: str = "tile"
-    rounds: int = 2
-    num_steps: int = 5
     is_quick: bool = False
     max_layers: int = 128
-    trace_file: str = ""
     seconds: float | None = None
     say: Callable[[str], None] = lambda line: print(line, flush=True)
     machine: dict[str, Any] = field(default_factory=dict)
@@ -84,8 +78,7 @@ class GpuBench:
             num_tokens=max(self.tokens),
             num_ministages=self.num_ministages,
             num_warm_up=1 if self.is_quick else 2,
-            num_steps=self.num_steps,
-            init=self.init,
+            num_steps=2 if self.is_quick else 5,
         )
         return replace(usual, **changes)
 
@@ -155,7 +148,6 @@ def run_throughput(bench: GpuBench) -> None:
     if same is not None:
         bench.say(f"  losses with and without offloading are {'equal' if same else 'DIFFERENT'}")
         bench.is_sound = bench.is_sound and same
-    _say_bound(bench)
     offloaded = bench.measured.get(("c", max(bench.tokens)))
     if offloaded is not None and offloaded.memory:
         bench.say("  " + offloaded.memory.replace("\n", "\n  "))
@@ -166,9 +158,9 @@ def _measure_in_turn(
 ) -> None:
     """Every key, all of them again in each round, repetitions merged; what failed once fails again."""
     failed = set()
-    for number in range(bench.rounds):
+    for number in range(1 if bench.is_quick else 2):
         for key in keys:
-            if key in failed or (number and key[0] == "d_kept"):  # It has no target, so once is enough.
+            if key in failed:
                 continue
             measured = bench.measure(make(key))
             if measured is None:
@@ -177,23 +169,9 @@ def _measure_in_turn(
                 found[key] = merge([found[key], measured]) if number else measured
 
 
-def _say_bound(bench: GpuBench) -> None:
-    """What theory says of the measured rates."""
-    resident = bench.measured.get(("a", max(bench.tokens)))
-    if resident is None or not bench.machine or bench.device == "cpu":
-        return
-    flops_per_s = count_flops(bench.shape) * resident.tokens_per_s
-    rate = bench.machine["links"]["both_to_device"]
-    first, both = find_exposed_shares(flops_per_s, rate, bench.num_ministages, resident.num_tokens)
-    bench.say(
-        f"  by arithmetic, exposed ends cost {first:.2%} of a step (the first load alone) to {both:.2%} "
-        f"(optimizer state both ways)\n  {flops_per_s / bench.machine['matmul']:.1%} of the matmul roof"
-    )
-
-
 def run_exposed(bench: GpuBench) -> None:
     """The copies of everything offloaded that no computing hides, from a trace."""
-    outcome = bench.do(bench.job("trace", num_steps=2, trace_file=bench.trace_file))
+    outcome = bench.do(bench.job("trace", num_steps=2))
     if outcome is None or outcome.values is None:
         return
     found = bench.exposure = outcome.values["exposure"]
@@ -206,8 +184,6 @@ def run_exposed(bench: GpuBench) -> None:
         f"{found.exposed_ms:.1f} ms of them exposed ({found.share:.2%}), "
         f"{found.idle_ms:.1f} ms in which nothing ran"
     )
-    for at_ms, length_ms in found.longest_ms:
-        bench.say(f"    {length_ms:8.2f} ms exposed, {at_ms:.1f} ms after the first kernel")
     bench.figures.append(Figure("exposed_copy_share", found.share, note=f"{found.exposed_ms:.1f} ms a step"))
 
 
@@ -253,8 +229,7 @@ def run_defer(bench: GpuBench) -> None:
     """Updates that wait for the end of the step, against stepping each ministage at once.
 
     They wait where gradients are clipped by their global norm, and with fp16 always, since a step that
-    overflows must change nothing. To step early and undo what an overflow spoils needs a second copy of all
-    state: the bytes of both ways are said.
+    overflows must change nothing.
     """
     keys = [(variant, updates) for variant in ("a", "o", "c") for updates in get_args(Updates)]
     _measure_in_turn(bench, keys, lambda key: bench.job("train", key[0], updates=key[1]), bench.deferred)
@@ -263,25 +238,6 @@ def run_defer(bench: GpuBench) -> None:
         if updates != "deferred" and pair[0] is not None and pair[1] is not None:
             name = f"deferred_over_{updates.replace(', ', '_').replace(' ', '_')}_{variant}"
             bench.figures.append(Figure(name, pair[0].median_s / pair[1].median_s))
-    if ("a", "deferred") in bench.deferred and ("o", "deferred") in bench.deferred:
-        bench.say(_explain_bytes(bench))
-
-
-def _explain_bytes(bench: GpuBench) -> str:
-    """What deferring keeps, as counted, and what undoing would keep, from the number of parameters."""
-    resident, offloaded = bench.deferred["a", "deferred"], bench.deferred["o", "deferred"]
-    number = resident.num_parameters
-    copy = spell_bytes(_MASTER_AND_MOMENTS * number)
-    on_device, on_host = offloaded.peaks["gradient shards"]
-    return (
-        f"  {number / 1e6:.1f} M parameters; fp32 gradients of all are {spell_bytes(_GRADIENT * number)}, "
-        f"masters and moments {copy}\n"
-        f"  deferring, resident:  {spell_bytes(resident.peaks['gradient shards'][0])} of gradients on the "
-        f"device\n  deferring, offloaded: {spell_bytes(on_device)} of gradients on the device and "
-        f"{spell_bytes(on_host)} on the host, beside {spell_bytes(offloaded.peaks['optimizer state'][1])} of "
-        f"state; {_GRADIENT} bytes a parameter more move each way in a step\n"
-        f"  undoing:              {copy} more where the state is: all of it as it was before the step"
-    )
 
 
 def run_largest(bench: GpuBench) -> None:

@@ -18,7 +18,7 @@ from zorselike.models.llama import Llama, LlamaConfig
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import cut_in_proportion
 
-from .job import CPU_OFFLOADING, OFFLOAD_OF, Job, Shape
+from .job import OFFLOAD_OF, Job, Shape
 
 _STD = 0.02
 _TILE_NUMBERS = 2**20 + 7
@@ -76,9 +76,8 @@ def _tile(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def build_model(job: Job) -> Llama:
     """The model on the meta device."""
-    make = TiledLlama if job.init == "tile" else Llama
     with torch.device("meta"):
-        return make(config_of(job.shape))
+        return TiledLlama(config_of(job.shape))
 
 
 def make_plan(job: Job) -> Plan:
@@ -146,14 +145,13 @@ class FsdpTrainer:
 
     Without offloading, weights stay gathered over all microbatches of a step, which is the fastest that FSDP2
     does. With `CPUOffloadPolicy` they come and go with every layer, since a device that holds all of them
-    needs no offloading; `d_kept` keeps them nevertheless. `holds_most` of the job turns to what needs least
-    memory.
+    needs no offloading. `holds_most` of the job turns to what needs least memory.
     """
 
     def __init__(self, job: Job) -> None:
         self._device = device_of(job)
-        is_offloading = job.variant in CPU_OFFLOADING
-        self._keeps_gathered = job.variant != "d" and not job.holds_most
+        is_offloading = job.variant == "d"
+        self._keeps_gathered = not is_offloading and not job.holds_most
         self._syncs_every = job.holds_most
         self._rows = job.shape.microbatch_rows
         self._model = build_model(job)

@@ -17,46 +17,38 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
 
 from tools.papers.data import SAILOR, make_data_parser, report_errors
-from tools.papers.sailor.cases import CASES, Answer, answer
+from tools.papers.sailor.cases import CASES, Case, answer
 from tools.papers.sailor.library import Library
-from tools.papers.sailor.planning import format_plan
+from tools.papers.sailor.planning import Planned, format_plan
 from tools.report import write_json
 
 
 def main() -> int:
     parser = make_data_parser(__doc__, SAILOR)
     parser.add_argument("--only", choices=("same", "mixed", "money"), help="one group of cases")
-    mixed_help = "also stages with replicas of two kinds, by quarters; takes several times as long"
-    parser.add_argument("--mixed-stages", action="store_true", help=mixed_help)
     args = parser.parse_args()
     library = Library(args.data)
-    answers = []
-    print(_HEADER)
+    answers, missed = [], []
+    print(f"{'case':<46} {'ours it/s':>9} {'reach':>7} {'Sailor':>7} {'$/it':>7} {'seconds':>8}")
     for case in CASES:
         if args.only in (None, case.group):
-            answers.append(answer(case, library, mixed=args.mixed_stages))
-            print("\n".join(format_answer(answers[-1])), flush=True)
-    write_json(args.json, {"answers": answers, "plans": [own.searched.plan.to_json() for own in answers]})
-    missed = [own.case.name for own in answers if not own.reached]
+            planned = answer(case, library)
+            missed += [] if case.is_reached(planned) else [case.name]
+            print("\n".join(format_answer(case, planned)), flush=True)
+            answers.append({"case": case, "answer": planned, "plan": planned.plan.to_json()})
+    write_json(args.json, {"answers": answers})
     print(
         f"\nreached {len(answers) - len(missed)} of {len(answers)}" + "".join(f"; not: {m}" for m in missed)
     )
     return 1 if missed else 0
 
 
-_HEADER = f"{'case':<46} {'ours it/s':>9} {'reach':>7} {'Sailor':>7} {'$/it':>7} {'seconds':>8}"
-
-
-def format_answer(given: Answer) -> list[str]:
+def format_answer(case: Case, planned: Planned) -> list[str]:
     """A row of the table, and the plan under it."""
-    case, sailor, searched = given.case, given.case.sailor, given.searched
-    row = (
-        f"{case.name:<46} {searched.figures.throughput:>9.4f} {case.reach:>7.4f} "
-        f"{'-' if sailor is None else format(sailor, '.4f'):>7} {searched.dollars:>7.4f} "
-        f"{searched.search_s:>8.1f}"
-    )
-    verdict = "" if given.reached else "  NOT REACHED"
-    return [row + verdict, f"    {format_plan(searched.plan)}"]
+    sailor = "-" if case.sailor is None else f"{case.sailor:.4f}"
+    row = f"{case.name:<46} {planned.figures.throughput:>9.4f} {case.reach:>7.4f} {sailor:>7} "
+    row += f"{planned.dollars:>7.4f} {planned.search_s:>8.1f}"
+    return [row + ("" if case.is_reached(planned) else "  NOT REACHED"), f"    {format_plan(planned.plan)}"]
 
 
 if __name__ == "__main__":

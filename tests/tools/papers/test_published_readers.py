@@ -14,8 +14,8 @@ from tools.papers.data import SAILOR
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.links import (
     LARGEST_BYTES,
-    Machine,
     MachineLinks,
+    Place,
     divide,
     make_link,
     read_egress_prices,
@@ -270,14 +270,14 @@ def machines(tmp_path: Path) -> MachineLinks:
 
 def test_a_gpu_has_its_share_of_what_all_reach_together(tmp_path: Path) -> None:
     links = machines(tmp_path)
-    four = Machine("z", "GH-96", 4)
+    four = Place("GH-96", "z", 4)
     assert links.together(four, four).bandwidth_bytes_per_s == 36 * GIGA
     assert links.share(four, four).bandwidth_bytes_per_s == 9 * GIGA
     # Measured one way only, and only between two of each.
-    assert links.share(four, Machine("z", "RTX-3090", 2)).bandwidth_bytes_per_s == GIGA / 2
-    assert links.share(Machine("z", "RTX-3090", 2), four).bandwidth_bytes_per_s == GIGA / 2
+    assert links.share(four, Place("RTX-3090", "z", 2)).bandwidth_bytes_per_s == GIGA / 2
+    assert links.share(Place("RTX-3090", "z", 2), four).bandwidth_bytes_per_s == GIGA / 2
     with pytest.raises(ClusterError, match="nothing between 2 RTX-3090 in z and 2 V100-16 in z"):
-        links.share(Machine("z", "RTX-3090", 2), Machine("z", "V100-16", 2))
+        links.share(Place("RTX-3090", "z", 2), Place("V100-16", "z", 2))
 
 
 def test_prices_of_egress(tmp_path: Path) -> None:

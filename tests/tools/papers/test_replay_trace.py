@@ -14,8 +14,9 @@ import pytest
 from made_up_sailor import NUM_LAYERS, write, write_library
 from paper_data import DATA, needs_data
 
-from tools.papers.sailor.arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
+from tools.papers.sailor.arithmetic import SailorArithmetic, SailorFigures, SailorPlan, SailorStage
 from tools.papers.sailor.library import Library
+from tools.papers.sailor.links import Place
 from tools.papers.sailor.pipelines import Quotas
 from tools.papers.sailor.planning import Planned, lay_even_mesh
 from tools.papers.sailor.replay import A100, V100, Event, Period, Policy, Replay, read_trace, replay

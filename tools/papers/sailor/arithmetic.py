@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil, log2
@@ -25,7 +25,7 @@ from zorselike.errors import ClusterError, ProfileError
 
 from ..data import read_object
 from .library import Library
-from .links import MACHINES_FILE, Machine, read_egress_prices
+from .links import MACHINES_FILE, Place, read_egress_prices
 
 FLOAT_BYTES = 4
 BUCKET_BYTES = 500_000_000.0
@@ -36,15 +36,6 @@ DOLLARS_PER_HOUR: Mapping[str, float] = {"A100-40": 3.673385, "V100-16": 2.85999
 GPUS_PER_VM = 4
 
 _GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class Place:
-    """One replica of a stage: GPUs of one machine."""
-
-    gpu: str
-    zone: str
-    tensor_parallel: int
 
 
 Pairs = tuple[tuple[tuple[Place, Place], int], ...]
@@ -62,7 +53,7 @@ class Ring:
 
     degree: int
     tensor_parallel: int
-    """The least of any replica, at most `GPUS_PER_VM`; the gradients are in so many parts."""
+    """The least of any replica; the gradients are in so many parts."""
     neighbours: Pairs
     closing: tuple[Place, Place]
     """The link from the last replica to the first."""
@@ -71,7 +62,7 @@ class Ring:
 def make_ring(replicas: Sequence[Place]) -> Ring:
     return Ring(
         degree=len(replicas),
-        tensor_parallel=min(GPUS_PER_VM, *(place.tensor_parallel for place in set(replicas))),
+        tensor_parallel=min(place.tensor_parallel for place in set(replicas)),
         neighbours=count_pairs(replicas[:-1], replicas[1:]),
         closing=(replicas[-1], replicas[0]),
     )
@@ -191,18 +182,18 @@ class SailorArithmetic:
 
     def send_s(self, source: Place, target: Place, num_bytes: float) -> float:
         """Between stages: all GPUs of a replica send at once."""
-        return num_bytes / 1e9 / self.rate(_machine(source), _machine(target), num_bytes)
+        return num_bytes / 1e9 / self.rate(source, target, num_bytes)
 
-    def rate(self, source: Machine, target: Machine, num_bytes: float) -> float:
+    def rate(self, source: Place, target: Place, num_bytes: float) -> float:
         """GB/s by the fit."""
         a, b, c = self.link(source, target)
         x = log2(num_bytes / 1e6)
         return a * x * x + b * x + c
 
-    def _link(self, source: Machine, target: Machine) -> tuple[float, float, float]:
+    def _link(self, source: Place, target: Place) -> tuple[float, float, float]:
         try:
-            found = self._fits[source.zone][source.gpu][str(source.num_gpus)]
-            a, b, c = found[target.zone][target.gpu][str(target.num_gpus)][0]
+            found = self._fits[source.zone][source.gpu][str(source.tensor_parallel)]
+            a, b, c = found[target.zone][target.gpu][str(target.tensor_parallel)][0]
         except KeyError as error:
             raise ClusterError(f"{MACHINES_FILE}: no {error} between {source} and {target}") from None
         return a, b, c
@@ -213,7 +204,7 @@ class SailorArithmetic:
         return max((self._reduce_over(pair, num_bytes, ring.degree) for pair in links), default=0.0)
 
     def _reduce_over(self, pair: tuple[Place, Place], num_bytes: float, degree: int) -> float:
-        source, target = (Machine(place.zone, place.gpu, 1) for place in pair)
+        source, target = (replace(place, tensor_parallel=1) for place in pair)
         seconds, remaining = 0.0, num_bytes
         while remaining > 0:
             part = min(BUCKET_BYTES, remaining) / degree
@@ -310,7 +301,3 @@ class SailorArithmetic:
 
 def _rings(stages: Sequence[SailorStage]) -> list[tuple[Ring, tuple[int, int]]]:
     return [(make_ring(stage.replicas), (stage.start, stage.stop)) for stage in stages]
-
-
-def _machine(place: Place) -> Machine:
-    return Machine(place.zone, place.gpu, min(place.tensor_parallel, GPUS_PER_VM))

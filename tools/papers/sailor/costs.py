@@ -26,8 +26,9 @@ from zorselike.schedule.spec import ScheduleSpec
 from zorselike.simulator import Simulation, simulate
 
 from .library import Library
+from .links import Place
 from .profiles import DEVICES
-from .runs import MeasuredRun, Replica, to_cluster, to_plan
+from .runs import MeasuredRun, to_cluster, to_plan
 
 WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes a parameter of training in fp32 with Adam."""
@@ -95,7 +96,7 @@ def kinds_of(plan: Plan, ministage: int, workload: Workload) -> list[LayerKind]:
     return [workload.kind_of[module] for module in plan.ministages[ministage].modules]
 
 
-def _sum(clock: LayerTimeModel, which: str, kinds: list[LayerKind], replica: Replica, rows: int) -> float:
+def _sum(clock: LayerTimeModel, which: str, kinds: list[LayerKind], replica: Place, rows: int) -> float:
     read = clock.forward_s if which == "forward" else clock.backward_s
     device, degree = DEVICES[replica.gpu], replica.tensor_parallel
     return sum(read(kind.name, device, rows, "none", degree) for kind in kinds)

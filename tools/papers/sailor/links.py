@@ -9,7 +9,7 @@ says A100-80, are their authors' model and not measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ SMALLEST_BYTES, LARGEST_BYTES = float(2**16), float(2**30)
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One end of a measured link: GPUs of one type in one machine that send at once."""
+class Place:
+    """GPUs of one type in one machine that compute a part of the model together, and send at once."""
 
-    zone: str
     gpu: str
     """Sailor's name of the type."""
-    num_gpus: int
+    zone: str
+    tensor_parallel: int
 
 
 class MachineLinks:
@@ -43,17 +43,17 @@ class MachineLinks:
         self._path = path
         self._fits = read_object(path)
 
-    def together(self, source: Machine, target: Machine) -> Link:
+    def together(self, source: Place, target: Place) -> Link:
         """What the GPUs of two machines reach together, both with as many; see `share`."""
         fit = self._find(source, target) or self._find(target, source)
         if fit is None:
             raise ClusterError(
-                f"{self._path}: nothing between {source.num_gpus} {source.gpu} in {source.zone} and "
-                f"{target.num_gpus} {target.gpu} in {target.zone}; add the pair"
+                f"{self._path}: nothing between {source.tensor_parallel} {source.gpu} in {source.zone} and "
+                f"{target.tensor_parallel} {target.gpu} in {target.zone}; add the pair"
             )
         return make_link(fit)
 
-    def share(self, source: Machine, target: Machine) -> Link:
+    def share(self, source: Place, target: Place) -> Link:
         """One GPU's share of what as many GPUs as the end with fewer has reach together.
 
         Where nothing was measured between so many GPUs, the nearest number that was is taken.
@@ -61,15 +61,11 @@ class MachineLinks:
         Raises:
             ClusterError: Nothing was measured between such machines.
         """
-        num_gpus = min(source.num_gpus, target.num_gpus)
-        return divide(
-            self.together(
-                Machine(source.zone, source.gpu, num_gpus), Machine(target.zone, target.gpu, num_gpus)
-            ),
-            num_gpus,
-        )
+        num_gpus = min(source.tensor_parallel, target.tensor_parallel)
+        a, b = (replace(place, tensor_parallel=num_gpus) for place in (source, target))
+        return divide(self.together(a, b), num_gpus)
 
-    def _find(self, source: Machine, target: Machine) -> Any:
+    def _find(self, source: Place, target: Place) -> Any:
         by_count = self._fits.get(source.zone, {}).get(source.gpu, {})
         counts = {
             int(count): fit
@@ -78,7 +74,7 @@ class MachineLinks:
         }
         if not counts:
             return None
-        return counts[min(counts, key=lambda count: abs(count - source.num_gpus))]
+        return counts[min(counts, key=lambda count: abs(count - source.tensor_parallel))]
 
 
 def make_link(fit: Any) -> Link:
@@ -95,11 +91,8 @@ def make_link(fit: Any) -> Link:
 
 def divide(link: Link, ways: int) -> Link:
     """One of equal shares of a link, by the size of what one of them sends."""
-    return Link(
-        link.bandwidth_bytes_per_s / ways,
-        link.latency_s,
-        tuple((size, rate / ways) for size, rate in link.points),
-    )
+    points = tuple((size, rate / ways) for size, rate in link.points)
+    return Link(link.bandwidth_bytes_per_s / ways, link.latency_s, points)
 
 
 def read_egress_prices(path: Path) -> dict[tuple[str, str], float]:

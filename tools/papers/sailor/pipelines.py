@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations
 from math import ceil
 
 from zorselike.planner.pipelines.allocation import Allocation, Problem
@@ -15,7 +14,6 @@ from .arithmetic import (
     DOLLARS_PER_HOUR,
     GPUS_PER_VM,
     Pairs,
-    Place,
     Ring,
     SailorArithmetic,
     SailorPlan,
@@ -23,10 +21,9 @@ from .arithmetic import (
     count_pairs,
     make_ring,
 )
+from .links import Place
 
 TENSOR_PARALLEL = (1, 2, 4)
-MIXED_SHARES = (1, 2, 3)
-"""In a stage of two kinds of replicas, the quarters that are of the first kind."""
 
 
 @dataclass(frozen=True)
@@ -130,48 +127,22 @@ class SailorCosts:
         return self._arithmetic.reduce_dollars(self._rings[option], start, stop)
 
 
-def make_problems(
-    arithmetic: SailorArithmetic, quotas: Quotas, global_batch: int, *, mixed: bool = False
-) -> Iterator[Problem]:
-    """Every degree for which there are GPUs, with every microbatch size that was measured.
-
-    Args:
-        mixed: also stages with replicas of two kinds, by quarters.
-    """
+def make_problems(arithmetic: SailorArithmetic, quotas: Quotas, global_batch: int) -> Iterator[Problem]:
+    """Every degree for which there are GPUs, with every microbatch size that was measured; all replicas of a
+    stage are of one kind."""
     for degree in range(1, min(sum(quotas.of.values()), global_batch) + 1):
         for rows in arithmetic.rows():
             if (degree - 1) * rows >= global_batch:
                 continue
-            options = list(_pure_options(arithmetic, quotas, degree, rows))
-            if mixed:
-                options += list(_mixed_options(arithmetic, quotas, degree, rows))
+            kinds = (
+                Place(gpu, zone, t)
+                for gpu, zone in quotas.of
+                for t in TENSOR_PARALLEL
+                if arithmetic.has(gpu, rows, t)
+            )
+            options = [own for place in kinds for own in _option(quotas, (place,) * degree)]
             if options:
                 yield Problem(degree, rows, SailorCosts(arithmetic, options, rows, global_batch))
-
-
-def _kinds(arithmetic: SailorArithmetic, quotas: Quotas, rows: int) -> list[Place]:
-    return [
-        Place(gpu, zone, t)
-        for gpu, zone in quotas.of
-        for t in TENSOR_PARALLEL
-        if arithmetic.has(gpu, rows, t)
-    ]
-
-
-def _pure_options(
-    arithmetic: SailorArithmetic, quotas: Quotas, degree: int, rows: int
-) -> Iterator[StageOption]:
-    for place in _kinds(arithmetic, quotas, rows):
-        yield from _option(quotas, (place,) * degree)
-
-
-def _mixed_options(
-    arithmetic: SailorArithmetic, quotas: Quotas, degree: int, rows: int
-) -> Iterator[StageOption]:
-    for a, b in combinations(_kinds(arithmetic, quotas, rows), 2):
-        for count in dict.fromkeys(degree * share // 4 for share in MIXED_SHARES):
-            if 0 < count < degree:
-                yield from _option(quotas, (a,) * count + (b,) * (degree - count))
 
 
 def _option(quotas: Quotas, replicas: tuple[Place, ...]) -> Iterator[StageOption]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal
+from zorselike.errors import PlanError
+from zorselike.planner.pipelines.allocation import AllocationGoal, find_allocation
 
-from .allocate import allocate
-from .arithmetic import Place, SailorArithmetic, SailorFigures, SailorPlan, SailorStage
+from .arithmetic import SailorArithmetic, SailorFigures, SailorPlan, SailorStage
+from .links import Place
 from .pipelines import TENSOR_PARALLEL, Quotas, make_problems, to_sailor_plan
 
 
@@ -33,35 +34,21 @@ class Planned:
         return sum(self.plan.used.values())
 
 
-@dataclass(frozen=True)
-class Searched(Planned):
-    """A plan with what the search says of itself."""
-
-    found: Allocation = field(repr=False)
-
-
 def search_quotas(
-    arithmetic: SailorArithmetic,
-    quotas: Quotas,
-    goal: AllocationGoal,
-    global_batch: int,
-    *,
-    mixed: bool = False,
-) -> Searched:
-    """The best plan, scored by the arithmetic as a whole.
-
-    Raises:
-        PlanError: No plan keeps memory and constraints.
-        AssertionError: The search counted other seconds or dollars than the arithmetic.
-    """
+    arithmetic: SailorArithmetic, quotas: Quotas, goal: AllocationGoal, global_batch: int
+) -> Planned:
+    """The best plan, scored by the arithmetic as a whole; raises `PlanError` where none keeps memory and
+    constraints."""
     start = time.process_time()
-    found = allocate(make_problems(arithmetic, quotas, global_batch, mixed=mixed), quotas.pools, goal)
+    found = find_allocation(tuple(make_problems(arithmetic, quotas, global_batch)), quotas.pools, goal)
     search_s = time.process_time() - start
+    if found is None:
+        raise PlanError("no pipeline keeps memory and constraints; raise quotas or ease the constraints")
     plan = to_sailor_plan(found, global_batch)
     figures = arithmetic.score(plan)
     assert abs(figures.iteration_s / found.figures.iteration_s - 1) < 1e-9, (figures, found.figures)
     assert abs((figures.rent + figures.egress) / found.figures.dollars - 1) < 1e-9, (figures, found.figures)
-    return Searched(plan, figures, search_s, found)
+    return Planned(plan, figures, search_s)
 
 
 def lay_even_mesh(arithmetic: SailorArithmetic, quotas: Quotas, global_batch: int) -> Planned | None:

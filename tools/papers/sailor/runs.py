@@ -18,21 +18,11 @@ from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 from ..data import read_object
-from .links import Machine, MachineLinks
+from .links import MachineLinks, Place
 from .profiles import DEVICES, SEQUENCE_LENGTH, module_of
 
 SUSPECT_SHARE = 0.5
 """No run reduces gradients for so much of its time."""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One tensor-parallel group in one machine."""
-
-    gpu: str
-    """Sailor's name of the type."""
-    zone: str
-    tensor_parallel: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +31,7 @@ class Stage:
 
     layers: tuple[int, ...]
     """Pseudo-layers."""
-    replicas: tuple[Replica, ...]
+    replicas: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def _read_stages(pipeline: Mapping[str, Any], name: str) -> list[Stage]:
                     f"{name}: a replica over {len(machines)} machines; only whole ones can be read"
                 )
             gpu, _, zone = machines[0]
-            read.append(Replica(gpu, zone, int(tensor_parallel)))
+            read.append(Place(gpu, zone, int(tensor_parallel)))
         stages.append(Stage(tuple(layers), tuple(read)))
     return stages
 
@@ -202,15 +192,11 @@ def to_cluster(run: MeasuredRun, links: MachineLinks) -> Cluster:
         Node(name=f"node{i:03d}", devices=(DEVICES[replica.gpu],), zone=replica.zone)
         for i, replica in enumerate(replicas)
     )
-    shares: dict[frozenset[Replica], Link] = {}
+    shares: dict[frozenset[Place], Link] = {}
     node_links = {}
     for (i, a), (j, b) in combinations(enumerate(replicas), 2):
         key = frozenset((a, b))
         if key not in shares:
-            shares[key] = links.share(_machine(a), _machine(b))
+            shares[key] = links.share(a, b)
         node_links[nodes[i].name, nodes[j].name] = shares[key]
     return Cluster(nodes=nodes, node_links=node_links, name=run.name)
-
-
-def _machine(replica: Replica) -> Machine:
-    return Machine(replica.zone, replica.gpu, replica.tensor_parallel)

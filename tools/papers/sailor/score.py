@@ -35,7 +35,6 @@ class Score:
     """One run: what was simulated beside what was measured."""
 
     run: MeasuredRun
-    folder: str
     model: str
     iteration_s: float
     held_bytes: int
@@ -78,7 +77,7 @@ def score_folder(root: Path, library: Library, model: str | None = None) -> Fold
     for path in sorted(root.rglob("*.json")):
         try:
             run = read_run(path, root)
-            scores.append(_score(run, root.name, library, model or library.guess_model(run.num_layers)))
+            scores.append(_score(run, library, model or library.guess_model(run.num_layers)))
         except (PlanError, ProfileError, ClusterError) as error:
             message = str(error)
             name = path.relative_to(root).as_posix().removesuffix(".json")
@@ -89,12 +88,11 @@ def score_folder(root: Path, library: Library, model: str | None = None) -> Fold
     return Folder(root.name, tuple(scores), constants, tuple(refused))
 
 
-def _score(run: MeasuredRun, folder: str, library: Library, model: str) -> Score:
+def _score(run: MeasuredRun, library: Library, model: str) -> Score:
     prepared = prepare(run, library, model)
     simulation = simulate_run(prepared)
     return Score(
         run,
-        folder,
         model,
         simulation.iteration_s,
         max(simulation.peak_bytes),

@@ -1,4 +1,4 @@
-"""What Zorse's paper says of its evaluation (section 6): clusters, groups, results, read from `paper.toml`."""
+"""What Zorse's paper says of its evaluation (section 6): clusters, groups, results, as in `paper.toml`."""
 
 from __future__ import annotations
 
