@@ -76,17 +76,17 @@ def start(rank: int, size: int, port: int, arguments: list[str], nodes: tuple[st
     gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(ZORSELIKE_NODE=nodes[rank], LOCAL_RANK=str(nodes[:rank].count(nodes[rank])))
-    train = trainer._Run.train
+    run_steps = trainer._run_steps
 
-    def train_and_hash(run: Any, folder: Path) -> int:
-        code = train(run, folder)
-        state = run._pipe.full_state_dict()
-        if run._pipe.rank == 0:
+    def run_and_hash(config: Any, pipe: Any, *more: Any) -> int:
+        code = run_steps(config, pipe, *more)
+        state = pipe.full_state_dict()
+        if pipe.rank == 0:
             digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
             print("weights", digest.hexdigest())
         return code
 
-    trainer._Run.train = train_and_hash  # type: ignore[method-assign]
+    trainer._run_steps = run_and_hash
     sys.argv = ["train", *arguments]
     sys.exit(main())
 

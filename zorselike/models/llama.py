@@ -156,13 +156,7 @@ def _llama3(
 
 LLAMA_FLAVORS = {
     "debug": LlamaConfig(
-        dim=64,
-        num_layers=6,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden=192,
-        vocab_size=256,
-        max_seq_len=2048,
+        dim=64, num_layers=6, num_heads=4, num_kv_heads=2, ffn_hidden=192, vocab_size=256, max_seq_len=2048
     ),
     "1b": _llama3(2048, 16, 32, 8192, factor=32, tie_embeddings=True),
     "3b": _llama3(3072, 28, 24, 8192, factor=32, tie_embeddings=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from zorselike.errors import ConfigError
@@ -12,14 +12,10 @@ from zorselike.models.decoder import Decoder, DecoderConfig
 from zorselike.models.gpt import GPT, GPT_FLAVORS
 from zorselike.models.llama import LLAMA_FLAVORS, Llama
 
+_Family = tuple[Callable[[Any], Decoder], Mapping[str, DecoderConfig]]
 
-@dataclass(frozen=True)
-class _Family:
-    flavors: Mapping[str, DecoderConfig]
-    build: Callable[[Any], Decoder]
-
-
-_FAMILIES = {"llama": _Family(LLAMA_FLAVORS, Llama), "gpt": _Family(GPT_FLAVORS, GPT)}
+_FAMILIES: dict[str, _Family] = {"llama": (Llama, LLAMA_FLAVORS), "gpt": (GPT, GPT_FLAVORS)}
+"""How a family is built, and the config of each flavor."""
 
 
 def model_names() -> tuple[str, ...]:
@@ -29,7 +25,8 @@ def model_names() -> tuple[str, ...]:
 
 def flavors(name: str) -> tuple[str, ...]:
     """The flavors of a model; raises `ConfigError` for an unknown name."""
-    return tuple(_family(name).flavors)
+    _, known = _family(name)
+    return tuple(known)
 
 
 def get_config(name: str, flavor: str, **overrides: Any) -> DecoderConfig:
@@ -37,7 +34,7 @@ def get_config(name: str, flavor: str, **overrides: Any) -> DecoderConfig:
 
     Raises `ConfigError`, with the nearest valid word, for an unknown name, flavor or field.
     """
-    known = _family(name).flavors
+    _, known = _family(name)
     if flavor not in known:
         raise ConfigError(f"model: {name} has no flavor '{flavor}'{_suggest(flavor, known)}")
     config = known[flavor]
@@ -53,8 +50,8 @@ def build_model(name: str, flavor: str, **overrides: Any) -> Decoder:
 
     Raises `ConfigError` as `get_config` does.
     """
-    config = get_config(name, flavor, **overrides)
-    return _family(name).build(config)
+    build, _ = _family(name)
+    return build(get_config(name, flavor, **overrides))
 
 
 def module_names(config: DecoderConfig) -> list[str]:

@@ -16,8 +16,8 @@ from zorselike.models.llama import LlamaConfig
 from zorselike.models.registry import module_names
 from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
 
-_KINDS = {"tok_embeddings": "embedding", "norm": "norm", "output": "head"}
-"""Kinds of modules; those of the layers are `layer`."""
+_MODULES = {"embedding": "tok_embeddings", "layer": "layers.0", "norm": "norm", "head": "output"}
+"""By kind, the first module of it."""
 
 
 def make_workload(
@@ -42,23 +42,37 @@ def make_workload(
             f"workload: rows of {sequence_length} tokens do not fit max_seq_len = {config.max_seq_len} of "
             f"{model}; shorten them or raise max_seq_len"
         )
-    names = module_names(config)
-    kinds = {
-        kind.name: kind
-        for kind in _make_kinds(config, sequence_length=sequence_length, itemsize=ITEMSIZES[dtype])
-    }
+    names, kind_of = module_names(config), {module: kind for kind, module in _MODULES.items()}
+    module_bytes = _count_bytes(config, itemsize=ITEMSIZES[dtype])
+    parameters, flops = parameters_by_module(config), forward_flops_by_module(config, sequence_length)
+    hidden, logits = sequence_length * config.dim, sequence_length * config.vocab_size
+    kinds = {}
+    for kind, module in _MODULES.items():
+        borrows = kind == "head" and config.tie_embeddings
+        kinds[kind] = LayerKind(
+            name=kind,
+            num_parameters=parameters[module],
+            num_borrowed=config.vocab_size * config.dim if borrows else 0,
+            forward_flops_per_row=sequence_length * flops[module],
+            input_elements_per_row=0 if kind == "embedding" else hidden,
+            output_elements_per_row=logits if kind == "head" else hidden,
+            activation_bytes_per_row=sequence_length * module_bytes[kind].kept,
+            working_bytes_per_row=sequence_length * module_bytes[kind].working,
+        )
     return Workload(
         model=model,
         sequence_length=sequence_length,
         dtype=dtype,
-        layers=tuple((name, _KINDS.get(name, "layer")) for name in names),
+        layers=tuple((name, kind_of.get(name, "layer")) for name in names),
         kinds=kinds,
         ties=((names[0], names[-1]),) if config.tie_embeddings else (),
         num_moments=num_moments,
     )
 
 
-def _make_kinds(config: DecoderConfig, *, sequence_length: int, itemsize: int) -> list[LayerKind]:
+def _count_bytes(config: DecoderConfig, *, itemsize: int) -> dict[str, TokenBytes]:
+    """What a decoder's modules keep of a token from forward to backward, by kind, when they compute in
+    `itemsize` bytes; `head` is the output projection with the loss."""
     dim, num_heads, ffn_hidden = config.dim, config.num_heads, config.ffn_hidden
     if isinstance(config, LlamaConfig):
         kv_width = config.num_kv_heads * config.head_dim
@@ -68,29 +82,4 @@ def _make_kinds(config: DecoderConfig, *, sequence_length: int, itemsize: int) -
     else:
         layer = count_gpt_layer(dim=dim, num_heads=num_heads, ffn_hidden=ffn_hidden, itemsize=itemsize)
     norm, head = count_head(dim=dim, vocab_size=config.vocab_size, itemsize=itemsize)
-    parameters = parameters_by_module(config)
-    flops = forward_flops_by_module(config, sequence_length)
-    hidden = sequence_length * dim
-
-    def make(
-        name: str, module: str, tokens: TokenBytes, inputs: int, outputs: int, borrowed: int = 0
-    ) -> LayerKind:
-        return LayerKind(
-            name=name,
-            num_parameters=parameters[module],
-            num_borrowed=borrowed,
-            forward_flops_per_row=sequence_length * flops[module],
-            input_elements_per_row=inputs,
-            output_elements_per_row=outputs,
-            activation_bytes_per_row=sequence_length * tokens.kept,
-            working_bytes_per_row=sequence_length * tokens.working,
-        )
-
-    weights = config.vocab_size * dim if config.tie_embeddings else 0
-    logits = sequence_length * config.vocab_size
-    return [
-        make("embedding", "tok_embeddings", count_embedding(), 0, hidden),
-        make("layer", "layers.0", layer, hidden, hidden),
-        make("norm", "norm", norm, hidden, hidden),
-        make("head", "output", head, hidden, logits, weights),
-    ]
+    return {"embedding": count_embedding(), "layer": layer, "norm": norm, "head": head}

@@ -24,7 +24,6 @@ from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.processes import Processes
-from zorselike.runtime.result import StepResult
 from zorselike.train.auto.files import AutoFiles, name_written_plan
 from zorselike.train.auto.plan import find_auto_plan
 from zorselike.train.config.config import Config, check_against_plan
@@ -97,91 +96,66 @@ def _train(
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
         logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
         _log_deferral(config, pipe, world)
-        signal_number = _Run(config, pipe, corpus, shape, world).train(folder)
+        signal_number = _run_steps(config, pipe, corpus, shape, world, folder)
     return 128 + signal_number if signal_number else 0
 
 
-class _Run:
-    """A pipeline with its data and metrics, from the first step to the last."""
-
-    def __init__(
-        self, config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: Processes
-    ) -> None:
-        self._config = config
-        self._pipe = pipe
-        self._shape = shape
-        self._world = world
-        self._loader = RowLoader(
-            StepDataset(
-                corpus,
-                global_batch=pipe.plan.global_batch,
-                seed=config.debug.seed,
-                input_rows=pipe.input_rows,
-                target_rows=pipe.target_rows,
-            ),
-            config.training.dataloader,
-        )
-
-    def train(self, folder: Path) -> int:
-        """Runs all steps; returns 0, or the signal that stopped the run, on every rank alike."""
-        config, steps = self._config, self._config.training.steps
-        metrics = _build_metrics(config, self._pipe, self._shape, self._world, folder)
-        began = time.perf_counter()
-        with (
-            closing(self._loader),
-            closing(metrics),
-            closing(SignalWatch()) as watch,
-            profiler(config.profiling, folder=folder, rank=self._pipe.rank) as profile,
-            _collecting_garbage(config.training.gc_freq) as collect,
-        ):
-            vote = StopVote(watch, self._world.control)
-            step, signal_number = self._loop(metrics, vote, profile=profile, collect=collect)
-        comparison = compare_with_estimates(self._pipe.plan.estimates, self._world.gather(metrics.facts()))
-        if comparison is not None:
-            logger.info("%s", comparison)
-        how = f"stopped by {signal.Signals(signal_number).name}" if signal_number else "finished"
-        seconds = time.perf_counter() - began
-        logger.info("%s after %d of %d steps and %.1f s; see %s", how, step, steps, seconds, folder)
-        return signal_number
-
-    def _loop(
-        self,
-        metrics: MetricsLog,
-        vote: StopVote,
-        *,
-        profile: Callable[[StepResult], None],
-        collect: Callable[[int], None],
-    ) -> tuple[int, int]:
-        """Runs steps until the last one or a signal; returns the number of steps, and the signal or 0."""
-        config, steps = self._config, self._config.training.steps
-        schedulers = self._pipe.lr_schedulers(build_lr_scheduler_factory(config.lr_scheduler, steps=steps))
-        rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
-        if self._pipe.loss_scale is not None:
-            # torch mistakes a skipped first step for a schedule that is ahead of its optimizer.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        batches = iter(self._loader)
+def _run_steps(
+    config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: Processes, folder: Path
+) -> int:
+    """Runs all steps; returns 0, or the signal that stopped the run, on every rank alike."""
+    dataset = StepDataset(
+        corpus,
+        global_batch=pipe.plan.global_batch,
+        seed=config.debug.seed,
+        input_rows=pipe.input_rows,
+        target_rows=pipe.target_rows,
+    )
+    loader = RowLoader(dataset, config.training.dataloader)
+    metrics = _build_metrics(config, pipe, shape, world, folder)
+    steps, began = config.training.steps, time.perf_counter()
+    schedulers = pipe.lr_schedulers(build_lr_scheduler_factory(config.lr_scheduler, steps=steps))
+    rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
+    if pipe.loss_scale is not None:
+        # torch mistakes a skipped first step for a schedule that is ahead of its optimizer.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+    with (
+        closing(loader),
+        closing(metrics),
+        closing(SignalWatch()) as watch,
+        profiler(config.profiling, folder=folder, rank=pipe.rank) as profile,
+        _collecting_garbage(config.training.gc_freq) as collect,
+    ):
+        vote = StopVote(watch, world.control)
+        batches = iter(loader)
         batch = next(batches)
         metrics.restart()
         for step in range(1, steps + 1):
             metrics.begin_step()
             vote.open()
-            result = self._pipe.step(*batch)
+            result = pipe.step(*batch)
             metrics.end_step(result)
             schedulers.step()  # Also after a skipped step: the rate depends on the step alone.
             batch = metrics.wait_for_data(batches)  # While a GPU still computes.
             collect(step)
             if step == 1:
                 # Before metrics reset the device's peak.
-                reports = self._world.gather(self._pipe.memory_report())
-                logger.info("%s", describe_fullest(self._pipe.plan, reports))
+                reports = world.gather(pipe.memory_report())
+                logger.info("%s", describe_fullest(pipe.plan, reports))
             if metrics.is_due(step):
                 lr = config.optimizer.lr * rate(step - 1)
-                metrics.log(step, lr=lr, busy_s=self._pipe.busy_s, loss_scale=self._pipe.loss_scale)
+                metrics.log(step, lr=lr, busy_s=pipe.busy_s, loss_scale=pipe.loss_scale)
             signal_number = vote.close()
             profile(result)
             if signal_number:
                 break
-        return step, signal_number
+    comparison = compare_with_estimates(pipe.plan.estimates, world.gather(metrics.facts()))
+    if comparison is not None:
+        logger.info("%s", comparison)
+    how = f"stopped by {signal.Signals(signal_number).name}" if signal_number else "finished"
+    seconds = time.perf_counter() - began
+    logger.info("%s after %d of %d steps and %.1f s; see %s", how, step, steps, seconds, folder)
+    return signal_number
 
 
 # -- parts of a run ----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
+from zorselike.profiler.machine.found_cluster import list_machines
 from zorselike.train.config.config import Config, check_against_plan
 
-Machines = Mapping[str, Sequence[str]]
+Machines = Mapping[str, tuple[str, ...]]
 """The types of the devices of each node, by local rank."""
 
 
@@ -82,7 +83,7 @@ def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here
             f"changed, {mend}"
         )
     planned = _planned_machines(plan, files)
-    if planned != {node: tuple(types) for node, types in here.items()}:
+    if planned != here:
         raise PlanError(
             f"{files.plan} was made for other machines ({list_machines(planned)}) than run here "
             f"({list_machines(here)}): start it on those, {mend}"
@@ -97,14 +98,14 @@ def put_unfitting_aside(files: AutoFiles, workload: Workload, here: Machines) ->
         ProfileError, ClusterError: One that the recipe names is.
     """
     told = []
-    if (mistake := _find_profile_mistake(files.profile, workload)) is not None:
+    if files.profile.exists() and (mistake := _find_profile_mistake(files.profile, workload)) is not None:
         if files.profile_is_given:
             raise ProfileError(
                 f"[hetero] profile = {files.profile}: {mistake}; name another file, or leave the key out and "
                 "what is missing is measured"
             )
         told.append(_put_aside(files.profile, mistake))
-    if (mistake := _find_cluster_mistake(files.cluster, here)) is not None:
+    if files.cluster.exists() and (mistake := _find_cluster_mistake(files.cluster, here)) is not None:
         if files.cluster_is_given:
             raise ClusterError(
                 f"[hetero] cluster = {files.cluster}: {mistake}; name another file, or leave the key out and "
@@ -114,41 +115,39 @@ def put_unfitting_aside(files: AutoFiles, workload: Workload, here: Machines) ->
     return told
 
 
-def list_machines(machines: Machines) -> str:
-    """`a: T4 T4, b: V100-16`."""
-    return ", ".join(f"{node}: {' '.join(types)}" for node, types in sorted(machines.items()))
-
-
-def _planned_machines(plan: Plan, files: AutoFiles) -> dict[str, tuple[str, ...]]:
+def _planned_machines(plan: Plan, files: AutoFiles) -> Machines:
     """All that ran when the plan was made: it may leave devices out, which only the cluster file names."""
+    if files.cluster.exists():
+        nodes = _load_machines(files.cluster)
+        if all((d.local_rank, d.type) in enumerate(nodes.get(d.node, ())) for d in plan.devices):
+            return nodes
     used: dict[str, tuple[str, ...]] = {}
     for device in sorted(plan.devices, key=lambda each: (each.node, each.local_rank)):
         used[device.node] = (*used.get(device.node, ()), device.type)
-    if files.cluster.exists():
-        nodes = {node.name: node.devices for node in Cluster.load(files.cluster).nodes}
-        if all((d.local_rank, d.type) in enumerate(nodes.get(d.node, ())) for d in plan.devices):
-            return nodes
     return used
 
 
+def _load_machines(cluster: Path) -> dict[str, tuple[str, ...]]:
+    return {node.name: node.devices for node in Cluster.load(cluster).nodes}
+
+
 def _find_profile_mistake(path: Path, workload: Workload) -> str | None:
-    """Why a profile cannot be continued for a workload, if it is there."""
+    """Why a profile cannot be continued for a workload."""
     try:
-        if path.exists():
-            own = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
-            Profile.load(path).merge(own)
+        own = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
+        Profile.load(path).merge(own)
     except ProfileError as error:
         return str(error)
     return None
 
 
 def _find_cluster_mistake(path: Path, here: Machines) -> str | None:
-    """Why a cluster file is not of the machines that run, if it is there."""
+    """Why a cluster file is not of the machines that run."""
     try:
-        known = {node.name: node.devices for node in Cluster.load(path).nodes} if path.exists() else None
+        known = _load_machines(path)
     except ClusterError as error:
         return str(error)
-    if known is None or known == {node: tuple(types) for node, types in here.items()}:
+    if known == here:
         return None
     return f"is of other machines ({list_machines(known)}) than run here ({list_machines(here)})"
 

@@ -21,7 +21,7 @@ from zorselike.models.workload import make_workload
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan, Recompute
 from zorselike.plan.workload import Workload
-from zorselike.planner.answer import OnProgress, Progress
+from zorselike.planner.answer import Progress
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import search_plans
 from zorselike.profiler.layers.probes import find_probes
@@ -135,16 +135,16 @@ def make_problem(config: Config, workload: Workload, cluster: Cluster, profile: 
 
 def _list_devices(infos: Sequence[ProcessInfo]) -> Machines:
     """By node and local rank; raises `ClusterError` where one is missing."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for info in sorted(infos, key=lambda each: (each.node, each.local_rank)):
-        types = found.setdefault(info.node, [])
+        types = found.get(info.node, ())
         if info.local_rank != len(types):
             raise ClusterError(
                 f"node {info.node} runs local rank {info.local_rank} and no local rank {len(types)}; with "
                 '[hetero] plan = "auto" a node counts its processes from 0: unset '
                 f"{LOCAL_RANKS_VARIABLE}, which is for plans that are there"
             )
-        types.append(device_type(info))
+        found[info.node] = (*types, device_type(info))
     return found
 
 
@@ -162,11 +162,7 @@ def _read_written(
 
 
 def _measure(
-    config: Config,
-    shape: DecoderConfig,
-    workload: Workload,
-    files: AutoFiles,
-    processes: Processes,
+    config: Config, shape: DecoderConfig, workload: Workload, files: AutoFiles, processes: Processes
 ) -> None:
     """Brings profile and cluster file up to what planning needs; collective."""
 
@@ -190,10 +186,7 @@ def _measure(
         largest_message_bytes=_LARGEST_MESSAGE_BYTES,
         again=False,
     )
-    with (
-        measure_in_job(processes) as measuring,
-        _counting_noise(),  # Of which planning tells.
-    ):
+    with measure_in_job(processes) as measuring, _counting_noise():  # Of which planning tells.
         measure(job, measuring, path=files.profile, cluster_path=files.cluster, memory_bytes=None)
 
 
@@ -219,21 +212,7 @@ def _plan_and_write(config: Config, workload: Workload, files: AutoFiles) -> dic
 
 
 def _search(config: Config, problem: PlanProblem) -> Plan:
-    """The best plan found in time; raises `NothingFitsError`."""
-    budget_s = parse_time(config.hetero.plan_budget)
-    assert budget_s is not None, "check_config has seen it"
-    answer = search_plans(
-        problem, budget_s=budget_s, top=1, seed=config.debug.seed, on_progress=_make_teller()
-    )
-    if answer.ending == "interrupted":
-        raise KeyboardInterrupt  # Of the job, not of the search alone.
-    for note in answer.notes:
-        logger.info("%s", note)
-    return answer.best.case.plan
-
-
-def _make_teller() -> OnProgress:
-    """Logs now and then how far a search is."""
+    """The best plan found in time, logging now and then how far the search is; raises `NothingFitsError`."""
     told_s = 0.0
 
     def tell(progress: Progress) -> None:
@@ -247,7 +226,14 @@ def _make_teller() -> OnProgress:
                 progress.bound_s,
             )
 
-    return tell
+    budget_s = parse_time(config.hetero.plan_budget)
+    assert budget_s is not None, "check_config has seen it"
+    answer = search_plans(problem, budget_s=budget_s, top=1, seed=config.debug.seed, on_progress=tell)
+    if answer.ending == "interrupted":
+        raise KeyboardInterrupt  # Of the job, not of the search alone.
+    for note in answer.notes:
+        logger.info("%s", note)
+    return answer.best.case.plan
 
 
 @contextmanager

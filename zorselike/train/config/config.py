@@ -35,10 +35,8 @@ NO_CHECKPOINTS = Must(
 class Job:
     dump_folder: str = "./outputs"
     """Folder that holds one folder a run: its configuration, plan, log and TensorBoard events."""
-
     description: str = ""
     """What this job is, for people; printed at the start."""
-
     print_config: bool = False
     """Print the merged configuration at the start."""
 
@@ -47,10 +45,8 @@ class Job:
 class Model:
     name: str = "llama"
     """Which model family to train; see `zorselike/models`."""
-
     flavor: str = "debug"
     """Which size of that family."""
-
     hf_assets_path: str = ""
     """Folder that holds a Hugging Face `tokenizer.json` (or that file). Empty: byte tokens."""
 
@@ -59,10 +55,8 @@ class Model:
 class DataLoader:
     num_workers: Natural = 1
     """Processes per rank that read rows ahead; 0 reads in the training process."""
-
     pin_memory: bool = False
     """Hand rows over in pinned memory, from which copies to a GPU run in the background."""
-
     prefetch_factor: Positive | None = None
     """Batches that each worker reads ahead; 2 unless given. Only with `num_workers` > 0."""
 
@@ -71,38 +65,28 @@ class DataLoader:
 class Training:
     dataset: Literal["stdlib"] = "stdlib"
     """Built-in text, read unless `dataset_path` is given: the sources of Python's standard library."""
-
     dataset_path: str = ""
     """Text or token files: one `.txt`, `.jsonl` (key `text`) or `.bin` file, or a folder of them."""
-
     dataset_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the numbers in `.bin` token files (ours, not TorchTitan's)."""
-
     global_batch_size: int = -1
     """Rows per optimizer step. The plan says it; if given here, it must be the plan's. Needed where the
     plan is `auto`."""
-
     seq_len: Positive = 2048
     """Tokens per row."""
-
     max_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 clips nothing, so that ministages update at once (not so in
     float16)."""
-
     steps: Positive = 10000
     """Optimizer steps to run."""
-
     mixed_precision_param: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """Type in which layers compute; master weights and optimizer states are fp32. `float16` scales the
     loss and skips steps that overflow. `auto` (ours): `float16` as soon as one card of the job is older
     than Ampere, else `bfloat16`."""
-
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are reduced."""
-
     gc_freq: Natural = 50
     """Steps between Python garbage collections, so that ranks collect together; 0: Python's own rule."""
-
     dataloader: DataLoader = field(default_factory=DataLoader)
     """How rows are read."""
 
@@ -111,22 +95,16 @@ class Training:
 class Optimizer:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Which optimizer; norms and biases are never decayed."""
-
     lr: NotNegative = 8e-4
     """Highest learning rate of the schedule."""
-
     beta1: Beta = 0.9
     """Decay of the running mean of gradients."""
-
     beta2: Beta = 0.95
     """Decay of the running mean of squared gradients."""
-
     eps: NotNegative = 1e-8
     """Added to the denominator."""
-
     weight_decay: NotNegative = 0.1
     """Decay of weights, not of norms and biases."""
-
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """`fused` is fastest; where torch or the device has none, `foreach` takes its place, and says so."""
 
@@ -135,17 +113,13 @@ class Optimizer:
 class LRScheduler:
     warmup_steps: Natural = 200
     """Steps in which the learning rate rises to `optimizer.lr`."""
-
     total_steps: Positive | None = None
     """Length of the schedule if it is not `training.steps`, so that a short run keeps a long one's curve."""
-
     decay_ratio: Share | None = None
     """Share of the steps, at the end, in which the rate decays (warm-up, stable, decay).
     Unless given, it decays from the end of the warm-up on."""
-
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay; `cosine` without `decay_ratio` is the usual cosine schedule."""
-
     min_lr_factor: Share = 0.0
     """The decay ends at this share of `optimizer.lr`."""
 
@@ -166,10 +140,8 @@ class ActivationCheckpoint:
 class Compile:
     enable: bool = False
     """`torch.compile` each numbered layer by itself, once for every number of rows that a rank computes."""
-
     components: tuple[Literal["model"], ...] = ("model",)
     """What is compiled: layers of the model. TorchTitan's default has the loss too."""
-
     backend: Literal["inductor"] = "inductor"
     """torch's own compiler."""
 
@@ -178,16 +150,12 @@ class Compile:
 class Metrics:
     log_freq: Positive = 10
     """Steps between log lines and between TensorBoard points; the first step is always logged."""
-
     enable_tensorboard: bool = True
     """Write TensorBoard events into the run's folder (TorchTitan's default is off)."""
-
     disable_color_printing: bool = False
     """No colours in log lines; there are none anyway where the output is not a terminal."""
-
     save_tb_folder: str = "tb"
     """Folder of the events inside the run's folder."""
-
     save_for_all_ranks: bool = False
     """Write events of every rank, each into a folder `rank_N`, not those of rank 0 alone."""
 
@@ -196,16 +164,12 @@ class Metrics:
 class Profiling:
     enable_profiling: bool = False
     """Write Chrome traces of every rank; actions carry the schedule's own words."""
-
     save_traces_folder: str = "profile_traces"
     """Folder of the traces inside the run's folder."""
-
     profile_freq: int = 10
     """Steps from one trace to the next."""
-
     profiler_active: Positive = 1
     """Steps in one trace."""
-
     profiler_warmup: Natural = 3
     """Steps for which the profiler runs before each trace, unrecorded."""
 
@@ -220,10 +184,8 @@ class Comm:
 class Debug:
     seed: Natural = 0
     """Seeds weights, dropout and the order of the data."""
-
     deterministic: bool = False
     """Only deterministic kernels; an operation that has none raises."""
-
     deterministic_warn_only: bool = False
     """With `deterministic`: warn where an operation has no deterministic kernel."""
 
@@ -233,21 +195,16 @@ class Hetero:
     plan: Annotated[str, A_PLAN] = ""
     """The plan file: which rank computes which rows of which layers. `auto`: the devices that run are
     measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it."""
-
     profile: str = ""
     """With `plan = "auto"`: the profile to plan with; what it lacks is measured and added.
     Unless given, it is kept beside the plan."""
-
     cluster: str = ""
     """With `plan = "auto"`: the cluster file to plan with, written if it is not there.
     Unless given, it is kept beside the plan."""
-
     plan_budget: Budget = "30s"
     """With `plan = "auto"`: how long to look for a better plan, at most."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; `auto`: CUDA where torch finds a GPU, else CPU."""
-
     clip: Literal["global", "ministage"] = "global"
     """`global` clips by the norm of all gradients, so updates wait for it; `ministage` clips each
     ministage by its own norm and updates at once."""

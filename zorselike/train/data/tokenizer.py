@@ -21,21 +21,17 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens are in `[0, vocab_size)`."""
-        ...
 
     @property
     def end_of_document(self) -> int | None:
         """Token that ends every document; `None` if the vocabulary has none."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Changes with anything that affects `encode`."""
-        ...
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, without any token for its start or end."""
-        ...
 
 
 class ByteTokenizer:

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,20 +74,15 @@ class MetricsLog:
             events_folder: folder of this rank's TensorBoard events; `None` for none.
             estimated_step_s: the plan's estimate, to compare the run with.
         """
-        self._log_freq = config.log_freq
-        self._rank = rank
-        self._steps = steps
-        self._work = work
-        self._peak_flops = peak_flops
-        self._device = device
-        self._group = group
-        self._estimated_step_s = estimated_step_s
+        self._log_freq, self._steps, self._rank = config.log_freq, steps, rank
+        self._work, self._peak_flops, self._estimated_step_s = work, peak_flops, estimated_step_s
+        self._device, self._group = device, group
         self._has_colors = sys.stdout.isatty() and not config.disable_color_printing
         self._num_skipped = 0
-        self._num_intervals = 0
+        self._is_steady = False
+        """Whether the first interval, which includes start-up, is over."""
         self._num_steady_steps = 0
         self._steady_s = 0.0
-        """Seconds of the steps after the first interval, which includes start-up."""
         self._footprint_bytes: int | None = None
         self._writer = None
         if events_folder is not None:
@@ -98,7 +93,6 @@ class MetricsLog:
 
     def restart(self) -> None:
         """Starts an interval now."""
-        self._num_steps = 0
         self._results: list[StepResult] = []
         self._data_s = 0.0
         self._began = self._step_began = time.perf_counter()
@@ -106,7 +100,6 @@ class MetricsLog:
 
     def begin_step(self) -> None:
         """Marks the beginning of a step."""
-        self._num_steps += 1
         self._step_began = time.perf_counter()
 
     def end_step(self, result: StepResult) -> None:
@@ -133,12 +126,15 @@ class MetricsLog:
         loss, grad_norm = result.loss, result.grad_norm  # Waits for the step's end.
         self._num_skipped += sum(result.is_skipped for result in self._results)
         now = time.perf_counter()
-        interval_s = now - self._began
+        interval_s, step_s = now - self._began, now - self._step_began
         self._update_facts(interval_s)
-        reports = self._exchange(100 * busy_s / (now - self._step_began))
-        values = self._summarise(reports, interval_s) | self._describe_scaling(loss_scale)
+        reports = self._exchange(100 * busy_s / step_s)
+        values = self._summarise(reports, interval_s)
+        if loss_scale is not None:
+            values |= {"hetero/loss_scale": loss_scale, "hetero/num_skipped_steps": self._num_skipped}
         if dist.get_rank() == 0:
-            line = self._format_line(step, loss, grad_norm, values, reports, interval_s)
+            left_s = (self._steps - step) * interval_s / len(self._results)
+            line = self._format_line(step, loss, grad_norm, values, reports, left_s)
             logger.info(line if self._has_colors else colors.remove_colors(line))
         if self._writer is not None:
             head = {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr}
@@ -158,10 +154,10 @@ class MetricsLog:
             self._writer = None
 
     def _update_facts(self, interval_s: float) -> None:
-        if self._num_intervals:
-            self._num_steady_steps += self._num_steps
+        if self._is_steady:
+            self._num_steady_steps += len(self._results)
             self._steady_s += interval_s
-        self._num_intervals += 1
+        self._is_steady = True
         footprint = read_footprint(self._device)
         if footprint is not None:
             self._footprint_bytes = max(footprint, self._footprint_bytes or 0)
@@ -174,16 +170,16 @@ class MetricsLog:
         dist.all_gather_object(reports, report, group=self._group)
         return sorted(reports, key=lambda each: each.rank)
 
-    def _summarise(self, reports: list[RankReport], interval_s: float) -> dict[str, float]:
+    def _summarise(self, reports: Sequence[RankReport], interval_s: float) -> dict[str, float]:
         """Everything but loss, gradient norm and learning rate; unknown values are left out."""
-        steps_per_s = self._num_steps / interval_s
+        steps_per_s = len(self._results) / interval_s
         fullest = max(reports, key=lambda report: report.memory_percent)
         data_s = max(report.data_s for report in reports)
         values = {
             "throughput(tps)": self._work.num_tokens * steps_per_s,
             "tflops": self._work.model_flops * steps_per_s / 1e12,
             "time_metrics/end_to_end(s)": 1 / steps_per_s,
-            "time_metrics/data_loading(s)": data_s / self._num_steps,
+            "time_metrics/data_loading(s)": data_s / len(self._results),
             "time_metrics/data_loading(%)": 100 * data_s / interval_s,
             "memory/max_reserved(GiB)": fullest.memory_bytes / _GIB,
             "memory/max_reserved(%)": fullest.memory_percent,
@@ -201,28 +197,23 @@ class MetricsLog:
             values[f"{where}/busy(%)"] = report.busy_percent
         return values
 
-    def _describe_scaling(self, loss_scale: float | None) -> dict[str, float]:
-        if loss_scale is None:
-            return {}
-        return {"hetero/loss_scale": loss_scale, "hetero/num_skipped_steps": self._num_skipped}
-
     def _format_line(
         self,
         step: int,
         loss: float,
         grad_norm: float,
-        values: dict[str, float],
-        reports: list[RankReport],
-        interval_s: float,
+        values: Mapping[str, float],
+        reports: Sequence[RankReport],
+        left_s: float,
     ) -> str:
-        mfu = f"{values['mfu(%)']:.2f}%" if "mfu(%)" in values else "n/a"
-        scaling = ""
+        scaling = hfu = ""
         if "hetero/loss_scale" in values:
             scale, skipped = values["hetero/loss_scale"], values["hetero/num_skipped_steps"]
             scaling = f"scale: {scale:g}  skipped: {skipped:.0f}  "
-        hfu = f"  hfu: {values['hetero/hfu(%)']:.2f}%" if self._shows_hfu else ""
+        mfu = f"{values['mfu(%)']:.2f}%" if "mfu(%)" in values else "n/a"
+        if self._peak_flops is not None and self._work.hardware_flops != self._work.model_flops:
+            hfu = f"  hfu: {values['hetero/hfu(%)']:.2f}%"
         busy = "/".join(f"{report.busy_percent:.0f}" for report in reports)
-        left = timedelta(seconds=round((self._steps - step) * interval_s / self._num_steps))
         return (
             f"{colors.RED}step: {step:2}  "
             f"{colors.GREEN}loss: {loss:8.5f}  "
@@ -234,12 +225,8 @@ class MetricsLog:
             f"{colors.CYAN}tflops: {values['tflops']:,.2f}  "
             f"{colors.MAGENTA}mfu: {mfu}{hfu}  "
             + (f"{colors.YELLOW}busy: {busy}%  " if len(reports) <= _MAX_SHOWN else "")
-            + f"{colors.RESET}left: {left}"
+            + f"{colors.RESET}left: {timedelta(seconds=round(left_s))}"
         )
-
-    @property
-    def _shows_hfu(self) -> bool:
-        return self._peak_flops is not None and self._work.hardware_flops != self._work.model_flops
 
 
 _MAX_SHOWN = 16
