@@ -32,7 +32,7 @@ from zorselike.models import build_model, get_config, module_names
 from zorselike.models.workload import make_workload
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.runtime.memory.report import measure_ministage
+from zorselike.runtime.memory_report import measure_ministage
 
 SEQUENCE = 8
 SHAPE: dict[str, Any] = {
@@ -98,7 +98,7 @@ def find_real_sizes(rank: int, world_size: int, case: Case) -> dict[int, Minista
         pipe.step_global(tokens, tokens)
         assembly = pipe._assembly
         return {
-            i: measure_ministage(ministage, assembly, pipe._boundaries, pipe._layer_inputs)
+            i: measure_ministage(ministage, assembly, pipe._trace)
             for i, ministage in assembly.ministages.items()
         }
 

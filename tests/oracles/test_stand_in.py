@@ -76,7 +76,7 @@ def overwrite_while_read(rank: int, world_size: int, waits: bool) -> Found:
         with streams.store.use():
             host.copy_(shard)
         if waits:
-            streams.join(streams.compute, [streams.store])
+            streams.compute.wait(streams.store.record())
         shard.add_(1)
     return streams.pairs
 

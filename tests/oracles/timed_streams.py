@@ -19,7 +19,7 @@ from torch import Tensor
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.memory.streams import Event, Stream, Streams
 from zorselike.runtime.ministage import settings
-from zorselike.runtime.ministage.call_order import CallOrder
+from zorselike.runtime.ministage.unit import CallOrder
 from zorselike.runtime.ministage.updates import Updates
 from zorselike.schedule.actions import Action, Kind
 

@@ -108,13 +108,13 @@ def train(run: Run) -> Found:
         for step in range(NUM_STEPS):
             pipe.step_global(*run.case.batch(step))
             ends.append(streams.now_s)
-        executor = pipe._assembly.executor
+        executor = pipe._executor
         own = executor._ministages.values()
         stash = executor._resources.activations
         found = Found(
             ends[-1] - ends[-2],
             tuple(sum(mirror.num_bytes for mirror in ministage.shards._host_backed) for ministage in own),
-            tuple(ministage.sizes().gradient_shard_bytes for ministage in own),
+            tuple(ministage.sizes.gradient_shard_bytes for ministage in own),
             tuple(sum(mirror.num_bytes for mirror in ministage.state._host_backed) for ministage in own),
             {} if stash is None else dict(stash.kept_bytes),  # type: ignore[arg-type]
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zorselike import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.memory.report import MemoryLine, MemoryReport
+from zorselike.runtime.memory_report import MemoryLine, MemoryReport
 from zorselike.train.report.memory import describe_deferral, describe_fullest
 
 MIB = 2**20

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorselike.cost.memory import MemoryWalk
-from zorselike.runtime.memory.report import MemoryLine
+from zorselike.runtime.memory_report import MemoryLine
 
 from .emulation import Measurement
 from .mutations import MUTATIONS

@@ -20,7 +20,7 @@ from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.profiler.program.action_costs import ActionClock, ActionTime
-from zorselike.runtime.memory.report import MemoryLine
+from zorselike.runtime.memory_report import MemoryLine
 
 from ..bench.forked import run_forked
 from ..bench.link_sleep import LinkSleeper

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.errors import ConfigError, PlanError
@@ -17,7 +17,6 @@ from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.comm.agreement import check_same_plan
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
 from zorselike.runtime.comm.transport import Edge, Transport, edges_of
-from zorselike.runtime.executor import Executor
 from zorselike.runtime.loss import Unpack
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.loss_scale import LossScale
@@ -49,16 +48,9 @@ class CompiledPlan:
     step_actions: dict[int, list[Action]]
     evaluate_actions: dict[int, list[Action]]
     report: CheckReport
-    state: tuple[dict[str, TensorShape], ...]
-    """Parameters and persistent buffers of each ministage, as the model was given, by global name."""
-
-
-@dataclass(frozen=True)
-class TensorShape:
-    """Shape and dtype of a whole tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
+    state: tuple[dict[str, Tensor], ...]
+    """Parameters and persistent buffers of each ministage as the model was given, by global name, on the meta
+    device."""
 
 
 def compile_plan(
@@ -109,8 +101,7 @@ def compile_plan(
             num_actions=report.num_actions,
         ),
         state=tuple(
-            {name: TensorShape(t.shape, t.dtype) for name, t in part.module.state_dict().items()}
-            for part in parts
+            {name: t.detach().to("meta") for name, t in part.module.state_dict().items()} for part in parts
         ),
     )
 
@@ -186,30 +177,6 @@ def _refuse_mixed_dtypes(parts: Sequence[ModelPart]) -> None:
                 )
 
 
-@dataclass
-class Assembly:
-    """Everything one rank runs with."""
-
-    compiled: CompiledPlan
-    ranks: Ranks
-    device: torch.device
-    groups: Groups
-    processes: tuple[ProcessInfo, ...]
-    ministages: dict[int, ShardedMinistage]
-    resources: RankResources
-    transport: Transport
-    updates: Updates
-    ties: TiedWeights
-    busy: BusyClock
-    executor: Executor
-    control: ProcessGroup
-    totals: ProcessGroup
-    loss_group: ProcessGroup | None
-    """Gloo group of the last ministage's ranks; None elsewhere."""
-    group_control: ProcessGroup
-    """Gloo group of the ranks of this rank's group."""
-
-
 def find_ranks(
     plan: Plan, device: torch.device, *, named_device: str | None
 ) -> tuple[Ranks, tuple[ProcessInfo, ...]]:
@@ -224,97 +191,98 @@ def find_ranks(
     return Ranks(rank_of[process], tuple(process_of[rank] for rank in range(plan.num_ranks))), processes
 
 
-def assemble(
-    compiled: CompiledPlan,
-    ranks: Ranks,
-    processes: tuple[ProcessInfo, ...],
-    *,
-    model: nn.Module,
-    device: torch.device,
-    optimizer: OptimizerFactory,
-    param_dtype: torch.dtype | None,
-    compiles: bool,
-    scale: LossScale | None,
-    max_norm: float | None,
-    clip: Clip,
-    seed: int,
-    enter: Callable[[Action], None],
-) -> Assembly:
-    """Builds this rank's side of the pipeline; collective over all ranks."""
-    plan = compiled.plan
-    groups = Groups(ranks)
-    everyone = range(plan.num_ranks)
-    control, totals, norms = (_member(groups.make(everyone, "gloo")) for _ in range(3))
-    hosts = [groups.make(group.flat_ranks, "gloo") for group in plan.groups]
-    mesh = _make_mesh(plan, groups, device, processes)
-    own = plan.group_of_rank[ranks.rank]
-    untie(compiled)
-    resources = RankResources.of(device, offloads_activations="activations" in plan.groups[own].offload)
-    ministages = _make_ministages(
-        compiled,
-        ranks,
-        mesh,
-        resources=resources,
-        param_dtype=param_dtype,
-        compiles=compiles,
-        materialise=partial(initialize_unit, seed=seed, device=device, root=model),
-    )
-    ties = TiedWeights(
-        compiled.ties,
-        plan,
-        {i: dict(ministage.named_parameters()) for i, ministage in ministages.items()},
-        ranks,
-        groups.make(everyone, "gloo") if compiled.ties else None,
-        gradient=lambda ministage, name: ministages[ministage].gradients.local(name),
-    )
-    ties.synchronise()
-    updates = Updates(
-        ministages,
-        optimizer,
-        max_norm=max_norm,
-        clip=clip,
-        scale=scale,
-        counts_replicated=plan.groups[own].flat_ranks[0] == ranks.rank,
-        device=device,
-        world=norms,
-        group=_member(hosts[own]),
-    )
-    edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
-    transport = Transport(
-        groups, edges, by_host=_host_edges(edges, compiled, ranks, processes), device=device
-    )
-    busy = BusyClock(device)
-    executor = Executor(
-        rank=ranks.rank,
-        plan=plan,
-        ministages=ministages,
-        resources=resources,
-        accepts={i: compiled.parts[i].accepts for i in ministages},
-        lowest_backward=compiled.spec.lowest_backward,
-        transport=transport,
-        updates=updates,
-        ties=ties,
-        busy=busy,
-        enter=enter,
-    )
-    return Assembly(
-        compiled=compiled,
-        ranks=ranks,
-        device=device,
-        groups=groups,
-        processes=processes,
-        ministages=ministages,
-        resources=resources,
-        transport=transport,
-        updates=updates,
-        ties=ties,
-        busy=busy,
-        executor=executor,
-        control=control,
-        totals=totals,
-        loss_group=hosts[plan.ministages[-1].group],
-        group_control=_member(hosts[own]),
-    )
+class Assembly:
+    """Everything one rank runs with; collective to make."""
+
+    def __init__(
+        self,
+        compiled: CompiledPlan,
+        ranks: Ranks,
+        processes: tuple[ProcessInfo, ...],
+        *,
+        model: nn.Module,
+        device: torch.device,
+        optimizer: OptimizerFactory,
+        param_dtype: torch.dtype | None,
+        compiles: bool,
+        scale: LossScale | None,
+        max_norm: float | None,
+        clip: Clip,
+        seed: int,
+    ) -> None:
+        self.compiled, self.plan = compiled, compiled.plan
+        self.ranks, self.processes, self.device = ranks, processes, device
+        self.groups = Groups(ranks)
+        everyone = range(self.plan.num_ranks)
+        self.control, self.totals, norms = (_member(self.groups.make(everyone, "gloo")) for _ in range(3))
+        hosts = [self.groups.make(group.flat_ranks, "gloo") for group in self.plan.groups]
+        own = self.plan.group_of_rank[ranks.rank]
+        group = self.plan.groups[own]
+        self.loss_group = hosts[self.plan.ministages[-1].group]
+        """Gloo group of the last ministage's ranks; None elsewhere."""
+        self.group_control = _member(hosts[own])
+        """Gloo group of the ranks of this rank's group."""
+        mesh = self._make_mesh()
+        untie(compiled)
+        self.resources = RankResources.of(device, offloads_activations="activations" in group.offload)
+        self.ministages: dict[int, ShardedMinistage] = {}
+        for index in self.plan.ministages_of_rank(ranks.rank):
+            settings = MinistageSettings(
+                group=group,
+                mesh=mesh,
+                materialise=partial(initialize_unit, seed=seed, device=device, root=model),
+                modules=self.plan.ministages[index].modules,
+                receives_grad=index > compiled.spec.lowest_backward,
+                param_dtype=param_dtype,
+                compiles=compiles,
+                keeps_shards=not self.ministages,
+                tied=tied_names(compiled.ties),
+                borrowed=borrowed_names(compiled.ties),
+            )
+            part = compiled.parts[index]
+            ministage = ShardedMinistage(index, part.module, part.units, settings, self.resources)
+            ministage.warm_up()
+            self.ministages[index] = ministage
+        ties_group = self.groups.make(everyone, "gloo") if compiled.ties else None
+        self.ties = TiedWeights(compiled.ties, self.plan, self.ministages, ranks, ties_group)
+        self.ties.synchronise()
+        self.updates = Updates(
+            self.ministages,
+            optimizer,
+            max_norm=max_norm,
+            clip=clip,
+            scale=scale,
+            counts_replicated=group.flat_ranks[0] == ranks.rank,
+            device=device,
+            world=norms,
+            group=self.group_control,
+        )
+        edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
+        by_host = frozenset(filter(self._goes_by_host, edges))
+        self.transport = Transport(self.groups, edges, by_host=by_host, device=device)
+        self.busy = BusyClock(device)
+
+    def _make_mesh(self) -> DeviceMesh:
+        """The mesh of this rank's group; every process creates every group, in one order."""
+        ranks, groups = self.ranks, self.plan.groups
+        backends = [backend_for(group.flat_ranks, ranks, self.processes) for group in groups]
+        made = [self.groups.make(group.flat_ranks, b) for group, b in zip(groups, backends, strict=True)]
+        own = self.plan.group_of_rank[ranks.rank]
+        group = groups[own]
+        process_group = _member(made[own])
+        if group.zero > 0 or len(group.flat_ranks) == 1:
+            return self.groups.make_mesh([process_group], self.device.type, [])
+        # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
+        alone = self.groups.make_own(backends[own])
+        members = sorted(ranks.processes(group.flat_ranks))
+        return self.groups.make_mesh(
+            [process_group, alone], self.device.type, [[process] for process in members]
+        )
+
+    def _goes_by_host(self, edge: Edge) -> bool:
+        """Whether NCCL cannot serve an edge, or a blocking send on it could close a cycle."""
+        is_buffered = edge in self.compiled.report.buffered_edges
+        return is_buffered or backend_for(edge[:2], self.ranks, self.processes) == "gloo"
 
 
 def untie(compiled: CompiledPlan) -> None:
@@ -328,66 +296,6 @@ def untie(compiled: CompiledPlan) -> None:
             if parameter is shared:
                 owner, _, name = fqn.rpartition(".")
                 part.get_submodule(owner).register_parameter(name, copy)
-
-
-def _make_ministages(
-    compiled: CompiledPlan,
-    ranks: Ranks,
-    mesh: DeviceMesh,
-    *,
-    resources: RankResources,
-    param_dtype: torch.dtype | None,
-    compiles: bool,
-    materialise: Callable[[nn.Module, str], None],
-) -> dict[int, ShardedMinistage]:
-    plan = compiled.plan
-    ministages = {}
-    for index in plan.ministages_of_rank(ranks.rank):
-        part = compiled.parts[index]
-        settings = MinistageSettings(
-            group=plan.group_of(index),
-            mesh=mesh,
-            materialise=materialise,
-            modules=plan.ministages[index].modules,
-            receives_grad=index > compiled.spec.lowest_backward,
-            param_dtype=param_dtype,
-            compiles=compiles,
-            keeps_shards=index == plan.ministages_of_rank(ranks.rank)[0],
-            tied=tied_names(compiled.ties),
-            borrowed=borrowed_names(compiled.ties),
-        )
-        ministage = ShardedMinistage(index, part.module, part.units, settings, resources)
-        ministage.warm_up()
-        ministages[index] = ministage
-    return ministages
-
-
-def _make_mesh(
-    plan: Plan, groups: Groups, device: torch.device, processes: Sequence[ProcessInfo]
-) -> DeviceMesh:
-    """The mesh of this rank's group; every process creates every group, in one order."""
-    backends = [backend_for(group.flat_ranks, groups.ranks, processes) for group in plan.groups]
-    made = [groups.make(group.flat_ranks, b) for group, b in zip(plan.groups, backends, strict=True)]
-    own = plan.group_of_rank[groups.ranks.rank]
-    group = plan.groups[own]
-    process_group = _member(made[own])
-    if group.zero > 0 or len(group.flat_ranks) == 1:
-        return groups.make_mesh([process_group], device.type, [])
-    # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
-    alone = groups.make_own(backends[own])
-    members = sorted(groups.ranks.processes(group.flat_ranks))
-    return groups.make_mesh([process_group, alone], device.type, [[process] for process in members])
-
-
-def _host_edges(
-    edges: Sequence[Edge], compiled: CompiledPlan, ranks: Ranks, processes: Sequence[ProcessInfo]
-) -> frozenset[Edge]:
-    """Edges that NCCL cannot serve, or on which a blocking send could close a cycle."""
-    return frozenset(
-        edge
-        for edge in edges
-        if edge in compiled.report.buffered_edges or backend_for(edge[:2], ranks, processes) == "gloo"
-    )
 
 
 def backend_for(members: Sequence[int], ranks: Ranks, processes: Sequence[ProcessInfo]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,26 +11,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zorselike.plan.plan import Plan
+from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.batch import Batch
-from zorselike.runtime.busy import BusyClock
-from zorselike.runtime.comm.transport import Transport
 from zorselike.runtime.loss import Loss
 from zorselike.runtime.ministage.ministage import ShardedMinistage, Tensors
-from zorselike.runtime.ministage.settings import RankResources
-from zorselike.runtime.ministage.ties import TiedWeights
-from zorselike.runtime.ministage.updates import Updates
 from zorselike.runtime.model.boundaries import check_crossing, name_ministage
-from zorselike.runtime.model.signature import Boundary
+from zorselike.runtime.model.signature import Signature
 from zorselike.schedule.actions import Action, Kind
-
-
-@dataclass
-class _Produced:
-    """Outputs of the last computation, for the transfers that follow it."""
-
-    tensors: Tensors
-    first_row: int
 
 
 @dataclass
@@ -39,63 +26,44 @@ class _Run:
 
     batch: Batch
     loss: Loss
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[Signature]
     train: bool
     handed_over: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
     """Tensors between two ministages of this very rank."""
-    produced: _Produced | None = None
+    produced: tuple[Tensors, int] | None = None
+    """Outputs of the last computation and their first row, for the transfers that follow it."""
 
 
 class Executor:
     """One rank's ministages, transport and updates, driven by an action list."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        plan: Plan,
-        ministages: Mapping[int, ShardedMinistage],
-        resources: RankResources,
-        accepts: Mapping[int, Collection[str]],
-        lowest_backward: int,
-        transport: Transport,
-        updates: Updates,
-        ties: TiedWeights,
-        busy: BusyClock,
-        enter: Callable[[Action], None],
-    ) -> None:
-        """`accepts`: keyword arguments that each ministage's forward names."""
-        self._plan = plan
-        self._own = plan.microbatches_of_rank(rank)
-        self._ministages = ministages
-        self._resources = resources
-        self._streams = resources.memory.streams
-        self._accepts = accepts
-        self._lowest_backward = lowest_backward
-        self._last = plan.num_ministages - 1
-        self._transport = transport
-        self._updates = updates
-        self._ties = ties
-        self._busy = busy
+    def __init__(self, assembly: Assembly, enter: Callable[[Action], None]) -> None:
+        rank, compiled = assembly.ranks.rank, assembly.compiled
+        self._plan = assembly.plan
+        self._own = assembly.plan.microbatches_of_rank(rank)
+        self._step_actions = compiled.step_actions[rank]
+        self._evaluate_actions = compiled.evaluate_actions[rank]
+        self._ministages = assembly.ministages
+        self._resources = assembly.resources
+        self._streams = assembly.resources.memory.streams
+        self._parts = compiled.parts
+        self._lowest_backward = compiled.spec.lowest_backward
+        self._last = assembly.plan.num_ministages - 1
+        self._transport = assembly.transport
+        self._updates = assembly.updates
+        self._ties = assembly.ties
+        self._busy = assembly.busy
         self.enter = enter
         """Told every action before it runs."""
-        self.leave: Callable[[Action], None] = _ignore
+        self.leave: Callable[[Action], None] = lambda _: None
         """Told every action after it ran."""
 
-    def run(
-        self,
-        actions: Sequence[Action],
-        *,
-        batch: Batch,
-        loss: Loss,
-        boundaries: Sequence[Boundary],
-        train: bool,
-    ) -> None:
-        """Runs a list to its end and waits for what it sent."""
+    def run(self, batch: Batch, loss: Loss, boundaries: Sequence[Signature], *, train: bool) -> None:
+        """Runs a step's or an evaluation's list to its end and waits for what it sent."""
         run = _Run(batch, loss, boundaries, train)
         self._streams.begin()
         self._busy.restart()
-        for action in actions:
+        for action in self._step_actions if train else self._evaluate_actions:
             with record_function(action.text):  # It costs as much as short actions: not watched.
                 self.enter(action)
                 self._do(action, run)
@@ -106,9 +74,9 @@ class Executor:
 
     def _settle(self) -> None:
         """At the end: the last update is over before anything follows; its copies to the host go on."""
-        self._streams.join(self._streams.compute, [self._streams.update])
-        for pending in (self._resources.pending_shards, self._resources.pending_state):
-            pending.settle()
+        self._streams.compute.wait(self._streams.update.record())
+        self._resources.pending_shards.settle()
+        self._resources.pending_state.settle()
         self._resources.deferred_frees.settle()
         if self._resources.activations is not None:
             self._resources.activations.finish()
@@ -193,9 +161,9 @@ class Executor:
             with _grad_mode(trains):
                 ministage.dummy_forward(number, train=trains)
             return
-        kwargs = run.batch.kwargs(number, self._accepts[index])
+        kwargs = run.batch.kwargs(number, self._parts[index].accepts)
         carries_grad = [spec.requires_grad for spec in run.boundaries[index].tensors]
-        with _grad_mode(trains), _keeping(ministage, number, trains):
+        with _grad_mode(trains), ministage.keeping(number, train=trains):
             inputs = self._inputs(index, number, run)
             with self._busy.running():
                 outputs = ministage.forward(number, inputs, carries_grad, kwargs, train=trains)
@@ -218,11 +186,10 @@ class Executor:
             return run.handed_over.pop((Kind.F, index, number))
         received = self._transport.take(Kind.RECV_F, index, number)
         if self._resources.activations is not None:
-            specs = run.boundaries[index].tensors
-            for tensor, host, spec in zip(received.tensors, received.hosts, specs, strict=True):
+            for (tensor, host), spec in zip(received, run.boundaries[index].tensors, strict=True):
                 if host is not None and spec.requires_grad:  # Autograd refuses to change such in place.
                     self._resources.activations.note_host_copy(tensor, host)
-        return received.tensors
+        return tuple(tensor for tensor, _ in received)
 
     def _backward(self, index: int, number: int, run: _Run) -> None:
         ministage = self._ministages[index]
@@ -242,7 +209,7 @@ class Executor:
         if self._is_here(index + 1):
             received = run.handed_over.pop((Kind.B, index, number))
         else:
-            received = self._transport.take(Kind.RECV_B, index, number).tensors
+            received = tuple(tensor for tensor, _ in self._transport.take(Kind.RECV_B, index, number))
         grads = iter(received)
         return [next(grads) if spec.requires_grad else None for spec in run.boundaries[index + 1].tensors]
 
@@ -252,22 +219,15 @@ class Executor:
             run.handed_over[kind, neighbour, number] = tensors
             run.produced = None
         else:
-            run.produced = _Produced(tensors, self._own[number].start)
+            run.produced = tensors, self._own[number].start
 
     def _is_here(self, ministage: int) -> bool:
         return ministage in self._ministages
 
-    def _send(self, action: Action, boundary: Boundary, run: _Run) -> None:
+    def _send(self, action: Action, boundary: Signature, run: _Run) -> None:
         assert run.produced is not None, f"{action.text} has nothing to send"
-        self._transport.send(action, run.produced.tensors, boundary, run.produced.first_row)
-
-
-def _ignore(_: Action) -> None:
-    pass
-
-
-def _keeping(ministage: ShardedMinistage, number: int, train: bool) -> AbstractContextManager[Any]:
-    return ministage.keeping(number) if train else nullcontext()
+        tensors, first_row = run.produced
+        self._transport.send(action, tensors, boundary, first_row)
 
 
 def _grad_mode(train: bool) -> AbstractContextManager[Any]:

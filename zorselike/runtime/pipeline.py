@@ -18,19 +18,15 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
-from zorselike.runtime.assembly import Assembly, assemble, check_unit_order, compile_plan, find_ranks
+from zorselike.runtime.assembly import Assembly, check_unit_order, compile_plan, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
 from zorselike.runtime.comm.agreement import check_same_weights
 from zorselike.runtime.comm.ranks import broadcast_bytes
 from zorselike.runtime.describe import describe_assembly
+from zorselike.runtime.executor import Executor
+from zorselike.runtime.host_checks import check_host_room, refuse_unfitting_plan, reserve_activations
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
-from zorselike.runtime.memory.early_check import refuse_unfitting_plan
-from zorselike.runtime.memory.report import (
-    MemoryReport,
-    check_host_room,
-    report_memory,
-    reserve_activations,
-)
+from zorselike.runtime.memory_report import MemoryReport, report_memory
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.loss_scale import LossScale
 from zorselike.runtime.ministage.updates import (
@@ -40,11 +36,10 @@ from zorselike.runtime.ministage.updates import (
     default_optimizer,
     defers_updates,
 )
-from zorselike.runtime.model.boundaries import check_additive, check_kwargs, trace_boundaries
-from zorselike.runtime.model.layer_inputs import InputBytes
+from zorselike.runtime.model.boundaries import Trace, check_additive, check_kwargs, trace_boundaries
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
-from zorselike.runtime.model.signature import Boundary, Signature
+from zorselike.runtime.model.signature import Signature
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.precision import ParamDtype, choose_dtype, computes_in_fp16
 from zorselike.runtime.result import StepResult, SumOverRanks
@@ -126,14 +121,7 @@ class HeteroPipeline:
             param_dtype=dtype,
         )
         if any(group.offload for group in self.plan.groups):
-            refuse_unfitting_plan(
-                self.plan,
-                compiled.parts,
-                compiled.step_actions,
-                ranks,
-                processes,
-                param_dtype=dtype,
-            )
+            refuse_unfitting_plan(compiled, ranks, processes, param_dtype=dtype)
         if compile and not any(part.units for part in compiled.parts):
             raise ConfigError(
                 "compile=True compiles numbered layers, and a model that torch.export cuts has none; leave "
@@ -148,7 +136,7 @@ class HeteroPipeline:
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
         torch.manual_seed(_dropout_seed(seed, ranks.rank))
         try:
-            self._assembly: Assembly = assemble(
+            self._assembly = Assembly(
                 compiled,
                 ranks,
                 processes,
@@ -161,8 +149,8 @@ class HeteroPipeline:
                 max_norm=max_norm,
                 clip=clip,
                 seed=seed,
-                enter=self._alarm.enter,
             )
+            self._executor = Executor(self._assembly, self._alarm.enter)
         except Exception as error:
             self._alarm.fail(error)  # The others wait for this rank already.
             raise
@@ -177,9 +165,8 @@ class HeteroPipeline:
         self.target_rows: list[int] = self.rows if self.plan.num_ministages - 1 in own else []
         """Rows whose targets this rank compares with; empty unless it has the last ministage."""
         self._totals = SumOverRanks(self._assembly.totals, self.device)
-        self._signature: Signature | None = None
-        self._boundaries: tuple[Boundary, ...] = ()
-        self._layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
+        self._trace: Trace | None = None
+        """What crosses the boundaries of ministages; found at the first call."""
         self._is_closed = False
         self._is_broken = False
         self._is_loaded = False
@@ -272,7 +259,7 @@ class HeteroPipeline:
     @contextmanager
     def watching(self, enter: Callable[[Action], None], leave: Callable[[Action], None]) -> Iterator[None]:
         """Inside, `enter` is told every action of this rank before it runs, and `leave` after it."""
-        executor = self._assembly.executor
+        executor = self._executor
         entered, left = executor.enter, executor.leave
 
         def enter_both(action: Action) -> None:
@@ -291,7 +278,7 @@ class HeteroPipeline:
 
     def memory_report(self) -> MemoryReport:
         """This rank's memory by purpose, device and host, as planned and as found so far."""
-        return report_memory(self._assembly, boundaries=self._boundaries, layer_inputs=self._layer_inputs)
+        return report_memory(self._assembly, self._trace)
 
     def close(self) -> None:
         """Gives back groups, buffers and threads; collective. The process can build another. What was
@@ -334,7 +321,7 @@ class HeteroPipeline:
         self._alarm.begin("step" if train else "evaluate")
         # A caller's no_grad or inference_mode around a call is no part of it.
         with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
-            self._bind(feeds, kwargs)
+            boundaries = self._bind(feeds, kwargs).boundaries
             count = float(self._count_fn(targets)) if self.target_rows else 0.0
             batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
             loss = Loss(
@@ -347,9 +334,7 @@ class HeteroPipeline:
             )
             updates = self._assembly.updates
             updates.begin()
-            self._assembly.executor.run(
-                self._actions(train), batch=batch, loss=loss, boundaries=self._boundaries, train=train
-            )
+            self._executor.run(batch, loss, boundaries, train=train)
             loss.finish()
             values = torch.stack(
                 (loss.loss_sum, loss.loss_sum.new_tensor(loss.local_targets), updates.squares())
@@ -357,10 +342,6 @@ class HeteroPipeline:
             result = self._totals.start(values, scaled=train and self._scale is not None)
         self._alarm.idle()
         return result
-
-    def _actions(self, train: bool) -> list[Action]:
-        compiled = self._assembly.compiled
-        return (compiled.step_actions if train else compiled.evaluate_actions)[self.rank]
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -385,7 +366,7 @@ class HeteroPipeline:
     def _recover(self, error: Exception) -> None:
         """A rank alone may go on with another step, if FSDP2 lets go of this one."""
         try:
-            self._assembly.executor.recover()
+            self._executor.recover()
         except Exception as failed:
             self._is_broken = True
             error.add_note(f"zorselike: this pipeline cannot take another step ({failed}); build another one")
@@ -404,34 +385,33 @@ class HeteroPipeline:
             if isinstance(value, Tensor):
                 check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
 
-    def _bind(self, feeds: tuple[Tensor, ...] | None, kwargs: Mapping[str, Any]) -> None:
+    def _bind(self, feeds: tuple[Tensor, ...] | None, kwargs: Mapping[str, Any]) -> Trace:
         """At the first call: finds what crosses every boundary, from the shapes of one rank's inputs."""
-        if self._signature is None:
+        trace = self._trace
+        if trace is None:
+            compiled = self._assembly.compiled
             source = self.plan.group_of(0).microbatches[0].rank
             payload = Signature.of(feeds).to_json().encode() if self.rank == source and feeds else b""
             told = broadcast_bytes(payload, source, self._assembly.ranks, self._assembly.control)
-            signature = Signature.from_json(told.decode())
-            compiled = self._assembly.compiled
             trace = trace_boundaries(
                 compiled.parts,
                 self.plan,
-                signature,
+                Signature.from_json(told.decode()),
                 kwargs,
                 trainable=compiled.spec.trains,
                 param_dtype=self.param_dtype,
             )
             check_unit_order(compiled, trace)
             if any(group.offload for group in self.plan.groups):
-                reserve_activations(self._assembly, trace.layer_inputs)
+                reserve_activations(self._assembly, trace)
                 check_host_room(self._assembly)
-            # Last, so that a refusal is met again by who catches it and goes on.
-            self._signature, self._boundaries = signature, trace.boundaries
-            self._layer_inputs = trace.layer_inputs
-        if feeds is not None and Signature.of(feeds) != self._signature:
+            self._trace = trace  # Last, so that a refusal is met again by who catches it and goes on.
+        if feeds is not None and Signature.of(feeds) != trace.boundaries[0]:
             raise ConfigError(
-                f"inputs are {Signature.of(feeds)}, but this pipeline was built for {self._signature}; "
+                f"inputs are {Signature.of(feeds)}, but this pipeline was built for {trace.boundaries[0]}; "
                 "pad to one shape, or build another pipeline"
             )
+        return trace
 
     def _additive_loss(self, outputs: Any, targets: Any) -> Tensor:
         """The user's loss; the first time it is proven additive over rows, as its count is."""

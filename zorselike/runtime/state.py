@@ -12,7 +12,7 @@ from zorselike.runtime.assembly import Assembly
 def gather_full_state(assembly: Assembly) -> dict[str, Tensor]:
     """`{global name: CPU tensor}` of all parameters and persistent buffers on rank 0, `{}`
     elsewhere; collective. One ministage is whole at a time on a rank that gives it."""
-    plan, ranks = assembly.compiled.plan, assembly.ranks
+    plan, ranks = assembly.plan, assembly.ranks
     state: dict[str, Tensor] = {}
     for index, described_state in enumerate(assembly.compiled.state):
         giver = plan.group_of(index).flat_ranks[0]

@@ -68,7 +68,7 @@ def is_same(ours: Outcome, theirs: Outcome) -> bool:
 
 def break_step(pipe: HeteroPipeline, case: Case, *, before: int) -> str:
     """Breaks a step before its action of that number; that action."""
-    executor = pipe._assembly.executor
+    executor = pipe._executor
     enter, count = executor.enter, -1
 
     def stop(action: Any) -> None:
@@ -90,7 +90,7 @@ def break_everywhere(rank: int, world_size: int, setting: Setting) -> list[list[
     training does not go on as it should."""
     case, pipe = setting.case, setting.build()
     pipe.step_global(*case.batch(0))
-    texts = [str(action) for action in pipe._actions(True)]
+    texts = [str(action) for action in pipe._assembly.compiled.step_actions[pipe.rank]]
     expected = go_on(pipe, case)
     pipe.close()
     found = []
@@ -126,7 +126,7 @@ def test_a_step_may_break_off_before_any_action(setting: Setting, run_ranks: Run
 def break_twice(rank: int, world_size: int, setting: Setting) -> list[str]:
     """Breaks every step at its end, where updates have begun, and looks that the next ones run."""
     case, pipe = setting.case, setting.build()
-    texts = [str(action) for action in pipe._actions(True)]
+    texts = [str(action) for action in pipe._assembly.compiled.step_actions[pipe.rank]]
     for number in range(texts.index("NORM") + 1, len(texts)):
         break_step(pipe, case, before=number)
         break_step(pipe, case, before=number // 2)
@@ -216,7 +216,7 @@ def fail_evaluation(rank: int, world_size: int, offload: Sequence[str]) -> bool:
     pipe.close()
     pipe = setting.build()
     pipe.step_global(*case.batch(0))
-    executor = pipe._assembly.executor
+    executor = pipe._executor
     enter = executor.enter
     for number in (2, 5, 8):
         left = iter(range(number))

@@ -19,7 +19,7 @@ from zorselike import Broadcast, HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.streams import ImmediateStreams
+from zorselike.runtime.memory.streams import Streams
 
 CPU = torch.device("cpu")
 KEY = (0, 0)
@@ -74,7 +74,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def make_offload() -> tuple[ActivationOffload, Memory]:
-    memory = Memory.of(CPU, ImmediateStreams())
+    memory = Memory.of(CPU, Streams())
     return ActivationOffload(memory), memory
 
 

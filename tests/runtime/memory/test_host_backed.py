@@ -23,7 +23,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import OFFLOAD_KINDS
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.streams import ImmediateStreams, Stream
+from zorselike.runtime.memory.streams import Stream, Streams
 from zorselike.runtime.ministage.sharding import local_tensor
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def make(tensors: dict[str, Tensor]) -> tuple[HostBackedTensors, Memory]:
-    memory = Memory.of(CPU, ImmediateStreams())
+    memory = Memory.of(CPU, Streams())
     streams = memory.streams
     mirror = HostBackedTensors(
         tensors, purpose="optimizer state", memory=memory, homes=[streams.compute], inbound=streams.load_state
@@ -47,7 +47,7 @@ def leave(mirror: HostBackedTensors, memory: Memory) -> None:
 
 @pytest.mark.parametrize("tensors", [{}, {"empty": torch.empty(0)}], ids=["none", "empty"])
 def test_nobody_waits_to_give_back_nothing(tensors: dict[str, Tensor]) -> None:
-    memory = Memory.of(CPU, ImmediateStreams())
+    memory = Memory.of(CPU, Streams())
     home = Mock(spec=Stream)
     mirror = HostBackedTensors(
         tensors, purpose="parameter shards", memory=memory, homes=[home], inbound=memory.streams.load
@@ -79,7 +79,7 @@ def test_values_come_back_into_the_same_tensors() -> None:
         assert all(torch.equal(tensors[name], value) for name, value in before.items())
         tensors["row"].add_(1)
         before["row"].add_(1)
-    assert memory.ledger.device_peak == num_bytes
+    assert memory.ledger.peak("optimizer state", "device") == num_bytes
     assert torch.equal(whole[2:9], before["padded"]) and whole[0] == 0 and whole[11] == 11
 
 

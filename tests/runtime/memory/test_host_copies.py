@@ -8,7 +8,7 @@ from tiny import DIM, SEQUENCE, Case, adamw, module_names
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.memory.host_memory import HostPool
+from zorselike.runtime.memory.memory import HostPool
 
 NAMES = module_names(5)
 ROWS = (Microbatch(1, 0, 2), Microbatch(1, 2, 4), Microbatch(1, 4, 6))

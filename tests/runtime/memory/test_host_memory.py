@@ -18,12 +18,11 @@ from zorselike import HeteroPipeline
 from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
-from zorselike.runtime.memory import host_memory
-from zorselike.runtime.memory import report as memory_report
-from zorselike.runtime.memory.host_memory import HostPool
+from zorselike.runtime import host_checks
+from zorselike.runtime.host_checks import refuse_crowded_hosts
+from zorselike.runtime.memory import memory as rank_memory
 from zorselike.runtime.memory.host_room import HostRoom
-from zorselike.runtime.memory.ledger import Ledger
-from zorselike.runtime.memory.report import refuse_crowded_hosts
+from zorselike.runtime.memory.memory import HostPool, Ledger
 
 GIB = 2**30
 NUM_LAYERS = 3
@@ -91,7 +90,7 @@ def test_purposes_do_not_share() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     room = HostRoom(3 * GIB // 2, "available memory")
-    monkeypatch.setattr(host_memory, "find_host_room", lambda: room)
+    monkeypatch.setattr(rank_memory, "find_host_room", lambda: room)
     pool, ledger = make_pool()
     with pytest.raises(ConfigError, match=r"2\.00 GiB more .*optimizer state.* 1\.50 GiB .available memory"):
         pool.reserve("optimizer state", [GIB, GIB])
@@ -110,12 +109,12 @@ def test_closing_gives_memory_back_from_under_who_holds_it() -> None:
 
 def test_a_node_is_full_for_all_its_ranks_together() -> None:
     numbers = [[GIB, 3 * GIB], [GIB, 2 * GIB], [5 * GIB, 8 * GIB]]
-    refuse_crowded_hosts({"a": [0, 1], "b": [2]}, numbers)
+    refuse_crowded_hosts(["a", "a", "b"], numbers, "it puts {} GiB more", mend="offload less")
     numbers[1][0] += GIB
     with pytest.raises(
         ConfigError, match=r"3\.00 GiB more .*node 'a' .*rank 0: 1\.00, rank 1: 2\.00.* 2\.00 GiB"
     ):
-        refuse_crowded_hosts({"a": [0, 1], "b": [2]}, numbers)
+        refuse_crowded_hosts(["a", "a", "b"], numbers, "it puts {} GiB more", mend="offload less")
 
 
 # -- what a pipeline takes -------------------------------------------------------------------------
@@ -233,7 +232,7 @@ def test_nothing_grows_over_ten_steps(recompute: str, num_ranks: int, run_ranks:
 def build_without_room(rank: int, world_size: int, setting: Setting, later: bool) -> tuple[str, bool]:
     """What is said, and whether the weights are still what they were."""
     full = HostRoom(100, "memory limit of the container or job")
-    module = memory_report if later else host_memory
+    module = host_checks if later else rank_memory
     if not later:
         with mock.patch.object(module, "find_host_room", lambda: full), pytest.raises(ConfigError) as refused:
             setting.build()

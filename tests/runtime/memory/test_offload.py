@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Plan
-from zorselike.runtime.memory.report import MemoryLine
+from zorselike.runtime.memory_report import MemoryLine
 from zorselike.runtime.ministage.sharding import local_tensor
 
 SUBSETS = list(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in (1, 2, 3)))

@@ -132,7 +132,7 @@ def counting() -> Iterator[Counted]:
 
 def on_every_action(pipe: HeteroPipeline, look: Callable[[Action], None]) -> None:
     """Calls `look` before each action."""
-    executor = pipe._assembly.executor
+    executor = pipe._executor
     enter = executor.enter
 
     def enter_and_look(action: Action) -> None:

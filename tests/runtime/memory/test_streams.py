@@ -28,7 +28,7 @@ from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.executor import Executor
-from zorselike.runtime.memory.host_memory import HostPool
+from zorselike.runtime.memory.memory import HostPool
 from zorselike.runtime.ministage import settings
 from zorselike.runtime.ministage.sharding import local_tensor
 

@@ -76,7 +76,7 @@ def snapshot(pipe: HeteroPipeline) -> Snapshot:
     tensors, counts = [], []
     with pipe.loaded():
         for ministage in pipe._assembly.ministages.values():
-            tensors += [local_tensor(p.detach()).clone() for _, p in ministage.named_parameters()]
+            tensors += [local_tensor(p.detach()).clone() for _, p in ministage.module.named_parameters()]
         for _, optimizer in sorted(pipe.optimizers.items()):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -129,7 +129,7 @@ def spoil_the_second(zero: int, offload: Sequence[str], spoilt: str, max_norm: f
     story.gradients_left = any(
         parameter.grad is not None
         for ministage in pipe._assembly.ministages.values()
-        for parameter in (*ministage.trained.values(), *dict(ministage.named_parameters()).values())
+        for parameter in (*ministage.trained.values(), *dict(ministage.module.named_parameters()).values())
     )
     pipe.close()
     return story

@@ -63,7 +63,7 @@ def shards_of(pipe: HeteroPipeline) -> State:
     return {
         name: local_tensor(parameter.detach()).clone()
         for ministage in pipe._assembly.ministages.values()
-        for name, parameter in ministage.named_parameters()
+        for name, parameter in ministage.module.named_parameters()
     }
 
 

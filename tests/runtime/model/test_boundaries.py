@@ -18,7 +18,6 @@ from zorselike.runtime.loss import count_valid_tokens, token_cross_entropy
 from zorselike.runtime.model.boundaries import check_additive, check_kwargs, trainable_ministages
 from zorselike.runtime.model.partition import partition
 from zorselike.runtime.model.signature import (
-    Boundary,
     Broadcast,
     KwargTensor,
     Signature,
@@ -83,8 +82,8 @@ def test_a_keyword_that_no_forward_names_is_refused() -> None:
 def test_shapes_dtypes_and_calls_of_a_decoder() -> None:
     parts = partition(Decoder(2), PLAN)
     found = trace(parts, PLAN, TOKENS)
-    hidden = Boundary((TensorSpec((SEQUENCE, DIM), torch.float32, requires_grad=True),), is_tuple=False)
-    assert found.boundaries[0] == Boundary((TensorSpec((SEQUENCE,), torch.int64),), is_tuple=False)
+    hidden = Signature((TensorSpec((SEQUENCE, DIM), torch.float32, requires_grad=True),))
+    assert found.boundaries[0] == Signature((TensorSpec((SEQUENCE,), torch.int64),))
     assert found.boundaries[1:3] == (hidden, hidden)
     assert found.boundaries[3].tensors[0].shape_per_row == (SEQUENCE, VOCABULARY)
     assert found.unit_calls == (("tok_embeddings", "layers.0"), ("layers.1",), ("norm", "output"))
@@ -173,7 +172,6 @@ def handing(first: str = "", last: str = "", **kwargs: Any) -> Any:
 
 def test_a_tuple_of_mixed_dtypes() -> None:
     boundary = handing("mixed").boundaries[1]
-    assert boundary.is_tuple
     assert boundary.tensors == (
         TensorSpec((SEQUENCE, DIM), torch.float32, requires_grad=True),
         TensorSpec((SEQUENCE,), torch.int64),

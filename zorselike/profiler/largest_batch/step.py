@@ -21,7 +21,7 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.profiler.layers.probes import MeasuredModel, materialise
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.profiler.machine.device_memory import DeviceMemory
-from zorselike.runtime.memory.ledger import Ledger
+from zorselike.runtime.memory.memory import Ledger
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.model.partition import partition

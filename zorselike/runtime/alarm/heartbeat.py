@@ -232,12 +232,7 @@ def _accept(connection: socket.socket, token: str) -> Message | None:
 
 def _connect_to_first(rank: int, store: Store, key: str, page: Page, deadline: float) -> Peer:
     invitation = json.loads(store.get(key))
-    hello = {
-        "rank": rank,
-        "token": invitation["token"],
-        "node": node_identity(),
-        "page": str(page.path),
-    }
+    hello = {"rank": rank, "token": invitation["token"], "node": node_identity(), "page": str(page.path)}
     addresses = list(invitation["addresses"])
     if invitation["node"] == hello["node"]:
         addresses.sort(key=lambda address: address != _LOOPBACK)

@@ -7,25 +7,23 @@ cycle (Zorse 5.2; the schedule's checker finds them).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup
-from zorselike.runtime.model.signature import Boundary, TensorSpec
+from zorselike.runtime.model.signature import Signature, TensorSpec
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
 
 Tensors = tuple[Tensor, ...]
 
 Arrived = tuple[Tensor, Tensor | None]
-"""A tensor on this rank's device, and the host memory through which it came."""
+"""A tensor on this rank's device, and the host memory that holds the same, if there is any."""
 
 Edge = tuple[int, int, str]
 """A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
@@ -57,56 +55,58 @@ def edges_of(schedules: Iterable[Mapping[int, Sequence[Action]]]) -> list[Edge]:
 class _Sent:
     """A send in progress; it keeps the memory alive."""
 
-    wait: Callable[[], None]
+    memory: Tensor
+    wait: Callable[[], object]
     """Waits until the memory may be reused."""
     is_over: Callable[[], bool] = lambda: False
     """Whether it may be now, where that can be known without waiting."""
 
 
-class _Channel(ABC):
-    """One edge as its sender or its receiver sees it."""
+class _Channel:
+    """One edge as its sender or its receiver sees it, from memory of one device to memory of its kind: over
+    Gloo, whose sends buffer, or over NCCL, matched by order alone, which the checker has proven."""
 
-    @abstractmethod
+    def __init__(self, process: int, group: ProcessGroup, device: torch.device, *, tag: int = 0) -> None:
+        self._process, self._group, self._device, self._tag = process, group, device, tag
+        self.kind = "Gloo" if device.type == "cpu" else "NCCL"
+
     def send(self, tensor: Tensor) -> _Sent:
         """Starts sending."""
+        whole = tensor.contiguous()
+        work = dist.isend(whole, self._process, group=self._group, tag=self._tag)
+        assert work is not None, _NO_MEMBER
+        return _Sent(whole, work.wait) if self.kind == "Gloo" else _Sent(whole, work.wait, work.is_completed)
 
-    @abstractmethod
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
         """Posts a receive; the result waits for it and gives the tensor."""
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        wait = self._post(buffer)
+
+        def arrive() -> Arrived:
+            wait()
+            return buffer, buffer if self.kind == "Gloo" else None
+
+        return arrive
+
+    def _post(self, buffer: Tensor) -> Callable[[], object]:
+        work = dist.irecv(buffer, self._process, group=self._group, tag=self._tag)
+        assert work is not None, _NO_MEMBER
+        return work.wait
+
+    def close(self) -> None:
+        """Gives back what it holds."""
 
 
-class _GlooChannel(_Channel):
-    """Host memory to host memory; sends buffer."""
-
-    def __init__(self, process: int, group: ProcessGroup, tag: int) -> None:
-        self._process, self._group, self._tag = process, group, tag
-
-    def send(self, tensor: Tensor) -> _Sent:
-        whole = tensor.contiguous()
-        work = _started(dist.isend(whole, self._process, group=self._group, tag=self._tag))
-
-        def wait() -> None:
-            work.wait()
-            whole.size()  # Keeps the tensor alive until it has left.
-
-        return _Sent(wait)
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
-        buffer = torch.empty(tuple(shape), dtype=dtype)
-        work = _started(dist.irecv(buffer, self._process, group=self._group, tag=self._tag))
-
-        def wait() -> Arrived:
-            work.wait()
-            return buffer, buffer
-
-        return wait
+_NO_MEMBER = "this process is not in the group of the transfer"
 
 
 class _StagedChannel(_Channel):
     """Device memory over Gloo through pinned host memory: what cannot block a GPU."""
 
-    def __init__(self, channel: _GlooChannel, device: torch.device) -> None:
-        self._channel, self._device = channel, device
+    def __init__(self, process: int, group: ProcessGroup, device: torch.device, *, tag: int) -> None:
+        super().__init__(process, group, torch.device("cpu"), tag=tag)
+        self.kind = "Gloo through pinned memory"
+        self._gpu = device
         # A copy off the device ends after the compute queued before it: a thread of the
         # channel's own waits for that, so that the executor goes on.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zorselike-stage")
@@ -119,60 +119,23 @@ class _StagedChannel(_Channel):
 
         def pass_on() -> _Sent:
             copied.synchronize()
-            return self._channel.send(host)
+            return super(_StagedChannel, self).send(host)
 
         started: Future[_Sent] = self._thread.submit(pass_on)
-        return _Sent(lambda: started.result().wait())
+        return _Sent(host, lambda: started.result().wait())
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
         host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-        work = _started(
-            dist.irecv(host, self._channel._process, group=self._channel._group, tag=self._channel._tag)
-        )
+        wait = self._post(host)
 
-        def wait() -> Arrived:
-            work.wait()
-            return host.to(self._device, non_blocking=True), host
+        def arrive() -> Arrived:
+            wait()
+            return host.to(self._gpu, non_blocking=True), host
 
-        return wait
+        return arrive
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-
-
-class _NcclChannel(_Channel):
-    """Device to device; matched by order alone, which the checker has proven."""
-
-    def __init__(self, process: int, group: ProcessGroup, device: torch.device) -> None:
-        self._process, self._group, self._device = process, group, device
-
-    def send(self, tensor: Tensor) -> _Sent:
-        whole = tensor.contiguous()
-        work = _started(dist.isend(whole, self._process, group=self._group))
-
-        def wait() -> None:
-            work.wait()
-            whole.size()  # Keeps the tensor alive until the stream has waited.
-
-        return _Sent(wait, work.is_completed)
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        work = _started(dist.irecv(buffer, self._process, group=self._group))
-
-        def wait() -> Arrived:
-            work.wait()
-            return buffer, None
-
-        return wait
-
-
-@dataclass(frozen=True)
-class Received:
-    """A boundary's tensors, and for each the host memory that holds the same, if there is any."""
-
-    tensors: Tensors
-    hosts: tuple[Tensor | None, ...]
 
 
 @dataclass
@@ -187,16 +150,12 @@ class Transport:
     """All channels of one rank; those in `by_host` go over Gloo, the others over NCCL."""
 
     def __init__(
-        self,
-        groups: Groups,
-        edges: Sequence[Edge],
-        *,
-        by_host: frozenset[Edge],
-        device: torch.device,
+        self, groups: Groups, edges: Sequence[Edge], *, by_host: frozenset[Edge], device: torch.device
     ) -> None:
         self._ranks = groups.ranks
         self._channels: dict[Edge, _Channel] = {}
-        self._kinds: dict[Edge, str] = {}
+        self.kinds: dict[Edge, str] = {}
+        """What each of this rank's channels goes over."""
         self._receives: dict[tuple[Kind, int, int], list[_Piece]] = defaultdict(list)
         self._sends: list[_Sent] = []
         everyone = range(groups.ranks.world_size)
@@ -214,33 +173,28 @@ class Transport:
         if self._ranks.rank not in (source, target):
             return
         process = self._ranks.process_of[target if self._ranks.rank == source else source]
-        channel: _Channel
+        tag = 0 if direction == "F" else 1
         if pair is not None:
-            channel = _NcclChannel(process, pair, device)
-            self._kinds[edge] = "NCCL"
+            channel = _Channel(process, pair, device)
+        elif device.type == "cpu":
+            channel = _Channel(process, host, device, tag=tag)
         else:
-            gloo = _GlooChannel(process, host, tag=0 if direction == "F" else 1)
-            channel = gloo if device.type == "cpu" else _StagedChannel(gloo, device)
-            self._kinds[edge] = "Gloo" if device.type == "cpu" else "Gloo through pinned memory"
-        self._channels[edge] = channel
+            channel = _StagedChannel(process, host, device, tag=tag)
+        self._channels[edge], self.kinds[edge] = channel, channel.kind
 
     def _warm_up(self, device: torch.device) -> None:
         """Makes lazily created communicators exist, in one global order: creating them against
         a busy device can hang."""
         for edge, channel in sorted(self._channels.items()):
-            if isinstance(channel, _NcclChannel):
+            if channel.kind == "NCCL":
                 if self._ranks.rank == edge[0]:
                     channel.send(torch.zeros(1, device=device)).wait()
                 else:
                     channel.receive((1,), torch.float32)()
 
-    def describe(self) -> dict[Edge, str]:
-        """Transport of each of this rank's channels."""
-        return dict(self._kinds)
-
     # -- one step --------------------------------------------------------------------------
 
-    def post(self, action: Action, boundary: Boundary) -> None:
+    def post(self, action: Action, boundary: Signature) -> None:
         """Posts the receive of a `RECV_F` (of what enters a ministage) or `RECV_B` (of the
         gradients of what leaves it)."""
         assert action.kind in RECEIVES and action.start is not None and action.stop is not None
@@ -252,16 +206,15 @@ class Transport:
         ]
         self._receives[_key(action)].append(_Piece(action.start, waits))
 
-    def take(self, kind: Kind, ministage: int, microbatch: int) -> Received:
+    def take(self, kind: Kind, ministage: int, microbatch: int) -> list[Arrived]:
         """Waits for a microbatch's posted pieces and joins them by row; no copy if there is one."""
         pieces = sorted(self._receives.pop((kind, ministage, microbatch)), key=lambda piece: piece.start)
         received = [[wait() for wait in piece.waits] for piece in pieces]
         if len(received) == 1:
-            return Received(tuple(t for t, _ in received[0]), tuple(host for _, host in received[0]))
-        joined = tuple(torch.cat([tensor for tensor, _ in parts]) for parts in zip(*received, strict=True))
-        return Received(joined, (None,) * len(joined))
+            return received[0]
+        return [(torch.cat([tensor for tensor, _ in parts]), None) for parts in zip(*received, strict=True)]
 
-    def send(self, action: Action, tensors: Tensors, boundary: Boundary, first_row: int) -> None:
+    def send(self, action: Action, tensors: Tensors, boundary: Signature, first_row: int) -> None:
         """Sends an action's rows of `tensors`, whose row 0 is row `first_row` of the batch."""
         assert action.start is not None and action.stop is not None
         channel = self._channels[edge_of(self._ranks.rank, action)]
@@ -280,12 +233,11 @@ class Transport:
         self._sends.clear()
         self._receives.clear()
         for channel in self._channels.values():
-            if isinstance(channel, _StagedChannel):
-                channel.close()
+            channel.close()
         self._channels.clear()
 
 
-def _travelling(kind: Kind, boundary: Boundary) -> tuple[TensorSpec, ...]:
+def _travelling(kind: Kind, boundary: Signature) -> tuple[TensorSpec, ...]:
     """All of a boundary goes forward; only what carries gradients comes back."""
     if kind in (Kind.SEND_F, Kind.RECV_F):
         return boundary.tensors
@@ -295,9 +247,3 @@ def _travelling(kind: Kind, boundary: Boundary) -> tuple[TensorSpec, ...]:
 def _key(action: Action) -> tuple[Kind, int, int]:
     assert action.ministage is not None and action.microbatch is not None
     return action.kind, action.ministage, action.microbatch
-
-
-def _started(work: Any) -> Any:
-    """isend and irecv give None to a process outside the group, which is a bug."""
-    assert work is not None, "this process is not in the group of the transfer"
-    return work

@@ -7,6 +7,7 @@ no such offload: its `CPUOffloadPolicy` runs the optimizer on the CPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -150,3 +151,43 @@ class HostBackedTensors:
     def _bytes(self) -> list[Tensor]:
         """Each storage as a tensor of bytes."""
         return [torch.empty(0, dtype=torch.uint8, device=self._device).set_(s) for s in self._storages]
+
+
+class PendingOffloads:
+    """Tensors on their way to the host, freed one ministage later.
+
+    Freeing at once would make the loading stream wait for the copy to the host, so that copies each
+    way took turns; a ministage later the copy is over, and nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self._leaving: deque[tuple[list[HostBackedTensors], Event]] = deque()
+
+    def add(self, tensors: list[HostBackedTensors], gone: Event) -> None:
+        """`gone`: the end of their copies to the host."""
+        self.settle(keep=0)
+        self._leaving.append((tensors, gone))
+
+    def settle(self, *, keep: int = 0) -> None:
+        """Frees all but the newest `keep` entries."""
+        while len(self._leaving) > keep:
+            leaving, gone = self._leaving.popleft()
+            for tensors in leaving:
+                tensors.free(gone)
+
+
+class DeferredFrees:
+    """Tensors that nobody needs any more once an event is over: their last references."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Stream, Event, Any]] = []
+
+    def add(self, home: Stream, last_use: Event, tensors: Any) -> None:
+        """`home`: the stream on which they were allocated."""
+        self._kept.append((home, last_use, tensors))
+
+    def settle(self) -> None:
+        """Drops all, after their home streams wait for their last uses."""
+        for home, last_use, _ in self._kept:
+            home.wait(last_use)
+        self._kept.clear()

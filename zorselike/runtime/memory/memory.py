@@ -1,19 +1,149 @@
-"""Streams, host buffers and the ledger of one rank."""
+"""One rank's device and host memory: what it holds by purpose, and the host buffers for what it offloads.
+
+Torch's own pinned allocator rounds each buffer up to a power of two, which can double what a
+rank takes; here one slab holds many buffers and is registered with the driver as it is.
+"""
 
 from __future__ import annotations
 
+import resource
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from zorselike.runtime.memory.host_memory import HostPool
-from zorselike.runtime.memory.ledger import Ledger
+from zorselike.cost.purposes import Purpose
+from zorselike.errors import ConfigError
+from zorselike.runtime.memory.host_room import find_host_room
 from zorselike.runtime.memory.streams import Streams
+
+Place = Literal["device", "host"]
+
+_ALIGNMENT = 64
+"""Bytes: where each buffer of a slab begins."""
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Ledger:
+    """Bytes held on the device and on the host; the offload code enters what it allocates and frees."""
+
+    def __init__(self) -> None:
+        self._held: defaultdict[tuple[Purpose, Place], int] = defaultdict(int)
+        self._peaks: defaultdict[tuple[Purpose, Place], int] = defaultdict(int)
+
+    def hold(self, purpose: Purpose, place: Place, num_bytes: int) -> None:
+        """Enters an allocation."""
+        key = (purpose, place)
+        self._held[key] += num_bytes
+        self._peaks[key] = max(self._peaks[key], self._held[key])
+
+    def drop(self, purpose: Purpose, place: Place, num_bytes: int) -> None:
+        """Enters a free."""
+        self._held[purpose, place] -= num_bytes
+        assert self._held[purpose, place] >= 0, f"{purpose} on the {place} freed twice"
+
+    def held(self, purpose: Purpose, place: Place) -> int:
+        return self._held[purpose, place]
+
+    def peak(self, purpose: Purpose, place: Place) -> int:
+        return self._peaks[purpose, place]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device now, over all purposes."""
+        return sum(count for (_, place), count in self._held.items() if place == "device")
+
+
+class HostPool:
+    """All host buffers of one rank. Those of one purpose and size are given out again and again."""
+
+    def __init__(self, ledger: Ledger, *, pin: bool) -> None:
+        self._ledger = ledger
+        self._pin = pin
+        self._free: defaultdict[tuple[Purpose, int], list[Tensor]] = defaultdict(list)
+        self._slabs: list[Tensor] = []
+
+    def reserve(self, purpose: Purpose, sizes: Sequence[int]) -> None:
+        """Makes room for buffers of these sizes (bytes) at once, beside what is free already.
+
+        Raises `ConfigError`, with the numbers, if the host does not have that much.
+        """
+        missing = list(sizes)
+        for size in {*sizes}:
+            for _ in range(min(len(self._free[purpose, size]), sizes.count(size))):
+                missing.remove(size)
+        rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in missing]
+        if not sum(rounded):
+            return
+        slab = self._allocate(purpose, sum(rounded))
+        for size, start in zip(missing, accumulate(rounded, initial=0), strict=False):
+            self._free[purpose, size].append(slab[start : start + size])
+
+    def take(self, purpose: Purpose, num_bytes: int) -> Tensor:
+        """A buffer of bytes, `uint8 [num_bytes]`."""
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if not self._free[purpose, num_bytes]:
+            self.reserve(purpose, [num_bytes])
+        return self._free[purpose, num_bytes].pop()
+
+    def give_back(self, purpose: Purpose, buffer: Tensor) -> None:
+        """Lets a buffer be taken again; the caller has ordered its last use before the next."""
+        if buffer.numel():
+            self._free[purpose, buffer.numel()].append(buffer)
+
+    def close(self) -> None:
+        """Gives everything back to the system, whoever still holds a buffer."""
+        self._free.clear()
+        while self._slabs:
+            slab = self._slabs.pop()
+            if self._pin and slab.numel():
+                _cudart().cudaHostUnregister(slab.data_ptr())
+            slab.untyped_storage().resize_(0)
+
+    def _allocate(self, purpose: Purpose, num_bytes: int) -> Tensor:
+        room = find_host_room()
+        if num_bytes > room.num_bytes:
+            raise ConfigError(
+                f"offloading needs {num_bytes / 2**30:.2f} GiB more host memory for {purpose}, and this "
+                f"machine has {room} left: offload less, or give this rank fewer layers or rows"
+            )
+        if self._pin:
+            # The driver locks whole pages, and none twice.
+            num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+            slab = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8)
+            first = -slab.data_ptr() % _PAGE_BYTES
+            slab = slab[first : first + num_bytes]
+            self._register(slab, purpose)
+        else:
+            slab = torch.empty(num_bytes, dtype=torch.uint8)
+        self._slabs.append(slab)
+        self._ledger.hold(purpose, "host", num_bytes)
+        return slab
+
+    def _register(self, slab: Tensor, purpose: Purpose) -> None:
+        code = int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+        if code:
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
+            raise ConfigError(
+                f"the driver does not lock {slab.numel() / 2**30:.2f} GiB of host memory for {purpose} "
+                f"(CUDA error {code}; locked-memory limit: {allowed}): raise it with 'ulimit -l unlimited', "
+                "or the container's memlock, or offload less"
+            )
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One rank's device and host memory."""
+    """What all that holds memory on one rank shares."""
 
     device: torch.device
     streams: Streams

@@ -13,44 +13,41 @@ timing:
 Copies of optimizer state move most bytes and are the least urgent, so parameters and activations
 have streams of their own and never queue behind them.
 
-A CPU rank does each thing at once and in order; its streams do nothing.
+A CPU rank does each thing at once and in order; its streams, which are the base classes, do nothing.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 
-class Event(ABC):
+class Event:
     """The end of all that one stream had been given when the event was recorded."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Blocks this thread until then."""
 
 
-class Stream(ABC):
+class Stream:
     """An order of execution on the device."""
 
-    @abstractmethod
     def record(self) -> Event:
         """An event after everything that this stream has been given so far."""
+        return _OVER
 
-    @abstractmethod
     def wait(self, event: Event) -> None:
         """What this stream is given from now on runs after the event."""
 
-    @abstractmethod
     def use(self) -> AbstractContextManager[Any]:
         """What is started inside goes to this stream, and memory comes from its pool."""
+        return nullcontext()
 
 
-class Streams(ABC):
+class Streams:
     """A rank's streams."""
 
     compute: Stream
@@ -69,56 +66,24 @@ class Streams(ABC):
     """Activations, device to host."""
     update: Stream
     """Optimizer updates."""
-    is_concurrent: bool
+    is_concurrent: bool = False
     """Whether streams run beside each other at all."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.compute = self.gather = self.load = self.load_state = Stream()
+        self.store = self.fetch = self.stash = self.update = self.compute
+
     def begin(self) -> None:
         """Starts a step: takes the current stream for compute."""
 
-    def join(self, waiting: Stream, others: Sequence[Stream]) -> None:
-        """Makes one stream wait for all that the others have been given."""
-        for other in others:
-            waiting.wait(other.record())
+
+_OVER = Event()
+"""On a CPU rank everything is over as soon as it is started."""
 
 
 def make_streams(device: torch.device) -> Streams:
     """Streams of a CUDA device; for a CPU rank ones that do nothing."""
-    return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()
-
-
-class _Done(Event):
-    """Everything is over as soon as it is started."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-class _ImmediateStream(Stream):
-    def record(self) -> Event:
-        return _DONE
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def use(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-
-_DONE = _Done()
-
-
-class ImmediateStreams(Streams):
-    """A CPU rank's: each thing happens at once."""
-
-    is_concurrent = False
-
-    def __init__(self) -> None:
-        self.compute = self.gather = self.load = self.store = _ImmediateStream()
-        self.fetch = self.stash = self.update = self.load_state = self.compute
-
-    def begin(self) -> None:
-        pass
+    return _CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 class _CudaEvent(Event):
@@ -144,23 +109,19 @@ class _CudaStream(Stream):
         return torch.cuda.stream(self._stream)
 
 
-class CudaStreams(Streams):
-    """A CUDA rank's."""
-
+class _CudaStreams(Streams):
     is_concurrent = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        urgent = -1
-        self.gather, self.fetch = (_make_stream(device, urgent) for _ in range(2))
-        self.load, self.load_state, self.store, self.stash, self.update = (
-            _make_stream(device, 0) for _ in range(5)
-        )
+
+        def make(count: int, *, priority: int = 0) -> Iterator[_CudaStream]:
+            for _ in range(count):
+                yield _CudaStream(torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]
+
+        self.gather, self.fetch = make(2, priority=-1)  # Urgent.
+        self.load, self.load_state, self.store, self.stash, self.update = make(5)
         self.begin()
 
     def begin(self) -> None:
         self.compute = _CudaStream(torch.cuda.current_stream(self._device))
-
-
-def _make_stream(device: torch.device, priority: int) -> _CudaStream:
-    return _CudaStream(torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]

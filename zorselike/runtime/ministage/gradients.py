@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zorselike.cost.purposes import Purpose
+from zorselike.runtime.memory.host_backed import DeferredFrees
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import DeferredFrees
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
+from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.purposes import Purpose
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.memory.streams import Event
@@ -20,7 +22,6 @@ from zorselike.runtime.ministage.settings import MinistageSettings, RankResource
 from zorselike.runtime.ministage.sharded_units import ShardedUnits
 from zorselike.runtime.ministage.sharding import gather_rows, local_tensor
 from zorselike.runtime.ministage.shards import Shards
-from zorselike.runtime.ministage.sizes import Sizes, measure
 from zorselike.runtime.ministage.unit import enter
 
 Tensors = tuple[Tensor, ...]
@@ -32,6 +33,9 @@ class ShardedMinistage:
     With ZeRO 1 and 2 `unshard` and `reshard` gather and free them, with ZeRO 3 `forward` and `backward` do
     so layer by layer, with ZeRO 0 they are always whole.
     """
+
+    shards: Shards
+    """Made by `warm_up`."""
 
     def __init__(
         self,
@@ -76,6 +80,14 @@ class ShardedMinistage:
             if name not in settings.borrowed
         }
         """Parameters of the optimizer, by global name in model order: fp32 masters where there are any."""
+        self._is_gathered = False
+        self._has_unreduced = False
+        """Whether a backward has left gradients whole."""
+        self._is_inside = False
+        """Whether a backward has begun and not ended."""
+        self._shards_due = False
+        """Whether FSDP2 itself gathers next, on streams of its own: the shards must be there by then."""
+        self._updated: Event | None = None
 
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
@@ -85,8 +97,8 @@ class ShardedMinistage:
         with torch.no_grad():
             self._units.anchor_forward(requires_grad=False)
         self._units.reshard()
-        self.sizes()  # While all storage is there.
-        self._shards = Shards(
+        sizes = self.sizes  # While all storage is there.
+        self.shards = Shards(
             self._units.named,
             kept=self._settings.tied,
             offload="params" in self._group.offload and not self._settings.keeps_shards,
@@ -95,23 +107,15 @@ class ShardedMinistage:
         )
         if self._reduces_in_backward:
             # ZeRO 3 gathers two layers of one ministage: one that computes, one ahead.
-            sizes, ledger = self.sizes(), self._resources.memory.ledger
+            ledger = self._resources.memory.ledger
             two_layers = min(2 * sizes.largest_unit_bytes, sizes.gathered_bytes)
             others = ledger.held(Purpose.GATHERED_PARAMETERS, "device")
             ledger.hold(Purpose.GATHERED_PARAMETERS, "device", max(0, two_layers - others))
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of all its parameters, whole, in the dtype that they are gathered in."""
-        return self.sizes().gathered_bytes
-
-    def sizes(self) -> Sizes:
-        """Bytes of its parts on this rank; the same at any time."""
-        if self._sizes is None:
-            self._sizes = measure(self._units.named, kept=self._settings.tied, masters=self.state.masters)
-        return self._sizes
-
-    _sizes: Sizes | None = None
+    @cached_property
+    def sizes(self) -> MinistageBytes:
+        """Bytes of its parts on this rank, of its optimizer's state the masters; the same at any time."""
+        return self._units.measure()
 
     # -- residency -------------------------------------------------------------------------
 
@@ -120,12 +124,6 @@ class ShardedMinistage:
         self._enter_gathered()
         self._units.gather(self.shards.arrive)
 
-    _is_gathered = False
-    _has_unreduced = False
-    """Whether a backward has left gradients whole."""
-    _is_inside = False
-    """Whether a backward has begun and not ended."""
-
     def reshard(self) -> None:
         """Frees gathered parameters."""
         self._units.reshard()
@@ -133,36 +131,29 @@ class ShardedMinistage:
 
     def _enter_gathered(self) -> None:
         if not self._is_gathered:
-            self._resources.memory.ledger.hold(Purpose.GATHERED_PARAMETERS, "device", self.gathered_bytes)
+            self._resources.memory.ledger.hold(
+                Purpose.GATHERED_PARAMETERS, "device", self.sizes.gathered_bytes
+            )
             self._is_gathered = True
 
     def _leave_gathered(self) -> None:
         if self._is_gathered:
-            self._resources.memory.ledger.drop(Purpose.GATHERED_PARAMETERS, "device", self.gathered_bytes)
+            self._resources.memory.ledger.drop(
+                Purpose.GATHERED_PARAMETERS, "device", self.sizes.gathered_bytes
+            )
             self._is_gathered = False
 
     # -- between device and host -----------------------------------------------------------
-
-    @property
-    def shards(self) -> Shards:
-        assert self._shards is not None, "warm_up comes first"
-        return self._shards
-
-    _shards: Shards | None = None
 
     def load_shards(self) -> None:
         """Starts the shards' way to the device."""
         self.shards.load()
         self._shards_due = not self._gathered_by_schedule
 
-    _shards_due = False
-    """Whether FSDP2 itself gathers next, on streams of its own: the shards must be there by then."""
-
     def offload_shards(self) -> None:
         """Frees the shards once they are read; new values go to the host first."""
         readers = self._streams.gather if self._gathered_by_schedule else self._streams.compute
-        last_use = readers.record()
-        self.shards.offload(last_use)
+        self.shards.offload(readers.record())
 
     def _await_shards(self) -> None:
         if self._group.zero == 0:
@@ -190,17 +181,14 @@ class ShardedMinistage:
             yield
             self._publish()
             self.state.find_moments()
-        updated = update.record()
-        self.shards.note_update(updated)
-        self.gradients.drop(self.trained, updated)
-        self._updated = updated
-
-    _updated: Event | None = None
+        self._updated = update.record()
+        self.shards.note_update(self._updated)
+        self.gradients.drop(self.trained, self._updated)
 
     def _publish(self) -> None:
         """Rounds the master weights into the shards."""
         if self.state.masters:
-            sharded = dict(self.named_parameters())
+            sharded = dict(self.module.named_parameters())
             for name, master in self.state.masters.items():
                 local_tensor(sharded[name].detach()).copy_(local_tensor(master.detach()))
 
@@ -216,10 +204,12 @@ class ShardedMinistage:
 
     # -- compute ---------------------------------------------------------------------------
 
-    def keeping(self, number: int) -> AbstractContextManager[None]:
-        """Inside, what autograd saves of a microbatch is kept for offload, if the plan says so."""
+    def keeping(self, number: int, *, train: bool) -> AbstractContextManager[None]:
+        """Inside, what autograd saves of a microbatch is kept for offload, if it trains and the plan asks."""
         activations = self._resources.activations
-        return nullcontext() if activations is None else activations.keeping((self.index, number))
+        if activations is None or not train:
+            return nullcontext()
+        return activations.keeping((self.index, number))
 
     def forward(
         self,
@@ -266,70 +256,62 @@ class ShardedMinistage:
     def backward(self, number: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Backward of one microbatch; returns the gradients of its inputs (None: carries none)."""
         leaves, edges = self._inputs.pop(number), self._edges.pop(number)
-        self._prepare_backward()
+        self._prepare_backward(reduces=self._reduces_in_backward)
         activations, key = self._resources.activations, (self.index, number)
         if activations is not None:
             activations.arrive(key)
-        self._units.synchronise(self._reduces_in_backward)
         self._has_unreduced = self._is_inside = True
         due = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         torch.autograd.backward([edge for edge, _ in due], [grad for _, grad in due])
         self._is_inside = False
-        self._collect_reduced()
+        if self._reduces_in_backward:
+            self._collect_reduced()
         if activations is not None:
             del edges, due
             activations.drop(key)
         return tuple(map(_input_grad, leaves))
 
-    def _prepare_backward(self) -> None:
+    def _prepare_backward(self, *, reduces: bool) -> None:
         """Parameters are there, and, where a backward reduces, last reductions' results are used up."""
         self._await_shards()
         self._units.wait_gathered()
-        if self._reduces_in_backward:
+        if reduces:
             self._resources.deferred_frees.settle()
+        self._units.synchronise(reduces)
+
+    def _backward_of_nothing(self, output: Tensor) -> None:
+        """Reduces what backwards before have left, by one from an anchor pass."""
+        torch.autograd.backward(output, torch.zeros_like(output))
+        self._collect_reduced()
 
     def _collect_reduced(self) -> None:
-        if self._reduces_in_backward:
-            self.gradients.collect()
-            self._has_unreduced = False
+        self.gradients.collect()
+        self._has_unreduced = False
 
     def dummy_forward(self, number: int, *, train: bool) -> None:
         """Joins a ZeRO 3 microbatch's gathers without computing."""
         self._await_shards()
+        output = self._units.anchor_forward(requires_grad=train and self._settings.receives_grad)
         if train:
-            self._dummies[number] = self._units.anchor_forward(requires_grad=self._settings.receives_grad)
-        else:
-            self._units.anchor_forward(requires_grad=False)
+            self._dummies[number] = output
 
     def dummy_backward(self, number: int) -> None:
         """Joins a ZeRO 3 microbatch's gathers and reductions without computing."""
         output = self._dummies.pop(number)
-        self._prepare_backward()
-        self._units.synchronise(True)
+        self._prepare_backward(reduces=True)
         if output.requires_grad:
-            torch.autograd.backward(output, torch.zeros_like(output))
-            self._collect_reduced()
+            self._backward_of_nothing(output)
 
     def reduce(self) -> None:
         """Sums the gradients over the group: one backward that touches every trainable parameter
         with a zero gradient, so that ranks with fewer or no microbatches, and parameters that a
         step did not use, take part alike."""
-        self._await_shards()
-        self._units.wait_gathered()
-        self._resources.deferred_frees.settle()
-        self._units.synchronise(True)
-        output = self._units.anchor_forward(requires_grad=True)
-        torch.autograd.backward(output, torch.zeros_like(output))
-        self.gradients.collect()
-        self._has_unreduced = False
+        self._prepare_backward(reduces=True)
+        self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
         if self._group.zero == 0:
             self._leave_gathered()
 
     # -- parameters ------------------------------------------------------------------------
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Sharded parameters under their global names, in model order."""
-        return list(self.module.named_parameters())
 
     def gather_state(self, group: ProcessGroup, giver: int) -> dict[str, Tensor]:
         """Collective over the ministage's ranks: `{name: whole CPU tensor}` on process `giver`,

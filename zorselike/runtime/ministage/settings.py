@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.plan.plan import Group
 from zorselike.runtime.memory.activation_offload import ActivationOffload
+from zorselike.runtime.memory.host_backed import DeferredFrees, PendingOffloads
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import DeferredFrees, PendingOffloads
 from zorselike.runtime.memory.streams import make_streams
 
 

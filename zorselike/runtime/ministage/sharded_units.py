@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from zorselike.cost.memory import MinistageBytes
+from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
 from zorselike.cost.sizes import is_layer
 from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
-from zorselike.runtime.ministage.call_order import CallOrder
 from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.ministage.masters import place_masters, take_masters
+from zorselike.runtime.ministage.optimizer_state import place_masters, take_masters
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
-from zorselike.runtime.ministage.sharding import master_parameter
+from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 from zorselike.runtime.ministage.shards import NamedParameters
-from zorselike.runtime.ministage.unit import Unit
+from zorselike.runtime.ministage.unit import CallOrder, Unit
 from zorselike.runtime.model.pruning import find_units
 
 
@@ -116,7 +117,9 @@ class ShardedUnits:
                     unit.module, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
                 )
             sharded = dict(self._named_parameters_of(unit))
-            self.masters |= {name: master_parameter(rows, sharded[name]) for name, rows in local.items()}
+            self.masters |= {
+                name: nn.Parameter(like_sharded(rows, sharded[name])) for name, rows in local.items()
+            }
             self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
         owners = [*whole, self._root] if self._root.owns_parameters else whole
         self._owners = owners
@@ -148,6 +151,27 @@ class ShardedUnits:
     def fsdp_modules(self) -> list[FSDPModule]:
         """The units that own parameters, as FSDP2 has them; in the order of `named`."""
         return self._sharded
+
+    def measure(self) -> MinistageBytes:
+        """Bytes on this rank, while all storage is there; of the optimizer's state the masters alone."""
+        units = self.named
+        stored = {name: local_tensor(p.detach()) for unit in units for name, p in unit}
+        kept = [tensor for name, tensor in stored.items() if name in self._settings.tied]
+        whole = [sum(p.numel() * p.itemsize for _, p in unit) for unit in units]
+        one_gradient = {
+            name: ParameterBytes(p.itemsize).gradient for unit in units for name, p in unit if p.requires_grad
+        }
+        gradients = [sum(p.numel() * one_gradient.get(name, 0) for name, p in unit) for unit in units]
+        return MinistageBytes(
+            gathered_bytes=sum(whole),
+            shard_bytes=sum(tensor.untyped_storage().nbytes() for tensor in stored.values()),
+            kept_shard_bytes=sum(tensor.untyped_storage().nbytes() for tensor in kept),
+            gradient_bytes=sum(gradients),
+            gradient_shard_bytes=sum(stored[name].numel() * size for name, size in one_gradient.items()),
+            state_bytes=sum(FP32_BYTES * stored[name].numel() for name in self.masters),
+            largest_unit_bytes=max(whole, default=0),
+            largest_unit_gradient_bytes=max(gradients, default=0),
+        )
 
     def _set_prefetch(self) -> None:
         """Gathers happen where the schedule says: FSDP's guess at the order is wrong as soon as

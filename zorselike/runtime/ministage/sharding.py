@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -42,11 +42,6 @@ def local_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     chunks = whole.detach().chunk(mesh.size(dimension))
     index = mesh.get_local_rank(dimension)
     return chunks[index] if index < len(chunks) else whole.detach()[:0]
-
-
-def master_parameter(local: Tensor, sharded: nn.Parameter) -> nn.Parameter:
-    """An fp32 parameter that is distributed as its half-precision twin is."""
-    return nn.Parameter(like_sharded(local, sharded), requires_grad=True)
 
 
 def gather_rows(local: Tensor, num_rows: int | None, group: ProcessGroup, giver: int) -> Tensor | None:

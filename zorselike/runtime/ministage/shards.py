@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from zorselike.cost.purposes import Purpose
-from zorselike.runtime.memory.host_backed import HostBackedTensors
+from zorselike.runtime.memory.host_backed import HostBackedTensors, PendingOffloads
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.pending_offloads import PendingOffloads
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.sharding import local_tensor
 

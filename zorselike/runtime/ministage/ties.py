@@ -9,9 +9,8 @@ ZeRO stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from zorselike.plan.plan import Plan
 from zorselike.runtime.comm.ranks import ProcessGroup, Ranks
+from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.model.partition import Tie
 
@@ -34,18 +34,20 @@ class _Slice:
     stop: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class _End:
     """This rank's shard of a tied weight, at one end of the tie."""
 
+    ministage: ShardedMinistage
+    name: str
     parameter: nn.Parameter
-    gradient: Callable[[], Tensor]
-    """This rank's shard of the reduced gradient."""
     first_row: int
 
-    @property
-    def value(self) -> Tensor:
-        """This rank's shard."""
+    def read(self, target: str) -> Tensor:
+        """What one end has for `target`, and what it changes as that: its reduced gradient for owners, its
+        value for borrowers."""
+        if target == "owner":
+            return self.ministage.gradients.local(self.name)
         return local_tensor(self.parameter.detach())
 
     def rows(self, local: Tensor, piece: _Slice) -> Tensor:
@@ -59,15 +61,18 @@ class TiedWeights:
         self,
         ties: Sequence[Tie],
         plan: Plan,
-        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        ministages: Mapping[int, ShardedMinistage],
         ranks: Ranks,
         group: ProcessGroup | None,
-        *,
-        gradient: Callable[[int, str], Tensor],
     ) -> None:
-        """`parameters`: the sharded ones of this rank's ministages by global name; `gradient`: this
-        rank's shard of a ministage's reduced gradient."""
-        self._ties = tuple(ties)
+        """`ministages`: this rank's; `group`: all ranks, a Gloo group of this object alone."""
+        self._ties = [
+            {
+                "owner": (tie.owner_ministage, tie.owner_fqn),
+                "borrower": (tie.borrower_ministage, tie.borrower_fqn),
+            }
+            for tie in ties
+        ]
         self._is_starting = False
         self._plan = plan
         self._ranks = ranks
@@ -76,16 +81,11 @@ class TiedWeights:
         self._sends: list[tuple[Any, Tensor]] = []
         self._kept: dict[tuple[int, str], list[tuple[_Slice, Tensor]]] = {}
         for index, tie in enumerate(self._ties):
-            for end, ministage, name in (
-                ("owner", tie.owner_ministage, tie.owner_fqn),
-                ("borrower", tie.borrower_ministage, tie.borrower_fqn),
-            ):
-                if ministage in parameters:
-                    parameter = parameters[ministage][name]
-                    holders = self._holders(ministage, parameter.shape[0])
-                    self._ends[index, end] = _End(
-                        parameter, partial(gradient, ministage, name), holders[ranks.rank][0]
-                    )
+            for end, (number, name) in tie.items():
+                if number in ministages:
+                    parameter = dict(ministages[number].module.named_parameters())[name]
+                    first_row, _ = self._holders(number, parameter.shape[0])[ranks.rank]
+                    self._ends[index, end] = _End(ministages[number], name, parameter, first_row)
 
     def synchronise(self) -> None:
         """Gives every borrower its owner's values; collective, at construction."""
@@ -99,24 +99,16 @@ class TiedWeights:
 
     def exchange_grads(self, ministage: int) -> None:
         """As a borrower sends reduced gradients; as an owner waits for them and adds them."""
-        for index, tie in enumerate(self._ties):
-            if tie.borrower_ministage == ministage:
-                self._send(index, "borrower", "owner", lambda end: end.gradient())
-        for index, tie in enumerate(self._ties):
-            if tie.owner_ministage == ministage:
-                self._receive(index, "borrower", "owner", lambda end: end.gradient(), _add)
+        self._send(ministage, "borrower", "owner")
+        self._receive(ministage, "borrower", "owner")
 
     def send_values(self, ministage: int) -> None:
         """As an owner sends the values that its step gave."""
-        for index, tie in enumerate(self._ties):
-            if tie.owner_ministage == ministage:
-                self._send(index, "owner", "borrower", lambda end: end.value)
+        self._send(ministage, "owner", "borrower")
 
     def receive_values(self, ministage: int) -> None:
         """As a borrower takes over the owner's values."""
-        for index, tie in enumerate(self._ties):
-            if tie.borrower_ministage == ministage:
-                self._receive(index, "owner", "borrower", lambda end: end.value, Tensor.copy_)
+        self._receive(ministage, "owner", "borrower")
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
@@ -131,70 +123,56 @@ class TiedWeights:
 
     # ---------------------------------------------------------------------------------------
 
-    def _send(self, index: int, source: str, target: str, read: Callable[[_End], Tensor]) -> None:
-        end = self._ends.get((index, source))
-        if end is None or not self._changes(end):
-            return
-        for piece in self._slices(index, source, target):
-            if piece.source != self._ranks.rank:
-                continue
-            # A copy: the shard changes, or is freed, while the slice is on its way.
-            content = end.rows(read(end), piece).detach().to("cpu", copy=True)
-            if piece.target == self._ranks.rank:
-                self._kept.setdefault((index, target), []).append((piece, content))
-            else:
-                work = dist.isend(
-                    content,
-                    self._ranks.process_of[piece.target],
-                    group=self._process_group,
-                    tag=_tag(index, target),
-                )
-                self._sends.append((work, content))
+    def _changing_ends(self, ministage: int, which: str) -> Iterator[tuple[int, _End]]:
+        """This rank's ends of ties in a ministage, owners or borrowers: of a frozen weight only its first
+        values are exchanged."""
+        for (index, end), held in self._ends.items():
+            changes = self._is_starting or held.parameter.requires_grad
+            if end == which and self._ties[index][end][0] == ministage and changes:
+                yield index, held
 
-    def _receive(
-        self,
-        index: int,
-        source: str,
-        target: str,
-        read: Callable[[_End], Tensor],
-        apply: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
-        end = self._ends.get((index, target))
-        if end is None or not self._changes(end):
-            return
-        local = read(end)
-        pending = []
-        for piece in self._slices(index, source, target):
-            if piece.target == self._ranks.rank and piece.source != self._ranks.rank:
-                shape = (piece.stop - piece.start, *end.parameter.shape[1:])
-                buffer = torch.empty(shape, dtype=local.dtype)
-                work = dist.irecv(
-                    buffer,
-                    self._ranks.process_of[piece.source],
-                    group=self._process_group,
-                    tag=_tag(index, target),
-                )
-                assert work is not None
-                pending.append((piece, buffer, work))
-        for piece, content in self._kept.pop((index, target), []):
-            apply(end.rows(local, piece), content)
-        for piece, buffer, work in pending:
-            work.wait()
-            apply(end.rows(local, piece), buffer)
+    def _send(self, ministage: int, source: str, target: str) -> None:
+        for index, end in self._changing_ends(ministage, source):
+            for piece in self._slices(index, source, target):
+                if piece.source != self._ranks.rank:
+                    continue
+                # A copy: the shard changes, or is freed, while the slice is on its way.
+                content = end.rows(end.read(target), piece).detach().to("cpu", copy=True)
+                if piece.target == self._ranks.rank:
+                    self._kept.setdefault((index, target), []).append((piece, content))
+                else:
+                    process = self._ranks.process_of[piece.target]
+                    tag = _tag(index, target)
+                    work = dist.isend(content, process, group=self._process_group, tag=tag)
+                    self._sends.append((work, content))
 
-    def _changes(self, end: _End) -> bool:
-        """Whether there is anything to exchange: a frozen weight only has its first values."""
-        return self._is_starting or end.parameter.requires_grad
+    def _receive(self, ministage: int, source: str, target: str) -> None:
+        for index, end in self._changing_ends(ministage, target):
+            local = end.read(target)
+            pending = []
+            for piece in self._slices(index, source, target):
+                if piece.target == self._ranks.rank and piece.source != self._ranks.rank:
+                    shape = (piece.stop - piece.start, *end.parameter.shape[1:])
+                    buffer = torch.empty(shape, dtype=local.dtype)
+                    process = self._ranks.process_of[piece.source]
+                    work = dist.irecv(buffer, process, group=self._process_group, tag=_tag(index, target))
+                    assert work is not None
+                    pending.append((piece, buffer, work))
+            apply = _add if target == "owner" else Tensor.copy_
+            for piece, content in self._kept.pop((index, target), []):
+                apply(end.rows(local, piece), content)
+            for piece, buffer, work in pending:
+                work.wait()
+                apply(end.rows(local, piece), buffer)
 
     def _slices(self, index: int, source: str, target: str) -> Iterator[_Slice]:
         """Who gives which rows to whom, in an order that both ends derive alike."""
         tie = self._ties[index]
-        ministage = {"owner": tie.owner_ministage, "borrower": tie.borrower_ministage}
-        ends = [self._ends[index, end] for end in ministage if (index, end) in self._ends]
+        ends = [self._ends[index, end] for end in tie if (index, end) in self._ends]
         num_rows = ends[0].parameter.shape[0]
-        sources = self._holders(ministage[source], num_rows)
-        targets = self._holders(ministage[target], num_rows)
-        is_replicated = self._plan.group_of(ministage[source]).zero == 0
+        sources = self._holders(tie[source][0], num_rows)
+        targets = self._holders(tie[target][0], num_rows)
+        is_replicated = self._plan.group_of(tie[source][0]).zero == 0
         for position, (target_rank, (start, stop)) in enumerate(targets.items()):
             givers = list(sources.items())
             if is_replicated:

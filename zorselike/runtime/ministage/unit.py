@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zorselike.errors import ConfigError
 from zorselike.runtime.memory.activation_offload import ActivationOffload
-from zorselike.runtime.ministage.zero_gradient import anchor_zero_gradients
 
 Forward = Callable[..., Any]
 
@@ -110,6 +110,76 @@ def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _marke
     """The first time on the inputs as they came, when recomputing on what was offloaded."""
     args, kwargs = live.pop() if live else restore()
     return run(*args, **kwargs)
+
+
+class CallOrder:
+    """Watches the calls of units that own parameters, forward by forward: each once, in one order. A
+    rank that leaves a layer out must not meet the others in another layer's gather."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit for unit in units if unit.owns_parameters]
+        self._next = 0
+        for position, unit in enumerate(self._units):
+            unit.module.register_forward_pre_hook(partial(self._check, position), prepend=True)
+
+    def begin(self) -> None:
+        """Starts a forward."""
+        self._next = 0
+
+    def end(self) -> None:
+        """Ends it; raises `ConfigError` if the last units were left out."""
+        if self._next < len(self._units):
+            raise self._out_of_order(len(self._units))
+
+    def _check(self, position: int, *_: Any) -> None:
+        if position != self._next:
+            raise self._out_of_order(position)
+        self._next += 1
+
+    def _out_of_order(self, called: int) -> ConfigError:
+        due = self._next
+        what = f"left out '{self._units[due].name}'" if due < called else "called a layer twice"
+        return ConfigError(
+            f"a forward {what}; zero = 3 gathers layer by layer, so each must be called once for every "
+            "microbatch, in one order: set zero = 2 for this group"
+        )
+
+
+class ZeroGradientAnchor(torch.autograd.Function):
+    """The identity on its first argument whose backward gives all others a zero gradient.
+
+    Unlike `x + sum(p.sum() * 0)` it reads no parameter, so it costs nothing and neither
+    overflows in half precision nor spreads a non-finite weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return x.clone() if x.numel() == 1 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = tuple(_zero_grad(p) if p.requires_grad else None for p in ctx.parameters)
+        return (grads[0], *zeros)
+
+
+def _zero_grad(parameter: Tensor) -> Tensor | None:
+    """A zero gradient without memory; None where a gradient is there already."""
+    if parameter.grad is not None:
+        return None
+    return parameter.new_zeros(()).expand_as(parameter)
+
+
+def anchor_zero_gradients(x: Any, parameters: list[Tensor]) -> Any:
+    """`x` (a tensor, or a tuple whose first floating-point tensor is taken) tied to `parameters`."""
+    if not parameters:
+        return x
+    if isinstance(x, Tensor):
+        return ZeroGradientAnchor.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    position = next(i for i, entry in enumerate(x) if isinstance(entry, Tensor) and entry.is_floating_point())
+    anchored = ZeroGradientAnchor.apply(x[position], *parameters)  # type: ignore[no-untyped-call]
+    entries = (*x[:position], anchored, *x[position + 1 :])
+    return type(x)(*entries) if hasattr(x, "_fields") else type(x)(entries)
 
 
 class Enter(torch.autograd.Function):

@@ -7,25 +7,18 @@ negotiated at run time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.model.layer_inputs import InputBytes, measure_layer_inputs
 from zorselike.runtime.model.nested import map_tensors, tensors_in
 from zorselike.runtime.model.part import ModelPart
-from zorselike.runtime.model.signature import (
-    Boundary,
-    KwargSpecs,
-    Signature,
-    TensorSpec,
-    describe_kwargs,
-    make_kwargs,
-)
+from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, describe_kwargs, make_kwargs
 from zorselike.runtime.model.tracing import FakeMode, Recorder, fake_copies
 from zorselike.text.wording import first_line, list_few, show_modules, suggest
 
@@ -45,15 +38,26 @@ def check_kwargs(names: Collection[str], parts: Sequence[ModelPart]) -> None:
 
 
 @dataclass(frozen=True)
+class InputBytes:
+    """Size of a tensor that depends on a microbatch's rows."""
+
+    fixed: int
+    per_row: int
+
+    def at(self, rows: int) -> int:
+        return self.fixed + rows * self.per_row
+
+
+@dataclass(frozen=True)
 class Trace:
     """What one run over all ministages showed."""
 
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[Signature, ...]
     """Entry i enters ministage i; the last entry is what the last ministage returns."""
     unit_calls: tuple[tuple[str, ...], ...]
     """Names of the units of each ministage in the order of their calls."""
-    layer_inputs: tuple[tuple[InputBytes, ...], ...] = ()
-    """What the numbered layers of each ministage are given, each tensor once."""
+    layer_inputs: tuple[tuple[InputBytes, ...], ...]
+    """What the numbered layers of each ministage are given, each tensor once: what recomputation keeps."""
 
 
 def trainable_ministages(parts: Sequence[ModelPart]) -> tuple[bool, ...]:
@@ -90,16 +94,15 @@ def trace_boundaries(
         if param_dtype is not None:
             for part, module in zip(parts, modules, strict=True):
                 _cast_inputs(module, part, param_dtype)
-        runs = [
-            run_parts(parts, modules, inputs, specs, rows, mode=skeleton.mode) for rows in skeleton.probe_rows
-        ]
-    boundaries = [Boundary(inputs.tensors, is_tuple=len(inputs.tensors) > 1)]
-    for index, (few, more) in enumerate(zip(*(run.outputs for run in runs), strict=True)):
-        rows = skeleton.probe_rows
+        rows = few, more = skeleton.probe_rows
+        outputs, calls = run_parts(parts, modules, inputs, specs, few, mode=skeleton.mode)
+        others, larger_calls = run_parts(parts, modules, inputs, specs, more, mode=skeleton.mode)
+    boundaries = [inputs]
+    for index, (output, other) in enumerate(zip(outputs, others, strict=True)):
         where = name_ministage(plan, index)
-        boundary = _compare(few, more, rows, where, is_last=index == len(parts) - 1)
+        boundary = _compare(output, other, rows, where, is_last=index == len(parts) - 1)
         if not any(trainable[: index + 1]):
-            boundary = _without_grad(boundary)
+            boundary = Signature(tuple(replace(spec, requires_grad=False) for spec in boundary.tensors))
         elif not any(spec.requires_grad for spec in boundary.tensors):
             raise ConfigError(
                 f"{where} returns nothing that carries a gradient, so it and those before it cannot "
@@ -107,22 +110,23 @@ def trace_boundaries(
             )
         boundaries.append(boundary)
     return Trace(
-        tuple(boundaries),
-        tuple(runs[0].unit_calls),
-        measure_layer_inputs(*(run.recorders for run in runs), rows=skeleton.probe_rows),
+        boundaries=tuple(boundaries),
+        unit_calls=tuple(tuple(call.name for call in recorder.calls) for recorder in calls),
+        layer_inputs=tuple(
+            _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
+        ),
     )
 
 
-@dataclass
-class PartsRun:
-    """Outputs and records of one run over all ministages."""
-
-    outputs: list[Any]
-    recorders: list[Recorder]
-
-    @property
-    def unit_calls(self) -> list[tuple[str, ...]]:
-        return [tuple(call.name for call in recorder.calls) for recorder in self.recorders]
+def _measure_layer_inputs(few: Recorder, more: Recorder, rows: tuple[int, int]) -> tuple[InputBytes, ...]:
+    """Of one ministage, from records of its calls with two row counts; each tensor once."""
+    sizes: dict[int, InputBytes] = {}
+    for call, larger in zip(few.calls, more.calls, strict=True):
+        if is_layer(call.name):
+            for (identity, low), (_, high) in zip(call.input_bytes, larger.input_bytes, strict=True):
+                per_row = (high - low) // (rows[1] - rows[0])
+                sizes[identity] = InputBytes(low - rows[0] * per_row, per_row)
+    return tuple(sizes.values())
 
 
 def run_parts(
@@ -134,8 +138,9 @@ def run_parts(
     *,
     mode: FakeMode,
     all_trainable: bool = False,
-) -> PartsRun:
-    """Runs copies of the parts one after the other; each gets leaves of what the one before gave.
+) -> tuple[list[Any], list[Recorder]]:
+    """Runs copies of the parts one after the other, each on leaves of what the one before gave: their outputs
+    and records.
 
     `all_trainable`: every floating-point boundary carries a gradient.
     Raises `ConfigError` where one fails, or uses a unit's parameters without calling the unit.
@@ -158,21 +163,17 @@ def run_parts(
             recorders.append(recorder)
             if part is parts[-1]:
                 break
-            tensors, _ = as_boundary(output, where)
+            tensors = as_boundary(output, where)
             _check_rows(tensors, rows, where, _CUT_MEND)
             tensors = tuple(
                 t.detach().requires_grad_(t.is_floating_point() and (t.requires_grad or all_trainable))
                 for t in tensors
             )
-    return PartsRun(outputs, recorders)
+    return outputs, recorders
 
 
 def run_module(
-    module: nn.Module,
-    tensors: Sequence[Tensor],
-    kwargs: Mapping[str, Any],
-    where: str,
-    recorder: Recorder,
+    module: nn.Module, tensors: Sequence[Tensor], kwargs: Mapping[str, Any], where: str, recorder: Recorder
 ) -> Any:
     """What a copy returns, recorded; `ConfigError` with shapes and the first line where it fails."""
     shapes = _show_shapes(tensors)
@@ -188,7 +189,7 @@ def run_module(
         raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
 
 
-def check_crossing(tensors: Sequence[Tensor], boundary: Boundary, rows: int, where: str) -> None:
+def check_crossing(tensors: Sequence[Tensor], boundary: Signature, rows: int, where: str) -> None:
     """Raises `ConfigError` where a ministage returned something else than it did when its shapes were
     found: the next rank waits for just those bytes and gradients."""
     found = [(tuple(t.shape), t.dtype) for t in tensors]
@@ -207,8 +208,8 @@ def check_crossing(tensors: Sequence[Tensor], boundary: Boundary, rows: int, whe
             )
 
 
-def as_boundary(output: Any, where: str) -> tuple[tuple[Tensor, ...], bool]:
-    """What a ministage returned as a tuple of tensors, and whether it was a tuple.
+def as_boundary(output: Any, where: str) -> tuple[Tensor, ...]:
+    """What a ministage returned as a tuple of tensors.
 
     Raises `ConfigError` for anything but a tensor or a tuple of tensors, by its type.
     """
@@ -221,10 +222,10 @@ def as_boundary(output: Any, where: str) -> tuple[tuple[Tensor, ...], bool]:
             )
     if not entries:
         raise ConfigError(f"{where} returns an empty tuple; nothing crosses to the next ministage")
-    return tuple(entries), isinstance(output, tuple)
+    return tuple(entries)
 
 
-def as_model_output(output: Any, where: str) -> tuple[tuple[Tensor, ...], bool]:
+def as_model_output(output: Any, where: str) -> tuple[Tensor, ...]:
     """What the model returned (after `unpack`), as `as_boundary` does.
 
     Raises `ConfigError` with the hint `unpack=`, also for a loss computed inside the model.
@@ -267,11 +268,11 @@ _CUT_MEND = "cut elsewhere, or pass split="
 _OUTPUT_MEND = "pass unpack= to give it rows"
 
 
-def _compare(few: Any, more: Any, rows: tuple[int, int], where: str, *, is_last: bool) -> Boundary:
+def _compare(few: Any, more: Any, rows: tuple[int, int], where: str, *, is_last: bool) -> Signature:
     """What one ministage returned for two row counts, as a boundary."""
     convert = as_model_output if is_last else as_boundary
     mend = _OUTPUT_MEND if is_last else _CUT_MEND
-    (tensors, is_tuple), (others, _) = convert(few, where), convert(more, where)
+    tensors, others = convert(few, where), convert(more, where)
     _check_rows(tensors, rows[0], where, mend)
     _check_rows(others, rows[1], where, mend)
     first, second = ([(tuple(t.shape[1:]), t.dtype) for t in side] for side in (tensors, others))
@@ -280,8 +281,7 @@ def _compare(few: Any, more: Any, rows: tuple[int, int], where: str, *, is_last:
             f"{where} returns {_show_shapes(tensors)} for {rows[0]} rows, but {_show_shapes(others)} for "
             f"{rows[1]}; nothing but dimension 0 may depend on the rows; {mend}"
         )
-    specs = (TensorSpec(tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in tensors)
-    return Boundary(tuple(specs), is_tuple)
+    return Signature(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in tensors))
 
 
 def _check_rows(tensors: Sequence[Tensor], rows: int, where: str, mend: str) -> None:
@@ -295,11 +295,6 @@ def _check_rows(tensors: Sequence[Tensor], rows: int, where: str, mend: str) -> 
 
 def _show_shapes(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
-
-
-def _without_grad(boundary: Boundary) -> Boundary:
-    specs = (TensorSpec(spec.shape_per_row, spec.dtype) for spec in boundary.tensors)
-    return Boundary(tuple(specs), boundary.is_tuple)
 
 
 def _cast_inputs(module: nn.Module, part: ModelPart, dtype: torch.dtype) -> None:
@@ -338,15 +333,11 @@ def check_additive(
         rows = 2
     halves = [slice(0, rows // 2), slice(rows // 2, rows)]
     with torch.no_grad():
-        for what, whole, split in (
-            (
-                "loss_fn",
-                loss_fn(outputs, targets),
-                [loss_fn(_cut(outputs, half), _cut(targets, half)) for half in halves],
-            ),
-            ("count_fn", count_fn(targets), [count_fn(_cut(targets, half)) for half in halves]),
-        ):
-            _require_sum(what, whole, split, rows)
+        loss, count = loss_fn(outputs, targets), count_fn(targets)
+        losses = [loss_fn(_cut(outputs, half), _cut(targets, half)) for half in halves]
+        counts = [count_fn(_cut(targets, half)) for half in halves]
+    _require_sum("loss_fn", loss, losses, rows)
+    _require_sum("count_fn", count, counts, rows)
 
 
 def _repeat(value: Any) -> Any:

@@ -259,10 +259,9 @@ class _Flat(nn.Module):
         output = getattr(self, _INNER)(*flat[: self._num_inputs], **kwargs)
         if self._unpack is not None:
             output = self._unpack(output)
-        tensors, returns_tuple = as_model_output(output, "the last ministage")
         # Export forbids new attributes on a module, not on what is no module.
-        vars(self)["returns_tuple"] = returns_tuple
-        return tensors
+        vars(self)["returns_tuple"] = isinstance(output, tuple)
+        return as_model_output(output, "the last ministage")
 
 
 def _mark_start(*_: Any) -> None:

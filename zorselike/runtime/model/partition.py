@@ -51,11 +51,7 @@ class Tie:
 
 
 def partition(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    split: Split | None = None,
-    unpack: Callable[[Any], Any] | None = None,
+    model: nn.Module, plan: Plan, *, split: Split | None = None, unpack: Callable[[Any], Any] | None = None
 ) -> list[ModelPart]:
     """Divides a model into the plan's ministages, all of them.
 
@@ -78,10 +74,7 @@ def partition(
     loose = loose_parameters(model, plan)
     alone = len(plan.ministages) == 1
     _check_modules(
-        model,
-        plan,
-        allow_loose=alone or split != "decoder",
-        any_order=callable(split) or split == "export",
+        model, plan, allow_loose=alone or split != "decoder", any_order=callable(split) or split == "export"
     )
     if callable(split):
         return _split_by_user(model, plan, split, unpack)
@@ -263,10 +256,12 @@ class _Decoder(Skeleton):
         with self.mode:
             tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
             run_module(whole, tensors, make_kwargs(kwargs, rows), "the model", recorder)
-        run = run_parts(self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True)
+        _, records = run_parts(
+            self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True
+        )
         hint = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
-        self._compare_calls(recorder, run.recorders, hint)
-        outside = sum((r.outside for r in run.recorders), Counter())
+        self._compare_calls(recorder, records, hint)
+        outside = sum((r.outside for r in records), Counter())
         for name in recorder.outside.keys() | outside.keys():
             if outside[name] != recorder.outside[name]:
                 raise ConfigError(

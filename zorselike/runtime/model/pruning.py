@@ -70,10 +70,7 @@ def separate_units(module: nn.Module, units: Sequence[str]) -> tuple[str, ...]:
 
 
 def prune(
-    model: nn.Module,
-    ministages: Sequence[Collection[str]],
-    *,
-    homes: Mapping[str, int] | None = None,
+    model: nn.Module, ministages: Sequence[Collection[str]], *, homes: Mapping[str, int] | None = None
 ) -> list[nn.Module]:
     """The model once per ministage, each without the modules that only others have.
 
@@ -96,12 +93,7 @@ class _Pruner:
     """Makes one ministage's copy."""
 
     def __init__(
-        self,
-        mine: set[str],
-        others: set[str],
-        homes: Mapping[str, int] | None,
-        index: int,
-        used: set[int],
+        self, mine: set[str], others: set[str], homes: Mapping[str, int] | None, index: int, used: set[int]
     ) -> None:
         self._mine = mine
         self._others = others

@@ -28,17 +28,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The tensors that enter one ministage, in order."""
-
-    tensors: tuple[TensorSpec, ...]
-    is_tuple: bool
-    """Whether the ministage before returns them as a tuple."""
-
-
-@dataclass(frozen=True)
 class Signature:
-    """What enters the model: a tensor or several, of any number of rows."""
+    """What enters the model or a ministage: a tensor or several, of any number of rows."""
 
     tensors: tuple[TensorSpec, ...]
 

@@ -1,7 +1,7 @@
 """Copies between one rank's device and its host, and what waits for them.
 
 Follows `zorselike/runtime/ministage/{shards,optimizer_state,gradients}.py` and
-`zorselike/runtime/memory/{host_backed,activation_offload,pending_offloads}.py`. Memory is freed on the stream
+`zorselike/runtime/memory/{host_backed,activation_offload}.py`. Memory is freed on the stream
 that allocated it, after that stream has waited for its last use.
 """
 

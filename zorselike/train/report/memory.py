@@ -13,7 +13,7 @@ import torch
 
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
-from zorselike.runtime.memory.report import MemoryReport
+from zorselike.runtime.memory_report import MemoryReport
 from zorselike.text.wording import show_bytes
 
 

@@ -1,0 +1,126 @@
+"""Whether the hosts of a job have room for a plan; every rank raises the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zorselike.cost.memory import MinistageBytes, walk_memory
+from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
+from zorselike.cost.purposes import Purpose
+from zorselike.errors import ConfigError
+from zorselike.plan.plan import Plan
+from zorselike.runtime.assembly import Assembly, CompiledPlan
+from zorselike.runtime.comm.ranks import Ranks
+from zorselike.runtime.memory.host_room import find_host_room
+from zorselike.runtime.memory_report import GIB, expect_moments
+from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.model.boundaries import Trace
+from zorselike.runtime.processes.world import ProcessInfo
+from zorselike.schedule.actions import Kind
+
+
+def refuse_unfitting_plan(
+    compiled: CompiledPlan,
+    ranks: Ranks,
+    processes: Sequence[ProcessInfo],
+    *,
+    param_dtype: torch.dtype | None,
+) -> None:
+    """Before anything is allocated: raises `ConfigError` if the ranks of a node would put more into host
+    memory than it has: what they offload, and on CPU ranks all that they hold. Counts parameters, gradients
+    and master weights; moments and activations are known later."""
+    plan, own_processes = compiled.plan, [processes[process] for process in ranks.process_of]
+    sizes = {part.index: _measure(plan, part.index, part.module, param_dtype) for part in compiled.parts}
+    numbers = []
+    for rank, process in enumerate(own_processes):
+        walk = walk_memory(plan, rank, compiled.step_actions[rank], sizes)
+        on_device = 0 if process.device == "cuda" else walk.device_peak_bytes
+        numbers.append((walk.host_peak_bytes + on_device, process.host_room_bytes))
+    refuse_crowded_hosts(
+        [process.node for process in own_processes],
+        numbers,
+        "the plan puts at least {} GiB",
+        mend="offload less there, give its ranks fewer layers, or train a smaller model",
+    )
+
+
+def _measure(plan: Plan, index: int, module: nn.Module, param_dtype: torch.dtype | None) -> MinistageBytes:
+    """The sizes of a ministage on one rank of its group, from its parameters' shapes."""
+    group = plan.group_of(index)
+    num_shards = count_shards(group.zero, len(group.flat_ranks))
+    whole = gradients = masters = 0
+    for parameter in module.parameters():
+        dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
+        one = ParameterBytes(dtype.itemsize)
+        whole += parameter.numel() * one.weight
+        if parameter.requires_grad:
+            gradients += parameter.numel() * one.gradient
+            masters += parameter.numel() * one.state
+    return MinistageBytes(
+        gathered_bytes=whole,
+        shard_bytes=whole // num_shards,
+        gradient_bytes=gradients,
+        gradient_shard_bytes=gradients // num_shards,
+        state_bytes=masters // num_shards,
+        masters=masters > 0,
+    )
+
+
+def reserve_activations(assembly: Assembly, trace: Trace) -> None:
+    """Before the first step: host buffers for the inputs of all recomputed layers that it offloads."""
+    plan, rank = assembly.plan, assembly.ranks.rank
+    group = plan.groups[plan.group_of_rank[rank]]
+    if assembly.resources.activations is None or group.recompute != "layer":
+        return
+    microbatches = plan.microbatches_of_rank(rank)
+    sizes = [
+        each.at(microbatches[action.microbatch].num_rows)
+        for action in assembly.compiled.step_actions[rank]
+        if action.kind is Kind.OFFLOAD and action.microbatch is not None and action.ministage is not None
+        for each in trace.layer_inputs[action.ministage]
+    ]
+    assembly.resources.memory.pool.reserve(Purpose.ACTIVATIONS, sizes)
+
+
+def check_host_room(assembly: Assembly) -> None:
+    """Before the first step: raises `ConfigError` if what the ranks of a node will still put on the host is
+    more than that has left. Collective."""
+    needed = sum(_needed_later(ministage, assembly) for ministage in assembly.ministages.values())
+    numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64)
+    numbers[assembly.ranks.rank] = torch.tensor([needed, find_host_room().num_bytes])
+    dist.all_reduce(numbers, group=assembly.control)
+    refuse_crowded_hosts(
+        [assembly.processes[process].node for process in assembly.ranks.process_of],
+        numbers.tolist(),
+        "the first step would put {} GiB more of optimizer state and gradients",
+        mend="offload less there, or give its ranks fewer layers",
+    )
+
+
+def _needed_later(ministage: ShardedMinistage, assembly: Assembly) -> int:
+    """Host bytes for moments and deferred gradients of one ministage, which come with the first step."""
+    if "optimizer" not in assembly.plan.group_of(ministage.index).offload:
+        return 0
+    actions = assembly.compiled.step_actions[assembly.ranks.rank]
+    defers = any(action.kind is Kind.OFFLOAD_GRAD for action in actions)
+    return expect_moments(ministage, assembly) + (ministage.sizes.gradient_shard_bytes if defers else 0)
+
+
+def refuse_crowded_hosts(
+    nodes: Sequence[str], numbers: Sequence[Sequence[int]], what: str, *, mend: str
+) -> None:
+    """`nodes` and `numbers` by rank: where it runs; bytes that it needs, and bytes that are left there.
+    `what` says of so many GiB what puts them into host memory."""
+    for node in dict.fromkeys(nodes):
+        ranks = [rank for rank, other in enumerate(nodes) if other == node]
+        needed, room = sum(numbers[rank][0] for rank in ranks), min(numbers[rank][1] for rank in ranks)
+        if needed > room:
+            listed = ", ".join(f"rank {rank}: {numbers[rank][0] / GIB:.2f}" for rank in ranks)
+            raise ConfigError(
+                f"{what.format(f'{needed / GIB:.2f}')} into the host memory of node '{node}' ({listed}), "
+                f"which has {room / GIB:.2f} GiB left: {mend}"
+            )
