@@ -152,7 +152,9 @@ def measure(pipe: HeteroPipeline) -> dict[str, dict[int, int]]:
     with pipe.loaded():
         ministages = pipe._assembly.ministages
         for index, ministage in ministages.items():
-            named = [(n, p) for n, p in ministage.named_parameters() if n not in ministage._settings.tied]
+            named = [
+                (n, p) for n, p in ministage.module.named_parameters() if n not in ministage._settings.tied
+            ]
             shards[index] = stored(p for _, p in named) if index != min(ministages) else 0
             moments = [
                 value
