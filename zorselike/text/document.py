@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from zorselike.text.dataclass_tables import read_table, read_value
 from zorselike.text.files import read_text, write_text
 
 
-class Document:
+class Document(ABC):
     """A base of dataclasses. Its files are TOML or JSON, of one version."""
 
     noun: ClassVar[str]
@@ -58,17 +59,17 @@ class Document:
         return self.validate().to_text()
 
     @classmethod
+    @abstractmethod
     def from_table(cls, table: Mapping[str, Any]) -> Self:
         """What a file's table says; raises `FileError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_text(self) -> str:
         """The text that `from_table` gets as a table, of content that is valid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def validate(self) -> Self:
         """Returns itself if it is consistent; raises `error` otherwise."""
-        raise NotImplementedError
 
     @classmethod
     @contextmanager

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import RunRanks
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import RANK_ALONE, Identity, find_identity
 from zorselike.runtime.processes.processes import _find_meeting_point
+from zorselike.train.__main__ import main
 
 ROOT = Path(__file__).parents[3]
 NODE = {"ZORSELIKE_NODE": "desk"}
@@ -170,7 +171,7 @@ def test_a_slurm_step_meets_on_its_first_node(
 
 
 @pytest.mark.parametrize("says_where", [True, False])
-def test_plain_srun_trains(tmp_path: Path, says_where: bool) -> None:
+def test_plain_srun_trains(run_ranks: RunRanks, tmp_path: Path, says_where: bool) -> None:
     """Two ranks with Slurm's variables alone, through the product's entry."""
     job = next(number for number in range(os.getpid() % 5000, 10_000) if _is_free(20_000 + number))
     plan = tmp_path / "two.plan.toml"
@@ -181,31 +182,28 @@ def test_plain_srun_trains(tmp_path: Path, says_where: bool) -> None:
         "[[devices]]\nrank = 0\nnode = 'desk'\nlocal_rank = 1\n"  # So a wrong local rank shows.
         "[[devices]]\nrank = 1\nnode = 'desk'\nlocal_rank = 0\n"
     )
-    command = [sys.executable, "-m", "zorselike.train", "--config", str(ROOT / "recipes/debug_cpu.toml")]
-    command += ["--hetero.plan", str(plan), "--job.dump_folder", str(tmp_path / "out")]
+    command = ["--config", str(ROOT / "recipes/debug_cpu.toml"), "--hetero.plan", str(plan)]
+    command += ["--job.dump_folder", str(tmp_path / "out"), "--lr_scheduler.warmup_steps", "1"]
     command += ["--training.global_batch_size", "4", "--training.seq_len", "32", "--training.steps", "2"]
-    command += ["--lr_scheduler.warmup_steps", "1", "--metrics.log_freq", "1"]
-    clean = {name: value for name, value in os.environ.items() if name not in NAMES}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | NODE
+    environment = NODE | {"OMP_NUM_THREADS": "1"}
     if says_where:
-        clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + job)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + job)}
     else:
-        clean |= {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
-    processes = [
-        subprocess.Popen(
-            command,
-            env=clean | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert " 2 of 2 steps" in said[0][0] and not said[1][0]
-    assert "rank 1 on cpu" in said[0][0]  # Rank 1 of the plan is the first process: its local rank is 0.
+        environment |= {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    ends = run_ranks(_train_as_a_task, 2, command, environment, init=False, allow_exit=True)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert " 2 of 2 steps" in ends[0].stdout and not ends[1].stdout
+    assert "rank 1 on cpu" in ends[0].stdout  # Rank 1 of the plan is the first process: its local rank is 0.
+
+
+def _train_as_a_task(rank: int, world_size: int, command: list[str], environment: dict[str, str]) -> None:
+    """What plain `srun` does for one process."""
+    for name in (*NAMES, "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": str(world_size)}
+    os.environ.update(environment | task)
+    sys.argv = ["train", *command]
+    sys.exit(main())
 
 
 def _is_free(port: int) -> bool:

@@ -13,6 +13,7 @@ from zorselike.errors import ConfigError
 
 _Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 """Values of an option that may be given several times."""
+_Least = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +28,10 @@ class ProblemOptions:
     ] = None
     """Upper limit on the cost of a step, in the cluster's currency."""
 
-    min_throughput: Annotated[
-        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")
-    ] = None
+    min_throughput: _Least = None
     """Lower limit on steps per second."""
 
-    min_tokens_per_s: Annotated[
-        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: any)")
-    ] = None
+    min_tokens_per_s: _Least = None
     """Lower limit on tokens per second."""
 
     max_devices: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = (
