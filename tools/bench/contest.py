@@ -10,10 +10,10 @@ from zorselike.schedule import ScheduleSpec, build
 
 from ..report import Figure
 from .forked import Timing
-from .meshes import Cluster, Mesh, simulate_mesh
 from .plans import make_plan
 from .runs import Emulation, run_fsdp, run_mesh, run_ours
 from second_simulator.actions import MIN_COST_ROWS, Workload, simulate
+from second_simulator.meshes import Cluster, Mesh, simulate_mesh
 
 MIN_SLEEP_S = 0.045
 """The shortest sleep of a ministage with seven ranks: what Python and Gloo do for one action of

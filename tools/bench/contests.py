@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .contest import Bench, Case, Run, even_rows
-from .meshes import SCHEDULES, Mesh, loop_layers, simulate_mesh
+from .plans import loop_layers
+from second_simulator.meshes import SCHEDULES, Mesh, simulate_mesh
 
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0)
 NUM_LAYERS = 60

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import os
+import mmap
 import statistics
 import sys
-import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from zorselike import HeteroPipeline
-from zorselike.models import Llama, build_model, get_config, module_names
+from zorselike.models import build_model, get_config, module_names
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action
 
@@ -85,7 +84,7 @@ def _time_actions(rank: int, num_steps: int) -> dict[str, list[float]]:
 
 def _time_bare_layers(plan: Plan, rank: int, times: dict[str, list[float]]) -> None:
     """One layer, times the layers of a ministage, with no runtime around it."""
-    layer = _model().layers["1"]
+    layer = build_model("llama", "debug").get_submodule("layers.1")
     own = [m for i in plan.ministages_of_rank(rank) for m in plan.ministages[i].modules]
     num_layers = sum(name.startswith("layers.") for name in own) / len(plan.ministages_of_rank(rank))
     config = get_config("llama", "debug")
@@ -101,9 +100,8 @@ def _time_bare_layers(plan: Plan, rank: int, times: dict[str, list[float]]) -> N
 
 def run_growth(bench: Bench) -> None:
     """Memory, threads and file descriptors before and after 500 steps."""
-    num_steps = 100 if bench.is_quick else 500
-    grown = run_forked(_grow, NUM_RANKS, WARM_STEPS // 3 if bench.is_quick else WARM_STEPS, num_steps)
-    _hold_growth(bench, f"over_{num_steps}_steps", grown)
+    num_first, num_steps = (WARM_STEPS // 3, 100) if bench.is_quick else (WARM_STEPS, 500)
+    _hold_growth(bench, f"over_{num_steps}_steps", run_forked(_grow, NUM_RANKS, num_first, num_steps))
 
 
 def _grow(rank: int, num_first: int, num_steps: int) -> Footprint:
@@ -179,30 +177,17 @@ def _grow_by(cycle: Callable[[int], None], num_first: int, num_cycles: int) -> F
 class _MallocInfo(ctypes.Structure):
     """`struct mallinfo2` of the GNU C library."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
+    _names_ = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names_.split())
 
 
 def _allocated_bytes() -> int:
-    """What is allocated and not freed, by the C library where it can say so (tensors and all of
-    torch), else what is resident; free memory kept for later is no leak."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
-        return _resident_bytes()
+    """What the C library (glibc 2.33 or later) has allocated and not freed, tensors and all of torch; free
+    memory kept for later is no leak."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _MallocInfo
     info = mallinfo2()
     return int(info.uordblks + info.hblkhd)
-
-
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 @dataclass(frozen=True)
@@ -220,13 +205,12 @@ class Footprint:
     @classmethod
     def now(cls) -> Footprint:
         gc.collect()
-        tasks, descriptors = Path("/proc/self/task"), Path("/proc/self/fd")
         return cls(
             memory_bytes=_allocated_bytes(),
-            resident_bytes=_resident_bytes(),
+            resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
             blocks=sys.getallocatedblocks(),
-            threads=len(list(tasks.iterdir())) if tasks.exists() else threading.active_count(),
-            descriptors=len(list(descriptors.iterdir())) if descriptors.exists() else 0,
+            threads=len(list(Path("/proc/self/task").iterdir())),
+            descriptors=len(list(Path("/proc/self/fd").iterdir())),
         )
 
     def __sub__(self, other: Footprint) -> Footprint:
@@ -236,18 +220,19 @@ class Footprint:
 def _hold_growth(bench: Bench, suffix: str, grown: Sequence[Footprint], torchs_bytes: int = 0) -> None:
     """The worst rank counts; `torchs_bytes` is what torch itself keeps in as many cycles."""
 
-    def of_ranks(values: Iterable[float]) -> dict[str, float]:
-        return {f"rank {rank}": value for rank, value in enumerate(values)}
-
-    memory = of_ranks(footprint.memory_bytes / MIB for footprint in grown)
-    if torchs_bytes:
-        memory = {f"{rank} (plain FSDP2: {torchs_bytes / MIB:.2f})": value for rank, value in memory.items()}
     limit = round((torchs_bytes + MAX_GROWTH_BYTES) / MIB, 2)
-    bench.hold(f"memory_mib_{suffix}", memory, limit, worst=max)
-    bench.hold(f"  resident_mib_{suffix}", of_ranks(f.resident_bytes / MIB for f in grown), worst=max)
-    bench.hold(f"  python_blocks_{suffix}", of_ranks(f.blocks for f in grown), worst=max)
-    bench.hold(f"threads_{suffix}", of_ranks(f.threads for f in grown), 0, worst=max)
-    bench.hold(f"descriptors_{suffix}", of_ranks(f.descriptors for f in grown), 0, worst=max)
+    note = f" (plain FSDP2: {torchs_bytes / MIB:.2f})" if torchs_bytes else ""
+    held: dict[str, tuple[float | None, list[float]]] = {
+        f"memory_mib_{suffix}": (limit, [own.memory_bytes / MIB for own in grown]),
+        f"  resident_mib_{suffix}": (None, [own.resident_bytes / MIB for own in grown]),
+        f"  python_blocks_{suffix}": (None, [own.blocks for own in grown]),
+        f"threads_{suffix}": (0, [own.threads for own in grown]),
+        f"descriptors_{suffix}": (0, [own.descriptors for own in grown]),
+    }
+    for name, (target, values) in held.items():
+        shown = note if name.startswith("memory") else ""
+        by_rank = {f"rank {rank}{shown}": value for rank, value in enumerate(values)}
+        bench.hold(name, by_rank, target, worst=max)
 
 
 def _plan(groups: Sequence[Sequence[int]], ministages: int, zero: int) -> Plan:
@@ -256,12 +241,6 @@ def _plan(groups: Sequence[Sequence[int]], ministages: int, zero: int) -> Plan:
     return spread_modules(
         names, groups, (3.0, 2.0, 1.0, 2.0), num_rows=NUM_ROWS, ministages=ministages, zero=zero
     )
-
-
-def _model() -> Llama:
-    model = build_model("llama", "debug")
-    assert isinstance(model, Llama)
-    return model
 
 
 def _pipeline(plan: Plan) -> HeteroPipeline:

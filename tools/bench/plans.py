@@ -8,8 +8,6 @@ from fractions import Fraction
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
-from .meshes import loop_layers
-
 
 def apportion(total: int, weights: Mapping[int, float], least: int = 0) -> dict[int, int]:
     """Whole numbers in proportion to the weights that add up to `total` (largest remainders)."""
@@ -51,6 +49,11 @@ def lay_rows(
         microbatches.append(Microbatch(rank, start, start + size))
         start += size
     return tuple(microbatches)
+
+
+def loop_layers(per_stage: Sequence[int], loops: int) -> tuple[int, ...]:
+    """Cuts each stage's layers into `loops` virtual stages, as even as can be, in model order."""
+    return tuple(n * (loop + 1) // loops - n * loop // loops for loop in range(loops) for n in per_stage)
 
 
 def make_plan(

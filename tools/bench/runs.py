@@ -17,8 +17,8 @@ from zorselike.plan.plan import Plan
 
 from .forked import RankTimes, Timing, run_forked, time_steps
 from .link_sleep import LinkSleeper, SharedLinks
-from .meshes import Mesh, order_of
 from .sleeping import Device, SleepingLayers, count_rows, squared_error
+from second_simulator.meshes import Mesh, order_of
 from second_simulator.operations import Links
 
 LEARNING_RATE = 1e-3
