@@ -2,14 +2,13 @@
 
     python tools/bench_gpu.py --json figures.json                 # everything
     python tools/bench_gpu.py --layers 8 --seconds 500            # what fits that time, in this order
-    python tools/bench_gpu.py --only throughput exposed --layers 20
+    python tools/bench_gpu.py --only throughput largest --layers 20
     python tools/bench_gpu.py --device cpu --quick                # tiny, to see that it runs
 
 A Llama of h = 4096 on one rank, in 8 ministages, bf16, recomputation by layer, fused AdamW: (a) all resident,
 (b) parameters and activations offloaded, (c) everything offloaded, (d) FSDP2 with CPUOffloadPolicy, (e) plain
-FSDP2. Sections: `machine` (links and matrix products), `throughput` (a to e, and their memory), `exposed`
-(copies that no computing hides, from a trace), `ministages` (c in 1, 2, 4, 8), `compile` (a and c with each
-layer compiled; on a CPU only if asked for), `defer` (updates at the end of the step against updates at once,
+FSDP2. Sections: `throughput` (a to e, and their memory), `ministages` (c in 1, 2, 4, 8), `compile` (a and c
+with each layer compiled; on a CPU only if asked for), `defer` (updates at the end of the step against updates at once,
 resident and offloaded), `largest` (the most layers that train). Each variant runs in a fresh process,
 repetitions interleaved. One rank issues no collective: this measures computing, copies and streams only.
 """

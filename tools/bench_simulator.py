@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,26 +30,14 @@ from tools.report import (
 )
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Profile
-from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.schedule import Action, ScheduleSpec, build
+from zorselike.schedule import ScheduleSpec, build
 from zorselike.simulator import simulate
 
 NUM_RUNS = 5
 GIGABIT = 1e9 / 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A schedule and what it costs."""
-
-    name: str
-    plan: Plan
-    actions: Mapping[int, Sequence[Action]]
-    costs: StepCosts
-    build_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,33 +59,34 @@ class Timing:
     def median_s(self) -> float:
         return statistics.median(self.cpu_s)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.num_ranks} ranks, {self.num_actions:,} actions, a step of "
+            f"{self.iteration_s:.3f} s; CPU seconds {self.median_s:.3f} ({min(self.cpu_s):.3f} to "
+            f"{max(self.cpu_s):.3f}), wall clock {statistics.median(self.wall_s):.3f}; building "
+            f"{self.build_s:.3f}, memory {self.memory_s:.3f}"
+        )
+
 
 def make_workload(num_layers: int) -> Workload:
     """Layers of Llama 65B at 512 tokens a row, in fp16."""
     width, inner, tokens, words = 8192, 22016, 512, 32000
-    parameters = 4 * width**2 + 3 * width * inner
-    boundary = width * tokens
-    layer = LayerKind(
-        name="layer",
-        num_parameters=parameters,
-        forward_flops_per_row=2.0 * parameters * tokens,
-        input_elements_per_row=boundary,
-        output_elements_per_row=boundary,
-        activation_bytes_per_row=2 * boundary,
-    )
-    ends = (
-        LayerKind(
-            name="embedding",
-            num_parameters=words * width,
-            forward_flops_per_row=0.0,
-            output_elements_per_row=boundary,
-        ),
-        LayerKind(
-            name="head",
-            num_parameters=words * width,
-            forward_flops_per_row=2.0 * words * width * tokens,
-            input_elements_per_row=boundary,
-        ),
+    parameters, boundary = 4 * width**2 + 3 * width * inner, width * tokens
+
+    def make(name: str, num_parameters: int, flops: float, enters: int, leaves: int, kept: int) -> LayerKind:
+        return LayerKind(
+            name=name,
+            num_parameters=num_parameters,
+            forward_flops_per_row=flops,
+            input_elements_per_row=enters,
+            output_elements_per_row=leaves,
+            activation_bytes_per_row=kept,
+        )
+
+    kinds = (
+        make("layer", parameters, 2.0 * parameters * tokens, boundary, boundary, 2 * boundary),
+        make("embedding", words * width, 0.0, 0, boundary, 0),
+        make("head", words * width, 2.0 * words * width * tokens, boundary, 0, 0),
     )
     middle = tuple((f"layers.{i}", "layer") for i in range(num_layers))
     return Workload(
@@ -105,7 +94,7 @@ def make_workload(num_layers: int) -> Workload:
         sequence_length=tokens,
         dtype="float16",
         layers=(("embedding", "embedding"), *middle, ("head", "head")),
-        kinds={kind.name: kind for kind in (layer, *ends)},
+        kinds={kind.name: kind for kind in kinds},
     )
 
 
@@ -138,16 +127,16 @@ def make_node(name: str, device: str, region: str, bandwidth: float) -> Node:
     )
 
 
-def hundred_thousand() -> Case:
+def time_hundred_thousand() -> Timing:
     """Four groups of eight V100, a node each."""
     nodes = tuple(make_node(f"v100-{n}", "V100-16", "here", 130e9) for n in range(4))
     cluster = Cluster(nodes=nodes, default_link=Link(25 * GIGABIT, 5e-5))
     workload = make_workload(40)
     plan = make_plan([(8, 1)] * 4, workload, num_rows=1096, ministages=4, offload=False)
-    return make_case("100,000 actions", plan, workload, cluster)
+    return time_case("100,000 actions", plan, workload, cluster)
 
 
-def cluster_c() -> Case:
+def time_cluster_c() -> Timing:
     """The largest cluster of the paper (Zorse, Table 4), in two regions."""
     counts = (("a10g", "A10G", "one", 2), ("t4-one", "T4", "one", 6))
     counts += (("v100", "V100-16", "two", 2), ("t4-two", "T4", "two", 6))
@@ -165,40 +154,37 @@ def cluster_c() -> Case:
     workload = make_workload(80)
     groups = [(16, 4), (48, 2), (16, 4), (48, 2)]
     plan = make_plan(groups, workload, num_rows=2048, ministages=4, offload=True)
-    return make_case("cluster C", plan, workload, cluster)
+    return time_case("cluster C", plan, workload, cluster)
 
 
-def make_case(name: str, plan: Plan, workload: Workload, cluster: Cluster) -> Case:
+def time_case(name: str, plan: Plan, workload: Workload, cluster: Cluster) -> Timing:
     costs = make_costs(plan, workload, cluster, Profile(model=workload.model))
     begin_s = time.process_time()
     actions = build(ScheduleSpec(plan, masters=True))
-    return Case(name=name, plan=plan, actions=actions, costs=costs, build_s=time.process_time() - begin_s)
-
-
-def time_case(case: Case) -> Timing:
+    build_s = time.process_time() - begin_s
     cpu_s, wall_s = [], []
     for _ in range(NUM_RUNS):
         cpu, wall = time.process_time(), time.perf_counter()
-        found = simulate(case.plan, case.actions, case.costs)
+        found = simulate(plan, actions, costs)
         cpu_s.append(time.process_time() - cpu)
         wall_s.append(time.perf_counter() - wall)
     begin_s = time.process_time()
     list(found.memory)
     return Timing(
-        name=case.name,
-        num_ranks=case.plan.num_ranks,
-        num_actions=sum(map(len, case.actions.values())),
+        name=name,
+        num_ranks=plan.num_ranks,
+        num_actions=sum(map(len, actions.values())),
         iteration_s=found.iteration_s,
-        build_s=case.build_s,
+        build_s=build_s,
         cpu_s=tuple(cpu_s),
         wall_s=tuple(wall_s),
         memory_s=time.process_time() - begin_s,
     )
 
 
-CASES: tuple[tuple[Callable[[], Case], str, float], ...] = (
-    (hundred_thousand, "simulate_100k_s", 1.0),
-    (cluster_c, "simulate_cluster_c_s", 5.0),
+CASES = (
+    (time_hundred_thousand, "simulate_100k_s", 1.0),
+    (time_cluster_c, "simulate_cluster_c_s", 5.0),
 )
 """What is simulated, the name of its figure, and the most seconds that it may take."""
 
@@ -207,18 +193,10 @@ def main() -> int:
     """Times all cases; the exit status says whether every target was met."""
     arguments = make_parser(__doc__).parse_args()
     timings, figures = [], []
-    for make, name, target in CASES:
-        timing = time_case(make())
-        timings.append(timing)
-        figures.append(Figure(name, timing.median_s, target, at_most=True))
-        print(
-            f"{timing.name}: {timing.num_ranks} ranks, {timing.num_actions:,} actions, "
-            f"a step of {timing.iteration_s:.3f} s; CPU seconds {timing.median_s:.3f} "
-            f"({min(timing.cpu_s):.3f} to {max(timing.cpu_s):.3f}), wall clock "
-            f"{statistics.median(timing.wall_s):.3f}; building {timing.build_s:.3f}, "
-            f"memory {timing.memory_s:.3f}",
-            flush=True,
-        )
+    for time_it, name, target in CASES:
+        timings.append(time_it())
+        figures.append(Figure(name, timings[-1].median_s, target, at_most=True))
+        print(timings[-1], flush=True)
     print("\n" + format_figures(figures))
     machine = describe_machine()
     print("\n" + format_machine(machine))

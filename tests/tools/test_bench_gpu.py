@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.gpu.child import classify, run_job
-from tools.gpu.exposure import cover, find_exposure
 from tools.gpu.figures import find_ratios, is_same_loss, search_largest
 from tools.gpu.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
 from tools.gpu.sections import SECTIONS, GpuBench
@@ -27,49 +26,6 @@ from zorselike.models.llama import Llama
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
 TINY = Shape(num_layers=4, dim=32, num_heads=2, ffn_hidden=48, vocab_size=64, sequence=8, microbatch_rows=2)
-interval = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
-intervals = st.lists(interval)
-
-
-# -- exposed copies ------------------------------------------------------------------------
-
-
-def covered(found: list[tuple[int, int]]) -> set[int]:
-    return {second for begin, end in found for second in range(begin, end) if 10 <= second < 30}
-
-
-@given(intervals, intervals)
-def test_what_is_covered_is_counted_once(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    assert cover(a, (10, 30)) == len(covered(a))
-    assert cover(a + b, (10, 30)) - cover(b, (10, 30)) == len(covered(a) - covered(b))
-
-
-def event(category: str, name: str, begin: float, duration: float, num_bytes: int = 0) -> dict[str, Any]:
-    times = {"ph": "X", "ts": begin, "dur": duration}
-    return {**times, "cat": category, "name": name, "args": {"bytes": num_bytes}}
-
-
-def test_a_copy_is_exposed_where_nothing_computes() -> None:
-    trace = [
-        event("kernel", "gemm", 1000, 3000),
-        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 3000, 2000, 64),  # 1 ms beyond the kernel
-        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4500, 1000, 32),  # half beside it
-        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 5250, 250),  # computes, as it were
-        event("kernel", "gemm", 7000, 1000),
-        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 8500, 5000, 32),  # beside the next step
-        event("cpu_op", "aten::mm", 0, 9000),
-        {"ph": "i", "ts": 0, "name": "mark"},
-    ]
-    found = find_exposure(trace, num_steps=2)
-    assert found is not None
-    assert (found.step_ms, found.compute_ms, found.copy_ms) == (3.5, 2.125, 1.25)
-    assert (found.exposed_ms, found.idle_ms) == (0.625, 0.75)
-    assert found.share == pytest.approx(0.625 / 3.5)
-    assert (found.to_device_bytes, found.to_host_bytes) == (32, 32)
-
-
-def test_a_trace_without_kernels_shows_nothing() -> None:
-    assert find_exposure([event("cpu_op", "aten::mm", 0, 1)], num_steps=1) is None
 
 
 # -- figures -------------------------------------------------------------------------------
@@ -156,7 +112,7 @@ def test_what_ran_out_is_told_apart() -> None:
 
 
 def test_a_plan_offloads_what_its_variant_says() -> None:
-    job = Job("train", TINY, variant="c", num_tokens=48, num_ministages=3)
+    job = Job(TINY, variant="c", num_tokens=48, num_ministages=3)
     plan = make_plan(job)
     plan.validate()
     assert plan.groups[0].offload == ("params", "optimizer", "activations")
@@ -166,7 +122,7 @@ def test_a_plan_offloads_what_its_variant_says() -> None:
 
 
 def test_weights_are_a_repeated_tile() -> None:
-    job = Job("train", TINY, device="cpu")
+    job = Job(TINY, device="cpu")
     drawn = initialize(build_model(job), seed=3)
     with torch.device("meta"):
         model = Llama(config_of(TINY))
@@ -183,12 +139,6 @@ def test_weights_are_a_repeated_tile() -> None:
 
 def fake(job: Job, timeout_s: float) -> Outcome:
     """Jobs of a card that holds 40 layers with everything offloaded, 20 without."""
-    if job.kind == "machine":
-        links = dict.fromkeys(("to_device", "to_host", "both_to_device", "both_to_host"), 1e9)
-        rates = {"links": links, "matmuls": {}}
-        return Outcome(values={**rates, "device": "card", "device_bytes": 2**30})
-    if job.kind == "trace":
-        return Outcome(values={"exposure": None, "num_events": 7})
     if job.shape.num_layers > (40 if job.variant == "c" else 20):
         return Outcome(failure="device memory", reason="OutOfMemoryError: all gone")
     step_s = {"a": 1.0, "b": 1.0, "c": 1.25, "o": 1.5, "d": 4.0, "e": 1.0}[job.variant]
@@ -247,7 +197,7 @@ def test_a_job_that_fails_for_its_own_reason_is_no_measurement() -> None:
 
 
 def test_a_job_runs_in_a_process_of_its_own() -> None:
-    job = Job("train", TINY, "cpu", "c", num_tokens=16, num_ministages=2, num_warm_up=0, num_steps=1)
+    job = Job(TINY, "cpu", "c", num_tokens=16, num_ministages=2, num_warm_up=0, num_steps=1)
     outcome = run_job(replace(job, updates="deferred"), 120.0)
     assert outcome.measurement is not None, outcome.reason
     assert outcome.measurement.variant == "c" and "optimizer state" in outcome.measurement.memory
@@ -257,7 +207,7 @@ def test_a_job_runs_in_a_process_of_its_own() -> None:
 def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--tokens", "32"]
-    command += ["--only", "machine", "throughput", "exposed", "--json", str(path)]
+    command += ["--only", "throughput", "--json", str(path)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "speeds mean nothing" in finished.stdout

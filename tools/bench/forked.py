@@ -6,16 +6,17 @@ hangs in its own. Forked ranks start in 0.1 s and share the parent's memory.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import pickle
-import signal
 import statistics
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,24 +43,39 @@ def run_forked(
 ) -> list[_T]:
     """`fn(rank, *args)` on every rank; the ranks' values by rank. `enter(rank)` comes first on each,
     before there are threads or connections."""
-    # Values come back through memory that each child shares with this process alone, not files.
-    values = [os.memfd_create(f"value{rank}") for rank in range(world_size)]
+    context = multiprocessing.get_context("fork")
+    ranks: dict[Connection, BaseProcess] = {}
+    values: dict[int, _T] = {}
     with tempfile.TemporaryDirectory() as folder:
-        pids = {}
-        for rank in range(world_size):
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                _live(fn, rank, world_size, args, Path(folder), values[rank], enter)
-            pids[pid] = rank
         try:
-            _await_all(dict(pids), timeout_s, values)
-            return [pickle.loads(os.pread(value, os.fstat(value).st_size, 0)) for value in values]
+            for rank in range(world_size):
+                receiving, sending = context.Pipe(duplex=False)
+                live = partial(_live, fn, rank, world_size, args, Path(folder), sending, enter)
+                ranks[receiving] = context.Process(target=live, name=str(rank), daemon=True)
+                ranks[receiving].start()
+                sending.close()  # Before the next is forked, so that its end is seen.
+            waiting, deadline = dict(ranks), time.monotonic() + timeout_s
+            while waiting:
+                ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    late = sorted(int(process.name) for process in waiting.values())
+                    raise RankFailedError(f"ranks {late} did not end in {timeout_s} s")
+                for each in ready:
+                    assert isinstance(each, Connection)
+                    process = waiting.pop(each)
+                    try:
+                        values[int(process.name)] = each.recv()
+                    except EOFError:
+                        process.join()
+                        raise RankFailedError(
+                            f"rank {process.name} ended with code {process.exitcode}"
+                        ) from None
+            return [values[rank] for rank in range(world_size)]
         finally:
-            for pid in pids:
-                _end(pid)
-            for value in values:
-                os.close(value)
+            for receiving, process in ranks.items():
+                process.kill()
+                process.join()
+                receiving.close()
 
 
 def _live(
@@ -68,53 +84,20 @@ def _live(
     world_size: int,
     args: tuple[Any, ...],
     folder: Path,
-    result: int,
+    result: Connection,
     enter: Callable[[int], None] | None,
 ) -> None:
-    """A rank's whole life; does not return."""
-    code = 1
-    try:
-        if enter is not None:
-            enter(rank)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        value = fn(rank, *args)
-        with os.fdopen(result, "wb", closefd=False) as memory:
-            pickle.dump(value, memory)
-        dist.barrier()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def _await_all(alive: dict[int, int], timeout_s: float, values: list[int]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while alive:
-        for pid in list(alive):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended == 0:
-                continue
-            rank = alive.pop(pid)
-            if status != 0 and not os.fstat(values[rank]).st_size:
-                raise RankFailedError(f"rank {rank} ended with code {os.waitstatus_to_exitcode(status)}")
-        if time.monotonic() > deadline:
-            raise RankFailedError(f"ranks {sorted(alive.values())} did not end in {timeout_s} s")
-        time.sleep(0.02)
-
-
-def _end(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
+    """A rank's whole life."""
+    if enter is not None:
+        enter(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    result.send(fn(rank, *args))
+    dist.barrier()  # One that leaves early would break the connections of the others.
+    os._exit(0)
 
 
 @dataclass(frozen=True)

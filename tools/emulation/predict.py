@@ -132,14 +132,12 @@ def predict_emulation(emulation: Emulation, constants: HostConstants) -> Predict
     if emulation.limit == "kernel":
         with Namespaces(emulation.cluster) as namespaces:
             hosted = replace(hosted, collectives=measure_collectives(plan, emulation.cluster, namespaces))
-    costs = make_costs(
-        plan,
-        workload,
-        emulation.cluster,
-        hosted,
+    costs = make_costs(plan, workload, emulation.cluster, hosted)
+    costs = replace(
+        costs,
+        network=host_network(costs.network, constants),
         is_cpu=(True,) * plan.num_ranks,
         sends_buffer=emulation.limit != "kernel",
     )
-    costs = replace(costs, network=host_network(costs.network, constants))
     actions = build(ScheduleSpec(plan, masters=workload.masters))
     return Prediction(plan=plan, actions=actions, costs=costs, simulation=simulate(plan, actions, costs))

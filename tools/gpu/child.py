@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 import traceback
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +18,7 @@ import torch.distributed as dist
 from zorselike.errors import ConfigError
 from zorselike.models.flops import num_parameters
 
-from .exposure import find_exposure
 from .job import Failure, Job, Measurement, Outcome
-from .machine import measure_machine
 from .trainers import OurTrainer, Trainer, config_of, make_trainer
 
 
@@ -59,13 +54,7 @@ def do(job: Job) -> Outcome:
     """The job's values, or why there are none."""
     try:
         _prepare(job)
-        match job.kind:
-            case "machine":
-                return Outcome(values=measure_machine(job))
-            case "trace":
-                return Outcome(values=_trace(job))
-            case _:
-                return Outcome(_train(job))
+        return Outcome(_train(job))
     except Exception as error:
         failure = classify(error)
         if failure == "other":
@@ -145,22 +134,3 @@ def _time_on_cpu(trainer: Trainer, job: Job) -> tuple[float, ...]:
         trainer.step()
         times.append(time.process_time())
     return tuple(end - begin for begin, end in pairwise(times))
-
-
-def _trace(job: Job) -> dict[str, Any]:
-    """`Exposure` of some steps, and how many events it was found in."""
-    trainer = make_trainer(job)
-    for _ in range(job.num_warm_up):
-        trainer.step()
-    is_cuda = job.device == "cuda"
-    kind = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind]) as profiler:
-        for _ in range(job.num_steps):
-            trainer.step()
-        if is_cuda:
-            torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return {"exposure": find_exposure(events, job.num_steps), "num_events": len(events)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 OFFLOAD_OF = {
     "a": (),
@@ -41,10 +41,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One process's work: `train` (time steps), `trace` (where its copies are), or `machine` (what the device
-    and its link can do)."""
+    """One process's work: so many timed steps."""
 
-    kind: str
     shape: Shape = field(default_factory=Shape)
     device: str = "cuda"
     variant: str = "a"
@@ -101,10 +99,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job: a measurement or other values, or why there are none."""
+    """What came of a job: a measurement, or why there is none."""
 
     measurement: Measurement | None = None
-    values: dict[str, Any] | None = None
     failure: Failure = ""
     reason: str = ""
 

@@ -11,7 +11,6 @@ from zorselike.models.flops import flops_per_token, num_parameters
 from zorselike.runtime.memory.host_room import find_host_room
 
 from ..report import Figure
-from .exposure import Exposure
 from .figures import PAPER_MEMORY, PAPER_THROUGHPUT, is_same_loss, search_largest
 from .job import VARIANTS, Job, Measurement, Outcome, Shape, Updates, merge, spell_bytes
 from .trainers import config_of
@@ -20,8 +19,6 @@ Key = TypeVar("Key", bound=tuple[Any, Any])
 _JOB_S = 900.0
 """The longest that one process may take."""
 _SHORTEST_JOB_S = 20.0
-_DEVICE_BYTES = {"e": 16.0}
-"""Device memory per parameter of what keeps all of it there: fp32 weights, gradients and moments."""
 _HOST_BYTES = {"c": 14.0, "d": 16.0}
 """Host memory per parameter: weights and optimizer state, with FSDP2 gradients too."""
 _HOST_SHARE = 0.9
@@ -41,13 +38,11 @@ class GpuBench:
     max_layers: int = 128
     seconds: float | None = None
     say: Callable[[str], None] = lambda line: print(line, flush=True)
-    machine: dict[str, Any] = field(default_factory=dict)
     measured: dict[tuple[str, int], Measurement] = field(default_factory=dict)
     """Measurements by variant and tokens a step, repetitions merged."""
     sweep: list[Measurement] = field(default_factory=list)
     deferred: dict[tuple[str, str], Measurement] = field(default_factory=dict)
     """Measurements by variant and when updates come."""
-    exposure: Exposure | None = None
     largest: dict[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -66,12 +61,11 @@ class GpuBench:
     @property
     def device_name(self) -> str:
         known = (m.device_name for m in [*self.measured.values(), *self.sweep, *self.deferred.values()])
-        return str(self.machine.get("device", "")) or next(known, self.device)
+        return next(known, self.device)
 
-    def job(self, kind: str, variant: str = "c", **changes: Any) -> Job:
+    def job(self, variant: str = "c", **changes: Any) -> Job:
         """A job as the options have it, at the most tokens."""
         usual = Job(
-            kind,
             self.shape,
             device=self.device,
             variant=variant,
@@ -83,20 +77,20 @@ class GpuBench:
         return replace(usual, **changes)
 
     def do(self, job: Job) -> Outcome | None:
-        """Runs a job; None if there is no time for it. Says why one has no values."""
+        """Runs a job; None if there is no time for it. Says why one has no measurement."""
         if self.left_s < _SHORTEST_JOB_S:
             self.say("  no time left")
             return None
         outcome = self.run(job, min(_JOB_S, self.left_s))
         if outcome.failure:
-            what = f"{job.kind} of {job.variant}, {job.shape.num_layers} layers, {job.num_tokens} tokens"
+            what = f"{job.variant}, {job.shape.num_layers} layers, {job.num_tokens} tokens"
             self.failures.append(f"{what}: {outcome.failure}: {outcome.reason}")
             self.say(f"  {self.failures[-1]}")
             self.is_sound = self.is_sound and outcome.failure != "other"
         return outcome
 
     def measure(self, job: Job) -> Measurement | None:
-        """Runs a `train` job and says how fast it was."""
+        """Runs a job and says how fast it was."""
         outcome = self.do(job)
         if outcome is None or outcome.measurement is None:
             return None
@@ -126,24 +120,11 @@ def count_flops(shape: Shape) -> int:
     return flops_per_token(config_of(shape), shape.sequence, recompute=True)
 
 
-def run_machine(bench: GpuBench) -> None:
-    """What the link and the cores can do at best."""
-    outcome = bench.do(bench.job("machine"))
-    if outcome is None or outcome.values is None:
-        return
-    found = bench.machine = outcome.values
-    bench.say(f"  {found['device']}, {found['device_bytes'] / 2**30:.1f} GiB")
-    for name, rate in found["links"].items():
-        bench.say(f"  {name.replace('_', ' '):16} {rate / 1e9:7.1f} GB/s")
-    for name, rate in found["matmuls"].items():
-        bench.say(f"  bf16 {name:16} {rate / 1e12:7.1f} TFLOP/s")
-
-
 def run_throughput(bench: GpuBench) -> None:
     """All variants at every number of tokens, repetitions interleaved."""
     # Largest first, since its targets are the stricter ones and time may run out.
     keys = [(v, n) for n in sorted(bench.tokens, reverse=True) for v in VARIANTS if v != "o"]
-    _measure_in_turn(bench, keys, lambda key: bench.job("train", key[0], num_tokens=key[1]), bench.measured)
+    _measure_in_turn(bench, keys, lambda key: bench.job(key[0], num_tokens=key[1]), bench.measured)
     same = is_same_loss(bench.measured)
     if same is not None:
         bench.say(f"  losses with and without offloading are {'equal' if same else 'DIFFERENT'}")
@@ -169,31 +150,13 @@ def _measure_in_turn(
                 found[key] = merge([found[key], measured]) if number else measured
 
 
-def run_exposed(bench: GpuBench) -> None:
-    """The copies of everything offloaded that no computing hides, from a trace."""
-    outcome = bench.do(bench.job("trace", num_steps=2))
-    if outcome is None or outcome.values is None:
-        return
-    found = bench.exposure = outcome.values["exposure"]
-    if found is None:
-        bench.say(f"  the trace has {outcome.values['num_events']} events and no kernel among them")
-        return
-    bench.say(
-        f"  a step of {found.step_ms:.1f} ms: {found.copy_ms:.1f} ms of copies "
-        f"({spell_bytes(found.to_device_bytes)} in, {spell_bytes(found.to_host_bytes)} out), "
-        f"{found.exposed_ms:.1f} ms of them exposed ({found.share:.2%}), "
-        f"{found.idle_ms:.1f} ms in which nothing ran"
-    )
-    bench.figures.append(Figure("exposed_copy_share", found.share, note=f"{found.exposed_ms:.1f} ms a step"))
-
-
 def run_ministages(bench: GpuBench) -> None:
     """Everything offloaded, in more and more ministages; relative to the fewest, as in the paper's Fig.
     10."""
     for number in (1, 2) if bench.is_quick else (1, 2, 4, 8):
         known = bench.measured.get(("c", max(bench.tokens)))
         if known is None or known.num_ministages != number:
-            known = bench.measure(bench.job("train", num_ministages=number))
+            known = bench.measure(bench.job(num_ministages=number))
         bench.sweep += [] if known is None else [known]
     if not bench.sweep:
         return
@@ -216,8 +179,8 @@ def run_compile(bench: GpuBench) -> None:
     """Each layer compiled, against the same without: all resident, and everything offloaded."""
     most = max(bench.tokens)
     for variant in ("a", "c"):
-        plain = bench.measured.get((variant, most)) or bench.measure(bench.job("train", variant))
-        compiled = bench.measure(bench.job("train", variant, compiles=True))
+        plain = bench.measured.get((variant, most)) or bench.measure(bench.job(variant))
+        compiled = bench.measure(bench.job(variant, compiles=True))
         if plain is not None and compiled is not None:
             gain = compiled.tokens_per_s / plain.tokens_per_s
             speeds = f"{compiled.tokens_per_s:,.0f} / {plain.tokens_per_s:,.0f} tokens/s"
@@ -232,7 +195,7 @@ def run_defer(bench: GpuBench) -> None:
     overflows must change nothing.
     """
     keys = [(variant, updates) for variant in ("a", "o", "c") for updates in get_args(Updates)]
-    _measure_in_turn(bench, keys, lambda key: bench.job("train", key[0], updates=key[1]), bench.deferred)
+    _measure_in_turn(bench, keys, lambda key: bench.job(key[0], updates=key[1]), bench.deferred)
     for variant, updates in keys:
         pair = bench.deferred.get((variant, updates)), bench.deferred.get((variant, "deferred"))
         if updates != "deferred" and pair[0] is not None and pair[1] is not None:
@@ -242,8 +205,6 @@ def run_defer(bench: GpuBench) -> None:
 
 def run_largest(bench: GpuBench) -> None:
     """The most layers that train a step: everything offloaded, and FSDP2 alone."""
-    if not bench.machine:
-        run_machine(bench)
     for variant in ("c", "e", "d"):
         held: dict[int, Measurement] = {}
         reasons = _search_largest(bench, variant, held)
@@ -270,10 +231,10 @@ def _search_largest(bench: GpuBench, variant: str, held: dict[int, Measurement])
     """Tries; keeps the measurements of what trained in `held`."""
     config = config_of(replace(bench.shape, num_layers=1))
     other = num_parameters(config) - config.layer_parameters
-    on_device = _DEVICE_BYTES.get(variant)
-    room = 0.9 * bench.machine.get("device_bytes", 0) if on_device else _host_room()
-    most_parameters = room / (on_device or _HOST_BYTES[variant])
-    guess = min(max(1, int((most_parameters - other) // config.layer_parameters)), bench.max_layers)
+    guess = min(bench.shape.num_layers, bench.max_layers)
+    if variant in _HOST_BYTES:
+        most = _host_room() / _HOST_BYTES[variant]
+        guess = min(max(1, int((most - other) // config.layer_parameters)), bench.max_layers)
 
     def try_layers(num_layers: int) -> str | None:
         shape = replace(bench.shape, num_layers=num_layers)
@@ -281,7 +242,6 @@ def _search_largest(bench: GpuBench, variant: str, held: dict[int, Measurement])
         if needed > _host_room():
             return f"host memory: {needed / 2**30:.1f} GiB by arithmetic, not tried"
         job = bench.job(
-            "train",
             variant,
             shape=shape,
             num_tokens=min(bench.tokens),
@@ -308,9 +268,7 @@ def _host_room() -> float:
 
 
 SECTIONS: dict[str, Callable[[GpuBench], None]] = {
-    "machine": run_machine,
     "throughput": run_throughput,
-    "exposed": run_exposed,
     "ministages": run_ministages,
     "compile": run_compile,
     "defer": run_defer,

@@ -102,24 +102,14 @@ class Study:
     def make_cell(self, paper: PoplarCluster, model: str, zero: int) -> Cell:
         """All ways, and what is one row away from the last two."""
         self.say(f"cluster {paper.name}: Llama {model}, ZeRO {zero}")
-
-        def job(own: PoplarCluster) -> Job:
-            return make_job(self.folder, own, model, zero)
-
-        whole = job(paper)
-        runs = {
-            "weak": run_even(job(paper.with_numbers(0, paper.num_weak))),
-            "strong": run_even(job(paper.with_numbers(paper.num_strong, 0))),
-            "even": run_even(whole),
-            "Whale": run_whale(whole),
-            "Poplar": run_poplar(whole),
-            "ours": run_ours(whole),
-        }
-        neighbours = {
-            way: try_neighbours(whole, run)
-            for way, run in runs.items()
-            if way in ("Poplar", "ours") and run is not None
-        }
+        numbers = ((0, paper.num_weak), (paper.num_strong, 0), (paper.num_strong, paper.num_weak))
+        weak, strong, whole = (
+            make_job(self.folder, paper.with_numbers(*own), model, zero) for own in numbers
+        )
+        found = (run_even(weak), run_even(strong), run_even(whole), run_whale(whole), run_poplar(whole))
+        runs = dict(zip(WAYS, (*found, run_ours(whole)), strict=True))
+        last = ((way, runs[way]) for way in WAYS[-2:])
+        neighbours = {way: try_neighbours(whole, run) for way, run in last if run is not None}
         return Cell(paper, model, whole, runs, neighbours)
 
 
@@ -141,63 +131,44 @@ def find_stage(cells: Sequence[Cell]) -> str:
 def list_claims(study: Study) -> list[Claim]:
     """Those that can be looked at with what was simulated."""
     cells = study.cells
-    return [
-        *_claim_speedups(cells),
-        *_claim_whale_on_a(cells),
-        *_claim_optimum(cells),
-        *_claim_numbers(study),
-    ]
+    on_a = _span([cell for cell in cells if cell.paper.name == "A"], "Whale", "even")
+    whale = [Claim("cluster A: Whale over DeepSpeed", "about the same", on_a)] if on_a else []
+    return [*_claim_speedups(cells), *whale, *_claim_optimum(cells), *_claim_numbers(study)]
 
 
 def _ratios(cells: Sequence[Cell], way: str, *others: str) -> list[float]:
-    found = [cell.ratio(way, other) for cell in cells for other in others]
+    found = (cell.ratio(way, other) for cell in cells for other in others)
     return [ratio for ratio in found if ratio is not None]
 
 
+def _span(cells: Sequence[Cell], way: str, *others: str, digits: int = 2) -> str:
+    """The least ratio to the most; nothing without any."""
+    ratios = _ratios(cells, way, *others)
+    return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}" if ratios else ""
+
+
 def _claim_speedups(cells: Sequence[Cell]) -> Iterator[Claim]:
-    low, high = SPEEDUP_RANGE
     small = [cell for cell in cells if cell.model in PAPER_SIZES]
-    all_ratios = _ratios(small, "Poplar", "even", "Whale")
-    if all_ratios:
+    if found := _span(small, "Poplar", "even", "Whale"):
         yield Claim(
             "Poplar's throughput over the other systems' (abstract; also BERT, which is left out here)",
-            f"{low:.2f} to {high:.2f}",
-            f"{min(all_ratios):.2f} to {max(all_ratios):.2f}; ours {_span(small, 'even', 'Whale')}",
+            f"{SPEEDUP_RANGE[0]:.2f} to {SPEEDUP_RANGE[1]:.2f}",
+            f"{found}; ours {_span(small, 'ours', 'even', 'Whale')}",
         )
-    tiny = [cell for cell in cells if cell.model == "tiny"]
+    by_paper = {cell.paper.name: [own for own in small if own.paper == cell.paper] for cell in small}
     for other, name in (("even", "DeepSpeed"), ("Whale", "Whale")):
-        for paper in dict.fromkeys(cell.paper for cell in tiny):
-            own = [cell for cell in tiny if cell.paper == paper]
-            if ratios := _ratios(own, "Poplar", other):
-                yield Claim(
+        for paper, own in by_paper.items():
+            if ratios := _ratios([cell for cell in own if cell.model == "tiny"], "Poplar", other):
+                what = (
                     f"Llama 1.1B, the most over {name} (Fig. 4 b, cluster not named); here tiny on cluster "
-                    f"{paper.name}",
-                    f"{LLAMA_OVER[other]:.2f}",
-                    f"{max(ratios):.2f}",
                 )
-    for paper in dict.fromkeys(cell.paper for cell in small):
-        own = [cell for cell in small if cell.paper == paper]
-        few = _ratios([cell for cell in own if not cell.job.has_rounds], "Poplar", "even")
-        many = _ratios([cell for cell in own if cell.job.has_rounds], "Poplar", "even")
+                yield Claim(what + paper, f"{LLAMA_OVER[other]:.2f}", f"{max(ratios):.2f}")
+    for paper, own in by_paper.items():
+        few = _span([cell for cell in own if not cell.job.has_rounds], "Poplar", "even")
+        many = _span([cell for cell in own if cell.job.has_rounds], "Poplar", "even")
         if few and many:
-            yield Claim(
-                f"cluster {paper.name}: ZeRO 2 and 3 gain substantially over even shares",
-                "yes",
-                f"{min(many):.2f} to {max(many):.2f}, with ZeRO 0 and 1 {min(few):.2f} to {max(few):.2f}",
-            )
-
-
-def _span(cells: Sequence[Cell], *others: str) -> str:
-    ratios = _ratios(cells, "ours", *others)
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def _claim_whale_on_a(cells: Sequence[Cell]) -> Iterator[Claim]:
-    ratios = _ratios([cell for cell in cells if cell.paper.name == "A"], "Whale", "even")
-    if ratios:
-        yield Claim(
-            "cluster A: Whale over DeepSpeed", "about the same", f"{min(ratios):.2f} to {max(ratios):.2f}"
-        )
+            what = f"cluster {paper}: ZeRO 2 and 3 gain substantially over even shares"
+            yield Claim(what, "yes", f"{many}, with ZeRO 0 and 1 {few}")
 
 
 def _claim_optimum(cells: Sequence[Cell]) -> Iterator[Claim]:
@@ -212,38 +183,29 @@ def _claim_optimum(cells: Sequence[Cell]) -> Iterator[Claim]:
             "none, in all experiments" if way == "Poplar" else "",
             f"in {len(better)} of {len(tried)} cells{most}; {sum(found.number for found in tried)} tried",
         )
-    ratios = _ratios(cells, "ours", "Poplar")
-    if ratios:
-        yield Claim("our throughput over Poplar's", "", f"{min(ratios):.3f} to {max(ratios):.3f}")
+    if found := _span(cells, "ours", "Poplar", digits=3):
+        yield Claim("our throughput over Poplar's", "", found)
 
 
 def _claim_numbers(study: Study) -> Iterator[Claim]:
-    found = study.by_numbers
+    # 0 where it does not fit.
+    found = {numbers: [own or 0.0 for own in tflops] for numbers, tflops in study.by_numbers.items()}
     if not found:
         return
     larger = [(a, b) for a in found for b in found if a != b and a[0] <= b[0] and a[1] <= b[1]]
-    pairs = [(zero, a, b) for zero in STAGES for a, b in larger]
     slower = [
         f"{b[0]} + {b[1]} is slower than {a[0]} + {a[1]} with ZeRO {zero}"
-        for zero, a, b in pairs
-        if _or_zero(found[b][zero]) <= _or_zero(found[a][zero])
+        for zero in STAGES
+        for a, b in larger
+        if found[b][zero] <= found[a][zero]
     ]
     yield Claim(
         "cluster C: more GPUs of either type are faster (Fig. 5)",
         "yes",
-        f"not in {len(slower)} of {len(pairs)} pairs: {', '.join(slower[:SHOWN])}" if slower else "yes",
+        f"not in {len(slower)} of {len(STAGES) * len(larger)} pairs: {', '.join(slower[:SHOWN])}"
+        if slower
+        else "yes",
     )
-    costs_more = all(
-        _or_zero(found[number, 4][zero]) < _or_zero(found[4, number][zero])
-        for number in (1, 2, 3)
-        for zero in STAGES
-    )
-    yield Claim(
-        "cluster C: fewer A800 cost more than fewer V100S (Fig. 5)",
-        "yes, significantly",
-        "yes" if costs_more else "no",
-    )
-
-
-def _or_zero(tflops: float | None) -> float:
-    return 0.0 if tflops is None else tflops
+    costs_more = all(found[n, 4][zero] < found[4, n][zero] for n in (1, 2, 3) for zero in STAGES)
+    what = "cluster C: fewer A800 cost more than fewer V100S (Fig. 5)"
+    yield Claim(what, "yes, significantly", "yes" if costs_more else "no")
