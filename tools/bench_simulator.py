@@ -182,10 +182,7 @@ def time_case(name: str, plan: Plan, workload: Workload, cluster: Cluster) -> Ti
     )
 
 
-CASES = (
-    (time_hundred_thousand, "simulate_100k_s", 1.0),
-    (time_cluster_c, "simulate_cluster_c_s", 5.0),
-)
+CASES = ((time_hundred_thousand, "simulate_100k_s", 1.0), (time_cluster_c, "simulate_cluster_c_s", 5.0))
 """What is simulated, the name of its figure, and the most seconds that it may take."""
 
 

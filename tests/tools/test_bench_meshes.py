@@ -6,10 +6,19 @@ from collections import Counter
 
 import pytest
 
-from tools.bench.meshes import candidates, lower_bound_s, search, split_layers, stage_layouts
-from tools.bench.plans import loop_layers
-
-from second_simulator.meshes import SCHEDULES, Cluster, Mesh, order_of, simulate_mesh
+from second_simulator.meshes import (
+    SCHEDULES,
+    Cluster,
+    Mesh,
+    candidates,
+    loop_layers,
+    lower_bound_s,
+    order_of,
+    search,
+    simulate_mesh,
+    split_layers,
+    stage_layouts,
+)
 from second_simulator.operations import Links
 
 NODES = ((0, 1), (2, 3, 4), (5,))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .contest import Bench, Case, Run, even_rows
-from .plans import loop_layers
-from second_simulator.meshes import SCHEDULES, Mesh, simulate_mesh
+from second_simulator.meshes import SCHEDULES, Mesh, loop_layers, simulate_mesh
 
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0)
 NUM_LAYERS = 60

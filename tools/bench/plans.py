@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.shares import apportion, deal_rows
 
-
-def apportion(total: int, weights: Mapping[int, float], least: int = 0) -> dict[int, int]:
-    """Whole numbers in proportion to the weights that add up to `total` (largest remainders)."""
-    exact = {key: Fraction(weight) for key, weight in weights.items()}
-    whole = sum(exact.values())
-    spare = total - least * len(exact)
-    shares = {key: Fraction(spare) * weight / whole for key, weight in exact.items()}
-    given = {key: int(share) for key, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda key: (given[key] - shares[key], key))
-    for key in by_remainder[: spare - sum(given.values())]:
-        given[key] += 1
-    return {key: least + number for key, number in given.items()}
+from second_simulator.meshes import loop_layers
 
 
 def lay_rows(
@@ -32,8 +21,9 @@ def lay_rows(
     that no rank waits for one slow microbatch of the group before, and a slow rank's
     microbatches are small instead of late. `least_rows` bounds the size from below.
     """
-    rows = apportion(num_rows, speeds)
-    counts = apportion(num_microbatches, dict.fromkeys(speeds, 1.0), least=1)
+    rows = dict(zip(speeds, apportion(num_rows, list(speeds.values())), strict=True))
+    others = apportion(num_microbatches - len(speeds), [1.0] * len(speeds))
+    counts = {rank: 1 + number for rank, number in zip(speeds, others, strict=True)}
     pieces: list[tuple[float, int, int]] = []
     for rank, own in rows.items():
         count = max(1, min(counts[rank], own // least_rows))
@@ -43,17 +33,7 @@ def lay_rows(
             for k in range(count)
             if cuts[k + 1] > cuts[k]
         ]
-    microbatches = []
-    start = 0
-    for _, rank, size in sorted(pieces):
-        microbatches.append(Microbatch(rank, start, start + size))
-        start += size
-    return tuple(microbatches)
-
-
-def loop_layers(per_stage: Sequence[int], loops: int) -> tuple[int, ...]:
-    """Cuts each stage's layers into `loops` virtual stages, as even as can be, in model order."""
-    return tuple(n * (loop + 1) // loops - n * loop // loops for loop in range(loops) for n in per_stage)
+    return deal_rows(sorted(pieces))
 
 
 def make_plan(

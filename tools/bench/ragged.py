@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from zorselike.schedule import ScheduleSpec, build
 
 from .contest import Bench, Case
-from .meshes import candidates, search, split_layers
 from .plans import make_plan
 from .runs import Emulation
 from second_simulator.actions import simulate
-from second_simulator.meshes import Mesh
+from second_simulator.meshes import Mesh, candidates, search, split_layers
 from second_simulator.operations import Links
 
 SPEEDS = (4.0,) * 3 + (2.0,) * 5 + (1.0,) * 4

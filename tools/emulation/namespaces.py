@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from types import TracebackType
 
 from zorselike.plan.cluster.cluster import Cluster
 
@@ -24,10 +24,14 @@ _BURST_BYTES = 3_100
 """What may pass at once after a pause, for nothing: two packets."""
 _QUEUE_BYTES = 4_000_000
 """Enough that nothing is dropped."""
-_WINDOW_BYTES = 65_536
-"""Each connection has at most about so much on its way: equal windows share a queue equally."""
-_CONTROL = "reno"
-"""How connections share: the default of some machines (bbr) first feels for the rate."""
+_TCP = {
+    "tcp_congestion_control": "reno",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_rmem": "4096 65536 65536",
+    "tcp_wmem": "4096 65536 65536",
+}
+"""How connections share: the default of some machines (bbr) first feels for the rate; each connection has at
+most about a window on its way, and equal windows share a queue equally."""
 
 
 class NamespaceError(RuntimeError):
@@ -43,17 +47,17 @@ def find_obstacle() -> str:
         return "network namespaces need root"
     name = f"{_PREFIX}{os.getpid()}try"
     try:
-        _run("ip", "netns", "add", name)
+        _run(f"ip netns add {name}")
     except NamespaceError as error:
         return str(error)
     try:
-        _run("ip", "-n", name, "link", "add", "name", "card", "type", "veth", "peer", "name", "port")
-        _run("ip", "-n", name, "link", "add", "name", "switch", "type", "bridge")
+        _run(f"ip -n {name} link add name card type veth peer name port")
+        _run(f"ip -n {name} link add name switch type bridge")
         _limit(name, "card", 1e6)
     except NamespaceError as error:
         return str(error)
     finally:
-        _run("ip", "netns", "delete", name)
+        _run(f"ip netns delete {name}")
     return ""
 
 
@@ -69,8 +73,7 @@ class Namespaces:
         self._made: list[str] = []
 
     def __enter__(self) -> Namespaces:
-        obstacle = find_obstacle()
-        if obstacle:
+        if obstacle := find_obstacle():
             raise NamespaceError(f"the kernel cannot limit links here: {obstacle}; use the sleeping limit")
         try:
             self._build()
@@ -79,9 +82,7 @@ class Namespaces:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def enter(self, node: int) -> None:
@@ -95,66 +96,38 @@ class Namespaces:
     def close(self) -> None:
         """Deletes the namespaces, and with them all that is in them."""
         while self._made:
-            _run("ip", "netns", "delete", self._made.pop())
+            _run(f"ip netns delete {self._made.pop()}")
 
     def _build(self) -> None:
         hub = self._add("hub")
-        _run("ip", "-n", hub, "link", "add", "name", "switch", "mtu", str(_MTU), "type", "bridge")
-        _run("ip", "-n", hub, "link", "set", "switch", "up")
+        _run(f"ip -n {hub} link add name switch mtu {_MTU} type bridge")
+        _run(f"ip -n {hub} link set switch up")
         for number, node in enumerate(self._cluster.nodes):
-            name = self._add(f"n{number}")
-            port = f"port{number}"
-            _run(
-                "ip",
-                "link",
-                "add",
-                "name",
-                "card",
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                hub,
-            )
-            _run("ip", "-n", hub, "link", "set", port, "master", "switch")
-            for place, card in ((name, "card"), (hub, port)):
-                # Large packets would pass a bucket as one.
-                _run(
-                    "ip", "-n", place, "link", "set", card, "mtu", str(_MTU), "gso_max_size", str(_MTU), "up"
-                )
-            _run("ip", "-n", name, "address", "add", f"10.213.0.{number + 1}/24", "dev", "card")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
+            name, port = self._add(f"n{number}"), f"port{number}"
+            _run(f"ip link add name card netns {name} type veth peer name {port} netns {hub}")
+            _run(f"ip -n {hub} link set {port} master switch")
             assert node.nic is not None
             for place, card in ((name, "card"), (hub, port)):
+                # Large packets would pass a bucket as one.
+                _run(f"ip -n {place} link set {card} mtu {_MTU} gso_max_size {_MTU} up")
                 _limit(place, card, node.nic.bandwidth_bytes_per_s)
-            self._set_windows(name)
+            _run(f"ip -n {name} address add 10.213.0.{number + 1}/24 dev card")
+            _run(f"ip -n {name} link set lo up")
+            for key, value in _TCP.items():
+                write = f"echo '{value}' > /proc/sys/net/ipv4/{key}"
+                _run(f"ip netns exec {name} sh -c {shlex.quote(write)}")
 
     def _add(self, suffix: str) -> str:
         name = f"{self._name}{suffix}"
-        _run("ip", "netns", "add", name)
+        _run(f"ip netns add {name}")
         self._made.append(name)
         return name
-
-    def _set_windows(self, name: str) -> None:
-        sizes = f"4096 {_WINDOW_BYTES} {_WINDOW_BYTES}"
-        for key, value in (
-            ("tcp_congestion_control", _CONTROL),
-            ("tcp_slow_start_after_idle", "0"),
-            ("tcp_rmem", sizes),
-            ("tcp_wmem", sizes),
-        ):
-            write = f"echo '{value}' > /proc/sys/net/ipv4/{key}"
-            _run("ip", "netns", "exec", name, "sh", "-c", write)
 
 
 def _limit(namespace: str, card: str, bytes_per_s: float) -> None:
     rate = f"{8 * bytes_per_s / _FRAME_SHARE:.0f}bit"
-    bucket = ("rate", rate, "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
-    _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", card, "root", "tbf", *bucket)
+    bucket = f"tbf rate {rate} burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+    _run(f"ip netns exec {namespace} tc qdisc replace dev {card} root {bucket}")
 
 
 def _refuse_other_limits(cluster: Cluster) -> None:
@@ -169,8 +142,8 @@ def _refuse_other_limits(cluster: Cluster) -> None:
         )
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: str) -> None:
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr or done.stdout).strip().splitlines()
-        raise NamespaceError(f"`{' '.join(command)}` says: {reason[-1] if reason else done.returncode}")
+        raise NamespaceError(f"`{command}` says: {reason[-1] if reason else done.returncode}")

@@ -76,11 +76,7 @@ class Machines:
         workload = make_workload(self.scenario)
         settled, cluster = settle(plan, make_cluster(self.scenario))
         emulation = Emulation(
-            plan=settled,
-            workload=workload,
-            cluster=cluster,
-            profile=self.profile,
-            num_steps=self.num_steps,
+            plan=settled, workload=workload, cluster=cluster, profile=self.profile, num_steps=self.num_steps
         )
         return Candidate(name, emulation, predict_emulation(emulation, self.constants).step_s)
 

@@ -56,10 +56,7 @@ def _figure_3(study: Study) -> Figure:
         notes += [f"{model}: {line}" for line in setup.clock.assumptions if "nothing was measured" in line]
     tflops = {name: [own and own.tflops for own in found] for name, found in outcomes.items()}
     memory = {name: [own and own.memory_share for own in found] for name, found in outcomes.items()}
-    panels = [
-        Panel("TFLOP/s", models, tflops),
-        Panel("memory of the fullest GPU, share", models, memory),
-    ]
+    panels = [Panel("TFLOP/s", models, tflops), Panel("memory of the fullest GPU, share", models, memory)]
     return Figure("figure_3", "PP with ZeRO 2 and with ZeRO 3 on 8 V100 and 8 T4", panels, notes)
 
 
