@@ -8,9 +8,10 @@
 A Llama of h = 4096 on one rank, in 8 ministages, bf16, recomputation by layer, fused AdamW: (a) all resident,
 (b) parameters and activations offloaded, (c) everything offloaded, (d) FSDP2 with CPUOffloadPolicy, (e) plain
 FSDP2. Sections: `throughput` (a to e, and their memory), `ministages` (c in 1, 2, 4, 8), `compile` (a and c
-with each layer compiled; on a CPU only if asked for), `defer` (updates at the end of the step against updates at once,
-resident and offloaded), `largest` (the most layers that train). Each variant runs in a fresh process,
-repetitions interleaved. One rank issues no collective: this measures computing, copies and streams only.
+with each layer compiled; on a CPU only if asked for), `defer` (updates at the end of the step against updates
+at once, resident and offloaded), `largest` (the most layers that train). Each variant runs in a fresh
+process, repetitions interleaved. One rank issues no collective: this measures computing, copies and streams
+only.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.gpu.child import run_job
-from tools.gpu.figures import find_ratios
 from tools.gpu.job import Shape
-from tools.gpu.sections import SECTIONS, GpuBench
+from tools.gpu.sections import SECTIONS, GpuBench, find_ratios
 from tools.report import (
     describe_machine,
     format_figures,

@@ -23,9 +23,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.bench.contest import Bench, format_runs
-from tools.bench.contests import run_equal_devices, run_even_share, run_expert_single, run_unequal
+from tools.bench.contests import (
+    run_equal_devices,
+    run_even_share,
+    run_expert_single,
+    run_hand_tuned,
+    run_unequal,
+)
 from tools.bench.overhead import run_cycles, run_growth, run_overhead
-from tools.bench.ragged import run_hand_tuned
 from tools.report import (
     describe_machine,
     format_figures,

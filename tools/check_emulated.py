@@ -26,10 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.bench.forked import RankFailedError
-from tools.emulation.calibrate import calibrate
 from tools.emulation.comparison import Comparison, Scores, compare, format_comparison, score
 from tools.emulation.constants import HostConstants, measure_constants
 from tools.emulation.emulation import run
+from tools.emulation.model import calibrate
 from tools.emulation.namespaces import NamespaceError, find_obstacle
 from tools.emulation.noise import Moment, is_busy
 from tools.emulation.predict import predict_emulation

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.gpu.child import classify, run_job
-from tools.gpu.figures import find_ratios, is_same_loss, search_largest
 from tools.gpu.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
-from tools.gpu.sections import SECTIONS, GpuBench
+from tools.gpu.sections import SECTIONS, GpuBench, find_ratios, is_same_loss, search_largest
 from tools.gpu.trainers import build_model, config_of, fill, make_plan
 from tools.report import list_figures, to_plain
 from zorselike import initialize

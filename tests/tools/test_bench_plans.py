@@ -6,23 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.bench.plans import apportion, lay_rows, make_plan, spread_modules
+from tools.bench.plans import lay_rows, make_plan, spread_modules
 from zorselike.schedule import ScheduleSpec, build
 
 from second_simulator.actions import Workload, compute_s, simulate
 
 SPEEDS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0)
-
-
-@given(
-    st.integers(0, 200),
-    st.dictionaries(st.integers(0, 9), st.sampled_from((0.5, 1.0, 2.0, 4.0, 7.0)), min_size=1),
-)
-def test_apportioned_numbers_are_whole_and_add_up(total: int, weights: dict[int, float]) -> None:
-    given_numbers = apportion(total, weights)
-    assert sum(given_numbers.values()) == total
-    whole = sum(weights.values())
-    assert all(abs(n - total * weights[key] / whole) < 1 for key, n in given_numbers.items())
 
 
 @given(st.integers(7, 500), st.integers(7, 64), st.integers(1, 7))

@@ -9,10 +9,9 @@ import pytest
 
 from tools import check_emulated
 from tools.bench.forked import run_forked
-from tools.emulation.comparison import Comparison, MemoryPair, pair_memory, score
+from tools.emulation.comparison import MUTATIONS, Comparison, MemoryPair, pair_memory, score
 from tools.emulation.constants import GlooTimes, HostConstants, uniform_profile, uniform_workload
 from tools.emulation.emulation import Emulation, run
-from tools.emulation.mutations import MUTATIONS
 from tools.emulation.namespaces import NamespaceError, Namespaces
 from tools.emulation.noise import Moment, is_busy, straighten
 from tools.emulation.predict import Prediction, host_network, predict_emulation

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.check_planned import PlanRun, find_score, list_misses
-from tools.emulation.planned import CLUSTERS, choose, list_wishes, settle
+from tools.check_planned import CLUSTERS, PlanRun, choose, find_score, list_misses, list_wishes, settle
 from tools.emulation.scenarios import make_cluster, make_profile, make_workload
 from zorselike.planner.problem import PlanProblem
 

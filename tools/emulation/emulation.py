@@ -26,8 +26,7 @@ from ..bench.forked import run_forked
 from ..bench.link_sleep import LinkSleeper
 from ..bench.sleeping import count_rows, squared_error
 from ..report import num_cores
-from .calibrate import pin
-from .model import EmulatedDevice, SleepingAdamW, build_model, make_rows
+from .model import EmulatedDevice, SleepingAdamW, build_model, make_rows, pin
 from .namespaces import Namespaces
 from .wires import BucketWires, lay_buckets
 

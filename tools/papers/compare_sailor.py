@@ -17,9 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
 
 from tools.papers.data import SAILOR, make_data_parser, report_errors
-from tools.papers.sailor.cases import CASES, Case, answer
+from tools.papers.sailor.cases import CASES, Case, Planned, answer, format_plan
 from tools.papers.sailor.library import Library
-from tools.papers.sailor.planning import Planned, format_plan
 from tools.report import write_json
 
 

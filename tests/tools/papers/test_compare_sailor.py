@@ -23,11 +23,10 @@ from made_up_sailor import (
 from paper_data import DATA, needs_data
 
 from tools.papers.sailor.arithmetic import SailorArithmetic, SailorPlan, SailorStage
-from tools.papers.sailor.cases import CASES, Case, answer
+from tools.papers.sailor.cases import CASES, Case, answer, format_plan, search_quotas
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.links import Place
 from tools.papers.sailor.pipelines import Quotas, make_problems, to_sailor_plan
-from tools.papers.sailor.planning import format_plan, search_quotas
 from zorselike.errors import ClusterError, PlanError
 from zorselike.planner.pipelines.allocation import AllocationGoal, find_allocation
 

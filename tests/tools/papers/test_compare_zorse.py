@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from tools.papers.zorse.baselines import (
-    OURS,
-    BaselineCell,
-    format_baselines,
-    make_problem,
-)
-from tools.papers.zorse.comparison import (
+from tools.papers.compare_zorse import (
     AIMS,
     CELLS,
     Comparison,
@@ -24,6 +18,12 @@ from tools.papers.zorse.comparison import (
     describe,
     format_comparison,
     format_summary,
+)
+from tools.papers.zorse.baselines import (
+    OURS,
+    BaselineCell,
+    format_baselines,
+    make_problem,
 )
 from tools.papers.zorse.paper import TABLE_5, make_cluster, make_nodes
 from tools.papers.zorse.plans import Options

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from paper_data import DATA, needs_data
 
+from tools.papers.check_sailor_runs import score_folder, summarise
 from tools.papers.sailor.costs import prepare, simulate_run
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.runs import read_run
-from tools.papers.sailor.score import score_folder, summarise
 from zorselike.cost.curves import CurveWarning
 from zorselike.errors import ProfileError
 from zorselike.schedule import ScheduleSpec, check

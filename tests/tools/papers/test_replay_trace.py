@@ -14,12 +14,12 @@ import pytest
 from made_up_sailor import NUM_LAYERS, write, write_library
 from paper_data import DATA, needs_data
 
+from tools.papers.replay_trace import A100, V100, Event, Period, Policy, Replay, read_trace, replay
 from tools.papers.sailor.arithmetic import SailorArithmetic, SailorFigures, SailorPlan, SailorStage
+from tools.papers.sailor.cases import Planned, lay_even_mesh
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.links import Place
 from tools.papers.sailor.pipelines import Quotas
-from tools.papers.sailor.planning import Planned, lay_even_mesh
-from tools.papers.sailor.replay import A100, V100, Event, Period, Policy, Replay, read_trace, replay
 from zorselike.errors import ConfigError, ProfileError
 
 ROOT = Path(__file__).parents[3]

@@ -14,8 +14,15 @@ import pytest
 from paper_data import DATA as PAPER_DATA
 from paper_data import needs_data, write_zorse
 
-from tools.papers.poplar.paper import CLUSTERS, NUMBERS, TOKENS_PER_STEP, PoplarCluster
-from tools.papers.poplar.runs import Job, deal_rounds, make_job
+from tools.papers.poplar.runs import (
+    CLUSTERS,
+    NUMBERS,
+    TOKENS_PER_STEP,
+    Job,
+    PoplarCluster,
+    deal_rounds,
+    make_job,
+)
 from tools.papers.poplar.shares import (
     Run,
     list_neighbours,
@@ -25,7 +32,7 @@ from tools.papers.poplar.shares import (
     run_whale,
     try_neighbours,
 )
-from tools.papers.poplar.study import STAGES, WAYS, Study, find_stage, list_claims
+from tools.papers.reproduce_poplar import STAGES, WAYS, Study, find_stage, list_claims
 from tools.papers.zorse.times import find_folder, make_workload
 from tools.report import to_plain
 from zorselike.cost.catalogue import find_device
@@ -260,7 +267,7 @@ def make_study(
     monkeypatch: pytest.MonkeyPatch, folder: Path, paper: PoplarCluster, model: str, *, tokens: int
 ) -> Study:
     """One model on one cluster."""
-    monkeypatch.setattr("tools.papers.poplar.study.CLUSTERS", (replace(paper, models=(model,)),))
+    monkeypatch.setattr("tools.papers.reproduce_poplar.CLUSTERS", (replace(paper, models=(model,)),))
     return Study(
         folder,
         clusters=(paper.name,),
@@ -275,7 +282,7 @@ def test_cells_and_claims_of_cluster_a(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_real: bool
 ) -> None:
     folder = find_folder(PAPER_DATA) if is_real else write_zorse(tmp_path)
-    monkeypatch.setattr("tools.papers.poplar.study.STAGES", (0, 3))
+    monkeypatch.setattr("tools.papers.reproduce_poplar.STAGES", (0, 3))
     study = make_study(monkeypatch, folder, A, "0.5b", tokens=TOKENS_PER_STEP if is_real else 2**18)
     for cell in study.cells:
         assert set(cell.runs) == set(WAYS) and all(cell.runs.values())
