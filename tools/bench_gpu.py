@@ -27,14 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its
 from tools.gpu.child import run_job
 from tools.gpu.job import Shape
 from tools.gpu.sections import SECTIONS, GpuBench, find_ratios
-from tools.report import (
-    describe_machine,
-    format_figures,
-    format_machine,
-    list_figures,
-    make_parser,
-    write_json,
-)
+from tools.report import conclude, make_parser
 
 QUICK_CPU = Shape(
     num_layers=4, dim=64, num_heads=4, ffn_hidden=192, vocab_size=256, sequence=16, microbatch_rows=2
@@ -63,12 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         bench.say("stopped; what was measured until now:")
     figures = find_ratios(bench.measured, has_targets=options.device == "cuda") + bench.figures
-    if figures:
-        print("\n" + format_figures(figures))
-    machine = describe_machine() | {"device": bench.device_name}
-    print(f"\n{format_machine(machine)}\n{bench.elapsed_s:.0f} s" + (" (quick)" if options.quick else ""))
-    write_json(options.json, list_figures(figures) | {"machine": machine, "bench": bench})
-    return int(any(figure.is_met is False for figure in figures) or not bench.is_sound)
+    note = f"{bench.device_name}, {bench.elapsed_s:.0f} s" + (" (quick)" if options.quick else "")
+    missed = conclude(options.json, figures, note, device=bench.device_name, bench=bench)
+    return int(bool(missed) or not bench.is_sound)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -31,14 +31,7 @@ from tools.bench.contests import (
     run_unequal,
 )
 from tools.bench.overhead import run_cycles, run_growth, run_overhead
-from tools.report import (
-    describe_machine,
-    format_figures,
-    format_machine,
-    list_figures,
-    make_parser,
-    write_json,
-)
+from tools.report import conclude, make_parser
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "unequal": run_unequal,
@@ -66,16 +59,12 @@ def main() -> int:
         bench.say(f"{name} ({time.monotonic() - begin_s:.0f} s so far)")
         SECTIONS[name](bench)
     seconds = time.monotonic() - begin_s
-    print()
     if bench.runs:
-        print(format_runs(bench.runs), end="\n\n")
-    print(format_figures(bench.figures))
-    machine = describe_machine()
-    print("\n" + format_machine(machine))
-    print(f"{seconds:.0f} s" + (" (quick: one step each)" if arguments.quick else ""))
-    report = list_figures(bench.figures) | {"runs": bench.runs, "machine": machine, "seconds": seconds}
-    write_json(arguments.json, report | {"quick": arguments.quick})
-    return int(any(figure.is_met is False for figure in bench.figures))
+        print("\n" + format_runs(bench.runs))
+    note = f"{seconds:.0f} s" + (" (quick: one step each)" if arguments.quick else "")
+    return conclude(
+        arguments.json, bench.figures, note, runs=bench.runs, seconds=seconds, quick=arguments.quick
+    )
 
 
 if __name__ == "__main__":

@@ -19,15 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.report import (
-    Figure,
-    describe_machine,
-    format_figures,
-    format_machine,
-    list_figures,
-    make_parser,
-    write_json,
-)
+from tools.report import Figure, conclude, make_parser
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -194,11 +186,7 @@ def main() -> int:
         timings.append(time_it())
         figures.append(Figure(name, timings[-1].median_s, target, at_most=True))
         print(timings[-1], flush=True)
-    print("\n" + format_figures(figures))
-    machine = describe_machine()
-    print("\n" + format_machine(machine))
-    write_json(arguments.json, list_figures(figures) | {"runs": timings, "machine": machine})
-    return int(any(figure.is_met is False for figure in figures))
+    return conclude(arguments.json, figures, runs=timings)
 
 
 if __name__ == "__main__":

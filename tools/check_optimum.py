@@ -17,8 +17,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its
 from tools.report import make_parser, write_json
 
 from planner_oracle.small_cases import MAX_PLANS, Comparison, compare
-from planner_oracle.trials import describe
+from planner_oracle.trials import describe, map_seeds
 
 NUM_RUNS = 200
 BUDGET_S = 5.0
@@ -44,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     begin_s = time.monotonic()
     found: list[Comparison] = []
-    for own in run(options):
+    seeds = range(options.runs) if options.seed is None else [options.seed]
+    work = partial(compare, budget_s=options.budget, max_plans=options.max_plans)
+    for own in map_seeds(work, seeds, options.workers):
         found.append(own)
         print(format_line(own), flush=True)
     worst = sorted((own for own in found if own.excess is not None), key=lambda own: -(own.excess or 0.0))
@@ -65,17 +66,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
     return parser.parse_args(arguments)
-
-
-def run(options: argparse.Namespace) -> Iterator[Comparison]:
-    """Comparisons in the order of the seeds."""
-    seeds = range(options.runs) if options.seed is None else [options.seed]
-    work = partial(compare, budget_s=options.budget, max_plans=options.max_plans)
-    if options.workers == 1 or len(seeds) == 1:
-        yield from map(work, seeds)
-        return
-    with ProcessPoolExecutor(options.workers) as pool:
-        yield from pool.map(work, seeds)
 
 
 def list_misses(found: Sequence[Comparison]) -> list[str]:

@@ -20,8 +20,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -31,11 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its
 
 from tools.report import make_parser, to_plain, write_json
 
-from planner_oracle.trials import Trial, try_seed
+from planner_oracle.trials import Trial, map_seeds, try_seed
 
 NUM_RUNS = 10_000
 BUDGET_S = 0.5
-CHUNK = 4
 BINS = 10
 """Bars of the histogram of shares."""
 NUM_SLOWEST = 5
@@ -52,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(bool(trial.faults))
     begin_s = time.monotonic()
     trials: list[Trial] = []
-    for trial in run(options):
+    seeds = range(options.first, options.first + options.runs)
+    for trial in map_seeds(partial(try_seed, budget_s=options.budget), seeds, options.workers):
         trials.append(trial)
         if trial.faults:
             print(format_failure(trial), flush=True)
@@ -75,17 +74,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
     return parser.parse_args(arguments)
-
-
-def run(options: argparse.Namespace) -> Iterator[Trial]:
-    """Trials in the order of the seeds."""
-    seeds = range(options.first, options.first + options.runs)
-    work = partial(try_seed, budget_s=options.budget)
-    if options.workers == 1:
-        yield from map(work, seeds)
-        return
-    with ProcessPoolExecutor(options.workers) as pool:
-        yield from pool.map(work, seeds, chunksize=CHUNK)
 
 
 def format_failure(trial: Trial) -> str:

@@ -82,6 +82,15 @@ def list_figures(figures: Sequence[Figure]) -> dict[str, Any]:
     return {"figures": {figure.name: figure.value for figure in figures}, "targets": targets}
 
 
+def conclude(path: Path | None, figures: Sequence[Figure], note: str = "", **more: object) -> int:
+    """Prints figures beside their targets, the machine and a note, and writes them with what is more; 1 if a
+    target was missed."""
+    machine = describe_machine()
+    print(f"\n{format_figures(figures)}\n\n{format_machine(machine)}" + (f"\n{note}" if note else ""))
+    write_json(path, list_figures(figures) | {"machine": machine} | more)
+    return int(any(figure.is_met is False for figure in figures))
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -213,5 +213,5 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     names = {"b_over_a", "c_over_a", "c_over_d", "a_over_e", "peak_memory_c_over_a"}
     assert names <= found["figures"].keys()
-    assert found["machine"]["device"] == "CPU" and not found["bench"]["failures"]
+    assert found["device"] == "CPU" and not found["bench"]["failures"]
     assert {m["variant"] for m in found["bench"]["measured"].values()} == {*VARIANTS} - {"o"}

@@ -16,13 +16,14 @@ from tools.emulation.namespaces import NamespaceError, Namespaces
 from tools.emulation.noise import Moment, is_busy, straighten
 from tools.emulation.predict import Prediction, host_network, predict_emulation
 from tools.emulation.scenarios import MIN_SLEEP_S, RUNS, SLEEP_PER_RANK_S, Scenario, find_shortest_s, set_up
-from tools.emulation.wires import Buckets, BucketWires, lay_buckets, order_ring
-from tools.emulation.wires import Path as Way
 from tools.report import num_cores
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.profile import Overheads
 from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+
+from slow_links.buckets import Buckets, BucketWires, lay_buckets, order_ring
+from slow_links.buckets import Path as Way
 
 CHECKED = RUNS["sleeping"] + RUNS["kernel"] + RUNS["computing"]
 ACTIONS = Overheads(

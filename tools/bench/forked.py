@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ..report import num_cores
-from .link_sleep import LinkSleeper
 from .sleeping import Device
+from slow_links.transport import LinkSleeper
 
 _T = TypeVar("_T")
 

@@ -16,10 +16,10 @@ from zorselike import HeteroPipeline
 from zorselike.plan.plan import Plan
 
 from .forked import RankTimes, Timing, run_forked, time_steps
-from .link_sleep import LinkSleeper, SharedLinks
 from .sleeping import Device, SleepingLayers, count_rows, squared_error
 from second_simulator.meshes import Mesh, order_of
 from second_simulator.operations import Links
+from slow_links.transport import LinkSleeper, SharedLinks
 
 LEARNING_RATE = 1e-3
 _SCHEDULES = {"LoopedBFS": ScheduleLoopedBFS, "Interleaved1F1B": ScheduleInterleaved1F1B}

@@ -25,9 +25,9 @@ from zorselike.profiler.program.action_costs import FEW_UNITS, MANY_UNITS, Actio
 from zorselike.schedule.actions import COMPUTE
 
 from ..bench.forked import run_forked
-from ..bench.link_sleep import collective_names
 from .emulation import Emulation, run
 from .noise import straighten
+from slow_links.transport import collective_names
 
 OPS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 GLOO_BYTES = (4_096, 65_536, 524_288, 2_097_152)

@@ -23,12 +23,12 @@ from zorselike.profiler.program.action_costs import ActionClock, ActionTime
 from zorselike.runtime.memory_report import MemoryLine
 
 from ..bench.forked import run_forked
-from ..bench.link_sleep import LinkSleeper
 from ..bench.sleeping import count_rows, squared_error
 from ..report import num_cores
 from .model import EmulatedDevice, SleepingAdamW, build_model, make_rows, pin
 from .namespaces import Namespaces
-from .wires import BucketWires, lay_buckets
+from slow_links.buckets import BucketWires, lay_buckets
+from slow_links.transport import LinkSleeper
 
 Limit = Literal["sleep", "kernel", "none"]
 """What slows links: sleeping in the transport, `tbf` in network namespaces, or nothing."""

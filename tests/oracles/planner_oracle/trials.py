@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed, PlanProblem
@@ -19,6 +20,9 @@ from .fitting import count_tries, find_fit
 from .problems import Drawn, draw_problem, name_cluster
 from .verdict import LIMITED, find_faults
 
+T = TypeVar("T")
+CHUNK = 4
+"""Seeds that a process takes at a time."""
 REPEATED = 10
 """One in so many searches, if it ends by itself, is made twice and must find the same."""
 TOP = 2
@@ -170,6 +174,15 @@ def _alarm(timeout_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)
+
+
+def map_seeds(work: Callable[[int], T], seeds: Sequence[int], num_workers: int) -> Iterator[T]:
+    """What comes of each seed, in their order, by so many processes."""
+    if num_workers == 1 or len(seeds) == 1:
+        yield from map(work, seeds)
+        return
+    with ProcessPoolExecutor(num_workers) as pool:
+        yield from pool.map(work, seeds, chunksize=CHUNK)
 
 
 def describe(problem: PlanProblem) -> str:

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from zorselike.plan.cluster.cluster import Cluster, Link, Place
 
-from ..bench.link_sleep import Carry, sleep_until
+from .transport import Carry, sleep_until
 
 CHUNK_S = 0.004
 """What a chunk takes on the slowest bucket of its kind."""
@@ -110,7 +110,7 @@ def order_ring(places: Sequence[Place], members: Sequence[int]) -> tuple[int, ..
 
 
 class BucketWires:
-    """The buckets at work (`bench.link_sleep.Wires`); made before ranks are forked."""
+    """The buckets at work (`transport.Wires`); made before ranks are forked."""
 
     def __init__(self, buckets: Buckets, places: Sequence[Place]) -> None:
         self._buckets = buckets
