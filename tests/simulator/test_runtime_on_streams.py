@@ -20,7 +20,7 @@ from zorselike.cost.network import Flow
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.schedule import ScheduleSpec, build
 from zorselike.simulator import simulate
-from zorselike.simulator.rank.copies import HostCopies
+from zorselike.simulator.tasks.copies import HostCopies
 
 NUM_STEPS = 4
 SINGLE = range(200, 212)

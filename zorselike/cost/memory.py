@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, SENDS, Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
 REDUCTION_BUFFERS = 1
@@ -156,9 +156,8 @@ class _Walk:
         self._zero = group.zero
         self._is_alone = len(group.flat_ranks) == 1
         self._computed = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in COMPUTE}
-        self._pieces = Counter(
-            (_needs(a.kind), a.ministage, a.microbatch) for a in actions if a.kind in RECEIVES
-        )
+        received = (a for a in actions if a.kind in RECEIVES)
+        self._pieces = Counter((NEEDED_BY[a.kind], a.ministage, a.microbatch) for a in received)
         self._sent = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in SENDS}
         away: dict[Purpose, tuple[int, ...]] = {
             Purpose.PARAMETER_SHARDS: own[1:] if "params" in group.offload else (),
@@ -347,7 +346,7 @@ class _Walk:
             case _ if kind in RECEIVES and m is not None:
                 assert action.start is not None and action.stop is not None
                 num_bytes = (action.stop - action.start) * sizes.boundary_bytes_per_row
-                self._put_activations(("passed on", _needs(kind), i, m), num_bytes)
+                self._put_activations(("passed on", NEEDED_BY[kind], i, m), num_bytes)
         return 0
 
     def _forward(self, i: int, m: int) -> int:
@@ -456,11 +455,6 @@ class _Walk:
         self._on_host[i, m] = num_bytes
         self._host_activations += num_bytes
         self._host_peak = max(self._host_peak, self._host_activations)
-
-
-def _needs(receive: Kind) -> Kind:
-    """The computation that waits for a receive."""
-    return Kind.F if receive is Kind.RECV_F else Kind.B
 
 
 _MOVED: dict[Kind, Purpose] = {

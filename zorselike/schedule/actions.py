@@ -60,6 +60,10 @@ COMPUTE = frozenset({Kind.F, Kind.B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+FORWARDS = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+"""Computations and transfers of activations; the others are of gradients."""
+NEEDED_BY = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
+"""The computation that waits for a receive."""
 HOST_COPIES = frozenset(
     {Kind.LOAD, Kind.OFFLOAD, Kind.LOAD_STATE, Kind.OFFLOAD_STATE, Kind.LOAD_GRAD, Kind.OFFLOAD_GRAD}
 )

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from zorselike.schedule.actions import Action
 from zorselike.schedule.errors import ScheduleError
 from zorselike.simulator.events import PENDING, Times
-from zorselike.simulator.rank.labels import Labels
-from zorselike.simulator.rank.program import Program
-from zorselike.simulator.rank.tasks import COPIES, Tasks, Work
+from zorselike.simulator.tasks.graph import COPIES, Tasks, Work
+from zorselike.simulator.tasks.labels import Labels
+from zorselike.simulator.tasks.program import Program
 
 MAX_RANKS = 16
 """How many ranks the message names."""

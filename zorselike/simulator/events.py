@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 from itertools import chain
 
 from zorselike.simulator.network.traffic import Event, Traffic
-from zorselike.simulator.rank.slowdown import Slowdown
-from zorselike.simulator.rank.tasks import NOTHING, Tasks
+from zorselike.simulator.slowdown import Slowdown
+from zorselike.simulator.tasks.graph import NOTHING, Tasks
 
 PENDING = -1.0
 """Begin and end of a task that has not run."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.actions import FORWARDS, SENDS, TRANSFERS, Action, Kind
 from zorselike.schedule.checker.steps import Step
 from zorselike.schedule.errors import ScheduleError, error_at
 
@@ -21,6 +21,12 @@ class Channel(NamedTuple):
     source: int
     target: int
     direction: str
+
+    @classmethod
+    def of(cls, rank: int, kind: Kind, peer: int) -> Channel:
+        """The channel of a rank's send or receive."""
+        ends = (rank, peer) if kind in SENDS else (peer, rank)
+        return cls(*ends, "F" if kind in FORWARDS else "B")
 
 
 class Match(NamedTuple):
@@ -38,10 +44,9 @@ def match_transfers(
     receives: defaultdict[Channel, list[int]] = defaultdict(list)
     for rank, rank_steps in steps.items():
         for position, step in enumerate(rank_steps):
-            if step.kind in SENDS:
-                sends[Channel(rank, step.peer, _direction(step.kind))].append(position)
-            elif step.kind in RECEIVES:
-                receives[Channel(step.peer, rank, _direction(step.kind))].append(position)
+            if step.kind in TRANSFERS:
+                ends = sends if step.kind in SENDS else receives
+                ends[Channel.of(rank, step.kind, step.peer)].append(position)
     matches = {}
     for channel in sorted(sends.keys() | receives.keys()):
         sent, received = sends[channel], receives[channel]
@@ -51,10 +56,6 @@ def match_transfers(
                 raise _mismatch(actions, channel, index, sent, received)
         matches[channel] = [Match(*pair) for pair in zip(sent, received, strict=True)]
     return matches
-
-
-def _direction(kind: Kind) -> str:
-    return "F" if kind in (Kind.SEND_F, Kind.RECV_F) else "B"
 
 
 def _fits(steps: Mapping[int, Sequence[Step]], channel: Channel, sent: int, received: int) -> bool:

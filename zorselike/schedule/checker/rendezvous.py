@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import SENDS, Action, Kind
+from zorselike.schedule.actions import SENDS, Action
 from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.steps import NONE
 from zorselike.schedule.checker.waits import Place, Waits
@@ -94,7 +94,7 @@ class Execution:
     def _edge(self, rank: int, position: int) -> Channel:
         action = self._actions[rank][position]
         assert action.peer is not None
-        return Channel(rank, action.peer, "F" if action.kind is Kind.SEND_F else "B")
+        return Channel.of(rank, action.kind, action.peer)
 
     def blocked_edge(self, rank: int) -> Channel | None:
         """The edge on which a stuck rank waits to send, if that is what it waits for."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zorselike.schedule.actions import COMPUTE, RECEIVES, Kind
+from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, Kind
 from zorselike.schedule.checker.channels import Channel, Match
 from zorselike.schedule.checker.steps import NONE, Step
 from zorselike.schedule.spec import ScheduleSpec
@@ -117,8 +117,7 @@ def _add_rank(
     for position, step in enumerate(steps):
         kind, ministage = step.kind, step.ministage
         if kind in RECEIVES:
-            computation = Kind.F if kind is Kind.RECV_F else Kind.B
-            incoming[computation, ministage, step.microbatch].append(sent[rank, position])
+            incoming[NEEDED_BY[kind], ministage, step.microbatch].append(sent[rank, position])
         elif kind is Kind.UNSHARD:
             gathering[ministage] = shared.join(step, (rank, position), turn=num_gathers[ministage])
             num_gathers[ministage] += 1

@@ -1,1 +1,1 @@
-"""What ranks share in the simulator: links, transfers and collectives, under contention (Sailor 4.3)."""
+"""Flows that share the capacities of a network (Sailor 4.3)."""

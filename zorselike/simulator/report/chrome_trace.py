@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from zorselike.errors import ConfigError
-from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.actions import FORWARDS, RECEIVES, SENDS, Action, Kind
 from zorselike.simulator.result import Span, Track
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
@@ -177,8 +177,7 @@ def _identify(rank: int, action: Action) -> tuple[object, ...]:
     ranks = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
     # The ministage after the boundary.
     after = action.ministage + (action.kind in (Kind.SEND_F, Kind.RECV_B))
-    is_forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
-    return *ranks, is_forward, after, action.start, action.stop
+    return *ranks, action.kind in FORWARDS, after, action.start, action.stop
 
 
 def _count(rank: int, start_s: float, num_bytes: int) -> Event:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zorselike.errors import ConfigError
-from zorselike.schedule.actions import RECEIVES, Action, Kind, parse_action
+from zorselike.schedule.actions import NEEDED_BY, Action, parse_action
 from zorselike.simulator.report.chrome_trace import Event, make_flows, name_process, name_thread
 
 _CATEGORIES = frozenset({"user_annotation", "gpu_user_annotation"})
@@ -92,14 +92,8 @@ def _find_actions(trace: dict[str, Any], rank: int, *, pid: int) -> list[_Found]
         if action is None:
             continue
         tid = tids[event["pid"], event["tid"]]
-        kept = {
-            "ph": "X",
-            "cat": "measured",
-            "name": action.text,
-            "pid": pid,
-            "tid": tid,
-            "dur": event["dur"],
-        }
+        kept = {"ph": "X", "cat": "measured", "name": action.text, "pid": pid, "tid": tid}
+        kept["dur"] = event["dur"]
         found.append(_Found(rank, action, kept, base_ns + round(1000 * event["ts"])))
     return sorted(found, key=lambda entry: entry.start_ns)
 
@@ -139,10 +133,10 @@ def _list_transfers(found: Sequence[_Found]) -> Iterable[tuple[int, Action, Even
     for rank, action, event, _ in on_host:
         waits[rank, action.kind, action.ministage, action.microbatch].append(event)
     for entry in on_host:
-        if entry.action.kind not in RECEIVES:
+        if entry.action.kind not in NEEDED_BY:
             yield entry.rank, entry.action, entry.event
             continue
-        needed_by = Kind.F if entry.action.kind is Kind.RECV_F else Kind.B
+        needed_by = NEEDED_BY[entry.action.kind]
         occurrence = num_posted[entry.rank, entry.action.text]
         num_posted[entry.rank, entry.action.text] += 1
         waiting = waits[entry.rank, needed_by, entry.action.ministage, entry.action.microbatch]

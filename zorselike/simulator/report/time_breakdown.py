@@ -8,9 +8,9 @@ was spent waiting for its data, the time before a collective waiting for the oth
 from __future__ import annotations
 
 from zorselike.simulator.events import Times
-from zorselike.simulator.rank.program import Program
-from zorselike.simulator.rank.tasks import COPIES, NOTHING, Tasks, Work
 from zorselike.simulator.result import RankTimes
+from zorselike.simulator.tasks.graph import COPIES, NOTHING, Tasks, Work
+from zorselike.simulator.tasks.program import Program
 
 _BUSY = (Work.FORWARD, Work.BACKWARD, Work.UPDATE, Work.HOST)
 _COMMUNICATION = (Work.TRANSFER, Work.COLLECTIVE)

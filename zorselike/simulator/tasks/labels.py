@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from zorselike.schedule.actions import Action
 from zorselike.simulator.events import Times
-from zorselike.simulator.rank.tasks import NOTHING
 from zorselike.simulator.result import Span, Track
+from zorselike.simulator.tasks.graph import NOTHING
 
 _BLOCKING = frozenset({"compute", "reduce", "update", "host"})
 """Tracks of what an action does itself; it only starts the rest."""

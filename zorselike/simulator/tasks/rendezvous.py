@@ -6,24 +6,23 @@ after another, in the order in which all its ranks start them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import NamedTuple
 
 from zorselike.cost.network import CollectiveOp, Flow
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Kind
-from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
-
-Edge = tuple[int, int, str]
-"""A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
+from zorselike.schedule.checker.channels import Channel
+from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
 
 NORM_BYTES = 8
 """One number in float64."""
 
 
-@dataclass(frozen=True)
-class UnitCollectives:
+class UnitCollectives(NamedTuple):
     """Collectives of the FSDP units inside one ZeRO 3 computation: all-gathers of its first unit and of the
     others (`in_turn`: of all but the last, and of the last), reduce-scatters of all but its last unit, and of
     the last. `NOTHING` where there is none."""
@@ -34,14 +33,6 @@ class UnitCollectives:
     last_reduction: int
 
 
-@dataclass(frozen=True)
-class Channel:
-    """Transfers of one edge so far; each waits for the previous one."""
-
-    edge: Edge
-    transfers: list[int] = field(default_factory=list)
-
-
 class Rendezvous:
     """All rendezvous of one step."""
 
@@ -49,7 +40,8 @@ class Rendezvous:
         self._plan, self._costs, self._tasks = plan, costs, tasks
         self._collectives: dict[Hashable, tuple[int, ...]] = {}
         self._unit_collectives: dict[tuple[int, Kind, int, int], UnitCollectives] = {}
-        self._channels: dict[Edge, Channel] = {}
+        self._transfers: defaultdict[Channel, list[int]] = defaultdict(list)
+        """Of each channel so far; each waits for the previous one."""
         self._last: dict[int, int] = {}
         """Last collective of each group."""
         self._bundles: dict[Hashable, int] = {}
@@ -60,17 +52,11 @@ class Rendezvous:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def channel(self, edge: Edge) -> Channel:
-        if edge not in self._channels:
-            self._channels[edge] = Channel(edge)
-        return self._channels[edge]
-
     def transfer(self, channel: Channel, index: int, num_bytes: float) -> int:
         """Transfer number `index` of a channel."""
-        transfers = channel.transfers
+        transfers = self._transfers[channel]
         if index == len(transfers):
-            source, target, _ = channel.edge
-            task = self._add_transfer(source, target, num_bytes)
+            task = self._add_transfer(channel.source, channel.target, num_bytes)
             if index:
                 self._tasks.wait(task, transfers[-1])
             transfers.append(task)
@@ -127,14 +113,15 @@ class Rendezvous:
             gathered = [unit.gathered_bytes for unit in units if unit.gathered_bytes]
             reduced = [unit.reduced_bytes for unit in units] if kind is Kind.B else []
             cut = max(len(gathered) - 1, 1) if in_turn else 1
-            gathers = [
-                self._collective(group, "all_gather", part) for part in (gathered[:cut], gathered[cut:])
+            parts: list[tuple[CollectiveOp, list[int]]] = [
+                ("all_gather", gathered[:cut]),
+                ("all_gather", gathered[cut:]),
+                ("reduce_scatter", reduced[:-1]),
+                ("reduce_scatter", reduced[-1:]),
             ]
-            reductions = [
-                self._collective(group, "reduce_scatter", part) for part in (reduced[:-1], reduced[-1:])
-            ]
+            bundles = [self._collective(group, op, sizes) for op, sizes in parts]
             first, others, early, last = (
-                NOTHING if bundle == NOTHING else self._add(group, bundle) for bundle in gathers + reductions
+                NOTHING if bundle == NOTHING else self._add(group, bundle) for bundle in bundles
             )
             for before, after in ((first, others), (early, last)):
                 if after != NOTHING:
@@ -199,14 +186,11 @@ class Rendezvous:
         is_whole = self._plan.group_of(source).zero == 0
         slices = []
         for position, (receiver, (start, stop)) in enumerate(receivers.items()):
-            sources = list(senders.items())
+            ranks = list(senders)
             if is_whole:  # One rank sends; a rank that has the weight keeps its own.
-                sources = (
-                    [(receiver, senders[receiver])]
-                    if receiver in senders
-                    else [sources[position % len(sources)]]
-                )
-            for sender, (low, high) in sources:
+                ranks = [receiver if receiver in senders else ranks[position % len(ranks)]]
+            for sender in ranks:
+                low, high = senders[sender]
                 share = min(stop, high) - max(start, low)
                 if share > 0 and sender != receiver:
                     slices.append((sender, receiver, share))
@@ -230,13 +214,7 @@ def join_flows(collectives: Sequence[tuple[Flow, ...]]) -> tuple[Flow, ...]:
     for flows in zip(*collectives, strict=True):
         num_bytes = sum(flow.num_bytes for flow in flows)
         moving_s = sum(flow.num_bytes / flow.max_rate for flow in flows)
-        joined.append(
-            Flow(
-                num_bytes,
-                flows[0].capacities,
-                num_bytes / moving_s if moving_s > 0 else flows[0].max_rate,
-                sum(flow.latency_s for flow in flows),
-                flows[0].egress,
-            )
-        )
+        rate = num_bytes / moving_s if moving_s > 0 else flows[0].max_rate
+        latency_s = sum(flow.latency_s for flow in flows)
+        joined.append(replace(flows[0], num_bytes=num_bytes, max_rate=rate, latency_s=latency_s))
     return tuple(joined)

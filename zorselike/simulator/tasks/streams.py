@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
+from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
 
 
 class Stream:

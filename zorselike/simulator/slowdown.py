@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import heappush
 
 from zorselike.simulator.network.traffic import Event
-from zorselike.simulator.rank.tasks import COMPUTES, Tasks
+from zorselike.simulator.tasks.graph import COMPUTES, Tasks
 
 
 @dataclass

@@ -14,10 +14,10 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
-from zorselike.simulator.rank.labels import Labels
-from zorselike.simulator.rank.streams import Stream, Streams
-from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
 from zorselike.simulator.result import Track
+from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
+from zorselike.simulator.tasks.labels import Labels
+from zorselike.simulator.tasks.streams import Stream, Streams
 
 
 class HostCopies:
@@ -26,13 +26,8 @@ class HostCopies:
     def __init__(
         self, plan: Plan, rank: int, costs: StepCosts, tasks: Tasks, streams: Streams, labels: Labels | None
     ) -> None:
-        self._rank, self._costs, self._tasks, self._streams, self._labels = (
-            rank,
-            costs,
-            tasks,
-            streams,
-            labels,
-        )
+        self._rank, self._costs, self._tasks = rank, costs, tasks
+        self._streams, self._labels = streams, labels
         self._sizes = costs.sizes[rank]
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         self._gathered_by_schedule = plan.groups[plan.group_of_rank[rank]].zero in (1, 2)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import SENDS, Action, Kind
-from zorselike.simulator.network.rendezvous import Channel, Edge, Rendezvous, UnitCollectives
-from zorselike.simulator.rank.copies import HostCopies
-from zorselike.simulator.rank.labels import Labels
-from zorselike.simulator.rank.streams import Stream, Streams
-from zorselike.simulator.rank.tasks import NOTHING, Tasks, Work
+from zorselike.schedule.actions import NEEDED_BY, Action, Kind
+from zorselike.schedule.checker.channels import Channel
 from zorselike.simulator.result import Track
+from zorselike.simulator.tasks.copies import HostCopies
+from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
+from zorselike.simulator.tasks.labels import Labels
+from zorselike.simulator.tasks.rendezvous import Rendezvous, UnitCollectives
+from zorselike.simulator.tasks.streams import Stream, Streams
 
 
 class Program:
@@ -33,7 +34,7 @@ class Program:
         tasks: Tasks,
         rendezvous: Rendezvous,
         *,
-        staged: Collection[Edge],
+        staged: Collection[Channel],
         labels: Labels | None,
     ) -> None:
         """`staged`: channels that a GPU rank serves through host memory."""
@@ -235,12 +236,10 @@ class Program:
     def _port(self, kind: Kind, peer: int) -> _Port:
         """This rank's end of a channel."""
         if (kind, peer) not in self._ports:
-            direction = "F" if kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-            ends = (self.rank, peer) if kind in SENDS else (peer, self.rank)
-            edge = (*ends, direction)
-            is_staged = edge in self._staged
+            channel = Channel.of(self.rank, kind, peer)
+            is_staged = channel in self._staged
             stream = self.streams.host if is_staged else self.streams.compute
-            self._ports[kind, peer] = _Port(self._rendezvous.channel(edge), stream, is_staged)
+            self._ports[kind, peer] = _Port(channel, stream, is_staged)
         return self._ports[kind, peer]
 
     def _next_transfer(self, port: _Port, num_bytes: float) -> int:
@@ -276,7 +275,7 @@ class Program:
             self._tasks.arrive(task)
         else:  # On a device's stream a receive waits for everything launched before.
             port.stream.post(task)
-        self._incoming[Kind.F if kind is Kind.RECV_F else Kind.B, i, action.microbatch].append((port, task))
+        self._incoming[NEEDED_BY[kind], i, action.microbatch].append((port, task))
 
     def _take(self, port: _Port, task: int, num_bytes: float) -> None:
         """A computation waits for a received transfer."""
