@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from plans import random_plan
 
@@ -48,6 +49,16 @@ def spec_of(rng: random.Random, plan: Plan) -> ScheduleSpec:
         defer_steps=rng.random() < 0.3,
         masters=rng.random() < 0.5,
     )
+
+
+def as_checked(spec: ScheduleSpec) -> ScheduleSpec:
+    """The spec for which `check` accepts a list that keeps ministages gathered: ZeRO 1 for ZeRO 2.
+
+    With several ministages a group such a list breaks one promise of ZeRO 2, that at most two ministages are
+    gathered and one has whole gradients; all other promises are proven.
+    """
+    groups = tuple(replace(group, zero=1) if group.zero == 2 else group for group in spec.plan.groups)
+    return replace(spec, plan=replace(spec.plan, groups=groups))
 
 
 _Channel = tuple[int | None, int | None, str]

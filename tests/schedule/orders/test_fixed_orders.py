@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_costs import make_costs
+from schedules import as_checked
 
 from zorselike.cost.memory import walk_memory
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan
@@ -18,7 +19,6 @@ from zorselike.schedule.actions import COMPUTE
 from zorselike.schedule.checker.check import check
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.lowering.lower import lower
-from zorselike.schedule.orders.even_plans import as_checked
 from zorselike.schedule.orders.one_f_one_b import one_f_one_b_blocking
 from zorselike.simulator import simulate
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from paper_data import DATA, needs_data
+from schedules import as_checked
 
 from tools.papers.check_sailor_runs import score_folder, summarise
 from tools.papers.sailor.costs import prepare, simulate_run
@@ -19,7 +20,6 @@ from tools.papers.sailor.runs import read_run
 from zorselike.cost.curves import CurveWarning
 from zorselike.errors import ProfileError
 from zorselike.schedule import ScheduleSpec, check
-from zorselike.schedule.orders.even_plans import as_checked
 
 ROOT = Path(__file__).parents[3]
 

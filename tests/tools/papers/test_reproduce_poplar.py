@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from paper_data import DATA as PAPER_DATA
 from paper_data import needs_data, write_zorse
+from schedules import as_checked
 
 from tools.papers.poplar.runs import (
     CLUSTERS,
@@ -39,7 +40,6 @@ from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.schedule.checker.check import check
-from zorselike.schedule.orders.even_plans import as_checked
 
 TOOL = Path(__file__).parents[3] / "tools" / "papers" / "reproduce_poplar.py"
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
-from zorselike.schedule.actions import HOST_COPIES, Kind
-from zorselike.schedule.checker.host_residence import HostResidence
-from zorselike.schedule.checker.residency import Fault, Residency
+from zorselike.schedule.actions import HOST_COPIES, NEEDED_BY, Action, Kind
+from zorselike.schedule.checker.residency import Fault, HostResidence, Residency
 from zorselike.schedule.checker.steps import NONE, Step
+from zorselike.schedule.errors import error_at, name_place
 from zorselike.schedule.spec import ScheduleSpec
 
 
-class OrderFault(NamedTuple):
-    """What is wrong in a rank's list, and where: past the last position if something is missing."""
-
-    position: int
-    message: str
-
-
-def check_order(spec: ScheduleSpec, rank: int, steps: Sequence[Step]) -> OrderFault | None:
-    """The first fault in a rank's list, or None once it is proven right.
+def check_order(
+    spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]], rank: int, steps: Sequence[Step]
+) -> None:
+    """Raises `ScheduleError` at the first fault in a rank's list.
 
     Proves that the rank computes each of its rows once, forward and backward, out of rows that
     it has or receives; that it reduces, exchanges tied weights and steps after that; and that
@@ -32,12 +26,12 @@ def check_order(spec: ScheduleSpec, rank: int, steps: Sequence[Step]) -> OrderFa
     position = 0
     try:
         for position, step in enumerate(steps):  # noqa: B007
-            order.check(step)
+            order.checks[step.kind](step)
         position = len(steps)
         order.finish()
     except Fault as fault:
-        return OrderFault(position, str(fault))
-    return None
+        place = (rank, position)
+        raise error_at(actions, f"{name_place(actions, place)}: {fault}", place) from None
 
 
 class _RankOrder:
@@ -64,7 +58,7 @@ class _RankOrder:
         self._num_in_flight = 0
         """Microbatches with rows that are forward and not yet backward, of all ministages."""
         self._received: defaultdict[tuple[Kind, int, int], list[tuple[int, int]]] = defaultdict(list)
-        self._checks: dict[Kind, Callable[[Step], None]] = {
+        self.checks: dict[Kind, Callable[[Step], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.SEND_F: self._send,
@@ -82,9 +76,6 @@ class _RankOrder:
             **dict.fromkeys(HOST_COPIES, self._copy),
         }
 
-    def check(self, step: Step) -> None:
-        self._checks[step.kind](step)
-
     def _gather(self, step: Step) -> None:
         self._residency.gather(step.ministage)
         self._host.read_shards(step.ministage)
@@ -92,11 +83,8 @@ class _RankOrder:
     def _release(self, step: Step) -> None:
         self._residency.release(step.ministage)
         self._num_done[Kind.RESHARD, step.ministage] += 1
-        stays = (
-            self._is_gathered_twice_running(step.ministage)
-            and self._num_done[Kind.RESHARD, step.ministage] == 1
-        )
-        if not self._rows and not stays:
+        is_first = self._num_done[Kind.RESHARD, step.ministage] == 1
+        if not self._rows and not (is_first and self._is_gathered_twice_running(step.ministage)):
             self._host.check_shards_left(step.ministage, updates_next=False)
 
     def _is_gathered_twice_running(self, ministage: int) -> bool:
@@ -201,9 +189,8 @@ class _RankOrder:
             raise Fault(f"ministage {step.ministage - 1} runs no backward and takes no gradients")
 
     def _receive(self, step: Step) -> None:
-        forward = step.kind is Kind.RECV_F
-        compute = Kind.F if forward else Kind.B
-        self._check_transfer(step, -1 if forward else 1)
+        compute = NEEDED_BY[step.kind]
+        self._check_transfer(step, -1 if compute is Kind.F else 1)
         if (compute, step.ministage, step.microbatch) in self._done:
             raise Fault(f"it comes after {step.ministage}{compute.value}{step.microbatch}, which needs it")
         self._received[step.kind, step.ministage, step.microbatch].append((step.start, step.stop))
@@ -317,8 +304,8 @@ class _RankOrder:
     def _expect(self, kind: Kind, ministage: int, microbatches: Sequence[int]) -> None:
         for microbatch in microbatches:
             if (kind, ministage, microbatch) not in self._done:
-                numbers = ("" if number == NONE else number for number in (ministage, microbatch))
-                raise Fault("{}{kind}{} is missing".format(*numbers, kind=kind.value))
+                numbers = (None if number == NONE else number for number in (ministage, microbatch))
+                raise Fault(f"{Action(kind, *numbers)} is missing")
 
     def _record(self, step: Step) -> None:
         key = (step.kind, step.ministage, step.microbatch)

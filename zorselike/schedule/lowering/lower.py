@@ -33,11 +33,7 @@ def _add_transfers(actions: Sequence[Action], around: Sequence[Around], num_comp
             found.append(action)
             continue
         if (action.microbatch or 0) < num_computed:
-            if around:
-                found += around[position].before
-                found.append(action)
-                found += around[position].after
-            else:
-                found.append(action)
+            before, after = around[position] if around else ((), ())
+            found += [*before, action, *after]
         position += 1
     return found

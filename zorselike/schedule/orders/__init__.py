@@ -1,7 +1,7 @@
 """Orders in which groups compute (Zorse 4.1; 1F1B and interleaved 1F1B as pipelines run them today; files of
 torch.distributed.pipelining).
 
-To add a schedule: one file here with one function from `ScheduleSpec` to `Order` (for each group, its `F`
+To add a schedule: a file here with a function from `ScheduleSpec` to `Order` (for each group, its `F`
 and `B` in order), and one line in `ORDERS`. The function raises `ScheduleError` for plans of a shape that it
 does not take. `zorselike/schedule/lowering/` adds transfers, collectives, updates and copies to it, and
 `zorselike simulate --schedule NAME` simulates it. The runtime runs `ours` (`zorselike/runtime/assembly.py`
@@ -11,8 +11,7 @@ ZeRO 0 and 1.
 
 from collections.abc import Callable, Mapping
 
-from zorselike.schedule.orders.interleaved import interleaved
-from zorselike.schedule.orders.one_f_one_b import one_f_one_b
+from zorselike.schedule.orders.one_f_one_b import interleaved, one_f_one_b
 from zorselike.schedule.orders.order import Order
 from zorselike.schedule.orders.ours import ours
 from zorselike.schedule.spec import ScheduleSpec

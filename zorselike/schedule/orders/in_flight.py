@@ -53,7 +53,7 @@ def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Computation, ...], ...]:
     plan = spec.plan
     _refuse_low_bounds(spec)
     visited = _groups_as_visited(plan)
-    orders = _Run(_make_stages(plan, visited, spec.lowest_backward)).run()
+    orders = _run(_make_stages(plan, visited, spec.lowest_backward))
     of_group = dict(zip(visited, orders, strict=True))
     return tuple(tuple(of_group[g]) for g in range(len(plan.groups)))
 
@@ -133,20 +133,17 @@ def find_needs(earlier: Group, later: Group) -> Needs:
 
 @dataclass
 class _Stage:
-    """A group while the groups run side by side in nominal time."""
+    """A group while the groups run side by side in nominal time. Of each pair the first is of backwards."""
 
-    forward_time: Sequence[int]
-    """Per microbatch; integers, as ties between start times are broken by rule."""
-    backward_time: Sequence[int]
-    """Per microbatch; empty if the group only goes forward."""
     bound: int
     """The most microbatches in flight."""
-    forward_needs: Sequence[int] | None = None
-    """Per microbatch, the last one of the stage before that it waits for; None for the first stage."""
-    backward_needs: Sequence[int] | None = None
-    """The same of the stage after; None for the last one."""
-    forward_ends: list[int] = field(default_factory=list)
-    backward_ends: list[int] = field(default_factory=list)
+    times: tuple[Sequence[int], Sequence[int]]
+    """Per microbatch; integers, as ties between start times are broken by rule. Of backwards none if the
+    group only goes forward."""
+    needs: list[Sequence[int] | None] = field(default_factory=lambda: [None, None])
+    """Per microbatch, the last one that it waits for of the stage after, and of the stage before; None where
+    there is no such stage."""
+    ends: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     free_at: int = 0
 
 
@@ -163,9 +160,9 @@ def _make_stages(plan: Plan, visited: Sequence[int], lowest_backward: int) -> li
         forward_time = [whole // share * num_rows for num_rows in rows]
         backward_time = [back * time for time in forward_time] if back else []
         bound = len(rows) if group.max_in_flight is None or not back else group.max_in_flight
-        stages.append(_Stage(forward_time, backward_time, bound))
+        stages.append(_Stage(bound, (backward_time, forward_time)))
     for (stage, group), (following, later) in pairwise(zip(stages, groups, strict=True)):
-        following.forward_needs, stage.backward_needs = find_needs(group, later)
+        following.needs[1], stage.needs[0] = find_needs(group, later)
     return stages
 
 
@@ -186,60 +183,43 @@ class _Next(NamedTuple):
     stage: int
 
 
-class _Run:
-    """All stages side by side: each does what can start first, and does it to its end."""
-
-    def __init__(self, stages: Sequence[_Stage]) -> None:
-        self._stages = stages
-        self._orders: list[list[Computation]] = [[] for _ in stages]
-
-    def run(self) -> list[list[Computation]]:
-        """The computations of every stage, in order."""
-        upcoming = [self._find_next(s) for s in range(len(self._stages))]
-        while due := [item for item in upcoming if item is not None]:
-            # What is not known yet waits for something that starts no sooner, and so comes later.
-            chosen = min(due)
-            self._compute(chosen)
-            receiver = chosen.stage + (1 if chosen.is_forward else -1)
-            for s in (chosen.stage, receiver):
-                if 0 <= s < len(upcoming):
-                    upcoming[s] = self._find_next(s)
-        assert all(
-            len(order) == len(stage.forward_time) + len(stage.backward_time)
-            for stage, order in zip(self._stages, self._orders, strict=True)
-        ), "bounds were checked before"
-        return self._orders
-
-    def _compute(self, item: _Next) -> None:
-        stage = self._stages[item.stage]
-        kind = Kind.F if item.is_forward else Kind.B
-        times, ends = (
-            (stage.forward_time, stage.forward_ends)
-            if item.is_forward
-            else (stage.backward_time, stage.backward_ends)
-        )
-        self._orders[item.stage].append(Computation(kind, len(ends)))
-        stage.free_at = item.start + times[len(ends)]
+def _run(stages: Sequence[_Stage]) -> list[list[Computation]]:
+    """The computations of every stage, in order, all stages side by side: each does what can start first, and
+    does it to its end."""
+    orders: list[list[Computation]] = [[] for _ in stages]
+    upcoming = [_find_next(stages, s) for s in range(len(stages))]
+    while due := [item for item in upcoming if item is not None]:
+        # What is not known yet waits for something that starts no sooner, and so comes later.
+        start, is_forward, s = min(due)
+        stage = stages[s]
+        times, ends = stage.times[is_forward], stage.ends[is_forward]
+        orders[s].append(Computation(Kind.F if is_forward else Kind.B, len(ends)))
+        stage.free_at = start + times[len(ends)]
         ends.append(stage.free_at)
-
-    def _find_next(self, s: int) -> _Next | None:
-        """What the stage does next, as far as is known; None if it waits for what has not been computed."""
-        stage = self._stages[s]
-        options = []
-        num_forward, num_backward = len(stage.forward_ends), len(stage.backward_ends)
-        if num_backward < min(num_forward, len(stage.backward_time)):
-            behind = None if stage.backward_needs is None else self._stages[s + 1].backward_ends
-            ready = _ready_at(stage.backward_needs, behind, num_backward)
-            options += [] if ready is None else [_Next(max(stage.free_at, ready), False, s)]
-        if num_forward < len(stage.forward_time) and num_forward - num_backward < stage.bound:
-            before = None if stage.forward_needs is None else self._stages[s - 1].forward_ends
-            ready = _ready_at(stage.forward_needs, before, num_forward)
-            options += [] if ready is None else [_Next(max(stage.free_at, ready), True, s)]
-        return min(options, default=None)
+        for other in (s, s + 1 if is_forward else s - 1):
+            if 0 <= other < len(stages):
+                upcoming[other] = _find_next(stages, other)
+    for stage, order in zip(stages, orders, strict=True):
+        assert len(order) == sum(map(len, stage.times)), "bounds were checked before"
+    return orders
 
 
-def _ready_at(needs: Sequence[int] | None, ends: Sequence[int] | None, m: int) -> int | None:
-    """When a microbatch's inputs are there; None if that is not known yet."""
-    if needs is None or ends is None:
-        return 0
-    return ends[needs[m]] if needs[m] < len(ends) else None
+def _find_next(stages: Sequence[_Stage], s: int) -> _Next | None:
+    """What a stage does next, as far as is known; None if it waits for what has not been computed."""
+    stage = stages[s]
+    num_backward, num_forward = map(len, stage.ends)
+    in_flight = num_forward - num_backward
+    options = []
+    for is_forward, m, may, sender in (
+        (False, num_backward, in_flight > 0, s + 1),
+        (True, num_forward, in_flight < stage.bound, s - 1),
+    ):
+        if may and m < len(stage.times[is_forward]):
+            needs, ready = stage.needs[is_forward], 0
+            if needs is not None:
+                sent = stages[sender].ends[is_forward]
+                if needs[m] >= len(sent):
+                    continue
+                ready = sent[needs[m]]
+            options.append(_Next(max(stage.free_at, ready), is_forward, s))
+    return min(options, default=None)

@@ -1,23 +1,23 @@
 """1F1B: one forward, one backward, as many forwards ahead as there are stages behind.
 
-For a plan with one ministage a group, as PipeDream-Flush (Narayanan et al. 2021, section 2.2.1),
-Megatron-LM and DeepSpeed run it. For comparison: our runtime runs `ours.py`.
+With one ministage a group as PipeDream-Flush (Narayanan et al. 2021, section 2.2.1), Megatron-LM and
+DeepSpeed run it; interleaved, where every group has several ministages, visited in turn, as Megatron-LM does
+(section 2.2.2, `forward_backward_pipelining_with_interleaving`). For comparison: our runtime runs `ours.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
+from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.orders.even_plans import check_even
 from zorselike.schedule.orders.order import Order, find_around
 from zorselike.schedule.spec import ScheduleSpec
-from zorselike.schedule.transfers import list_transfers
-
-NAME = "1F1B"
+from zorselike.schedule.transfers import list_transfers, match_rows
 
 
 def one_f_one_b(spec: ScheduleSpec) -> Order:
@@ -31,9 +31,9 @@ def one_f_one_b(spec: ScheduleSpec) -> Order:
     ministages = [plan.ministages_of_group(g) for g in range(len(plan.groups))]
     if any(len(of_group) != 1 for of_group in ministages):
         raise ScheduleError(
-            f"{NAME} has one ministage a group; use the interleaved order for plans with several"
+            "1F1B has one ministage a group; use the interleaved order for plans with several"
         )
-    num_microbatches = check_even(plan, NAME)
+    num_microbatches = _check_even(plan, "1F1B")
     return Order(tuple(_order(spec, stage, num_microbatches) for (stage,) in ministages), keeps_gathered=True)
 
 
@@ -46,6 +46,94 @@ def _order(spec: ScheduleSpec, stage: int, num_microbatches: int) -> tuple[Actio
     ahead = min(spec.plan.num_ministages - stage - 1, num_microbatches)
     steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
     return (*forwards[:ahead], *steady, *backwards[num_microbatches - ahead :])
+
+
+# -- interleaved ------------------------------------------------------------------------------
+
+
+def interleaved(spec: ScheduleSpec) -> Order:
+    """For plans whose ministages visit all groups in turn, equally often, and whose ranks all have equally
+    many microbatches, a multiple of the number of groups, of the same rows.
+
+    Raises:
+        ScheduleError: The plan has another shape; says where.
+    """
+    plan, name = spec.plan, "interleaved 1F1B"
+    num_groups = len(plan.groups)
+    groups = [ministage.group for ministage in plan.ministages]
+    if len(set(groups[:num_groups])) < num_groups or groups != groups[:num_groups] * (
+        len(groups) // num_groups
+    ):
+        raise ScheduleError(
+            f"{name}: ministages belong to groups {groups}; let them visit all groups in turn, equally often"
+        )
+    num_microbatches = _check_even(plan, name)
+    if num_microbatches % num_groups:
+        raise ScheduleError(
+            f"{name}: {num_microbatches} microbatches for {num_groups} groups; give a multiple of these"
+        )
+    return Order(
+        tuple(
+            _interleave(spec, groups.index(g), plan.ministages_of_group(g), num_microbatches)
+            for g in range(num_groups)
+        ),
+        keeps_gathered=True,
+    )
+
+
+def _interleave(
+    spec: ScheduleSpec, place: int, ministages: Sequence[int], num_microbatches: int
+) -> tuple[Action, ...]:
+    """The computations of the group that comes `place`-th: as many microbatches as there are groups go
+    through a ministage, then through the next."""
+    num_groups = len(spec.plan.groups)
+    total = num_microbatches * len(ministages)
+    cycle = num_groups * len(ministages)
+    turns = [(k % cycle // num_groups, k // cycle * num_groups + k % num_groups) for k in range(total)]
+    forwards = [Action(Kind.F, ministages[turn], m) for turn, m in turns]
+    backwards = [Action(Kind.B, ministages[-1 - turn], m) for turn, m in turns]
+    ahead = total
+    if num_microbatches > num_groups:
+        ahead = min(2 * (num_groups - place - 1) + (len(ministages) - 1) * num_groups, total)
+    steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+    order = [*forwards[:ahead], *steady, *backwards[total - ahead :]]
+    return tuple(a for a in order if a.kind is Kind.F or (a.ministage or 0) >= spec.lowest_backward)
+
+
+# -- what they ask of a plan -------------------------------------------------------------------
+
+
+def _check_even(plan: Plan, name: str) -> int:
+    """The most microbatches of any rank; raises `ScheduleError` where ranks of several groups have different
+    numbers of them, or of different rows, or where what is offloaded has no place in such an order."""
+    counts = {rank: len(plan.microbatches_of_rank(rank)) for rank in sorted(plan.group_of_rank)}
+    num_microbatches = counts[min(counts)]
+    for rank, count in counts.items():
+        if count != num_microbatches and len(plan.groups) > 1:
+            raise ScheduleError(
+                f"{name}: rank {rank} has {count} microbatches and rank {min(counts)} has "
+                f"{num_microbatches}; give every rank of every group the same number"
+            )
+    for g, group in enumerate(plan.groups):
+        if set(group.offload) - {"optimizer"}:
+            raise ScheduleError(
+                f'{name}: group {g} offloads {list(group.offload)}; this order knows "optimizer" alone'
+            )
+    _check_same_rows(plan, name)
+    return max(counts.values())
+
+
+def _check_same_rows(plan: Plan, name: str) -> None:
+    for ministage, (earlier, later) in enumerate(pairwise(plan.ministages)):
+        if earlier.group == later.group:
+            continue
+        for rows in match_rows(plan.groups[earlier.group], plan.groups[later.group]):
+            if rows.source_microbatch != rows.target_microbatch:
+                raise ScheduleError(
+                    f"{name}: rows [{rows.start}:{rows.stop}) are in microbatch {rows.source_microbatch} of "
+                    f"ministage {ministage} and in microbatch {rows.target_microbatch} of ministage "
+                    f"{ministage + 1}; lay rows so that microbatch m is the same rows in every group"
+                )
 
 
 # -- transfers that block ----------------------------------------------------------------------
