@@ -202,9 +202,7 @@ def _check_rows(clock: LayerTimeModel, layer: _Layer, rank: int, rows: int, devi
 def _list_unit_bytes(plan: Plan, workload: Workload) -> tuple[tuple[UnitBytes, ...], ...]:
     each = ParameterBytes.of(workload)
     return tuple(
-        tuple(
-            UnitBytes(unit.num_parameters * each.weight, unit.num_trainable * each.gradient) for unit in units
-        )
+        tuple(UnitBytes(u.num_parameters * each.weight, u.num_trainable * each.gradient) for u in units)
         for units in list_units(plan, workload)
     )
 
@@ -212,8 +210,8 @@ def _list_unit_bytes(plan: Plan, workload: Workload) -> tuple[tuple[UnitBytes, .
 def _find_memory(cluster: Cluster, places: Sequence[Place]) -> tuple[int, ...]:
     """Of each rank's device; nothing if one is not known."""
     found = [find_memory_bytes(cluster, place) for place in places]
-    known = [memory_bytes for memory_bytes in found if memory_bytes is not None]
-    return tuple(known) if len(known) == len(found) else ()
+    known = tuple(memory_bytes for memory_bytes in found if memory_bytes is not None)
+    return known if len(known) == len(found) else ()
 
 
 def _list_unmeasured_copies(
@@ -235,13 +233,10 @@ def _list_unmeasured_copies(
 
 def _find_egress_prices(cluster: Cluster, places: Sequence[Place]) -> Mapping[tuple[int, int], float]:
     """By nodes from and to, where a zone's or else a region's price is not 0."""
-    prices = {}
-    nodes = sorted({place.node for place in places})
-    for a, b in permutations(nodes, 2):
+    prices, given = {}, cluster.egress_price_per_gb
+    for a, b in permutations(sorted({place.node for place in places}), 2):
         first, second = cluster.nodes[a], cluster.nodes[b]
-        price = cluster.egress_price_per_gb.get((first.zone, second.zone))
-        if price is None:
-            price = cluster.egress_price_per_gb.get((first.region, second.region), 0.0)
-        if price:
+        of_regions = given.get((first.region, second.region), 0.0)
+        if price := given.get((first.zone, second.zone), of_regions):
             prices[a, b] = price
     return prices

@@ -41,20 +41,17 @@ class WholeModelStep:
     def peak_bytes(self, rows: int) -> int:
         """The most that its tensors take."""
         ranks = (0,) if self.num_ranks == 1 else (0, 1)  # Others hold the same.
-        microbatches = [
+        microbatches = tuple(
             Microbatch(rank, rank * (1 + rows) + start, rank * (1 + rows) + stop)
             for rank in ranks
             for start, stop in ((0, 1), (1, 1 + rows))
-        ]
-        group = Group(ranks, tuple(microbatches), zero=self.zero, recompute=self.recompute)
+        )
+        group = Group(ranks, microbatches, zero=self.zero, recompute=self.recompute)
         plan = Plan(len(ranks) * (1 + rows), (group,), (Ministage(0, self._modules),))
         each = ParameterBytes(self.workload.itemsize, ADAMW_MOMENTS)
-        sizes = add_up(
-            list_units(plan, self.workload)[0],
-            find_row_bytes(plan, self.workload, 0, self.device, self.kept_bytes),
-            each,
-            num_shards=count_shards(self.zero, self.num_ranks),
-        )
+        units = list_units(plan, self.workload)[0]
+        row_bytes = find_row_bytes(plan, self.workload, 0, self.device, self.kept_bytes)
+        sizes = add_up(units, row_bytes, each, num_shards=count_shards(self.zero, self.num_ranks))
         actions = build(ScheduleSpec(plan, masters=each.masters))[0]
         return walk_memory(plan, 0, actions, {0: sizes}).device_peak_bytes
 
@@ -104,14 +101,8 @@ def find_corrections(
     for found in profile.largest_batches:
         if found.refused_rows is None:
             continue
-        step = WholeModelStep(
-            workload=workload,
-            device=found.device,
-            zero=found.zero,
-            num_ranks=found.num_ranks,
-            recompute=found.recompute,
-            kept_bytes=kept_bytes,
-        )
+        how = {key: getattr(found, key) for key in ("device", "zero", "num_ranks", "recompute")}
+        step = WholeModelStep(workload=workload, kept_bytes=kept_bytes, **how)
         tensors = step.peak_bytes(found.refused_rows)
         needed = tensors + round(profile.overheads.allocator_share * tensors)
         lacking = found.limit_bytes - needed + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zorselike.cost.catalogue import DeviceSpec, find_device
 from zorselike.cost.curves import Curve, fit_curve
@@ -23,6 +23,17 @@ Pass = Literal["forward", "backward"]
 
 _Key = tuple[str, str, Recompute, int]
 """Kind, device, recomputation, tensor-parallel degree."""
+
+
+class _Asked(NamedTuple):
+    """One pass of one layer."""
+
+    which: Pass
+    kind: str
+    device: str
+    rows: int
+    recompute: Recompute
+    tensor_parallel: int
 
 
 _Curves = dict[Pass, Curve]
@@ -48,7 +59,7 @@ class LayerTimeModel:
         }
         self._updates = {times.device: times for times in profile.updates if times.dtype == workload.dtype}
         self._fitted: dict[_Key, _Curves] = {}
-        self._found: dict[tuple[Pass, str, str, int, Recompute, int], float] = {}
+        self._found: dict[_Asked, float] = {}
         self._assumptions: dict[str, None] = {}
 
     @property
@@ -59,18 +70,15 @@ class LayerTimeModel:
     def forward_s(
         self, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int = 1
     ) -> float:
-        """One layer's forward of so many rows at once.
-
-        Raises:
-            ProfileError: Neither the profile nor the catalogue says anything about it.
-        """
-        return self._find("forward", kind, device, rows, recompute, tensor_parallel)
+        """One layer's forward of so many rows at once; raises `ProfileError` where neither the profile nor
+        the catalogue says anything about it."""
+        return self._find(_Asked("forward", kind, device, rows, recompute, tensor_parallel))
 
     def backward_s(
         self, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int = 1
     ) -> float:
         """One layer's backward; with recomputation the second forward is in it. Raises `ProfileError`."""
-        return self._find("backward", kind, device, rows, recompute, tensor_parallel)
+        return self._find(_Asked("backward", kind, device, rows, recompute, tensor_parallel))
 
     def model_s(self, device: str, rows: int = 1) -> float:
         """Forward and backward of one microbatch through the whole model, nothing recomputed. Raises as
@@ -115,19 +123,15 @@ class LayerTimeModel:
 
     # -- what was measured -----------------------------------------------------------------
 
-    def _find(
-        self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
-    ) -> float:
-        key = (which, kind, device, rows, recompute, tensor_parallel)
-        if key not in self._found:
-            measured = self._measured(*key)
-            self._found[key] = self._by_flops(*key) if measured is None else measured
-        return self._found[key]
+    def _find(self, asked: _Asked) -> float:
+        if asked not in self._found:
+            measured = self._measured(asked)
+            self._found[asked] = self._by_flops(asked) if measured is None else measured
+        return self._found[asked]
 
-    def _measured(
-        self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
-    ) -> float | None:
+    def _measured(self, asked: _Asked) -> float | None:
         """From times of this kind on this device, if there are any."""
+        which, kind, device, rows, recompute, tensor_parallel = asked
         own = self._fit((kind, device, recompute, tensor_parallel), rows)
         if own is not None:
             return own[which](rows)
@@ -163,16 +167,15 @@ class LayerTimeModel:
 
     # -- what was not ----------------------------------------------------------------------
 
-    def _by_flops(
-        self, which: Pass, kind: str, device: str, rows: int, recompute: Recompute, tensor_parallel: int
-    ) -> float:
+    def _by_flops(self, asked: _Asked) -> float:
+        which, kind, device, rows, recompute, tensor_parallel = asked
         flops = rows * self._flops(which, self._kind(kind), recompute)
         if not flops:
             return 0.0
         reference = self._reference(device, tensor_parallel)
         if reference is None:
             return flops / (tensor_parallel * self._peak(kind, device))
-        measured = self._measured(which, reference.name, device, rows, "none", tensor_parallel)
+        measured = self._measured(asked._replace(kind=reference.name, recompute="none"))
         reference_flops = rows * self._flops(which, reference, "none")
         assert measured is not None
         self._assume(f"{kind} on {device}: not measured; its FLOPs at the speed of {reference.name}")

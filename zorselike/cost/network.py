@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from zorselike.cost.curves import Curve
 from zorselike.cost.profile import Collective
@@ -71,13 +70,6 @@ class Port:
     host: HostWire | None
 
 
-class _Edge(NamedTuple):
-    """One step of a ring."""
-
-    source: int
-    target: int
-
-
 @dataclass(frozen=True)
 class Network:
     """Capacities that traffic shares, named for reports, and the flows that things cause on them.
@@ -104,34 +96,21 @@ class Network:
     """By what was asked for: a step asks for the same again and again."""
 
     def transfer(self, source: int, target: int, num_bytes: float) -> Flow:
-        """One rank sends to another.
-
-        Raises:
-            ClusterError: Nothing says how the two are connected.
-        """
+        """One rank sends to another; raises `ClusterError` where nothing says how they are connected."""
         key = (source, target, num_bytes)
         if key not in self._found:
             wire, capacities = self._way(source, target)
-            nodes = self._nodes(source, target)
-            flow = Flow(
-                num_bytes,
-                capacities,
-                wire.link.rate(max(num_bytes, 1.0)),
-                wire.link.latency_s,
-                None if nodes[0] == nodes[1] else nodes,
-            )
-            self._found[key] = (flow,)
+            rate, latency_s = wire.link.rate(max(num_bytes, 1.0)), wire.link.latency_s
+            egress = self._egress(source, target)
+            self._found[key] = (Flow(num_bytes, capacities, rate, latency_s, egress),)
         return self._found[key][0]
 
     def copy(self, rank: int, num_bytes: float, *, to_device: bool) -> Flow:
-        """Between a device and its host's memory.
-
-        Raises:
-            ClusterError: Nothing says how fast that is.
-        """
+        """Between a device and its host's memory; raises `ClusterError` where nothing says how fast."""
         host = self.ports[rank].host
         if host is None:
-            node, device = self._name(rank)
+            place = self.places[rank]
+            node, device = self.cluster.nodes[place.node].name, self.cluster.device_type(place)
             raise ClusterError(
                 f"cluster: nothing says how fast {device} of node {node} copies to and from its host, which "
                 "the plan offloads to; give the node a host_link"
@@ -153,9 +132,8 @@ class Network:
             return ()
         key = (op, tuple(ranks), num_bytes)
         if key not in self._found:
-            self._found[key] = self._measured_ring(
-                op, self._ring_flows(op, ranks, num_bytes), ranks, num_bytes
-            )
+            flows = self._ring_flows(op, ranks, num_bytes)
+            self._found[key] = self._measured_ring(op, flows, ranks, num_bytes)
         return self._found[key]
 
     def time_alone(self, flows: Iterable[Flow]) -> float:
@@ -174,10 +152,10 @@ class Network:
 
     def _ring_flows(self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float) -> tuple[Flow, ...]:
         ring = sorted(ranks, key=lambda rank: self.places[rank])
-        edges: dict[tuple[int, int], list[_Edge]] = {}
+        edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
         latencies = []
         for source, target in pairwise([*ring, ring[0]]):
-            edges.setdefault(self._nodes(source, target), []).append(_Edge(source, target))
+            edges.setdefault(self._nodes(source, target), []).append((source, target))
             latencies.append(self._way(source, target)[0].link.latency_s)
         num_rounds = 2 if op == "all_reduce" else 1
         num_steps = num_rounds * (len(ring) - 1)
@@ -187,21 +165,20 @@ class Network:
         )
 
     def _edge_flow(
-        self, edges: Sequence[_Edge], chunk_bytes: float, num_steps: int, latency_s: float
+        self, edges: Sequence[tuple[int, int]], chunk_bytes: float, num_steps: int, latency_s: float
     ) -> Flow:
         """One chunk a step over all edges inside a node, or over the one between two. Edges that share one
         capacity are a flow of the bytes of all of them."""
         ways = [self._way(*edge) for edge in edges]
         link = ways[0][0].link
-        nodes = self._nodes(*edges[0])
-        port = self.ports[edges[0].source]
-        times = len(edges) if nodes[0] == nodes[1] and port.send == port.receive else 1
+        egress, port = self._egress(*edges[0]), self.ports[edges[0][0]]
+        times = len(edges) if egress is None and port.send == port.receive else 1
         return Flow(
             times * num_steps * chunk_bytes,
             tuple(dict.fromkeys(index for _, capacities in ways for index in capacities)),
             times * link.rate(max(chunk_bytes, 1.0)),
             latency_s,
-            None if nodes[0] == nodes[1] else nodes,
+            egress,
         )
 
     def _measured_ring(
@@ -224,12 +201,11 @@ class Network:
 
     def _way(self, source: int, target: int) -> tuple[Wire, tuple[int, ...]]:
         """The wire between two ranks, and all capacities on the way."""
-        nodes = self._nodes(source, target)
-        wire = self.wires.get(nodes)
+        wire = self.wires.get(self._nodes(source, target))
         if wire is None:
             self.cluster.link(self.places[source], self.places[target])
             raise AssertionError("the cluster knows a link that the network lacks")
-        if nodes[0] != nodes[1]:
+        if self._egress(source, target) is not None:
             return wire, wire.capacities
         ports = (self.ports[source].send, self.ports[target].receive)
         return wire, tuple(dict.fromkeys(index for index in ports if index is not None))
@@ -237,7 +213,6 @@ class Network:
     def _nodes(self, source: int, target: int) -> tuple[int, int]:
         return self.places[source].node, self.places[target].node
 
-    def _name(self, rank: int) -> tuple[str, str]:
-        """Of its node; its type."""
-        place = self.places[rank]
-        return self.cluster.nodes[place.node].name, self.cluster.device_type(place)
+    def _egress(self, source: int, target: int) -> tuple[int, int] | None:
+        nodes = self._nodes(source, target)
+        return None if nodes[0] == nodes[1] else nodes

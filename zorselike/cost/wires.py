@@ -8,12 +8,13 @@ direction by itself and, where they share the bus, both together.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import Curve, fit_curve
-from zorselike.cost.network import HostWire, Key, Network, Port, Wire
-from zorselike.cost.profile import HostLinkRates, LinkTimes, Profile
+from zorselike.cost.network import HostWire, Network, Port, Wire
+from zorselike.cost.profile import CollectiveTimes, HostLinkRates, LinkTimes, Profile
 from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Place
 
@@ -23,8 +24,9 @@ REACHED_OF_BUS = 0.8
 
 def make_network(cluster: Cluster, places: Sequence[Place], profile: Profile | None = None) -> Network:
     """The network between devices of a cluster, `places` by rank; `profile` for what was measured."""
-    measured = {} if profile is None else {times.between: fit_link(times) for times in profile.links}
-    rates = {} if profile is None else {rates.device: rates for rates in profile.host_links}
+    profile = profile or Profile(model="")
+    measured = {times.between: fit_link(times) for times in profile.links}
+    rates = {rates.device: rates for rates in profile.host_links}
     layout = _Layout(cluster, places, measured)
     ports = tuple(layout.add_port(place, rates.get(cluster.device_type(place))) for place in places)
     wires = layout.add_wires()
@@ -35,7 +37,7 @@ def make_network(cluster: Cluster, places: Sequence[Place], profile: Profile | N
         places=tuple(places),
         ports=ports,
         wires=wires,
-        collectives={} if profile is None else _fit_collectives(profile),
+        collectives={(t.op, t.devices, t.num_nodes): _fit_collective(t) for t in profile.collectives},
     )
 
 
@@ -61,15 +63,9 @@ def fit_link(times: LinkTimes) -> Link:
     return Link(bandwidth, latency, tuple((size, min(rate, bandwidth)) for size, rate in rates))
 
 
-def _fit_collectives(profile: Profile) -> dict[Key, Curve]:
-    return {
-        (times.op, times.devices, times.num_nodes): fit_curve(
-            times.num_bytes,
-            times.seconds,
-            name=f"{times.op} of {', '.join(times.devices)} over {times.num_nodes} nodes",
-        )
-        for times in profile.collectives
-    }
+def _fit_collective(times: CollectiveTimes) -> Curve:
+    name = f"{times.op} of {', '.join(times.devices)} over {times.num_nodes} nodes"
+    return fit_curve(times.num_bytes, times.seconds, name=name)
 
 
 class _Layout:
@@ -82,9 +78,9 @@ class _Layout:
         self.names: list[str] = []
         self._cluster = cluster
         self._measured = measured
-        self._places_of: dict[int, list[Place]] = {}
+        self._places_of: defaultdict[int, list[Place]] = defaultdict(list)
         for place in places:
-            self._places_of.setdefault(place.node, []).append(place)
+            self._places_of[place.node].append(place)
         self._fabrics: dict[int, int] = {}
         """Nodes whose devices share one."""
         self._shared: dict[tuple[str, str], int] = {}
@@ -132,13 +128,13 @@ class _Layout:
                 return None  # An unknown device is an error only where something is offloaded.
             to_device = to_host = Link(REACHED_OF_BUS * spec.host_link_bytes_per_s)
         down, up = to_device.bandwidth_bytes_per_s, to_host.bandwidth_bytes_per_s
-        load: tuple[int, ...] = (self._add(f"{name}, from host", down),)
-        store: tuple[int, ...] = (self._add(f"{name}, to host", up),)
+        load, store = [self._add(f"{name}, from host", down)], [self._add(f"{name}, to host", up)]
         if both is not None and both < down + up:
             # Copies one way alone are not slowed down by what both ways reach together.
             shared = self._add(f"{name}, host both ways", max(both, down, up))
-            load, store = (*load, shared), (*store, shared)
-        return HostWire(to_device, to_host, load, store)
+            load.append(shared)
+            store.append(shared)
+        return HostWire(to_device, to_host, tuple(load), tuple(store))
 
     # -- between nodes ---------------------------------------------------------------------
 

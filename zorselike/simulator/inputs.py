@@ -50,11 +50,8 @@ class SimulationInputs:
 
     @without_collection()
     def list_actions(self, plan: Plan, schedule: str = "ours") -> Mapping[int, Sequence[Action]]:
-        """Each rank's actions in a step, in the order `schedule` (see `build`).
-
-        Raises:
-            PlanError: The schedule cannot run the plan.
-        """
+        """Each rank's actions in a step, in the order `schedule` (see `build`); raises `PlanError` if that
+        cannot run the plan."""
         try:
             return build(self.make_spec(plan), schedule)
         except ScheduleError as error:

@@ -40,12 +40,17 @@ def one_f_one_b(spec: ScheduleSpec) -> Order:
 def _order(spec: ScheduleSpec, stage: int, num_microbatches: int) -> tuple[Action, ...]:
     """The computations of a stage."""
     forwards = [Action(Kind.F, stage, m) for m in range(num_microbatches)]
-    if stage < spec.lowest_backward:
-        return tuple(forwards)
     backwards = [Action(Kind.B, stage, m) for m in range(num_microbatches)]
-    ahead = min(spec.plan.num_ministages - stage - 1, num_microbatches)
+    return _alternate(spec, forwards, backwards, spec.plan.num_ministages - stage - 1)
+
+
+def _alternate(
+    spec: ScheduleSpec, forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
+) -> tuple[Action, ...]:
+    """A forward and a backward in turn, `ahead` forwards before; without backwards where nothing trains."""
     steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
-    return (*forwards[:ahead], *steady, *backwards[num_microbatches - ahead :])
+    order = (*forwards[:ahead], *steady, *backwards[max(0, len(backwards) - ahead) :])
+    return tuple(a for a in order if a.kind is Kind.F or (a.ministage or 0) >= spec.lowest_backward)
 
 
 # -- interleaved ------------------------------------------------------------------------------
@@ -94,10 +99,8 @@ def _interleave(
     backwards = [Action(Kind.B, ministages[-1 - turn], m) for turn, m in turns]
     ahead = total
     if num_microbatches > num_groups:
-        ahead = min(2 * (num_groups - place - 1) + (len(ministages) - 1) * num_groups, total)
-    steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
-    order = [*forwards[:ahead], *steady, *backwards[total - ahead :]]
-    return tuple(a for a in order if a.kind is Kind.F or (a.ministage or 0) >= spec.lowest_backward)
+        ahead = 2 * (num_groups - place - 1) + (len(ministages) - 1) * num_groups
+    return _alternate(spec, forwards, backwards, ahead)
 
 
 # -- what they ask of a plan -------------------------------------------------------------------

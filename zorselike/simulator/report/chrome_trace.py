@@ -140,15 +140,8 @@ def _assign_threads(spans: Iterable[Span]) -> list[_Thread]:
 
 def _slice(span: Span, number: int, began_s: float) -> Event:
     start, stop = _to_us(span.start_s - began_s), _to_us(span.stop_s - began_s)
-    return {
-        "ph": "X",
-        "cat": span.track,
-        "name": span.action.text,
-        "pid": span.rank,
-        "tid": number,
-        "ts": start,
-        "dur": round(stop - start, _DIGITS),
-    }
+    event = {"ph": "X", "cat": span.track, "name": span.action.text, "pid": span.rank, "tid": number}
+    return event | {"ts": start, "dur": round(stop - start, _DIGITS)}
 
 
 def make_flows(slices: Iterable[tuple[int, Action, Event]], *, first_id: int = 0) -> list[Event]:

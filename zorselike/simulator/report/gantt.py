@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from string import ascii_lowercase, ascii_uppercase
 
@@ -87,26 +87,17 @@ def _describe(span: Span, iteration_s: float) -> tuple[str, str, int, int, int]:
 
 
 def _draw_line(spans: Iterable[Span], column_s: float, num_columns: int) -> str:
-    works: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(num_columns)]
-    """Seconds by mark in each column: computation."""
-    moves: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(num_columns)]
-    """The same for communication and copies."""
+    columns: list[tuple[Counter[str], Counter[str]]] = [(Counter(), Counter()) for _ in range(num_columns)]
+    """Seconds by mark in each: of computation, and of communication and copies."""
     for span in spans:
-        target = works if span.track in ("compute", "update") else moves
-        for column, seconds in _cut(span, column_s, num_columns):
-            target[column][_mark(span)] += seconds
-    return "".join(_choose(work, move, column_s) for work, move in zip(works, moves, strict=True))
-
-
-def _cut(span: Span, column_s: float, num_columns: int) -> Iterable[tuple[int, float]]:
-    """Columns that a span covers, and its seconds in each."""
-    first = max(0, int(span.start_s / column_s))
-    for column in range(first, num_columns):
-        start = max(span.start_s, column * column_s)
-        stop = min(span.stop_s, (column + 1) * column_s)
-        if stop <= start:
-            return
-        yield column, stop - start
+        moves = span.track not in ("compute", "update")
+        for column in range(max(0, int(span.start_s / column_s)), num_columns):
+            start = max(span.start_s, column * column_s)
+            stop = min(span.stop_s, (column + 1) * column_s)
+            if stop <= start:
+                break
+            columns[column][moves][_mark(span)] += stop - start
+    return "".join(_choose(*column, column_s) for column in columns)
 
 
 def _mark(span: Span) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from statistics import fmean
 
-from zorselike.simulator.result import RankTimes, Track
+from zorselike.simulator.result import Track
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 BUSY = 0.85
@@ -17,19 +16,12 @@ BUSY_LINK = 0.6
 """Utilization from which a link is named."""
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """A kind of waiting, as an attribute of `RankTimes` and in words."""
-
-    attribute: str
-    what: str
-
-
-_WAITS = (
-    _Wait("waiting_for_data_s", "rows or gradients that other groups have not computed yet"),
-    _Wait("exposed_communication_s", "bytes on links, or the other ranks of a collective"),
-    _Wait("exposed_copies_s", "copies between host and device"),
-)
+_WAITS = {
+    "waiting_for_data_s": "rows or gradients that other groups have not computed yet",
+    "exposed_communication_s": "bytes on links, or the other ranks of a collective",
+    "exposed_copies_s": "copies between host and device",
+}
+"""Kinds of waiting, as attributes of `RankTimes` and in words."""
 
 
 def describe_limit(simulated: SimulatedPlan) -> list[str]:
@@ -60,25 +52,21 @@ def _blame_rank(simulated: SimulatedPlan, busiest: int, share: float) -> list[st
 
 def _blame_waits(simulated: SimulatedPlan, busiest: int, share: float) -> list[str]:
     times, iteration_s = simulated.simulation.ranks, simulated.simulation.iteration_s
-    wait = max(_WAITS, key=lambda each: sum(_seconds(rank, each) for rank in times))
-    longest = max(range(len(times)), key=lambda rank: _seconds(times[rank], wait))
-    lost = fmean(_seconds(rank, wait) for rank in times) / iteration_s
+    seconds = {wait: [getattr(rank, wait) for rank in times] for wait in _WAITS}
+    wait = max(_WAITS, key=lambda each: sum(seconds[each]))
+    longest = max(range(len(times)), key=seconds[wait].__getitem__)
+    lost = fmean(seconds[wait]) / iteration_s
     sentences = [
         f"Waiting limits: no rank computes more than {share:.0%} of the step "
         f"(most: {simulated.describe_rank(busiest)}).",
-        f"Ranks wait {lost:.0%} of the step on average for {wait.what}; longest, "
-        f"{_seconds(times[longest], wait):.3g} s, does {simulated.describe_rank(longest)}.",
+        f"Ranks wait {lost:.0%} of the step on average for {_WAITS[wait]}; longest, "
+        f"{seconds[wait][longest]:.3g} s, does {simulated.describe_rank(longest)}.",
     ]
     return sentences + _advise(simulated, wait, longest)
 
 
-def _seconds(times: RankTimes, wait: _Wait) -> float:
-    seconds: float = getattr(times, wait.attribute)
-    return seconds
-
-
-def _advise(simulated: SimulatedPlan, wait: _Wait, rank: int) -> list[str]:
-    match wait.attribute:
+def _advise(simulated: SimulatedPlan, wait: str, rank: int) -> list[str]:
+    match wait:
         case "waiting_for_data_s":
             return [_compare_groups(simulated)]
         case "exposed_communication_s":
@@ -99,13 +87,12 @@ def _compare_traffic(simulated: SimulatedPlan, rank: int) -> str:
 
 def _measure(simulated: SimulatedPlan, rank: int, tracks: Collection[Track]) -> float:
     """Seconds of the step in which any of these tracks is active; 0 without recorded spans."""
-    spans = [
-        span for span in simulated.simulation.folded_spans() if span.rank == rank and span.track in tracks
-    ]
+    spans = sorted(simulated.simulation.folded_spans(), key=lambda span: span.start_s)
     seconds = until_s = 0.0
-    for span in sorted(spans, key=lambda each: each.start_s):
-        seconds += max(0.0, span.stop_s - max(span.start_s, until_s))
-        until_s = max(until_s, span.stop_s)
+    for span in spans:
+        if span.rank == rank and span.track in tracks:
+            seconds += max(0.0, span.stop_s - max(span.start_s, until_s))
+            until_s = max(until_s, span.stop_s)
     return seconds
 
 

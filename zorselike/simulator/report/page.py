@@ -88,17 +88,10 @@ def _show_speed(simulated: SimulatedPlan) -> tuple[str, str]:
 
 
 def _show_overfull(simulated: SimulatedPlan) -> str:
-    parts = []
     ranks = [rank for rank in range(simulated.plan.num_ranks) if simulated.is_overfull(rank)]
-    if ranks:
-        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {show_numbers(ranks)}")
-    hosts = [
-        simulated.cluster.nodes[node].name
-        for node in simulated.host_bytes
-        if simulated.is_host_overfull(node)
-    ]
-    if hosts:
-        parts.append(list_few(hosts, "host"))
+    hosts = [node for node in simulated.host_bytes if simulated.is_host_overfull(node)]
+    parts = [f"{'rank' if len(ranks) == 1 else 'ranks'} {show_numbers(ranks)}"] if ranks else []
+    parts += [list_few([simulated.cluster.nodes[node].name for node in hosts], "host")] if hosts else []
     return f"OUT OF MEMORY on {' and '.join(parts)}" if parts else ""
 
 
@@ -111,13 +104,9 @@ def _describe_step(simulated: SimulatedPlan, ideal_s: float) -> list[str]:
     if simulation.cost or simulation.egress_cost:
         tokens = simulated.plan.global_batch * simulated.workload.sequence_length
         currency = simulated.costs.currency
-        egress = (
-            f", of it {simulation.egress_cost:.4g} for traffic between zones"
-            if simulation.egress_cost
-            else ""
-        )
+        egress = f", of it {simulation.egress_cost:.4g} for traffic between zones"
         lines.append(
-            f"money: {simulation.cost:.4g} {currency} per step{egress}; "
+            f"money: {simulation.cost:.4g} {currency} per step{egress if simulation.egress_cost else ''}; "
             f"{simulation.cost / tokens * 1e9:,.2f} {currency} per 10^9 tokens"
         )
     return lines
@@ -145,27 +134,19 @@ def _list_ranks(simulated: SimulatedPlan) -> list[str]:
     left_out = sum(len(ranks) for ranks in alike.values()) - sum(len(ranks) for _, ranks in shown)
     if left_out:
         lines.append(f"  {count(left_out, 'more rank')}, each with more room than these")
-    lines += _list_hosts(simulated)
-    lines.append(
-        "computes, and waits for data, links and copies: shares of the step. " + _describe_peak(simulated)
-    )
-    return lines
+    legend = "computes, and waits for data, links and copies: shares of the step."
+    return [*lines, *_list_hosts(simulated), f"{legend} {_describe_peak(simulated)}"]
 
 
 def _describe_rank(simulated: SimulatedPlan, rank: int) -> tuple[str, ...]:
     times, iteration_s = simulated.simulation.ranks[rank], simulated.simulation.iteration_s
-    shares = (
-        times.busy_s,
-        times.waiting_for_data_s,
-        times.exposed_communication_s,
-        times.exposed_copies_s,
-    )
+    waits = (times.waiting_for_data_s, times.exposed_communication_s, times.exposed_copies_s)
     peak, limit = simulated.peak_bytes[rank], simulated.limit_bytes(rank)
     of_limit = "" if limit is None else f"of {show_bytes(limit)}"
     return (
         simulated.device_types[rank],
         str(simulated.plan.group_of_rank[rank]),
-        *(f"{seconds / iteration_s:.0%}" for seconds in shares),
+        *(f"{seconds / iteration_s:.0%}" for seconds in (times.busy_s, *waits)),
         "" if limit is None else _draw_bar(peak / limit),
         show_bytes(peak),
         of_limit + (" OUT OF MEMORY" if simulated.is_overfull(rank) else ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,8 @@ _MOST_INCHES = 60.0
 
 
 def save_picture(simulated: SimulatedPlan, path: str | Path) -> None:
-    """Draws a step whose spans were recorded; the suffix of `path` is the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draws a step whose spans were recorded; the suffix of `path` is the format. Raises `ConfigError` if
+    matplotlib is not installed, or the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -95,18 +92,15 @@ def _ministage_color(ministage: int, *, is_backward: bool) -> str:
     return str(to_hex((red * shade, green * shade, blue * shade)))
 
 
-def _add_legend(figure: Figure, axes: Axes, simulated: SimulatedPlan, tracks: Iterable[Track]) -> None:
+def _add_legend(figure: Figure, axes: Axes, simulated: SimulatedPlan, tracks: Set[Track]) -> None:
     from matplotlib.patches import Patch
 
-    first = {False: _ministage_color(0, is_backward=False), True: _ministage_color(0, is_backward=True)}
     handles: list[Any] = [
-        Patch(color=first[False], label="forward of ministage 0"),
-        Patch(color=first[True], label="its backward"),
+        Patch(color=_ministage_color(0, is_backward=False), label="forward of ministage 0"),
+        Patch(color=_ministage_color(0, is_backward=True), label="its backward"),
     ]
     if simulated.plan.num_ministages > 1:
         handles.append(Patch(color=_ministage_color(1, is_backward=False), label="ministage 1, and so on"))
-    used = set(tracks)
-    handles += [
-        Patch(color=color, label=track) for track, (_, _, color) in _BARS.items() if color and track in used
-    ]
+    bars = ((track, color) for track, (_, _, color) in _BARS.items() if color and track in tracks)
+    handles += [Patch(color=color, label=track) for track, color in bars]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)

@@ -45,7 +45,6 @@ class _Breakdown:
     def __init__(self, tasks: Tasks, times: Times, rank: int) -> None:
         self.tasks, self.times, self.rank = tasks, times, rank
         self.busy = self.data = self.communication = self.copies = 0.0
-        self._num_tasks = len(tasks.seconds)
 
     def add(self, work: Work, seconds: float) -> None:
         """Time in which a task occupied the compute stream."""
@@ -59,26 +58,25 @@ class _Breakdown:
     def add_gap(self, waiting: int, start: float, stop: float) -> None:
         """A gap of the compute stream before the task `waiting`."""
         works, ranks, causes = self.tasks.work, self.tasks.rank, self.times.cause
-        task = waiting
-        waits_for_ranks = works[task % self._num_tasks] is Work.COLLECTIVE
+        task, num_tasks = waiting, len(works)
+        waits_for_ranks = works[task % num_tasks] is Work.COLLECTIVE
         """Whether what remains is spent waiting for the other ranks of a collective, not for data."""
         while stop > start:
             task = causes[task]
             if task == NOTHING:
                 break
-            local = task % self._num_tasks
-            work = works[local]
-            if work not in _COMMUNICATION and ranks[local] != self.rank:
+            work = works[task % num_tasks]
+            if work not in _COMMUNICATION and ranks[task % num_tasks] != self.rank:
                 break
             began = max(self.times.begin[task], start)
             self.add(work, stop - began)
             stop = began
             if work in _COMMUNICATION:
                 waits_for_ranks = work is Work.COLLECTIVE
-        if stop > start and waits_for_ranks:
-            self.communication += stop - start
-        elif stop > start:
-            self.data += stop - start
+        if waits_for_ranks:
+            self.communication += max(0.0, stop - start)
+        else:
+            self.data += max(0.0, stop - start)
 
     def result(self, program: Program, last: int) -> RankTimes:
         seconds = dict.fromkeys((Work.FORWARD, Work.BACKWARD, Work.UPDATE), 0.0)

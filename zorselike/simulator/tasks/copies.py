@@ -7,14 +7,13 @@ that allocated it, after that stream has waited for its last use.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
-from zorselike.simulator.result import Track
 from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
 from zorselike.simulator.tasks.labels import Labels
 from zorselike.simulator.tasks.streams import Stream, Streams
@@ -43,7 +42,7 @@ class HostCopies:
         """Ministages whose shards are newer than their host copies."""
         self._stored: dict[tuple[str, int], int] = {}
         """By kind and ministage: the last copy to the host."""
-        self._loaded_for_update: dict[int, list[int]] = {}
+        self._loaded_for_update: defaultdict[int, list[int]] = defaultdict(list)
         self._pending_frees: dict[str, tuple[Stream, int]] = {}
         """By kind: the last offloaded memory, which is freed when the next one is offloaded."""
         self._used_gradients: list[tuple[Stream, int]] = []
@@ -74,8 +73,7 @@ class HostCopies:
             return stream.record()
         task = self.copy(stream, num_bytes, to_device=to_device)
         if self._labels is not None:
-            track: Track = "to device" if to_device else "to host"
-            self._labels.add(track, task)
+            self._labels.add("to device" if to_device else "to host", task)
         return task
 
     # -- parameter shards ------------------------------------------------------------------
@@ -100,8 +98,7 @@ class HostCopies:
             return
         self._changed.remove(i)
         streams.store.wait(self._updated[i])
-        self._stored["shards", i] = self._copy_labelled(streams.store, self._shard_bytes(i), to_device=False)
-        self._free_after("shards", stream, self._stored["shards", i])
+        self._free_after("shards", stream, self._store("shards", i, self._shard_bytes(i)))
 
     def gather_shards(self, i: int) -> None:
         """The gather stream waits for them."""
@@ -113,6 +110,11 @@ class HostCopies:
             task = self._loaded.pop(i)
             self._streams.compute.wait(task)
             self._streams.host.wait(task)
+
+    def _store(self, kind: str, i: int, num_bytes: int) -> int:
+        """Copies to the host once all is there that the stream waits for."""
+        task = self._stored[kind, i] = self._copy_labelled(self._streams.store, num_bytes, to_device=False)
+        return task
 
     def _last_store(self, kind: str, i: int) -> int:
         """The last copy to the host; the previous step's if this one had none yet."""
@@ -158,31 +160,28 @@ class HostCopies:
         self._used_gradients.clear()
 
     def _load_state(self, i: int) -> None:
+        self._load_for_update(i, self._last_store("state", i), self._sizes[i].state_bytes)
+
+    def _load_for_update(self, i: int, stored: int, num_bytes: int) -> None:
         load = self._streams.load_state
-        load.wait(self._last_store("state", i))
-        task = self._copy_labelled(load, self._sizes[i].state_bytes, to_device=True)
-        self._loaded_for_update.setdefault(i, []).append(task)
+        load.wait(stored)
+        self._loaded_for_update[i].append(self._copy_labelled(load, num_bytes, to_device=True))
 
     def _offload_state(self, i: int) -> None:
-        store = self._streams.store
-        store.wait(self._updated[i])
-        self._stored["state", i] = self._copy_labelled(store, self._sizes[i].state_bytes, to_device=False)
-        self._free_after("state", self._streams.load_state, self._stored["state", i])
+        self._streams.store.wait(self._updated[i])
+        stored = self._store("state", i, self._sizes[i].state_bytes)
+        self._free_after("state", self._streams.load_state, stored)
 
     def _load_gradients(self, i: int) -> None:
-        load = self._streams.load_state
-        load.wait(self._stored.get(("gradients", i), NOTHING))
-        task = self._copy_labelled(load, self._sizes[i].gradient_shard_bytes, to_device=True)
-        self._loaded_for_update.setdefault(i, []).append(task)
-        self._gradient_streams[i] = load
+        stored = self._stored.get(("gradients", i), NOTHING)
+        self._load_for_update(i, stored, self._sizes[i].gradient_shard_bytes)
+        self._gradient_streams[i] = self._streams.load_state
 
     def _offload_gradients(self, i: int) -> None:
-        store = self._streams.store
-        store.wait(self._streams.compute.record())
-        self._stored["gradients", i] = self._copy_labelled(
-            store, self._sizes[i].gradient_shard_bytes, to_device=False
-        )
-        self._used_gradients.append((self._streams.compute, self._stored["gradients", i]))
+        compute = self._streams.compute
+        self._streams.store.wait(compute.record())
+        stored = self._store("gradients", i, self._sizes[i].gradient_shard_bytes)
+        self._used_gradients.append((compute, stored))
 
     # -- activations -----------------------------------------------------------------------
 
@@ -207,9 +206,8 @@ class HostCopies:
             self._await_oldest()
         stream = self._streams.load_activations
         stream.wait(self._stored_activations.pop((i, m)))
-        self._loaded_activations[i, m] = self._copy_labelled(
-            stream, self._activation_bytes(i, m), to_device=True
-        )
+        task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=True)
+        self._loaded_activations[i, m] = task
 
     def await_activations(self, i: int, m: int) -> None:
         """Before a backward."""

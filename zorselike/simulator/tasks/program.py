@@ -63,8 +63,7 @@ class Program:
 
     def build(self, actions: Sequence[Action]) -> None:
         """Adds the tasks of a whole list, and the end of the step."""
-        methods, add_copy, labels = self._methods(), self.copies.add, self._labels
-        host_s = self._host_s
+        methods, add_copy, labels, host_s = self._methods(), self.copies.add, self._labels, self._host_s
         if self._costs.step_host_s:
             self.streams.host.work(Work.HOST, self._costs.step_host_s)
         for position, action in enumerate(actions):
@@ -202,10 +201,8 @@ class Program:
         takes the same time."""
         compute = self.streams.compute
         last_share = shares[-1] if work is Work.FORWARD and len(shares) > 1 else 1.0
-        for gather, share in (
-            (collectives.first_gather, 1 - last_share),
-            (collectives.other_gathers, last_share),
-        ):
+        gathers = (collectives.first_gather, collectives.other_gathers)
+        for gather, share in zip(gathers, (1 - last_share, last_share), strict=True):
             if gather != NOTHING:
                 self._label("gather", gather)
                 compute.take_part(gather)
@@ -220,12 +217,11 @@ class Program:
         """Reductions of a backward's units, beside the computation of the units that follow."""
         compute = self.streams.compute
         for task in (others, last):
-            if task == NOTHING:
-                continue
-            self._label("reduce", task)
-            if task == last:
-                compute.post(task)
-            compute.wait(task)
+            if task != NOTHING:
+                self._label("reduce", task)
+                if task == last:
+                    compute.post(task)
+                compute.wait(task)
 
     # -- transfers -------------------------------------------------------------------------
 

@@ -85,10 +85,9 @@ class Rendezvous:
         key = ("gather", group, ministage, index)
         if key not in self._collectives:
             units = self._costs.units[ministage]
-            bundles = [self._collective(group, "all_gather", [unit.gathered_bytes]) for unit in units]
-            self._collectives[key] = tuple(
-                self._chain(group, bundle) for bundle in bundles if bundle != NOTHING
-            )
+            found = (self._collective(group, "all_gather", [unit.gathered_bytes]) for unit in units)
+            bundles = [bundle for bundle in found if bundle != NOTHING]
+            self._collectives[key] = tuple(self._chain(group, bundle) for bundle in bundles)
         return self._collectives[key]
 
     def reduce(self, group: int, ministage: int, microbatch: int | None) -> int:
