@@ -12,7 +12,8 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
 from typing import Literal, get_args
 
@@ -102,12 +103,7 @@ def fit_curve(rows: Sequence[float], seconds: Sequence[float], *, name: str = "t
 
 def lower_envelope(seconds: Sequence[float]) -> tuple[float, ...]:
     """At each position the least of the values from there on."""
-    least = math.inf
-    repaired = []
-    for value in reversed(seconds):
-        least = min(least, value)
-        repaired.append(least)
-    return tuple(reversed(repaired))
+    return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
 def _check_points(rows: Sequence[float], seconds: Sequence[float], name: str) -> None:
@@ -157,24 +153,17 @@ def _fit_line(points: _Points) -> _Function:
     return lambda x: intercept + slope * x
 
 
-def _fit_monotone(points: _Points) -> _Function:
-    from scipy.interpolate import PchipInterpolator
+def _fit_cubic(points: _Points, kind: Literal["PchipInterpolator", "CubicSpline"]) -> _Function:
+    from scipy import interpolate
 
-    through = PchipInterpolator(*zip(*points, strict=True))
-    return lambda x: float(through(x))
-
-
-def _fit_spline(points: _Points) -> _Function:
-    from scipy.interpolate import CubicSpline
-
-    through = CubicSpline(*zip(*points, strict=True))
+    through = getattr(interpolate, kind)(*zip(*points, strict=True))
     return lambda x: float(through(x))
 
 
 _FITS: dict[Method, Callable[[_Points], _Function]] = {
     "pieces": _fit_pieces,
-    "monotone": _fit_monotone,
-    "spline": _fit_spline,
+    "monotone": partial(_fit_cubic, kind="PchipInterpolator"),
+    "spline": partial(_fit_cubic, kind="CubicSpline"),
     "line": _fit_line,
 }
 

@@ -149,8 +149,7 @@ class _Walk:
     ) -> None:
         group = plan.groups[plan.group_of_rank[rank]]
         own = plan.ministages_of_rank(rank)
-        self._actions = actions
-        self._own = own
+        self._actions, self._own = actions, own
         self._sizes = {i: sizes[i] for i in own}
         self._rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
         self._zero = group.zero
@@ -159,14 +158,13 @@ class _Walk:
         received = (a for a in actions if a.kind in RECEIVES)
         self._pieces = Counter((NEEDED_BY[a.kind], a.ministage, a.microbatch) for a in received)
         self._sent = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in SENDS}
-        away: dict[Purpose, tuple[int, ...]] = {
-            Purpose.PARAMETER_SHARDS: own[1:] if "params" in group.offload else (),
-            Purpose.OPTIMIZER_STATE: own if "optimizer" in group.offload else (),
-            Purpose.GRADIENT_SHARDS: tuple(
-                sorted({a.ministage or 0 for a in actions if a.kind is Kind.OFFLOAD_GRAD})
+        self._away = {
+            Purpose.PARAMETER_SHARDS: frozenset(own[1:] if "params" in group.offload else ()),
+            Purpose.OPTIMIZER_STATE: frozenset(own if "optimizer" in group.offload else ()),
+            Purpose.GRADIENT_SHARDS: frozenset(
+                a.ministage or 0 for a in actions if a.kind is Kind.OFFLOAD_GRAD
             ),
         }
-        self._away = {purpose: frozenset(ministages) for purpose, ministages in away.items()}
         """Ministages that have a host copy."""
         self._held: dict[Purpose, dict[int, int]] = {purpose: {} for purpose in Purpose}
         """By ministage; activations are in `_activations`."""
@@ -224,16 +222,16 @@ class _Walk:
             self._device_bytes.append(max(during, self._record(position, 0)))
         for purpose in Purpose:
             self._settle(purpose)
-        for entry in [e for e in self._activations if e[0] in ("sent", "leaving")]:
-            self._drop_activations(entry)
+        for entry in list(self._activations):
+            if entry[0] in ("sent", "leaving"):
+                self._drop_activations(entry)
         self._leaving_microbatches.clear()
         self._on_their_way.clear()
 
     def _record(self, position: int, working: int) -> int:
         """The device's bytes now; `working` come and go with the action."""
         held = sum(self._totals.values()) + working
-        if working > self._peaks[Purpose.WORKING_SET]:
-            self._peaks[Purpose.WORKING_SET] = working
+        self._peaks[Purpose.WORKING_SET] = max(working, self._peaks[Purpose.WORKING_SET])
         if held > self._peak:
             self._peak, self._peak_position = held, position
             self._at_peak = self._totals | {Purpose.WORKING_SET: working}

@@ -7,6 +7,7 @@ a workload knows numbers of parameters and not their shapes: less than one row o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -135,10 +136,9 @@ def find_row_bytes(
         else:
             kept += whole
             working = max(working, kind.working_bytes_per_row)
-    entering = find_boundary_bytes(plan, workload)
-    boundary = max(entering[ministage : ministage + 2])
+    entering = find_boundary_bytes(plan, workload)[ministage : ministage + 2]
     return RowBytes(
-        activation_bytes=max(kept, entering[ministage]), working_bytes=working, boundary_bytes=boundary
+        activation_bytes=max(kept, entering[0]), working_bytes=working, boundary_bytes=max(entering)
     )
 
 
@@ -150,20 +150,10 @@ def find_boundary_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
 
 
 def measure_ministages(
-    plan: Plan,
-    workload: Workload,
-    *,
-    devices: Sequence[str] | None = None,
-    measured: KeptBytes | None = None,
+    plan: Plan, workload: Workload, *, devices: Sequence[str] | None = None, measured: KeptBytes | None = None
 ) -> tuple[Mapping[int, MinistageBytes], ...]:
-    """For each rank of the plan the sizes of each of its ministages, its largest share of what is divided.
-
-    Args:
-        plan: its modules are those of the workload (`zorselike.cost.assemble.check_plan`).
-        workload: of the model that the plan divides.
-        devices: the type of each rank's device, for what was measured.
-        measured: activations by kind of layer and type of device; what is missing is the workload's.
-    """
+    """For each rank of a plan of the workload the sizes of each of its ministages, its largest share of what
+    is divided; activations as measured on `devices`, each rank's type, else as the workload has them."""
     units = list_units(plan, workload)
     each = ParameterBytes.of(workload)
     types = [""] * plan.num_ranks if devices is None else devices
@@ -198,10 +188,9 @@ def _count_shards(plan: Plan, ministage: int) -> int:
 
 def find_tie_bytes(plan: Plan, workload: Workload, itemsize: int) -> dict[tuple[int, int], int]:
     """Bytes of the weights that two ministages share, by ministages (owner, borrower)."""
-    shared: dict[tuple[int, int], int] = {}
+    shared: Counter[tuple[int, int]] = Counter()
     for owner, borrower in workload.ties:
         pair = plan.ministage_of[owner], plan.ministage_of[borrower]
         if pair[0] != pair[1]:
-            num_bytes = workload.kind_of[borrower].num_borrowed * itemsize
-            shared[pair] = shared.get(pair, 0) + num_bytes
+            shared[pair] += workload.kind_of[borrower].num_borrowed * itemsize
     return shared

@@ -16,11 +16,8 @@ from zorselike.text.files import read_text
 def build(spec: ScheduleSpec, order: str = "ours") -> dict[int, list[Action]]:
     """The actions of every rank for one optimizer step, or one evaluation if the spec is `forward_only`.
 
-    Args:
-        order: a name in `ORDERS`, or the path of a CSV file (see `from_torch_csv`).
-
-    Raises:
-        ScheduleError: There is no such order, or it does not take the plan.
+    `order` is a name in `ORDERS`, or the path of a CSV file (see `from_torch_csv`). Raises `ScheduleError` if
+    there is no such order, or it does not take the plan.
     """
     if order in ORDERS:
         return lower(spec, ORDERS[order](spec))
@@ -36,10 +33,7 @@ def build(spec: ScheduleSpec, order: str = "ours") -> dict[int, list[Action]]:
 
 def from_torch_csv(spec: ScheduleSpec, text: str) -> dict[int, list[Action]]:
     """The actions of every rank in the order of a file of torch.distributed.pipelining's, proven by `check`.
-
-    Raises:
-        ScheduleError: The file does not fit the plan, or its schedule is wrong; says where.
-    """
+    Raises `ScheduleError`, which says where, if it does not fit the plan or its schedule is wrong."""
     actions = lower(spec, read_torch_csv(spec, text))
     check(spec, actions)
     return actions

@@ -33,41 +33,32 @@ class MemoryWalks(Sequence[MemoryWalk]):
             return [self[each] for each in range(len(self))[rank]]
         rank = range(len(self))[rank]
         if rank not in self._found:
-            key = self._describe(rank)
-            if key not in self._alike:
-                self._alike[key] = self._walk(rank)
-            walk = self._alike[key]
+            walk = self._walk(rank)
             if walk.peak_position is not None:  # The rank's own action, with its own peer.
                 walk = replace(walk, peak_action=self._actions[rank][walk.peak_position])
             self._found[rank] = walk
         return self._found[rank]
 
-    def _describe(self, rank: int) -> object:
-        """Everything that a walk depends on: ranks for which this is equal hold the same at each action."""
-        costs = self._costs
-        return (
+    def _walk(self, rank: int) -> MemoryWalk:
+        """Of this rank, or of one for which everything is equal that a walk depends on."""
+        costs, actions = self._costs, self._actions[rank]
+        context_bytes = costs.context_bytes[rank] if costs.context_bytes else 0
+        num_sends_kept = None if costs.is_cpu and costs.is_cpu[rank] else SENDS_KEPT_BY_NCCL
+        key = (
             self._plan.group_of_rank[rank],
             tuple(microbatch.num_rows for microbatch in self._plan.microbatches_of_rank(rank)),
             tuple(sorted(costs.sizes[rank].items())),
-            costs.context_bytes[rank] if costs.context_bytes else 0,
-            self._num_sends_kept(rank),
-            tuple(
-                (a.kind, a.ministage, a.microbatch, (a.stop or 0) - (a.start or 0))
-                for a in self._actions[rank]
-            ),
+            context_bytes,
+            num_sends_kept,
+            tuple((a.kind, a.ministage, a.microbatch, (a.stop or 0) - (a.start or 0)) for a in actions),
         )
-
-    def _num_sends_kept(self, rank: int) -> int | None:
-        costs = self._costs
-        return None if costs.is_cpu and costs.is_cpu[rank] else SENDS_KEPT_BY_NCCL
-
-    def _walk(self, rank: int) -> MemoryWalk:
-        costs = self._costs
-        return walk_memory(
-            self._plan,
-            rank,
-            self._actions[rank],
-            costs.sizes[rank],
-            context_bytes=costs.context_bytes[rank] if costs.context_bytes else 0,
-            num_sends_kept=self._num_sends_kept(rank),
-        )
+        if key not in self._alike:
+            self._alike[key] = walk_memory(
+                self._plan,
+                rank,
+                actions,
+                costs.sizes[rank],
+                context_bytes=context_bytes,
+                num_sends_kept=num_sends_kept,
+            )
+        return self._alike[key]

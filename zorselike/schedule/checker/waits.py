@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, Kind
 from zorselike.schedule.checker.channels import Channel, Match
@@ -20,18 +19,19 @@ Place = tuple[int, int]
 """A rank and a position in its list."""
 
 
-@dataclass
 class Waits:
     """Events by number; per rank and position, which of them the action waits for and brings about."""
 
-    members: list[list[Place]] = field(default_factory=list)
-    """Per event: the actions that must all arrive."""
-    before: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    arrives: dict[int, list[int]] = field(default_factory=dict)
-    """The event that the action brings about, or `NONE`."""
-    after: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    posted: dict[int, list[int]] = field(default_factory=dict)
-    """For a send, the event of its receive being posted: it waits for that where nothing buffers."""
+    def __init__(self, steps: Mapping[int, Sequence[Step]]) -> None:
+        lengths = {rank: len(rank_steps) for rank, rank_steps in steps.items()}
+        self.members: list[list[Place]] = []
+        """Per event: the actions that must all arrive."""
+        self.before: dict[int, list[tuple[int, ...]]] = {r: [()] * n for r, n in lengths.items()}
+        self.arrives = {rank: [NONE] * length for rank, length in lengths.items()}
+        """The event that the action brings about, or `NONE`."""
+        self.after: dict[int, list[tuple[int, ...]]] = {r: [()] * n for r, n in lengths.items()}
+        self.posted = {rank: [NONE] * length for rank, length in lengths.items()}
+        """For a send, the event of its receive being posted: it waits for that where nothing buffers."""
 
     def add_event(self, *members: Place) -> int:
         self.members.append([])
@@ -50,12 +50,7 @@ def find_waits(
     spec: ScheduleSpec, steps: Mapping[int, Sequence[Step]], matches: Mapping[Channel, Sequence[Match]]
 ) -> Waits:
     """The precedence graph of a schedule whose transfers match and whose groups agree on collectives."""
-    waits = Waits()
-    for rank, rank_steps in steps.items():
-        waits.before[rank] = [()] * len(rank_steps)
-        waits.arrives[rank] = [NONE] * len(rank_steps)
-        waits.after[rank] = [()] * len(rank_steps)
-        waits.posted[rank] = [NONE] * len(rank_steps)
+    waits = Waits(steps)
     sent = _add_transfers(waits, matches)
     shared = _Shared(spec, waits)
     for rank, rank_steps in steps.items():

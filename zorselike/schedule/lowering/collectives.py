@@ -19,11 +19,8 @@ from zorselike.schedule.spec import ScheduleSpec
 def add_collectives(
     spec: ScheduleSpec, g: int, computations: Sequence[Action], *, keeps_gathered: bool
 ) -> list[Action]:
-    """The group's computations with all collectives around them.
-
-    Raises:
-        ScheduleError: ZeRO 2 is to gather twice, and a ministage's forward or backward is in several pieces.
-    """
+    """The group's computations with all collectives around them; raises `ScheduleError` where ZeRO 2 is to
+    gather twice, and a ministage's forward or backward is in several pieces."""
     group = spec.plan.groups[g]
     phases = _split_phases(computations)
     if group.zero == 1 or (group.zero == 2 and keeps_gathered):
@@ -31,9 +28,8 @@ def add_collectives(
     elif group.zero == 2:
         _refuse_torn_phases(g, phases)
         _gather_twice(phases)
-    reduces_each = (
-        group.reduces_per_microbatch and group.zero != 3
-    )  # With ZeRO 3 a backward reduces by itself.
+    # With ZeRO 3 a backward reduces by itself.
+    reduces_each = group.reduces_per_microbatch and group.zero != 3
     last_backward = {phase.ministage: i for i, phase in enumerate(phases) if phase.kind is Kind.B}
     actions: list[Action] = []
     for i, phase in enumerate(phases):

@@ -61,9 +61,7 @@ class _HostCopies:
     def insert(self) -> list[Action]:
         found: list[Action] = []
         for position, action in enumerate(self._actions):
-            found += self._before.get(position, ())
-            found.append(action)
-            found += self._after.get(position, ())
+            found += [*self._before.get(position, ()), action, *self._after.get(position, ())]
         return found
 
     def _find_phases(self) -> list[int]:

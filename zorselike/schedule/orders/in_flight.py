@@ -43,13 +43,9 @@ class Computation(NamedTuple):
 
 
 def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Computation, ...], ...]:
-    """The computations of every group, in order.
-
-    The plan has one ministage a group. Those below the lowest backward only go forward, without bound.
-
-    Raises:
-        LowBoundError: With a group's bound no step ends; names each such group and the least bound.
-    """
+    """The computations of every group, in order, of a plan with one ministage a group. Those below the lowest
+    backward only go forward, without bound. Raises `LowBoundError` if no step ends with a group's bound; it
+    names each such group and the least bound."""
     plan = spec.plan
     _refuse_low_bounds(spec)
     visited = _groups_as_visited(plan)

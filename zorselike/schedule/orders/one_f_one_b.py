@@ -22,11 +22,8 @@ from zorselike.schedule.transfers import list_transfers, match_rows
 
 def one_f_one_b(spec: ScheduleSpec) -> Order:
     """For plans with one ministage a group; in several groups all ranks have equally many microbatches, of
-    the same rows. One group is data parallelism with one microbatch's activations at a time.
-
-    Raises:
-        ScheduleError: The plan has another shape; says where.
-    """
+    the same rows. One group is data parallelism with one microbatch's activations at a time. Raises
+    `ScheduleError`, which says where, if the plan has another shape."""
     plan = spec.plan
     ministages = [plan.ministages_of_group(g) for g in range(len(plan.groups))]
     if any(len(of_group) != 1 for of_group in ministages):
@@ -58,17 +55,13 @@ def _alternate(
 
 def interleaved(spec: ScheduleSpec) -> Order:
     """For plans whose ministages visit all groups in turn, equally often, and whose ranks all have equally
-    many microbatches, a multiple of the number of groups, of the same rows.
-
-    Raises:
-        ScheduleError: The plan has another shape; says where.
-    """
+    many microbatches, a multiple of the number of groups, of the same rows. Raises `ScheduleError`, which
+    says where, if the plan has another shape."""
     plan, name = spec.plan, "interleaved 1F1B"
     num_groups = len(plan.groups)
     groups = [ministage.group for ministage in plan.ministages]
-    if len(set(groups[:num_groups])) < num_groups or groups != groups[:num_groups] * (
-        len(groups) // num_groups
-    ):
+    turn, num_turns = groups[:num_groups], len(groups) // num_groups
+    if len(set(turn)) < num_groups or groups != turn * num_turns:
         raise ScheduleError(
             f"{name}: ministages belong to groups {groups}; let them visit all groups in turn, equally often"
         )
@@ -77,20 +70,14 @@ def interleaved(spec: ScheduleSpec) -> Order:
         raise ScheduleError(
             f"{name}: {num_microbatches} microbatches for {num_groups} groups; give a multiple of these"
         )
-    return Order(
-        tuple(
-            _interleave(spec, groups.index(g), plan.ministages_of_group(g), num_microbatches)
-            for g in range(num_groups)
-        ),
-        keeps_gathered=True,
-    )
+    computations = (_interleave(spec, turn.index(g), num_microbatches) for g in range(num_groups))
+    return Order(tuple(computations), keeps_gathered=True)
 
 
-def _interleave(
-    spec: ScheduleSpec, place: int, ministages: Sequence[int], num_microbatches: int
-) -> tuple[Action, ...]:
+def _interleave(spec: ScheduleSpec, place: int, num_microbatches: int) -> tuple[Action, ...]:
     """The computations of the group that comes `place`-th: as many microbatches as there are groups go
     through a ministage, then through the next."""
+    ministages = spec.plan.ministages_of_group(spec.plan.ministages[place].group)
     num_groups = len(spec.plan.groups)
     total = num_microbatches * len(ministages)
     cycle = num_groups * len(ministages)

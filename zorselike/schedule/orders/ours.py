@@ -20,11 +20,8 @@ from zorselike.schedule.spec import ScheduleSpec
 
 
 def ours(spec: ScheduleSpec) -> Order:
-    """Breadth first; accumulation with a single ministage; bounded in flight where the plan says so.
-
-    Raises:
-        LowBoundError: no order keeps the plan's bounds.
-    """
+    """Breadth first; accumulation with a single ministage; bounded in flight where the plan says so. Raises
+    `LowBoundError` where no order keeps the plan's bounds."""
     plan = spec.plan
     if plan.bounds_in_flight and spec.has_backward:
         stages = [plan.ministages_of_group(g)[0] for g in range(len(plan.groups))]

@@ -26,10 +26,8 @@ def to_torch_csv(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> str:
     """The schedule as torch's CSV with communication (`format="compute_comms"`).
 
     What torch does not know is left out: row ranges and peers of transfers, `STEP`, `NORM`, copies
-    between device and host, and exchanges of tied weights.
-
-    Raises:
-        ScheduleError: torch cannot express the plan; says why.
+    between device and host, and exchanges of tied weights. Raises `ScheduleError`, which says why, if torch
+    cannot express the plan.
     """
     _refuse_other_shapes(plan)
     for g, group in enumerate(plan.groups):
@@ -50,15 +48,9 @@ def read_torch_csv(spec: ScheduleSpec, text: str) -> Order:
     """The order of computations in a file, with the places of its transfers, if it has any.
 
     Gathers and reductions of the file are left out: lowering adds those that the plan's ZeRO stage asks
-    for. Nothing says that such a schedule is complete or ends: `check` does, once it is lowered.
-
-    Args:
-        spec: of a plan with one rank a group and the same microbatches in all groups; microbatch
-            `k` of the file is the `k`-th of these.
-        text: the file's content.
-
-    Raises:
-        ScheduleError: the file does not fit the plan; says where.
+    for. Nothing says that such a schedule is complete or ends: `check` does, once it is lowered. The plan has
+    one rank a group and the same microbatches in all groups; microbatch `k` of the file is the `k`-th of
+    these. Raises `ScheduleError`, which says where, if the file does not fit the plan.
     """
     plan = spec.plan
     _refuse_other_shapes(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from string import ascii_lowercase, ascii_uppercase
 
@@ -86,9 +86,13 @@ def _describe(span: Span, iteration_s: float) -> tuple[str, str, int, int, int]:
     return span.track, span.action.kind.value, span.action.ministage or 0, start, stop
 
 
+_Seconds = defaultdict[str, float]
+"""By mark, in one column."""
+
+
 def _draw_line(spans: Iterable[Span], column_s: float, num_columns: int) -> str:
-    columns: list[tuple[Counter[str], Counter[str]]] = [(Counter(), Counter()) for _ in range(num_columns)]
-    """Seconds by mark in each: of computation, and of communication and copies."""
+    columns = [(_Seconds(float), _Seconds(float)) for _ in range(num_columns)]
+    """Of computation, and of communication and copies."""
     for span in spans:
         moves = span.track not in ("compute", "update")
         for column in range(max(0, int(span.start_s / column_s)), num_columns):

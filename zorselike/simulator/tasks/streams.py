@@ -80,14 +80,9 @@ class Streams:
             self._streams.append(Stream(tasks, rank, name, self.host))
             return self._streams[-1]
 
-        self.compute = make("compute")
-        self.gather = make("gather")
-        self.update = make("update")
-        self.load = make("load")
-        self.load_state = make("load_state")
-        self.store = make("store")
-        self.load_activations = make("load_activations")
-        self.store_activations = make("store_activations")
+        self.compute, self.gather, self.update = map(make, ("compute", "gather", "update"))
+        self.load, self.load_state, self.store = map(make, ("load", "load_state", "store"))
+        self.load_activations, self.store_activations = make("load_activations"), make("store_activations")
 
     def finish(self) -> None:
         for stream in (*self._streams, self.host):
