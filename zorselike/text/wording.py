@@ -59,7 +59,7 @@ def show_numbers(numbers: Sequence[int]) -> str:
     """`0-3, 6, 5` for 0, 1, 2, 3, 6, 5: runs of three or more are shortened."""
     return ", ".join(
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
-        for run in _split_runs(numbers, lambda before, after: after == before + 1)
+        for run in split_runs(numbers, lambda before, after: after == before + 1)
     )
 
 
@@ -72,7 +72,7 @@ def show_modules(names: Sequence[str]) -> str:
     """`embed, layers.0 .. layers.7` for a module list: runs of three or more are shortened."""
     return ", ".join(
         f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(run)
-        for run in _split_runs(names, lambda before, after: after == _successor(before))
+        for run in split_runs(names, lambda before, after: after == _successor(before))
     )
 
 
@@ -82,7 +82,8 @@ def _successor(name: str) -> str | None:
     return f"{match[1]}{int(match[2]) + 1}" if match else None
 
 
-def _split_runs(items: Sequence[T], follows: Callable[[T, T], bool]) -> list[list[T]]:
+def split_runs(items: Iterable[T], follows: Callable[[T, T], bool]) -> list[list[T]]:
+    """Items in runs, in each of which every item follows the one before."""
     runs: list[list[T]] = []
     for item in items:
         if runs and follows(runs[-1][-1], item):

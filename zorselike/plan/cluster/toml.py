@@ -32,7 +32,7 @@ from zorselike.text.dataclass_tables import (
 )
 from zorselike.text.toml import format_table
 from zorselike.text.units import read_memory, read_rate, show_rate
-from zorselike.text.wording import count
+from zorselike.text.wording import count, split_runs
 
 if TYPE_CHECKING:
     from zorselike.plan.cluster.cluster import Cluster
@@ -238,7 +238,7 @@ def format_cluster(cluster: Cluster) -> str:
             "default_link": cluster.default_link and _write_link(cluster.default_link),
         }
     )
-    for nodes in _split_alike(cluster.nodes):
+    for nodes in split_runs(cluster.nodes, _follows):
         lines += ["", "[[nodes]]", *format_table(_write_nodes(nodes))]
     shared = {pair: show_rate(total) for pair, total in sorted(cluster.shared_links.items())}
     for key, links in (
@@ -283,18 +283,8 @@ def _write_nodes(nodes: Sequence[Node]) -> dict[str, object]:
     return head | {key: value for key, value in table.items() if key not in head}
 
 
-def _split_alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Runs of nodes that are equal but for their names, which are numbered one after the other."""
-    runs: list[list[Node]] = []
-    for node in nodes:
-        if runs and _follows(runs[-1][-1], node):
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-    return runs
-
-
 def _follows(before: Node, node: Node) -> bool:
+    """Whether two nodes are equal but for their names, which are numbered one after the other."""
     if replace(before, name=node.name) != node:
         return False
     (prefix, number), (next_prefix, next_number) = _split_number(before.name), _split_number(node.name)
