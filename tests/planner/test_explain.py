@@ -11,7 +11,6 @@ from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Estimates
 from zorselike.planner.answer import NothingFitsError, PlanAnswer, Planned
 from zorselike.planner.explain.answer import describe_search, format_answer, list_limits
-from zorselike.planner.explain.baselines import tabulate_baselines
 from zorselike.planner.explain.kinds import (
     Addition,
     describe_additions,
@@ -20,14 +19,13 @@ from zorselike.planner.explain.kinds import (
     measure_additions,
 )
 from zorselike.planner.explain.plans import (
+    SETTINGS,
     describe_groups,
-    describe_offload,
-    describe_zero,
+    describe_trade,
     drop_alike,
     tabulate_plans,
 )
-from zorselike.planner.explain.step import describe_time
-from zorselike.planner.explain.trade import describe_trade
+from zorselike.planner.explain.step import describe_time, tabulate_baselines
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.simulator.simulated_plan import Baseline
 
@@ -103,8 +101,9 @@ def test_settings_of_groups_in_turn() -> None:
     first = replace(plan.groups[0], zero=0, offload=("params", "optimizer"))
     second = replace(plan.groups[1], offload=("params", "optimizer", "activations"))
     planned = replace(BY_TYPE, case=replace(BY_TYPE.case, plan=replace(plan, groups=(first, second))))
-    assert (describe_zero(planned), describe_offload(planned)) == ("0/2", "params+optimizer/all")
-    assert (describe_zero(BY_TYPE), describe_offload(BY_TYPE)) == ("2", "none")
+    zero, offload = SETTINGS["ZeRO"], SETTINGS["offload"]
+    assert (zero(planned), offload(planned)) == ("0/2", "params+optimizer/all")
+    assert (zero(BY_TYPE), offload(BY_TYPE)) == ("2", "none")
 
 
 # -- what is proven ----------------------------------------------------------------------------

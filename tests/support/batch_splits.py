@@ -7,22 +7,13 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
-from zorselike.plan.plan import Group, Ministage, Plan
-from zorselike.planner.rows.split import BatchSplit, RankCosts, tabulate_seconds
+from zorselike.planner.candidate.candidate import Sizes
+from zorselike.planner.rows.share_rows import RankCosts
 
 RISING = st.lists(st.integers(0, 20), min_size=0, max_size=4).map(
     lambda steps: tuple(0.1 + 0.1 * own for own in accumulate(steps))
 )
 """Seconds of microbatches of 1, 2, ... rows: any that do not fall; none where not one row fits."""
-
-
-REFUSED = [
-    ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
-    ([], 4, "no ranks to share rows among"),
-    ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
-    ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
-]
-"""Cards and rows of which no split can be made, and what is said."""
 
 
 @st.composite
@@ -48,35 +39,32 @@ def larger_lists(draw: st.DrawFn) -> list[RankCosts]:
     ]
 
 
-def check(split: BatchSplit, costs: Sequence[RankCosts], num_rows: int, *, heeds_room: bool = True) -> None:
-    """Rows add up, in order, within what fits, and as a plan's group they are valid."""
-    assert [(m.start, m.stop) for m in split.microbatches] == [
-        (0 if i == 0 else split.microbatches[i - 1].stop, m.stop) for i, m in enumerate(split.microbatches)
-    ]
-    assert sum(split.rows.values()) == num_rows == split.microbatches[-1].stop
-    assert list(split.sizes) == [cost.rank for cost in costs]
-    for cost in costs:
-        own = tuple(m.num_rows for m in split.microbatches if m.rank == cost.rank)
-        assert own == split.sizes[cost.rank]
+def check(
+    split: Sequence[Sizes], costs: Sequence[RankCosts], num_rows: int, *, heeds_room: bool = True
+) -> None:
+    """Rows add up, within what fits."""
+    assert sum(map(sum, split)) == num_rows
+    for cost, own in zip(costs, split, strict=True):
         assert all(1 <= size <= cost.max_rows for size in own)
         if heeds_room and cost.most_rows is not None:
             assert sum(own) <= cost.most_rows
-    renumbered = {cost.rank: i for i, cost in enumerate(costs)}
-    moved = tuple(type(m)(renumbered[m.rank], m.start, m.stop) for m in split.microbatches)
-    Plan(num_rows, (Group(tuple(renumbered.values()), moved),), (Ministage(0, ("all",)),)).validate()
+
+
+def busiest_s(split: Sequence[Sizes], costs: Sequence[RankCosts]) -> float:
+    """Every rank goes through its own microbatches."""
+    return max(sum(cost.seconds[size - 1] for size in own) for cost, own in zip(costs, split, strict=True))
 
 
 def rounds_s(
-    split: BatchSplit, costs: Sequence[RankCosts], collective_s: float, hidden_s: float = 0.0
+    split: Sequence[Sizes], costs: Sequence[RankCosts], collective_s: float = 0.0, hidden_s: float = 0.0
 ) -> float:
     """The j-th microbatches of all ranks run together, as the schedule has them."""
-    num_rounds = max(len(own) for own in split.sizes.values())
     slowest = [
-        max(cost.seconds[split.sizes[cost.rank][j] - 1] for cost in costs if j < len(split.sizes[cost.rank]))
-        for j in range(num_rounds)
+        max(cost.seconds[own[j] - 1] for cost, own in zip(costs, split, strict=True) if j < len(own))
+        for j in range(max(map(len, split)))
     ]
     return sum(collective_s + max(time, hidden_s) for time in slowest)
 
 
 def line(each: float, max_rows: int, *, start: float = 0.0) -> tuple[float, ...]:
-    return tabulate_seconds(lambda rows: start + each * rows, max_rows)
+    return tuple(start + each * rows for rows in range(1, max_rows + 1))

@@ -24,8 +24,7 @@ class Planned:
     grouping: str
     """How its groups were found: `by device type`."""
     ideal_s: float
-    """What its devices would take if all computed all the time, nothing recomputed; no plan of them is
-    faster."""
+    """What its devices take if all compute all the time, nothing recomputed; no plan of them is faster."""
     is_first_step: bool = False
     """Whether its time is that of one step from a standing start, and not of one of several in a row."""
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
-from zorselike.plan.cluster.cluster import Cluster
-from zorselike.plan.plan import Group, Ministage, Plan, Recompute
+from zorselike.plan.cluster.cluster import Cluster, Place
+from zorselike.plan.plan import Group, Plan, Recompute
 from zorselike.plan.shares import apportion, cut_in_proportion, expand_shares
 from zorselike.plan.workload import Workload
-from zorselike.planner.candidate.to_plan import name_devices
+from zorselike.planner.candidate.layer_table import LayerTable
+from zorselike.planner.candidate.to_plan import add_fingerprints, assemble_plan
 from zorselike.text.wording import count
 
 GroupBy = Literal["type", "node"]
@@ -46,129 +47,89 @@ def plan_shares(workload: Workload, cluster: Cluster, clock: LayerTimeModel, job
         ConfigError: There are fewer modules than ministages, or fewer rows than asked for.
         ProfileError: Nothing is known of the speed of some device.
     """
-    _check(job)
-    speeds = [_row_speed(workload, cluster.device_type(place), clock, job) for place in cluster.places]
-    members = _group_ranks(cluster, job.group_by)
-    order = tuple(rank for ranks in members for rank in ranks)
-    places = [cluster.places[rank] for rank in order]
-    group_speeds = [sum(speeds[rank] for rank in ranks) for ranks in members]
-    ministages = _cut(workload, group_speeds, job.ministages, _weights(workload, cluster, clock, job))
+    for option in ("global_batch", "ministages", "rows_per_microbatch"):
+        if (number := getattr(job, option)) < 1:
+            raise ConfigError(f"plan: --{option.replace('_', '-')} is {number}; it must be at least 1")
+    speed = _Speed(LayerTable(workload, clock), job)
+    members = _group_devices(cluster, job.group_by)
+    places = [place for own in members for place in own]
+    speeds = [[speed.rows_per_s(cluster.device_type(place)) for place in own] for own in members]
+    types = sorted({cluster.device_type(place) for place in places})
+    owners = [*range(len(members))] * job.ministages
+    ends = _cut(workload, speed.weigh_layers(types), [sum(speeds[g]) for g in owners], len(members))
     groups: list[Group] = []
     start = 0
-    for g, ranks in enumerate(members):
-        numbered = tuple(range(start, start + len(ranks)))
-        start += len(ranks)
-        rows = apportion(job.global_batch, [speeds[rank] for rank in ranks])
-        modules = [name for ministage in ministages if ministage.group == g for name in ministage.modules]
-        layers = {_layer(workload, name, job) for name in modules}
-        shares = [
-            (rank, num_rows, _rows_at_once(layers, cluster.device_type(places[rank]), clock, job))
-            for rank, num_rows in zip(numbered, rows, strict=True)
-        ]
+    for g, own in enumerate(members):
+        ranks = tuple(range(start, start + len(own)))
+        start += len(own)
+        cuts = [cut for owner, cut in zip(owners, pairwise((0, *ends)), strict=True) if owner == g]
+        keys = {key for cut in cuts for key in speed.table.keys[slice(*cut)]}
+        at_once = [speed.rows_at_once(keys, cluster.device_type(place)) for place in own]
+        shares = zip(ranks, apportion(job.global_batch, speeds[g]), at_once, strict=True)
         groups.append(
             Group(
-                ranks=numbered,
-                microbatches=expand_shares(shares, job.global_batch),
+                ranks=ranks,
+                microbatches=expand_shares(list(shares), job.global_batch),
                 zero=job.zero,
                 recompute=job.recompute,
                 offload=job.offload,
             )
         )
-    return Plan(
-        global_batch=job.global_batch,
-        groups=tuple(groups),
-        ministages=ministages,
-        devices=name_devices(cluster, places),
-        sequence_length=workload.sequence_length,
-        model=workload.model,
-        cluster_fingerprint=cluster.fingerprint,
-        workload_fingerprint=workload.fingerprint,
-    ).validate()
+    plan = assemble_plan(workload, cluster, places, groups, ends, owners)
+    return add_fingerprints(plan, workload, cluster).validate()
 
 
-def _check(job: SharesJob) -> None:
-    for flag, number in (
-        ("--global-batch", job.global_batch),
-        ("--ministages", job.ministages),
-        ("--rows-per-microbatch", job.rows_per_microbatch),
-    ):
-        if number < 1:
-            raise ConfigError(f"plan: {flag} is {number}; it must be at least 1")
+class _Speed:
+    """How fast layers are in microbatches as they will be computed."""
+
+    def __init__(self, table: LayerTable, job: SharesJob) -> None:
+        self.table, self._job = table, job
+        self._typical = max(table.counts, key=table.counts.__getitem__)
+        """The layer of which the model has most."""
+
+    def rows_at_once(self, keys: Iterable[str], device: str) -> int:
+        """What is asked for, or fewer where the profile found that fewer fit through one of the layers."""
+        found = self.table.most_rows(device, self._job.recompute, keys)
+        return min(self._job.rows_per_microbatch, self._job.global_batch, found or self._job.global_batch)
+
+    def rows_per_s(self, device: str) -> float:
+        """Through one typical layer."""
+        rows = self.rows_at_once([self._typical], device)
+        seconds = self.table.seconds(self._typical, device, rows, self._job.recompute).both
+        if seconds <= 0:
+            name = self.table.kind(self._typical).name
+            raise ConfigError(f"plan: {name} takes no time on {device} by the profile; measure it again")
+        return rows / seconds
+
+    def weigh_layers(self, devices: Iterable[str]) -> list[float]:
+        """What each costs beside the others: its share of a row's time, averaged over device types."""
+        weights = [0.0] * len(self.table.keys)
+        for device in devices:
+            rows = self.rows_at_once([self._typical], device)
+            seconds = [
+                self.table.seconds(key, device, rows, self._job.recompute).both for key in self.table.keys
+            ]
+            total = sum(seconds)
+            weights = [weight + own / total for weight, own in zip(weights, seconds, strict=True)]
+        return weights
 
 
-class _Layer(NamedTuple):
-    kind: str
-    recompute: Recompute
-
-
-def _layer(workload: Workload, module: str, job: SharesJob) -> _Layer:
-    return _Layer(workload.kind_of[module].name, job.recompute if is_layer(module) else "none")
-
-
-def _typical(workload: Workload, job: SharesJob) -> _Layer:
-    """That of which the model has most."""
-    layers = [_layer(workload, module, job) for module, _ in workload.layers]
-    return max(dict.fromkeys(layers), key=layers.count)
-
-
-def _seconds(layer: _Layer, device: str, rows: int, clock: LayerTimeModel) -> float:
-    """Forward and backward."""
-    forward_s = clock.forward_s(layer.kind, device, rows, layer.recompute)
-    return forward_s + clock.backward_s(layer.kind, device, rows, layer.recompute)
-
-
-def _row_speed(workload: Workload, device: str, clock: LayerTimeModel, job: SharesJob) -> float:
-    """Rows per second through one typical layer, in microbatches as they will be computed."""
-    layer = _typical(workload, job)
-    rows = _rows_at_once([layer], device, clock, job)
-    seconds = _seconds(layer, device, rows, clock)
-    if seconds <= 0:
-        raise ConfigError(f"plan: {layer.kind} takes no time on {device} by the profile; measure it again")
-    return rows / seconds
-
-
-def _rows_at_once(layers: Iterable[_Layer], device: str, clock: LayerTimeModel, job: SharesJob) -> int:
-    """What is asked for, or fewer where the profile found that fewer fit through one of the layers."""
-    found = [clock.max_rows(layer.kind, device, layer.recompute) for layer in layers]
-    return min(job.rows_per_microbatch, job.global_batch, *(most for most in found if most))
-
-
-def _group_ranks(cluster: Cluster, group_by: GroupBy) -> list[list[int]]:
-    """Positions in `cluster.places` of each group's devices, in the cluster's order."""
-    found: dict[object, list[int]] = {}
-    for rank, place in enumerate(cluster.places):
+def _group_devices(cluster: Cluster, group_by: GroupBy) -> list[list[Place]]:
+    """In the cluster's order."""
+    found: dict[object, list[Place]] = {}
+    for place in cluster.places:
         key = cluster.device_type(place) if group_by == "type" else place.node
-        found.setdefault(key, []).append(rank)
+        found.setdefault(key, []).append(place)
     return list(found.values())
 
 
-def _weights(workload: Workload, cluster: Cluster, clock: LayerTimeModel, job: SharesJob) -> list[float]:
-    """What each module costs beside the others: its share of a row's time, averaged over device types."""
-    layers = [_layer(workload, module, job) for module, _ in workload.layers]
-    weights = [0.0] * len(layers)
-    for device in sorted({cluster.device_type(place) for place in cluster.places}):
-        rows = _rows_at_once([_typical(workload, job)], device, clock, job)
-        seconds = {layer: _seconds(layer, device, rows, clock) for layer in dict.fromkeys(layers)}
-        total = sum(seconds[layer] for layer in layers)
-        weights = [weight + seconds[layer] / total for weight, layer in zip(weights, layers, strict=True)]
-    return weights
-
-
-def _cut(
-    workload: Workload, group_speeds: Sequence[float], ministages: int, weights: Sequence[float]
-) -> tuple[Ministage, ...]:
-    """Ministages that visit the groups in turn, each as large as its group is fast."""
-    num_pieces = len(group_speeds) * ministages
-    modules = [module for module, _ in workload.layers]
-    if num_pieces > len(modules):
+def _cut(workload: Workload, weights: Sequence[float], speeds: Sequence[float], num_groups: int) -> list[int]:
+    """Where each ministage ends, each as large as its group is fast."""
+    num_modules, per_group = len(workload.layers), len(speeds) // num_groups
+    if len(speeds) > num_modules:
         raise ConfigError(
-            f"plan: {count(len(group_speeds), 'group')} of {count(ministages, 'ministage')} need "
-            f"{num_pieces} modules, {workload.model} has {len(modules)}; give fewer --ministages"
-            + ("" if len(group_speeds) <= len(modules) else ", or group by type")
+            f"plan: {count(num_groups, 'group')} of {count(per_group, 'ministage')} need "
+            f"{len(speeds)} modules, {workload.model} has {num_modules}; give fewer --ministages"
+            + ("" if num_groups <= num_modules else ", or group by type")
         )
-    ends = cut_in_proportion(weights, list(group_speeds) * ministages)
-    starts = [0, *ends[:-1]]
-    return tuple(
-        Ministage(i % len(group_speeds), tuple(modules[start:end]))
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
-    )
+    return cut_in_proportion(weights, speeds)

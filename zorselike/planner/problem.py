@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
@@ -13,6 +14,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
 from zorselike.plan.workload import Workload
+from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.text.wording import list_few
 
@@ -24,8 +26,7 @@ class Fixed:
     """What the user has decided; None where the planner decides."""
 
     groups: tuple[tuple[int, ...], ...] | None = None
-    """Indices into `Cluster.places`, in the order in which the pipeline visits the groups; no other devices
-    are used."""
+    """Indices into `Cluster.places`, groups in the order of the pipeline; no other devices are used."""
     ministages: int | None = None
     """In all, of all groups."""
     rows_per_microbatch: int | None = None
@@ -65,86 +66,97 @@ class PlanProblem:
 
     def check(self) -> None:
         """Raises `ConfigError` for what no plan can answer, before work starts."""
-        if self.global_batch < 1:
-            raise ConfigError(f"plan: a global batch of {self.global_batch} rows; give at least 1")
-        if not self.usable:
-            raise ConfigError("plan: no devices may be used (all quotas are 0?); allow at least one")
-        unknown = sorted({*self.usable} - {*range(self.cluster.num_devices)})
-        if unknown:
-            raise ConfigError(f"plan: the cluster has no {list_few(unknown, 'device')}")
-        if self.max_devices is not None and self.max_devices < 1:
-            raise ConfigError(f"plan: at most {self.max_devices} devices; allow at least 1")
-        if not self.max_cost_per_iteration > 0:
-            raise ConfigError(
-                f"plan: at most {self.max_cost_per_iteration:g} {self.cluster.currency} an iteration; "
-                "allow more than 0"
-            )
-        if not (isfinite(self.min_throughput) and self.min_throughput >= 0):
-            raise ConfigError(f"plan: at least {self.min_throughput:g} iterations/s; give 0 or more")
-        if self._asks_for_money and not any(node.price_per_hour for node in self.cluster.nodes):
-            raise ConfigError(
-                "plan: money is asked for, and no node of the cluster has a price; give price_per_hour"
-            )
-        self._check_fixed()
+        for fault in self._list_faults():
+            raise ConfigError(f"plan: {fault}")
 
     @property
-    def _asks_for_money(self) -> bool:
+    def asks_for_money(self) -> bool:
         return self.objective == "cost" or isfinite(self.max_cost_per_iteration)
 
-    def _check_fixed(self) -> None:
-        fixed = self.fixed
+    def _list_faults(self) -> Iterator[str]:
+        if self.global_batch < 1:
+            yield f"a global batch of {self.global_batch} rows; give at least 1"
+        if not self.usable:
+            yield "no devices may be used (all quotas are 0?); allow at least one"
+        if unknown := sorted({*self.usable} - {*range(self.cluster.num_devices)}):
+            yield f"the cluster has no {list_few(unknown, 'device')}"
+        if self.max_devices is not None and self.max_devices < 1:
+            yield f"at most {self.max_devices} devices; allow at least 1"
+        if not self.max_cost_per_iteration > 0:
+            most, currency = self.max_cost_per_iteration, self.cluster.currency
+            yield f"at most {most:g} {currency} an iteration; allow more than 0"
+        if not (isfinite(self.min_throughput) and self.min_throughput >= 0):
+            yield f"at least {self.min_throughput:g} iterations/s; give 0 or more"
+        if self.asks_for_money and not any(node.price_per_hour for node in self.cluster.nodes):
+            yield "money is asked for, and no node of the cluster has a price; give price_per_hour"
+        fixed, num_layers = self.fixed, len(self.workload.layers)
         if fixed.groups is not None:
-            given = [device for group in fixed.groups for device in group]
-            if not all(fixed.groups) or len({*given}) < len(given):
-                raise ConfigError("plan: the groups that are fixed have a device twice, or one has none")
-            if outside := sorted({*given} - {*self.usable}):
-                raise ConfigError(f"plan: {list_few(outside, 'device')} of the fixed groups may not be used")
-            if self.max_devices is not None and len(given) > self.max_devices:
-                raise ConfigError(
-                    f"plan: the fixed groups have {len(given)} devices, --max-devices is {self.max_devices}"
-                )
-        num_layers = len(self.workload.layers)
+            yield from self._list_faults_of_groups(fixed.groups)
         if fixed.ministages is not None and not 1 <= fixed.ministages <= num_layers:
-            raise ConfigError(
-                f"plan: {fixed.ministages} ministages are fixed; {self.workload.model} has {num_layers} "
-                f"layers, give 1 to {num_layers}"
+            yield (
+                f"{fixed.ministages} ministages are fixed; {self.workload.model} has {num_layers} layers, "
+                f"give 1 to {num_layers}"
             )
         if fixed.groups is not None and len(fixed.groups) > (fixed.ministages or num_layers):
-            raise ConfigError(
-                f"plan: {len(fixed.groups)} groups are fixed, with {fixed.ministages or num_layers} "
-                "ministages at most; every group needs one"
+            yield (
+                f"{len(fixed.groups)} groups are fixed, with {fixed.ministages or num_layers} ministages at "
+                "most; every group needs one"
             )
         if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch < 1:
-            raise ConfigError(f"plan: microbatches of {fixed.rows_per_microbatch} rows; give at least 1")
+            yield f"microbatches of {fixed.rows_per_microbatch} rows; give at least 1"
         if fixed.zero == 3 and fixed.grad_reduce == "once":
-            raise ConfigError(
-                "plan: ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2"
-            )
+            yield "ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2"
         if fixed.bounds_in_flight:
-            self._check_in_flight()
+            what = "microbatches in flight are bounded in pipelines"
+            yield from (f"{what} {fault}" for fault in self._list_faults_in_flight())
 
-    def _check_in_flight(self) -> None:
+    def _list_faults_of_groups(self, groups: tuple[tuple[int, ...], ...]) -> Iterator[str]:
+        given = [device for group in groups for device in group]
+        if not all(groups) or len({*given}) < len(given):
+            yield "the groups that are fixed have a device twice, or one has none"
+        if outside := sorted({*given} - {*self.usable}):
+            yield f"{list_few(outside, 'device')} of the fixed groups may not be used"
+        if self.max_devices is not None and len(given) > self.max_devices:
+            yield f"the fixed groups have {len(given)} devices, --max-devices is {self.max_devices}"
+
+    def _list_faults_in_flight(self) -> Iterator[str]:
         fixed = self.fixed
-        what = "plan: microbatches in flight are bounded in pipelines"
         most_groups = len(self.usable) if fixed.groups is None else len(fixed.groups)
         if most_groups < 2:
-            raise ConfigError(f"{what} of two groups or more, and there is one; leave in_flight out")
+            yield "of two groups or more, and there is one; leave in_flight out"
         least_groups = 2 if fixed.groups is None else most_groups
         if fixed.ministages is not None and not least_groups <= fixed.ministages <= most_groups:
-            raise ConfigError(
-                f"{what} with one ministage a group; fixed are {fixed.ministages} ministages, and there are "
+            yield (
+                f"with one ministage a group; fixed are {fixed.ministages} ministages, and there are "
                 f"{most_groups} {'groups' if fixed.groups else 'devices'}"
             )
         if unfit := [kind for kind in fixed.offload or () if kind not in OFFLOAD_IN_FLIGHT]:
-            raise ConfigError(
-                f"{what} that offload nothing but {' or '.join(OFFLOAD_IN_FLIGHT)}; fixed is "
-                f"{' and '.join(unfit)} too"
-            )
+            allowed = " or ".join(OFFLOAD_IN_FLIGHT)
+            yield f"that offload nothing but {allowed}; fixed is {' and '.join(unfit)} too"
 
     @cached_property
     def usable(self) -> tuple[int, ...]:
         """Indices into `Cluster.places` that may be used."""
         return tuple(range(self.cluster.num_devices)) if self.devices is None else tuple(sorted(self.devices))
+
+    @cached_property
+    def device_types(self) -> tuple[str, ...]:
+        """By index in `Cluster.places`."""
+        return tuple(map(self.cluster.device_type, self.cluster.places))
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each device, by index in `Cluster.places`."""
+        return tuple(place.node for place in self.cluster.places)
+
+    @property
+    def most_rows_at_once(self) -> int:
+        """Rows of a microbatch at most."""
+        return min(self.global_batch, self.fixed.rows_per_microbatch or self.global_batch)
+
+    def read_bandwidths(self, devices: Iterable[int]) -> Bandwidths:
+        """Between some devices, whose groups may span regions or not."""
+        return read_bandwidths(self.cluster, devices, span_regions=self.spans_regions)
 
     @cached_property
     def parameter_bytes(self) -> ParameterBytes:

@@ -279,12 +279,12 @@ def test_a_replica_divides_time_and_pays_for_all_reduces() -> None:
     slow = [place for place in CLUSTER.places if place.node == 1]
     replicas = make_replicas(setting, AllReduces(setting), [slow[:2], slow[2:]], 2)
     assert [len(group) for group in replicas.groups] == [1, 1]
-    assert replicas.setting.cluster.nodes[1].devices == ("T4", "T4")
+    assert replicas.inputs.cluster.nodes[1].devices == ("T4", "T4")
     single = make_replicas(setting, AllReduces(setting), [slow[:1], slow[1:2]], 1)
     plans = [
         make_data_parallel_plan(
             WORKLOAD,
-            own.setting.cluster,
+            own.inputs.cluster,
             [place for group in own.groups for place in group],
             (4, 4),
             zero=2,
@@ -321,7 +321,7 @@ def test_a_shared_fabric_carries_all_replicas_at_once() -> None:
     both = all_reduces.seconds([tuple(slow[:2]), tuple(slow[2:])], 10**9)
     assert both == pytest.approx(2 * alone)
     replicas = make_replicas(setting, all_reduces, [slow], 2)
-    fabric = replicas.setting.cluster.nodes[1].fabric
+    fabric = replicas.inputs.cluster.nodes[1].fabric
     assert fabric is not None and fabric.bandwidth_bytes_per_s == FABRIC, "no wider than all share"
 
 

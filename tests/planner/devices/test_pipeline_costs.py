@@ -11,12 +11,12 @@ from device_problems import SPEEDS, make_nodes, make_problem
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.plan.cluster.cluster import Link
 from zorselike.plan.workload import Workload
-from zorselike.planner.devices.allocated_devices import allocate_devices
 from zorselike.planner.devices.node_kinds import NodeKind, find_node_kinds
 from zorselike.planner.devices.pipeline_costs import (
     ModelPipelineCosts,
     ModelTables,
     StageOption,
+    allocate_devices,
     count_state_bytes,
     list_pools,
     make_problems,

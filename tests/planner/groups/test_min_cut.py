@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.groups.bandwidths import Partition, Rates, read_bandwidths
 from zorselike.planner.groups.min_cut import Cut, find_twins, minimum_cut
-from zorselike.planner.groups.split import split_by_cuts
+from zorselike.planner.groups.split_by_cuts import split_by_cuts
 
 
 @st.composite

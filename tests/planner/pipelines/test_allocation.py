@@ -12,7 +12,6 @@ import pytest
 import volume
 from table_costs import POOLS, TableCosts, chain
 
-from zorselike.errors import ConfigError
 from zorselike.planner.pipelines.allocation import Allocation, AllocationGoal, Problem, find_allocation
 from zorselike.planner.pipelines.bounds import Bounds
 from zorselike.planner.pipelines.costs import Figures, Pool, Rent, Stage, evaluate
@@ -183,23 +182,3 @@ def test_microbatches_round_up_and_a_lower_degree_may_be_faster() -> None:
         for d in range(1, 8)
     ]
     assert find(problems, pools).problem.degree == 6
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"objective": "speed"},
-        {"max_cost_per_iteration": 0.0},
-        {"min_throughput": -1.0},
-        {"min_throughput": inf},
-        {"max_devices": 0},
-    ],
-)
-def test_a_goal_that_means_nothing_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=str(next(iter(change)))):
-        AllocationGoal(**change)  # type: ignore[arg-type]
-
-
-def test_a_pool_of_less_than_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pool fast"):
-        Pool(name="fast", num_devices=-1)

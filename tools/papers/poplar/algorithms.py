@@ -1,5 +1,5 @@
 """Poplar's two algorithms, printed slips corrected: the ZeRO stage at which a row fits (Algorithm 1), and
-rows to ranks (Algorithm 2), the baseline of `planner/rows/split.py`.
+rows to ranks (Algorithm 2), the baseline of `planner/rows/share_rows.py`.
 
 Algorithm 2, first branch (ZeRO 0 and 1): as printed, the card with the least `u_i` takes the next row, where
 the text and Eqs. 2 and 3 mean the most under-used one; line 9 divides a time by a speed; line 12 adds up B,
@@ -16,14 +16,8 @@ from dataclasses import replace
 
 from zorselike.errors import PlanError, ProfileError
 from zorselike.plan.shares import apportion
-from zorselike.planner.rows.split import (
-    BatchSplit,
-    RankCosts,
-    check_costs,
-    list_rounds,
-    split_by_rounds,
-    split_by_sizes,
-)
+from zorselike.planner.candidate.candidate import Sizes
+from zorselike.planner.rows.share_rows import RankCosts, check_costs, list_rounds, share_in_rounds
 
 
 def raise_zero(max_rows: Mapping[int, Sequence[int]], *, least: int = 0) -> int:
@@ -47,12 +41,12 @@ def raise_zero(max_rows: Mapping[int, Sequence[int]], *, least: int = 0) -> int:
     return max(stages, key=lambda stage: (fits[stage], -stage))
 
 
-def share_in_proportion(costs: Sequence[RankCosts], num_rows: int) -> BatchSplit:
+def share_in_proportion(costs: Sequence[RankCosts], num_rows: int) -> tuple[Sizes, ...]:
     """Rows in proportion to each card's greatest speed and the remainder to the most under-used; each card
     computes them in microbatches of the size at which it is fastest, the last one smaller.
 
     Raises:
-        PlanError: As `rows.split.share_once`.
+        PlanError: As `rows.share_rows.share_once`.
         ProfileError: A microbatch takes no time.
     """
     check_costs(costs, num_rows)
@@ -62,20 +56,17 @@ def share_in_proportion(costs: Sequence[RankCosts], num_rows: int) -> BatchSplit
     speeds = [best[i] / costs[i].seconds[best[i] - 1] for i in usable]
     for i, own in zip(usable, apportion(num_rows, speeds), strict=True):
         rows[i] = own
-    return split_by_sizes(
-        costs,
-        [
-            (size,) * (own // size) + ((own % size,) if own % size else ()) if own else ()
-            for own, size in zip(rows, best, strict=True)
-        ],
+    return tuple(
+        (size,) * (own // size) + ((own % size,) if own % size else ()) if own else ()
+        for own, size in zip(rows, best, strict=True)
     )
 
 
 def share_in_equal_rounds(
     costs: Sequence[RankCosts], num_rows: int, *, collective_s: float = 0.0
-) -> BatchSplit:
+) -> tuple[Sizes, ...]:
     """All rounds are equal but the last; in each, every card computes the most that it can in the round's
-    time, the best of those that occur. Raises as `rows.split.share_once`."""
+    time, the best of those that occur. Raises as `rows.share_rows.share_once`."""
     check_costs(costs, num_rows)
     rounds = list_rounds(costs, num_rows)
 
@@ -88,7 +79,7 @@ def share_in_equal_rounds(
     num_full, rest = divmod(num_rows, rows)
     last = [next(t for t, covered in rounds if covered >= rest)] if rest else []
     costs = [replace(cost, most_rows=None) for cost in costs]
-    return split_by_rounds(costs, [time] * num_full + last, num_rows, collective_s=collective_s)
+    return share_in_rounds(costs, [time] * num_full + last, num_rows)
 
 
 def _fastest_size(cost: RankCosts) -> int:

@@ -19,7 +19,7 @@ from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import deal_rows
 from zorselike.plan.workload import Workload
-from zorselike.planner.rows.split import RankCosts, tabulate_seconds
+from zorselike.planner.rows.share_rows import RankCosts
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import SimulatedPlan
@@ -157,7 +157,7 @@ class Job:
         """Costs of all ranks; those of one type have the same table."""
         most = self._find_max_rows()
         tables = {
-            device: tabulate_seconds(partial(self._time_microbatch, device), number)
+            device: tuple(self._time_microbatch(device, rows) for rows in range(1, number + 1))
             for device, number in most.items()
         }
         return tuple(RankCosts(rank, tables[device]) for rank, device in enumerate(self.devices))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, zip_longest
 from time import process_time
@@ -11,13 +11,7 @@ from zorselike.cost.catalogue import find_device
 from zorselike.errors import PlanError
 from zorselike.plan.shares import apportion
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
-from zorselike.planner.rows.split import (
-    BatchSplit,
-    RankCosts,
-    share_once,
-    share_per_microbatch,
-    split_by_sizes,
-)
+from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
 
 from ..zorse.plans import cut_evenly
 from .algorithms import share_in_equal_rounds, share_in_proportion
@@ -69,7 +63,7 @@ def run_whale(job: Job) -> Run | None:
 def run_poplar(job: Job) -> Run | None:
     """Algorithm 2, its printed slips corrected; None where no row fits on any card."""
 
-    def share(fresh: Job) -> BatchSplit:
+    def share(fresh: Job) -> Sizes:
         if not fresh.has_rounds:
             return share_in_proportion(fresh.cards, fresh.num_rows)
         return share_in_equal_rounds(fresh.cards, fresh.num_rows, collective_s=fresh.round_s.alone)
@@ -80,7 +74,7 @@ def run_poplar(job: Job) -> Run | None:
 def run_ours(job: Job) -> Run | None:
     """The exact shares; None where no row fits on any card."""
 
-    def share(fresh: Job) -> BatchSplit:
+    def share(fresh: Job) -> Sizes:
         if not fresh.has_rounds:
             return share_once(fresh.cards, fresh.num_rows)
         _, exposed_s, hidden_s = fresh.round_s
@@ -100,7 +94,7 @@ def try_neighbours(job: Job, run: Run) -> Neighbours:
 # -- shares --------------------------------------------------------------------------------
 
 
-def _share_by_weight(job: Job, weights: Sequence[float]) -> BatchSplit:
+def _share_by_weight(job: Job, weights: Sequence[float]) -> Sizes:
     """Rows by weight, in as few microbatches as fit, equally many on each card; raises `PlanError` where a
     card has no room."""
     cards = job.cards
@@ -108,15 +102,15 @@ def _share_by_weight(job: Job, weights: Sequence[float]) -> BatchSplit:
     if not all(card.max_rows for card in cards):
         raise PlanError("not one row fits on some of the cards")
     number = max(-(-own // card.max_rows) for card, own in zip(cards, rows, strict=True))
-    return split_by_sizes(cards, [cut_evenly(own, number) for own in rows])
+    return tuple(tuple(cut_evenly(own, number)) for own in rows)
 
 
-def _run(job: Job, share: Callable[[Job], BatchSplit]) -> Run | None:
+def _run(job: Job, share: Callable[[Job], Sizes]) -> Run | None:
     """A step of what is given out; None where the memory of a card, or of all, is too small."""
     began = process_time()
     fresh = replace(job)  # Nothing is worked out yet.
     try:
-        sizes = tuple(share(fresh).sizes.values())
+        sizes = share(fresh)
     except PlanError:
         return None
     case = fresh.simulate(deal_rounds(sizes))
@@ -193,11 +187,11 @@ def _change_microbatches(job: Job, sizes: Sizes) -> Iterator[Sizes]:
 def _repeat(job: Job, own: Sequence[int]) -> Sizes:
     """Rounds of these rows, and a last one of what is left, as short as can be."""
     number, rest = divmod(job.num_rows, sum(own))
-    last: Mapping[int, tuple[int, ...]] = {}
+    last: Sizes = ((),) * len(own)
     if rest:
         cards = [RankCosts(card.rank, card.seconds[:most]) for card, most in zip(job.cards, own, strict=True)]
-        last = share_in_equal_rounds(cards, rest, collective_s=job.round_s.alone).sizes
-    return tuple((most,) * number * (most > 0) + last.get(rank, ()) for rank, most in enumerate(own))
+        last = share_in_equal_rounds(cards, rest, collective_s=job.round_s.alone)
+    return tuple((most,) * number * (most > 0) + ends for most, ends in zip(own, last, strict=True))
 
 
 def _by_rank(rounds: Sequence[Sequence[int]]) -> Sizes:

@@ -164,9 +164,8 @@ def _explain(
     """The page: the step as `simulate` shows it, what each kind of device adds, and what the next best plan
     would trade."""
     from zorselike.planner.explain.kinds import describe_additions
-    from zorselike.planner.explain.plans import drop_alike
+    from zorselike.planner.explain.plans import describe_trade, drop_alike
     from zorselike.planner.explain.step import describe_page
-    from zorselike.planner.explain.trade import describe_trade
 
     yield describe_page(answer.best, problem, width=width)
     sentences = describe_additions(problem, answer.best, additions)
@@ -179,7 +178,7 @@ def _compare(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> 
     if not command.search.compare:
         return
     from zorselike.planner.baselines.systems import plan_baselines
-    from zorselike.planner.explain.baselines import tabulate_baselines
+    from zorselike.planner.explain.step import tabulate_baselines
 
     table = tabulate_baselines(answer.best, plan_baselines(problem))
     yield "\n".join(["Other systems on the same devices:", *(f"  {line}" for line in table)])

@@ -23,42 +23,42 @@ from zorselike.cost.sizes import is_layer
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Place
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import Group, Microbatch, Plan, Recompute
 from zorselike.planner.baselines.even import ORDER, find_misfit
-from zorselike.planner.candidate.to_plan import name_devices
-from zorselike.planner.rows.split import RankCosts, share_once
+from zorselike.planner.candidate.candidate import Sizes
+from zorselike.planner.candidate.to_plan import assemble_plan
+from zorselike.planner.rows.share_rows import RankCosts, share_once
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
 
-NAME = "Cephalo-like"
 MOST_AT_ONCE = 32
 """Rows of a microbatch."""
 
-_Sizes = tuple[int, ...]
-"""Rows of a rank's microbatches."""
-
 
 def find_cephalo(
-    setting: SimulationInputs, places: Sequence[Place], global_batch: int, *, recompute: Sequence[Recompute]
+    name: str,
+    inputs: SimulationInputs,
+    places: Sequence[Place],
+    global_batch: int,
+    *,
+    recompute: Sequence[Recompute],
 ) -> Baseline:
-    """The fastest that fits of recomputation and offloading or not, each with the largest microbatches that
-    fit."""
+    """The fastest of recomputation and offloading or not, each with the largest microbatches that fit."""
     reason = ""
     fitting: list[tuple[SimulatedPlan, str]] = []
     for choice, offloads in product(recompute, (False, True)):
-        job = _Job(setting, tuple(places), global_batch, choice, offloads)
+        job = _Job(inputs, tuple(places), global_batch, choice, offloads)
         found = job.find_largest()
         if isinstance(found, str):
             reason = found
         else:
-            case = setting.simulate(found.plan, found.costs, schedule=ORDER)
-            fitting.append((case, job.describe(found)))
+            fitting.append((inputs.simulate(found.plan, found.costs, schedule=ORDER), job.describe(found)))
     if not fitting:
-        return Baseline(name=NAME, how="", simulated=None, reason=reason)
+        return Baseline(name=name, how="", simulated=None, reason=reason)
     best, how = min(fitting, key=lambda pair: pair[0].simulation.iteration_s)
-    return Baseline(name=NAME, how=how, simulated=best)
+    return Baseline(name=name, how=how, simulated=best)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Fit:
 class _Job:
     """What is to be done, and how."""
 
-    setting: SimulationInputs
+    inputs: SimulationInputs
     places: tuple[Place, ...]
     global_batch: int
     recompute: Recompute
@@ -90,7 +90,7 @@ class _Job:
                 plan, costs = self._lay(most)
             except (PlanError, ProfileError) as error:
                 return str(error)
-            misfit = find_misfit(plan, costs, self.setting.list_actions(plan, ORDER))
+            misfit = find_misfit(plan, costs, self.inputs.list_actions(plan, ORDER))
             if misfit is None:
                 return _Fit(plan, costs, most)
             reason = misfit.explain(plan)
@@ -105,29 +105,33 @@ class _Job:
 
     def _lay(self, most: int) -> tuple[Plan, StepCosts]:
         """Rows by speed in microbatches of at most so many, and what that costs."""
-        clock = LayerTimeModel(self.setting.profile, self.setting.workload)
-        devices = [self.setting.cluster.device_type(place) for place in self.places]
+        clock = LayerTimeModel(self.inputs.profile, self.inputs.workload)
+        devices = [self.inputs.cluster.device_type(place) for place in self.places]
         times = {device: self._time_rows(clock, device, most) for device in dict.fromkeys(devices)}
         ranks = [RankCosts(rank, times[device]) for rank, device in enumerate(devices)]
-        sizes = share_once(ranks, self.global_batch).sizes
-        plan = self._make_plan([sum(sizes[rank]) for rank in range(len(devices))])
+        sizes = share_once(ranks, self.global_batch)
+        plan = self._make_plan([sum(own) for own in sizes])
         # Whole rows of a rank are at once in no layer: what the profile found to fit is for microbatches.
-        free = tuple(replace(own, max_rows=None) for own in self.setting.profile.layers)
-        profile = replace(self.setting.profile, layers=free)
-        costs = replace(self.setting, profile=profile).find_costs(plan)
-        layers = [self._time_passes(clock, devices[rank], sizes[rank]) for rank in range(len(devices))]
-        costs = replace(costs, assumptions=clock.assumptions, sizes=self._size(costs, sizes))
-        key = [(rank, 0, sum(own)) for rank, own in sorted(sizes.items())]
-        copies = [self._copy_s(costs, rank, sum(own)) for rank, own in sorted(sizes.items())]
+        free = tuple(replace(own, max_rows=None) for own in self.inputs.profile.layers)
+        profile = replace(self.inputs.profile, layers=free)
+        costs = replace(self.inputs, profile=profile).find_costs(plan)
+        forward_s: dict[tuple[int, int, int], float] = {}
+        backward_s: dict[tuple[int, int, int], float] = {}
+        for rank, (device, own) in enumerate(zip(devices, sizes, strict=True)):
+            copy_s = self._copy_s(costs, rank, sum(own))
+            passes = self._time_passes(clock, device, own)
+            forward_s[rank, 0, sum(own)], backward_s[rank, 0, sum(own)] = (max(s, copy_s) for s in passes)
         costs = replace(
             costs,
-            forward_s={k: max(own[0], copy) for k, own, copy in zip(key, layers, copies, strict=True)},
-            backward_s={k: max(own[1], copy) for k, own, copy in zip(key, layers, copies, strict=True)},
+            assumptions=clock.assumptions,
+            sizes=self._size(costs, sizes),
+            forward_s=forward_s,
+            backward_s=backward_s,
         )
-        return plan, spread_state(plan, self.setting, costs)
+        return plan, spread_state(plan, self.inputs, costs)
 
     def _make_plan(self, rows: Sequence[int]) -> Plan:
-        workload = self.setting.workload
+        workload = self.inputs.workload
         cuts = pairwise(accumulate(rows, initial=0))
         group = Group(
             ranks=tuple(range(len(rows))),
@@ -135,14 +139,7 @@ class _Job:
             zero=3,
             recompute=self.recompute,
         )
-        return Plan(
-            global_batch=self.global_batch,
-            groups=(group,),
-            ministages=(Ministage(0, tuple(module for module, _ in workload.layers)),),
-            devices=name_devices(self.setting.cluster, self.places),
-            sequence_length=workload.sequence_length,
-            model=workload.model,
-        )
+        return assemble_plan(workload, self.inputs.cluster, self.places, [group], [len(workload.layers)])
 
     # -- times -----------------------------------------------------------------------------
 
@@ -150,7 +147,7 @@ class _Job:
     def _layers(self) -> list[tuple[str, Recompute]]:
         return [
             (kind, self.recompute if is_layer(module) else "none")
-            for module, kind in self.setting.workload.layers
+            for module, kind in self.inputs.workload.layers
         ]
 
     def _time_rows(self, clock: LayerTimeModel, device: str, most: int) -> tuple[float, ...]:
@@ -160,7 +157,7 @@ class _Job:
         found = [sum(self._time_passes(clock, device, (rows,))) for rows in range(1, most + 1)]
         return tuple(accumulate(reversed(found), min))[::-1]
 
-    def _time_passes(self, clock: LayerTimeModel, device: str, sizes: _Sizes) -> tuple[float, float]:
+    def _time_passes(self, clock: LayerTimeModel, device: str, sizes: Sizes) -> tuple[float, float]:
         """Forward and backward of microbatches one after the other."""
         pairs = [(kind, device, rows, again) for kind, again in self._layers for rows in sizes]
         return sum(clock.forward_s(*own) for own in pairs), sum(clock.backward_s(*own) for own in pairs)
@@ -176,13 +173,11 @@ class _Job:
 
     def _kept_bytes(self, kind: str, recompute: Recompute) -> int:
         """What is kept of a row of one layer."""
-        layer = self.setting.workload.kinds[kind]
-        inputs = layer.input_elements_per_row * self.setting.workload.itemsize
+        layer = self.inputs.workload.kinds[kind]
+        inputs = layer.input_elements_per_row * self.inputs.workload.itemsize
         return inputs if recompute == "layer" else layer.activation_bytes_per_row
 
-    def _size(
-        self, costs: StepCosts, sizes: Mapping[int, _Sizes]
-    ) -> tuple[Mapping[int, MinistageBytes], ...]:
+    def _size(self, costs: StepCosts, sizes: Sequence[Sizes]) -> tuple[Mapping[int, MinistageBytes], ...]:
         """Room for one microbatch in the layer that computes and, with offloading, for what is kept of the
         microbatches on their way to the host."""
         most_kept = max(self._kept_bytes(kind, again) for kind, again in self._layers)
@@ -213,12 +208,12 @@ class _Holder:
     """State on each, if all ranks had as much."""
 
 
-def spread_state(plan: Plan, setting: SimulationInputs, costs: StepCosts) -> StepCosts:
+def spread_state(plan: Plan, inputs: SimulationInputs, costs: StepCosts) -> StepCosts:
     """The costs of a plan with one group whose ranks hold as much of the sharded state as they have room
     for, as evenly as that allows; what there is no room for is added evenly."""
     if not costs.memory_bytes:
         return costs
-    actions = setting.list_actions(plan, ORDER)
+    actions = inputs.list_actions(plan, ORDER)
     alike: dict[object, list[int]] = {}
     for rank, limit_bytes in enumerate(costs.memory_bytes):
         rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))

@@ -11,9 +11,9 @@ from zorselike.cost.memory import walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Place
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import Group, Microbatch, Plan, Recompute
 from zorselike.plan.workload import Workload
-from zorselike.planner.candidate.to_plan import name_devices
+from zorselike.planner.candidate.to_plan import assemble_plan
 from zorselike.schedule.actions import Action
 from zorselike.schedule.contract import SENDS_KEPT_BY_NCCL
 from zorselike.simulator.inputs import SimulationInputs
@@ -21,35 +21,34 @@ from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count, show_bytes
 
 ORDER = "1f1b"
-"""Order of a single stage: each microbatch forward and at once backward, so that one's activations are
-kept."""
+"""Of a single stage: each microbatch forward and at once backward, so that one's activations are kept."""
 _STAGES = (0, 1, 2, 3)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
 
 def compare_even(
-    case: SimulatedPlan, setting: SimulationInputs, speeds: Sequence[float]
+    simulated: SimulatedPlan, inputs: SimulationInputs, speeds: Sequence[float]
 ) -> tuple[Baseline, ...]:
     """The same step on the plan's fastest devices alone, and on all of them, every rank with as many rows.
 
     Args:
-        case: the plan in question.
-        setting: with what it was simulated.
+        simulated: the plan in question.
+        inputs: with what it was simulated.
         speeds: rows per second of each rank by itself (`simulator/report/ideal.py`), to know the fastest
         type.
     """
-    places = case.costs.places
-    best = case.device_types[max(range(len(places)), key=lambda rank: speeds[rank])]
-    fast = [place for place, device in zip(places, case.device_types, strict=True) if device == best]
-    even = find_even("even shares", setting, places, case.plan.global_batch)
+    places = simulated.costs.places
+    best = simulated.device_types[max(range(len(places)), key=lambda rank: speeds[rank])]
+    fast = [place for place, device in zip(places, simulated.device_types, strict=True) if device == best]
+    even = find_even("even shares", inputs, places, simulated.plan.global_batch)
     if len(fast) == len(places):
         return (even,)
-    return find_even(f"{len(fast)} x {best} alone", setting, fast, case.plan.global_batch), even
+    return find_even(f"{len(fast)} x {best} alone", inputs, fast, simulated.plan.global_batch), even
 
 
 def find_even(
     name: str,
-    setting: SimulationInputs,
+    inputs: SimulationInputs,
     places: Sequence[Place],
     global_batch: int,
     *,
@@ -59,12 +58,12 @@ def find_even(
     used = places[:global_batch]
     each, more = divmod(global_batch, len(used))
     rows = [each + (rank < more) for rank in range(len(used))]
-    return find_data_parallel(name, setting, used, rows, recompute=recompute)
+    return find_data_parallel(name, inputs, used, rows, recompute=recompute)
 
 
 def find_data_parallel(
     name: str,
-    setting: SimulationInputs,
+    inputs: SimulationInputs,
     places: Sequence[Place],
     rows: Sequence[int],
     *,
@@ -81,13 +80,13 @@ def find_data_parallel(
     for choice in recompute:
         fitting: list[SimulatedPlan] = []
         for zero in _STAGES:
-            fit = _find_largest(setting, places, rows, zero, choice)
+            fit = _find_largest(inputs, places, rows, zero, choice)
             if isinstance(fit, _Fit):
-                fitting.append(setting.simulate(fit.plan, fit.costs, schedule=ORDER))
+                fitting.append(inputs.simulate(fit.plan, fit.costs, schedule=ORDER))
             else:
                 reason = fit
         if fitting:
-            best = min(fitting, key=lambda case: case.simulation.iteration_s)
+            best = min(fitting, key=lambda simulated: simulated.simulation.iteration_s)
             return Baseline(name=name, how=_describe(best.plan), simulated=best)
     return Baseline(name=name, how="", simulated=None, reason=reason)
 
@@ -100,7 +99,7 @@ class _Fit(NamedTuple):
 
 
 def _find_largest(
-    setting: SimulationInputs, places: Sequence[Place], rows: Sequence[int], zero: int, recompute: Recompute
+    inputs: SimulationInputs, places: Sequence[Place], rows: Sequence[int], zero: int, recompute: Recompute
 ) -> _Fit | str:
     """The plan with the largest microbatches that fit: a power of two, or all of the busiest rank's rows; or
     why not even one row does."""
@@ -112,8 +111,8 @@ def _find_largest(
     while low < high:
         middle = (low + high) // 2
         candidate = make_data_parallel_plan(
-            setting.workload,
-            setting.cluster,
+            inputs.workload,
+            inputs.cluster,
             places,
             rows,
             zero=zero,
@@ -121,8 +120,8 @@ def _find_largest(
             num_microbatches=-(-most // sizes[middle]),
         )
         try:
-            costs = setting.find_costs(candidate)
-            misfit = find_misfit(candidate, costs, setting.list_actions(candidate, ORDER))
+            costs = inputs.find_costs(candidate)
+            misfit = find_misfit(candidate, costs, inputs.list_actions(candidate, ORDER))
             reason = "" if misfit is None else misfit.explain(candidate)
         except ProfileError as error:  # Such as more rows than were found to fit.
             reason = str(error)
@@ -154,14 +153,7 @@ def make_data_parallel_plan(
     group = Group(
         ranks=tuple(range(len(places))), microbatches=tuple(microbatches), zero=zero, recompute=recompute
     )
-    return Plan(
-        global_batch=starts[-1],
-        groups=(group,),
-        ministages=(Ministage(0, tuple(module for module, _ in workload.layers)),),
-        devices=name_devices(cluster, places),
-        sequence_length=workload.sequence_length,
-        model=workload.model,
-    )
+    return assemble_plan(workload, cluster, places, [group], [len(workload.layers)])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Pipelines of replicas in 1F1B with ZeRO 2: what TorchTitan and HexiScale have in common.
 
 Each stage is a data-parallel group of replicas with consecutive layers, cut exactly for speed within
-memory (`planner/layers/split.py`). The batch goes through in rounds of the same rows in all stages, a
+memory (`planner/layers/split_layers.py`). The batch goes through in rounds of the same rows in all stages, a
 microbatch of each replica in each round. All shapes that are asked for are estimated with every size of
 round, with and without recomputation; the best few are simulated, and the fastest that fits by the walk over
 its memory is taken.
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.sizes import is_layer
 from zorselike.plan.cluster.cluster import Place
-from zorselike.plan.plan import GradReduce, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import GradReduce, Group, Microbatch, Plan, Recompute
 from zorselike.plan.workload import LayerKind
 from zorselike.planner.baselines.even import ORDER, Misfit, find_misfit
-from zorselike.planner.baselines.stages import Shape, Stages
-from zorselike.planner.candidate.to_plan import name_devices
-from zorselike.planner.layers.split import GroupCosts, LayerSplit, bound_slowest_s, split_layers
+from zorselike.planner.baselines.stages import Stages
+from zorselike.planner.candidate.to_plan import assemble_plan
+from zorselike.planner.layers.split_layers import GroupCosts, LayerSplit, bound_slowest_s, split_layers
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
 
@@ -35,47 +33,26 @@ MOST_FITTINGS = 6
 _GRAD_REDUCE: tuple[GradReduce, ...] = ("once", "microbatch")
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What is chosen beside the shape."""
-
-    rows: int
-    """Rows of a round."""
-    recompute: Recompute
-    grad_reduce: GradReduce
-
-
 def find_pipeline(
-    name: str,
-    shapes: Iterable[Shape],
-    global_batch: int,
-    clock: LayerTimeModel,
-    *,
-    recompute: Sequence[Recompute],
+    name: str, shapes: Iterable[Stages], global_batch: int, *, recompute: Sequence[Recompute]
 ) -> Baseline:
-    """The fastest pipeline of some shapes that fits.
-
-    Args:
-        clock: of single devices.
-        recompute: what may be chosen.
-    """
+    """The fastest pipeline of some shapes that fits; `recompute` is what may be chosen."""
     ranking = _Ranking()
-    for shape in shapes:
-        stages = Stages(shape, clock)
+    for stages in shapes:
         for again in recompute:
             ranking.enter(stages, global_batch, again)
-    cases: list[tuple[SimulatedPlan, str]] = []
+    fitting: list[tuple[SimulatedPlan, str]] = []
     reason = ""
     for estimate, split in ranking.list_unlike():
-        case = estimate.fit(split)
-        if isinstance(case, SimulatedPlan):
-            cases.append((case, estimate.describe(case)))
+        simulated = estimate.fit(split)
+        if isinstance(simulated, SimulatedPlan):
+            fitting.append((simulated, estimate.describe(simulated)))
         else:
-            reason = reason or case
-        if len(cases) == FINALISTS:
+            reason = reason or simulated
+        if len(fitting) == FINALISTS:
             break
-    if cases:
-        best, how = min(cases, key=lambda pair: pair[0].simulation.iteration_s)
+    if fitting:
+        best, how = min(fitting, key=lambda pair: pair[0].simulation.iteration_s)
         return Baseline(name=name, how=how, simulated=best)
     return Baseline(name=name, how="", simulated=None, reason=reason or ranking.explain())
 
@@ -104,7 +81,7 @@ class _Ranking:
         """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
         where neither fits, None where it cannot be among the best."""
         for grad_reduce in _GRAD_REDUCE:
-            estimate = _Estimate(stages, _Choice(rows, recompute, grad_reduce), global_batch)
+            estimate = _Estimate(stages, rows, recompute, grad_reduce, global_batch)
             if not stages.takes(estimate.rows, recompute):
                 return math.inf
             self._tried.append(estimate)
@@ -136,16 +113,19 @@ class _Ranking:
 class _Estimate:
     """One shape with one choice."""
 
-    def __init__(self, stages: Stages, choice: _Choice, global_batch: int) -> None:
-        self._stages, self._choice = stages, choice
+    def __init__(
+        self, stages: Stages, rows: int, recompute: Recompute, grad_reduce: GradReduce, global_batch: int
+    ) -> None:
+        """`rows` of a round."""
+        self._stages, self._recompute, self._grad_reduce = stages, recompute, grad_reduce
         self._global_batch = global_batch
-        self._num_rounds = -(-global_batch // choice.rows)
+        self._num_rounds = -(-global_batch // rows)
         widest = max(len(group) for group in stages.groups)
         if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
             self._num_rounds = global_batch // widest
         self.rows = -(-global_batch // self._num_rounds)
         """Rows of the largest round."""
-        self._shares = [stages.share(g, self.rows, choice.recompute) for g in range(len(stages.groups))]
+        self._shares = [stages.share(g, self.rows, recompute) for g in range(len(stages.groups))]
 
     # -- cutting layers --------------------------------------------------------------------
 
@@ -190,12 +170,11 @@ class _Estimate:
 
     def _time_kinds(self, g: int) -> dict[str, float]:
         """Seconds of a round of one layer of each kind, its share of what comes once a step included."""
-        stages, choice = self._stages, self._choice
-        pairs = self._list_unlike(g)
+        stages, pairs = self._stages, self._list_unlike(g)
+        num_reductions = self._num_rounds if self._grad_reduce == "microbatch" else 1
         found = {}
         for name, kind in stages.workload.kinds.items():
-            compute_s = max(stages.seconds(place, name, rows, choice.recompute) for place, rows in pairs)
-            num_reductions = self._num_rounds if choice.grad_reduce == "microbatch" else 1
+            compute_s = max(stages.seconds(place, name, rows, self._recompute) for place, rows in pairs)
             collectives_s = stages.gather_s(g, kind) + num_reductions * stages.reduce_s(g, kind)
             found[name] = compute_s + collectives_s / self._num_rounds
         return found
@@ -229,10 +208,10 @@ class _Estimate:
         whole = kind.num_parameters * each.weight
         shards = (whole + kind.trainable * each.state) / num_replicas
         gradients: float = kind.trainable * each.gradient
-        if self._choice.grad_reduce == "microbatch":
+        if self._grad_reduce == "microbatch":
             gradients /= num_replicas
         is_layer_kind = name in self._stages.layer_kinds
-        if is_layer_kind and self._choice.recompute == "layer":
+        if is_layer_kind and self._recompute == "layer":
             kept = kind.input_elements_per_row * self._stages.workload.itemsize
             working = 0
         else:
@@ -244,7 +223,7 @@ class _Estimate:
         """What a layer needs while it computes, whichever needs most; and units on their way."""
         stages = self._stages
         layers = [kind for name, kind in stages.workload.kinds.items() if name in stages.layer_kinds]
-        again = self._choice.recompute == "layer"
+        again = self._recompute == "layer"
         working = max(
             (kind.working_bytes_per_row + again * kind.activation_bytes_per_row for kind in layers), default=0
         )
@@ -256,8 +235,7 @@ class _Estimate:
     def step_s(self, split: LayerSplit) -> float:
         """All rounds through the slowest stage, or over the slowest boundary, and one through all others."""
         passes = [
-            self._stages.pass_on_s(g, self.rows, self._choice.recompute)
-            for g in range(len(split.group_s) - 1)
+            self._stages.pass_on_s(g, self.rows, self._recompute) for g in range(len(split.group_s) - 1)
         ]
         slowest = max([*split.group_s, *passes])
         return (self._num_rounds - 1) * slowest + sum(split.group_s) + 2 * sum(passes)
@@ -265,20 +243,19 @@ class _Estimate:
     # -- the plan --------------------------------------------------------------------------
 
     def fit(self, split: LayerSplit) -> SimulatedPlan | str:
-        """The plan simulated, with fewer layers where the walk over its memory asks for it; or what does not
-        fit."""
+        """The plan simulated, layers moved where the walk over its memory asks for it; or why none fits."""
         squeezed: dict[int, float] = {}
         reason = ""
-        setting, replicas = self._stages.setting, self._stages.replicas
+        inputs, replicas = self._stages.inputs, self._stages.replicas
         # From then on each round finds what the one before found.
         num_rounds = min(self._num_rounds, len(split.owners) + 2)
         for _ in range(MOST_FITTINGS):
             plan = self._lay(split, num_rounds)
-            actions = setting.list_actions(plan, ORDER)
+            actions = inputs.list_actions(plan, ORDER)
             misfit = find_misfit(plan, replicas.find_costs(plan), actions)
             if misfit is None:
                 whole = self._lay(split, self._num_rounds)
-                return setting.simulate(whole, replicas.find_costs(whole), schedule=ORDER)
+                return inputs.simulate(whole, replicas.find_costs(whole), schedule=ORDER)
             reason = reason or self._explain(misfit, plan)
             g = plan.group_of_rank[misfit.rank]
             used = sum(
@@ -296,28 +273,18 @@ class _Estimate:
 
     def _lay(self, split: LayerSplit, num_rounds: int) -> Plan:
         """All rounds, or the first few of them."""
-        stages, choice = self._stages, self._choice
-        starts = [0, *split.ends]
-        return Plan(
-            global_batch=self._start(num_rounds),
-            groups=tuple(
-                Group(
-                    ranks=ranks,
-                    microbatches=self._lay_rows(g, num_rounds),
-                    zero=2,
-                    grad_reduce=choice.grad_reduce,
-                    recompute=choice.recompute,
-                )
-                for g, ranks in enumerate(stages.ranks)
-            ),
-            ministages=tuple(
-                Ministage(g, tuple(stages.modules[start:stop]))
-                for g, (start, stop) in enumerate(pairwise(starts))
-            ),
-            devices=name_devices(stages.setting.cluster, stages.places),
-            sequence_length=stages.workload.sequence_length,
-            model=stages.workload.model,
-        )
+        groups = [
+            Group(
+                ranks=ranks,
+                microbatches=self._lay_rows(g, num_rounds),
+                zero=2,
+                grad_reduce=self._grad_reduce,
+                recompute=self._recompute,
+            )
+            for g, ranks in enumerate(self._stages.ranks)
+        ]
+        inputs = self._stages.inputs
+        return assemble_plan(inputs.workload, inputs.cluster, self._stages.places, groups, split.ends)
 
     def _start(self, m: int) -> int:
         """The first row of a round; larger rounds come first."""
@@ -328,7 +295,7 @@ class _Estimate:
         microbatches: list[Microbatch] = []
         for m in range(num_rounds):
             start, stop = self._start(m), self._start(m + 1)
-            shares = self._stages.share(g, stop - start, self._choice.recompute)
+            shares = self._stages.share(g, stop - start, self._recompute)
             cuts = pairwise(accumulate(shares, initial=start))
             microbatches += [
                 Microbatch(rank, *cut) for rank, cut in zip(self._stages.ranks[g], cuts, strict=True)
@@ -343,7 +310,7 @@ class _Estimate:
         each = Misfit(misfit.rank, misfit.peak_bytes // degree, misfit.limit_bytes // degree)
         return each.explain(plan)
 
-    def describe(self, case: SimulatedPlan) -> str:
+    def describe(self, simulated: SimulatedPlan) -> str:
         """`4 stages of 2 x 2 devices, layers 10 12 12 6, recomputed, 4 rows a round, ZeRO 2`."""
         stages = self._stages
         sizes = []
@@ -351,9 +318,9 @@ class _Estimate:
             degrees = sorted({stages.replicas.degree(place) for place in group})
             sizes.append(f"{len(group)}" + "".join(f" x {degree}" for degree in degrees if degree > 1))
         together = sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes)
-        layers = [sum(map(is_layer, stage.modules)) for stage in case.plan.ministages]
-        again = ", recomputed" if self._choice.recompute == "layer" else ""
-        often = ", reduced each round" if self._choice.grad_reduce == "microbatch" else ""
+        layers = [sum(map(is_layer, stage.modules)) for stage in simulated.plan.ministages]
+        again = ", recomputed" if self._recompute == "layer" else ""
+        often = ", reduced each round" if self._grad_reduce == "microbatch" else ""
         return (
             f"{count(len(sizes), 'stage')} of {together} devices, layers {' '.join(map(str, layers))}"
             f"{again}, {count(self.rows, 'row')} a round, ZeRO 2{often}"

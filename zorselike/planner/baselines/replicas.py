@@ -36,8 +36,8 @@ Members = tuple[Place, ...]
 class AllReduces:
     """What all-reduces inside nodes take, each found once for all shapes of replicas."""
 
-    def __init__(self, setting: SimulationInputs) -> None:
-        self._setting = setting
+    def __init__(self, inputs: SimulationInputs) -> None:
+        self._inputs = inputs
         self._networks: dict[tuple[Place, ...], Network] = {}
         self._found: dict[tuple[int, int, int, float], float] = {}
 
@@ -47,7 +47,7 @@ class AllReduces:
         if key not in self._found:
             places = tuple(sorted(place for members in replicas for place in members))
             if places not in self._networks:
-                self._networks[places] = make_network(self._setting.cluster, places, self._setting.profile)
+                self._networks[places] = make_network(self._inputs.cluster, places, self._inputs.profile)
             network = self._networks[places]
             rings = [[places.index(place) for place in members] for members in replicas]
             flows = [flow for ring in rings for flow in network.collective("all_reduce", ring, num_bytes)]
@@ -60,7 +60,7 @@ class Replicas:
     """Groups of replicas, and the cluster on which each of them is one device."""
 
     real: SimulationInputs
-    setting: SimulationInputs
+    inputs: SimulationInputs
     """On the cluster of replicas."""
     groups: tuple[tuple[Place, ...], ...]
     """Replicas, as places of that cluster."""
@@ -93,7 +93,7 @@ class Replicas:
         Raises:
             ClusterError, ProfileError: As `make_costs`.
         """
-        costs = self.setting.find_costs(plan)
+        costs = self.inputs.find_costs(plan)
         layers = [_count_layers(plan, self.real, i) for i in range(plan.num_ministages)]
 
         def time(seconds: float, rank: int, ministage: int, rows: int, num_passes: int) -> float:
@@ -121,14 +121,14 @@ def count_backward_passes(recompute: Recompute) -> int:
     return 2 if recompute == "layer" else 1
 
 
-def _count_layers(plan: Plan, setting: SimulationInputs, ministage: int) -> Counter[str]:
+def _count_layers(plan: Plan, inputs: SimulationInputs, ministage: int) -> Counter[str]:
     """Layers of a ministage by kind."""
     modules = plan.ministages[ministage].modules
-    return Counter(setting.workload.kind_of[name].name for name in modules if is_layer(name))
+    return Counter(inputs.workload.kind_of[name].name for name in modules if is_layer(name))
 
 
 def make_replicas(
-    setting: SimulationInputs, all_reduces: AllReduces, groups: Sequence[Sequence[Place]], degree: int
+    inputs: SimulationInputs, all_reduces: AllReduces, groups: Sequence[Sequence[Place]], degree: int
 ) -> Replicas:
     """Groups of devices as groups of replicas.
 
@@ -136,7 +136,7 @@ def make_replicas(
         degree: a power of two. A node's replicas are of the most devices, `degree` or a half, a quarter, ...
             of it, for which each group's part of the node divides into replicas of one type of device.
     """
-    cluster = setting.cluster
+    cluster = inputs.cluster
     parts = [_by_node(group) for group in groups]
     degrees = {
         node: _find_degree(cluster, [part[node] for part in parts if node in part], degree)
@@ -154,7 +154,7 @@ def make_replicas(
                 members[replica] = tuple(places[start : start + degrees[node]])
                 replicas.append(replica)
         found.append(tuple(replicas))
-    return Replicas(setting, _fold_setting(setting, members, degrees), tuple(found), members, all_reduces)
+    return Replicas(inputs, _fold_inputs(inputs, members, degrees), tuple(found), members, all_reduces)
 
 
 def _by_node(group: Sequence[Place]) -> dict[int, list[Place]]:
@@ -174,19 +174,19 @@ def _find_degree(cluster: Cluster, parts: Sequence[Sequence[Place]], degree: int
 # -- the cluster of replicas ---------------------------------------------------------------
 
 
-def _fold_setting(
-    setting: SimulationInputs, members: Mapping[Place, Members], degrees: Mapping[int, int]
+def _fold_inputs(
+    inputs: SimulationInputs, members: Mapping[Place, Members], degrees: Mapping[int, int]
 ) -> SimulationInputs:
-    if max(degrees.values()) == 1 and len(members) == setting.cluster.num_devices:
+    if max(degrees.values()) == 1 and len(members) == inputs.cluster.num_devices:
         in_order = all(own == (place,) for place, own in members.items())
         if in_order:
-            return setting
+            return inputs
     nodes = tuple(
-        _fold_node(setting.cluster, n, [own for place, own in members.items() if place.node == n])
-        for n in range(len(setting.cluster.nodes))
+        _fold_node(inputs.cluster, n, [own for place, own in members.items() if place.node == n])
+        for n in range(len(inputs.cluster.nodes))
     )
-    cluster = replace(setting.cluster, nodes=nodes)
-    return replace(setting, cluster=cluster, profile=_fold_profile(setting, degrees))
+    cluster = replace(inputs.cluster, nodes=nodes)
+    return replace(inputs, cluster=cluster, profile=_fold_profile(inputs, degrees))
 
 
 def _fold_node(cluster: Cluster, n: int, replicas: Sequence[Members]) -> Node:
@@ -211,10 +211,10 @@ def _widen(link: Link, degree: int, total: float | None) -> Link:
     )
 
 
-def _fold_profile(setting: SimulationInputs, degrees: Mapping[int, int]) -> Profile:
+def _fold_profile(inputs: SimulationInputs, degrees: Mapping[int, int]) -> Profile:
     """Without what was measured of devices and does not hold for replicas: how many rows fit, how long
     collectives take; links inside nodes as many times as wide."""
-    profile, nodes = setting.profile, setting.cluster.nodes
+    profile, nodes = inputs.profile, inputs.cluster.nodes
     wide = {nodes[n].name: degree for n, degree in degrees.items() if degree > 1}
     if not wide:
         return profile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -20,28 +20,17 @@ from zorselike.plan.workload import LayerKind
 from zorselike.planner.baselines.replicas import Replicas, count_backward_passes
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Stages of replicas."""
-
-    replicas: Replicas
-    evenly: bool
-    """Whether all replicas of a stage get as many rows; else they are done together."""
-
-
 class Stages:
-    """What a shape's stages take and hold for a round of so many rows."""
+    """What stages of replicas take and hold for a round of so many rows."""
 
-    def __init__(self, shape: Shape, clock: LayerTimeModel) -> None:
-        self.replicas = shape.replicas
-        self.groups = shape.replicas.groups
-        self.setting = shape.replicas.setting
-        self.workload = self.setting.workload
+    def __init__(self, replicas: Replicas, clock: LayerTimeModel, *, evenly: bool) -> None:
+        """`evenly`: whether all replicas of a stage get as many rows; else they are done together."""
+        self.replicas, self.groups, self.inputs = replicas, replicas.groups, replicas.inputs
+        self.workload = self.inputs.workload
         self.parameter_bytes = ParameterBytes.of(self.workload)
         self.places = [place for group in self.groups for place in group]
-        self.network: Network = make_network(self.setting.cluster, self.places, self.setting.profile)
-        self._evenly = shape.evenly
-        self._clock = clock
+        self.network: Network = make_network(self.inputs.cluster, self.places, self.inputs.profile)
+        self._evenly, self._clock = evenly, clock
         starts = [0, *accumulate(map(len, self.groups))]
         self.ranks = [tuple(range(*ends)) for ends in pairwise(starts)]
         self.modules = [name for name, _ in self.workload.layers]
@@ -52,7 +41,7 @@ class Stages:
         self.seconds = cache(self._seconds)
 
     def device(self, place: Place) -> str:
-        return self.setting.cluster.device_type(place)
+        return self.inputs.cluster.device_type(place)
 
     def takes(self, rows: int, recompute: Recompute) -> bool:
         """Whether so many rows fit by the profile, which knows of single devices only."""
@@ -107,27 +96,21 @@ class Stages:
 
     def memory_bytes(self, place: Place) -> float:
         """Memory of a replica; infinite where it is not known."""
-        return find_memory_bytes(self.setting.cluster, place) or math.inf
+        return find_memory_bytes(self.inputs.cluster, place) or math.inf
 
     def room_bytes(self, place: Place) -> float:
         """For tensors."""
-        context_bytes = self.setting.context_bytes(self.device(place)) * self.replicas.degree(place)
+        context_bytes = self.inputs.context_bytes(self.device(place)) * self.replicas.degree(place)
         room_bytes = self.memory_bytes(place) - context_bytes
-        return room_bytes / (1 + self.setting.profile.overheads.allocator_share)
+        return room_bytes / (1 + self.inputs.profile.overheads.allocator_share)
 
     def pass_on_s(self, g: int, rows: int, recompute: Recompute) -> float:
         """A round's rows from one stage to the next."""
         kind = self.workload.kinds[self._commonest]
         row_bytes = kind.input_elements_per_row * self.workload.itemsize
+        ends = {i: list(accumulate(self.share(i, rows, recompute))) for i in (g, g + 1)}
         flows = []
-        ends = [list(accumulate(self.share(i, rows, recompute))) for i in (g, g + 1)]
-        cuts = sorted({0, *ends[0], *ends[1]})
-        i = j = 0
-        for start, stop in pairwise(cuts):
-            while ends[0][i] <= start:
-                i += 1
-            while ends[1][j] <= start:
-                j += 1
-            source, target = self.ranks[g][i], self.ranks[g + 1][j]
+        for start, stop in pairwise(sorted({0, *ends[g], *ends[g + 1]})):
+            source, target = (self.ranks[i][bisect_right(own, start)] for i, own in ends.items())
             flows.append(self.network.transfer(source, target, (stop - start) * row_bytes))
         return self.network.time_alone(flows)

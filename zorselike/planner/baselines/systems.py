@@ -7,21 +7,19 @@ and our memory. None may use offloading unless it says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ClusterError, PlanError, ProfileError
-from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Recompute
 from zorselike.plan.shares import apportion
 from zorselike.planner.baselines.cephalo import find_cephalo
 from zorselike.planner.baselines.even import find_data_parallel, find_even
 from zorselike.planner.baselines.pipeline import find_pipeline
 from zorselike.planner.baselines.replicas import AllReduces, make_replicas
-from zorselike.planner.baselines.stages import Shape
-from zorselike.planner.groups.bandwidths import read_bandwidths
+from zorselike.planner.baselines.stages import Stages
 from zorselike.planner.groups.candidates import find_groupings
 from zorselike.planner.groups.order import order_by_bandwidth
 from zorselike.planner.problem import PlanProblem
@@ -44,140 +42,105 @@ def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
         ProfileError: Nothing is known of the speed of some device.
     """
     problem.check()
-    ways: list[tuple[str, Callable[[PlanProblem, Sequence[Place]], Baseline]]] = [
-        ("even shares", _plan_even),
-        ("Whale", _plan_whale),
-        ("TorchTitan-Het", _plan_torchtitan),
-        ("HexiScale-like", _plan_hexiscale),
-        ("Cephalo-like", _plan_cephalo),
-    ]
-    places = _choose_places(problem)
-    types = [problem.cluster.device_type(place) for place in places]
-    fast = [place for place, device in zip(places, types, strict=True) if device == types[0]]
-    if len(fast) < len(places):
-        name = f"{len(fast)} x {types[0]} alone"
-        ways.insert(0, (name, lambda problem, _: _plan_even(problem, fast, name)))
-    return tuple(_try(name, plan, problem, places) for name, plan in ways)
+    systems = _Systems(problem)
+    ways: dict[str, Callable[[str], Baseline]] = {
+        "even shares": systems.plan_even,
+        "Whale": systems.plan_whale,
+        "TorchTitan-Het": systems.plan_torchtitan,
+        "HexiScale-like": systems.plan_hexiscale,
+        "Cephalo-like": systems.plan_cephalo,
+    }
+    fast = [device for device in systems.types if device == systems.types[0]]
+    if len(fast) < len(systems.types):
+        alone = f"{len(fast)} x {fast[0]} alone"
+        ways = {alone: lambda name: systems.plan_even(name, len(fast)), **ways}
+    found = []
+    for name, plan in ways.items():
+        try:
+            found.append(plan(name))
+        except (ClusterError, PlanError, ProfileError) as error:  # Such as devices that nothing joins.
+            found.append(Baseline(name=name, how="", simulated=None, reason=str(error)))
+    return tuple(found)
 
 
-def _try(
-    name: str,
-    plan: Callable[[PlanProblem, Sequence[Place]], Baseline],
-    problem: PlanProblem,
-    places: Sequence[Place],
-) -> Baseline:
-    """What cannot be planned (devices that nothing joins, unknown peaks) is a baseline without a plan."""
-    try:
-        return plan(problem, places)
-    except (ClusterError, PlanError, ProfileError) as error:
-        return Baseline(name=name, how="", simulated=None, reason=str(error))
+class _Systems:
+    """Plans one problem as each system would."""
 
+    def __init__(self, problem: PlanProblem) -> None:
+        self._problem, self._inputs = problem, problem.setting
+        self._clock = LayerTimeModel(problem.profile, problem.workload)
+        fixed = problem.fixed.recompute
+        self._recompute: tuple[Recompute, ...] = ("none", "layer") if fixed is None else (fixed,)
+        seconds = [self._clock.model_s(device) for device in problem.device_types]
+        self._devices = sorted(problem.usable, key=lambda device: seconds[device])[: problem.max_devices]
+        """The devices that may be used, the fastest type first; with a limit the first so many."""
+        self._places = [problem.cluster.places[device] for device in self._devices]
+        self.types = [problem.device_types[device] for device in self._devices]
 
-def _choose_places(problem: PlanProblem) -> list[Place]:
-    """The devices that may be used, the fastest type first; with a limit the first so many."""
-    places = [problem.cluster.places[device] for device in problem.usable]
-    speeds = _measure_speeds(problem)
-    places.sort(key=lambda place: (-speeds[problem.cluster.device_type(place)], place))
-    return places[: problem.max_devices]
+    def plan_even(self, name: str, num_devices: int | None = None) -> Baseline:
+        """FSDP (Zhao et al. 2023) and DDP: one group, every device with as many rows, the best ZeRO stage."""
+        places, num_rows = self._places[:num_devices], self._problem.global_batch
+        return find_even(name, self._inputs, places, num_rows, recompute=self._recompute)
 
+    def plan_whale(self, name: str) -> Baseline:
+        """Whale (Jia et al. 2022, section 3.3.1): rows in proportion to peak FLOP/s, as Poplar compares
+        itself with it (Poplar, section 4.1): one group, the best ZeRO stage, the largest microbatches that
+        fit."""
+        dtype, peaks = self._problem.workload.dtype, []
+        for device in self.types:
+            peak = find_device(device).peak_flops.get(dtype)
+            if not peak:
+                raise ProfileError(f"the device catalogue has no peak of {device} for {dtype}")
+            peaks.append(peak)
+        rows = apportion(self._problem.global_batch, peaks)
+        return find_data_parallel(name, self._inputs, self._places, rows, recompute=self._recompute)
 
-def _measure_speeds(problem: PlanProblem) -> dict[str, float]:
-    """Rows per second of each type of device through the model, one at a time."""
-    cluster, layer_times = problem.cluster, _layer_times(problem)
-    types = {cluster.device_type(cluster.places[device]) for device in problem.usable}
-    return {device: 1 / layer_times.model_s(device) for device in types}
+    def plan_cephalo(self, name: str) -> Baseline:
+        """Cephalo (Guo et al. 2025): `planner/baselines/cephalo.py`."""
+        num_rows = self._problem.global_batch
+        return find_cephalo(name, self._inputs, self._places, num_rows, recompute=self._recompute)
 
+    def plan_torchtitan(self, name: str) -> Baseline:
+        """TorchTitan-Het (Zorse, section 6.1): a rectangular mesh of pipeline, ZeRO-2 data parallelism and
+        tensor parallelism inside a node, even rows, layers cut unevenly to balance stages; all degrees are
+        tried, with the fastest devices first in the pipeline or last."""
+        return self._find_pipeline(name, self._list_meshes(AllReduces(self._inputs), evenly=True))
 
-def _layer_times(problem: PlanProblem) -> LayerTimeModel:
-    return LayerTimeModel(problem.profile, problem.workload)
+    def plan_hexiscale(self, name: str) -> Baseline:
+        """HexiScale (Yan et al. 2024) as Zorse compares itself with it (section 6.1): stages of any devices,
+        with tensor parallelism inside a node and rows by speed, ZeRO 2. Stages are the candidates of our own
+        search (`planner/groups/candidates.py`) and TorchTitan's; tensor parallelism is the same in all, or
+        what a stage's part of a node allows of it."""
+        all_reduces = AllReduces(self._inputs)
+        meshes = self._list_meshes(all_reduces, evenly=False)
+        return self._find_pipeline(name, chain(self._list_asymmetric(all_reduces), meshes))
 
+    def _find_pipeline(self, name: str, shapes: Iterator[Stages]) -> Baseline:
+        return find_pipeline(name, shapes, self._problem.global_batch, recompute=self._recompute)
 
-def _recompute(problem: PlanProblem) -> tuple[Recompute, ...]:
-    fixed = problem.fixed.recompute
-    return ("none", "layer") if fixed is None else (fixed,)
+    def _list_meshes(self, all_reduces: AllReduces, *, evenly: bool) -> Iterator[Stages]:
+        """Stages of as many devices each, with one degree of tensor parallelism in all."""
+        nodes, num_places = self._problem.cluster.nodes, len(self._places)
+        near = sorted(self._places, key=lambda place: nodes[place.node].region)
+        for ordered in dict.fromkeys((tuple(near), tuple(reversed(near)))):
+            for degree in _DEGREES:
+                for width in range(degree, num_places + 1, degree):
+                    if num_places % width or num_places // width > len(self._problem.workload.layers):
+                        continue
+                    groups = [ordered[start : start + width] for start in range(0, num_places, width)]
+                    replicas = make_replicas(self._inputs, all_reduces, groups, degree)
+                    if all(replicas.degree(place) == degree for place in replicas.members):
+                        yield Stages(replicas, self._clock, evenly=evenly)
 
-
-def _plan_even(problem: PlanProblem, places: Sequence[Place], name: str = "even shares") -> Baseline:
-    """FSDP (Zhao et al. 2023) and DDP: one group, every device with as many rows, the best ZeRO stage."""
-    return find_even(name, problem.setting, places, problem.global_batch, recompute=_recompute(problem))
-
-
-def _plan_whale(problem: PlanProblem, places: Sequence[Place]) -> Baseline:
-    """Whale (Jia et al. 2022, section 3.3.1): rows in proportion to peak FLOP/s, as Poplar compares itself
-    with it (Poplar, section 4.1): one group, the best ZeRO stage, the largest microbatches that fit."""
-    cluster, dtype = problem.cluster, problem.workload.dtype
-    peaks = []
-    for device in (cluster.device_type(place) for place in places):
-        peak = find_device(device).peak_flops.get(dtype)
-        if not peak:
-            raise ProfileError(f"the device catalogue has no peak of {device} for {dtype}")
-        peaks.append(peak)
-    rows = apportion(problem.global_batch, peaks)
-    return find_data_parallel("Whale", problem.setting, places, rows, recompute=_recompute(problem))
-
-
-def _plan_cephalo(problem: PlanProblem, places: Sequence[Place]) -> Baseline:
-    """Cephalo (Guo et al. 2025): `planner/baselines/cephalo.py`."""
-    return find_cephalo(problem.setting, places, problem.global_batch, recompute=_recompute(problem))
-
-
-def _plan_torchtitan(problem: PlanProblem, places: Sequence[Place]) -> Baseline:
-    """TorchTitan-Het (Zorse, section 6.1): a rectangular mesh of pipeline, ZeRO-2 data parallelism and tensor
-    parallelism inside a node, even rows, layers cut unevenly to balance stages; all degrees are tried, with
-    the fastest devices first in the pipeline or last."""
-    shapes = _list_meshes(problem, places, AllReduces(problem.setting), evenly=True)
-    return find_pipeline(
-        "TorchTitan-Het", shapes, problem.global_batch, _layer_times(problem), recompute=_recompute(problem)
-    )
-
-
-def _list_meshes(
-    problem: PlanProblem, places: Sequence[Place], all_reduces: AllReduces, *, evenly: bool
-) -> Iterator[Shape]:
-    """Stages of as many devices each, with one degree of tensor parallelism in all."""
-    near = sorted(places, key=lambda place: problem.cluster.nodes[place.node].region)
-    num_layers = len(problem.workload.layers)
-    for ordered in dict.fromkeys((tuple(near), tuple(reversed(near)))):
-        for degree in _DEGREES:
-            for width in range(degree, len(places) + 1, degree):
-                if len(places) % width or len(places) // width > num_layers:
-                    continue
-                groups = [ordered[start : start + width] for start in range(0, len(places), width)]
-                replicas = make_replicas(problem.setting, all_reduces, groups, degree)
-                if all(replicas.degree(place) == degree for place in replicas.members):
-                    yield Shape(replicas, evenly)
-
-
-def _plan_hexiscale(problem: PlanProblem, places: Sequence[Place]) -> Baseline:
-    """HexiScale (Yan et al. 2024) as Zorse compares itself with it (section 6.1): stages of any devices, with
-    tensor parallelism inside a node and rows by speed, ZeRO 2. Stages are the candidates of our own search
-    (`planner/groups/candidates.py`) and TorchTitan's; tensor parallelism is the same in all, or what a
-    stage's part of a node allows of it."""
-    all_reduces = AllReduces(problem.setting)
-    shapes = chain(
-        _list_asymmetric(problem, places, all_reduces),
-        _list_meshes(problem, places, all_reduces, evenly=False),
-    )
-    return find_pipeline(
-        "HexiScale-like", shapes, problem.global_batch, _layer_times(problem), recompute=_recompute(problem)
-    )
-
-
-def _list_asymmetric(
-    problem: PlanProblem, places: Sequence[Place], all_reduces: AllReduces
-) -> Iterator[Shape]:
-    """Stages of any devices."""
-    cluster = problem.cluster
-    bandwidths = read_bandwidths(cluster, _find_devices(cluster, places), span_regions=problem.spans_regions)
-    num_nodes = len({place.node for place in places})
-    max_groups = min(len(problem.workload.layers), len(places), 2 * num_nodes)
-    for grouping in find_groupings(bandwidths, max_groups=max_groups):
-        order = order_by_bandwidth(bandwidths, grouping.groups)
-        groups = [tuple(cluster.places[device] for device in grouping.groups[g]) for g in order]
-        for degree in _DEGREES:
-            yield Shape(make_replicas(problem.setting, all_reduces, groups, degree), evenly=False)
-
-
-def _find_devices(cluster: Cluster, places: Sequence[Place]) -> list[int]:
-    number = {place: device for device, place in enumerate(cluster.places)}
-    return [number[place] for place in places]
+    def _list_asymmetric(self, all_reduces: AllReduces) -> Iterator[Stages]:
+        """Stages of any devices."""
+        bandwidths = self._problem.read_bandwidths(self._devices)
+        num_nodes = len({place.node for place in self._places})
+        max_groups = min(len(self._problem.workload.layers), len(self._places), 2 * num_nodes)
+        all_places = self._problem.cluster.places
+        for grouping in find_groupings(bandwidths, max_groups=max_groups):
+            order = order_by_bandwidth(bandwidths, grouping.groups)
+            groups = [tuple(all_places[device] for device in grouping.groups[g]) for g in order]
+            for degree in _DEGREES:
+                replicas = make_replicas(self._inputs, all_reduces, groups, degree)
+                yield Stages(replicas, self._clock, evenly=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -81,6 +82,13 @@ class CandidatePlan:
     def layers_of(self, ministage: int) -> range:
         """Indices of a ministage's layers."""
         return range(self.ends[ministage - 1] if ministage else 0, self.ends[ministage])
+
+    def ministage_of(self, layer: int) -> int:
+        return bisect_right(self.ends, layer)
+
+    def owner_of(self, layer: int) -> int:
+        """The group that has a layer."""
+        return self.owners[self.ministage_of(layer)]
 
     def ministages_of(self, group: int) -> tuple[int, ...]:
         return tuple(i for i, owner in enumerate(self.owners) if owner == group)

@@ -9,7 +9,7 @@ carries its part. Where two groups share nodes the plain order may be the better
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -46,15 +46,16 @@ class _Dealt:
 
 
 def deal_candidate(
-    candidate: CandidatePlan, table: LayerTable, node_of: Callable[[int], int], type_of: Callable[[int], str]
+    candidate: CandidatePlan, table: LayerTable, node_of: Sequence[int], type_of: Sequence[str]
 ) -> list[tuple[Microbatch, ...]]:
     """Each group's microbatches, ranks numbered group by group. One group after the other takes the order
-    with which least has to go over the busiest pair of nodes, from and to those that have theirs."""
+    with which least has to go over the busiest pair of nodes, from and to those that have theirs. `node_of`
+    and `type_of` are by device."""
     pairs = Counter(tuple(sorted(pair)) for pair in pairwise(candidate.owners) if pair[0] != pair[1])
     dealt: list[_Dealt] = []
     for g, group in enumerate(candidate.groups):
-        nodes = [node_of(device) for device in group.devices]
-        pieces = _Pieces(group, [type_of(device) for device in group.devices], nodes, table)
+        nodes = [node_of[device] for device in group.devices]
+        pieces = _Pieces(group, [type_of[device] for device in group.devices], nodes, table)
         others = [(number, dealt[h]) for h in range(g) if (number := pairs[h, g])]
         orders = list_orders(nodes) if others else [(*range(len(nodes)),)]
         tried = [pieces.deal(order) for order in orders]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 from zorselike.cost.layer_times import LayerTimeModel
@@ -28,7 +30,7 @@ class LayerTable:
 
     def __init__(self, workload: Workload, clock: LayerTimeModel) -> None:
         self._clock = clock
-        self._seconds: dict[tuple[str, str, int, Recompute], Seconds] = {}
+        self.seconds = cache(self._seconds)
         self._whole: dict[tuple[str, Recompute], list[float]] = {}
         self._kind_of_key: dict[str, LayerKind] = {}
         self._recomputes: dict[str, bool] = {}
@@ -37,6 +39,8 @@ class LayerTable:
         self.keys = tuple(self._make_key(name, kind) for name, kind in workload.layers)
         """Key of each layer in model order."""
         self.counts = Counter(self.keys)
+        self.ties = tuple((self.modules.index(a), self.modules.index(b)) for a, b in workload.ties)
+        """Owner and borrower of each tied weight, as layers."""
 
     def _make_key(self, module: str, kind: str) -> str:
         recomputes = is_layer(module)
@@ -53,16 +57,17 @@ class LayerTable:
         """How layers of a key run in a group that recomputes, or does not."""
         return recompute if self._recomputes[key] else "none"
 
-    def seconds(self, key: str, device: str, rows: int, recompute: Recompute) -> Seconds:
+    def kept_bytes(self, key: str, recompute: Recompute) -> int:
+        """What one row keeps of a layer for its backward, as the workload counts it."""
+        kind = self._kind_of_key[key]
+        if self.recompute(key, recompute) == "layer":
+            return kind.input_elements_per_row * self.workload.itemsize
+        return kind.activation_bytes_per_row
+
+    def _seconds(self, key: str, device: str, rows: int, recompute: Recompute) -> Seconds:
         """One layer, a microbatch of so many rows. Raises `ProfileError` for a device nobody knows."""
-        wanted = (key, device, rows, recompute)
-        if wanted not in self._seconds:
-            name, how = self._kind_of_key[key].name, self.recompute(key, recompute)
-            self._seconds[wanted] = Seconds(
-                self._clock.forward_s(name, device, rows, how),
-                self._clock.backward_s(name, device, rows, how),
-            )
-        return self._seconds[wanted]
+        wanted = self._kind_of_key[key].name, device, rows, self.recompute(key, recompute)
+        return Seconds(self._clock.forward_s(*wanted), self._clock.backward_s(*wanted))
 
     def model_s(self, device: str, recompute: Recompute, max_rows: int) -> tuple[float, ...]:
         """Forward and backward of microbatches of 1 to `max_rows` rows through the whole model. Curves do
@@ -77,11 +82,11 @@ class LayerTable:
             found.append(max(total, found[-1]) if found else total)
         return tuple(found[:max_rows])
 
-    def most_rows(self, device: str, recompute: Recompute) -> int | None:
-        """Rows at once that were found to fit through every kind; None where nobody looked."""
+    def most_rows(self, device: str, recompute: Recompute, keys: Iterable[str] | None = None) -> int | None:
+        """Rows at once that were found to fit through all layers, or some; None where nobody looked."""
         found = [
-            self._clock.max_rows(kind.name, device, self.recompute(key, recompute))
-            for key, kind in self._kind_of_key.items()
+            self._clock.max_rows(self.kind(key).name, device, self.recompute(key, recompute))
+            for key in (self.counts if keys is None else keys)
         ]
         return min((most for most in found if most is not None), default=None)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import Literal
 
 from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
 from zorselike.planner.problem import Fixed
@@ -22,6 +23,11 @@ class Mode:
     def reduces_per_microbatch(self) -> bool:
         """As `Group.reduces_per_microbatch`."""
         return self.zero == 3 or self.grad_reduce == "microbatch"
+
+    @property
+    def reduction(self) -> Literal["reduce_scatter", "all_reduce"]:
+        """How gradients are reduced."""
+        return "reduce_scatter" if self.zero else "all_reduce"
 
     @property
     def may_bound_in_flight(self) -> bool:
@@ -45,56 +51,29 @@ class Mode:
 
 
 Family = tuple[Mode, ...]
-"""Modes that compute and copy as much for a row, those first that take least time; later ones need less
-memory."""
+"""Modes that compute and copy as much for a row: the fastest first, later ones need less memory."""
 
 _OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("params",), ("optimizer",), ("params", "optimizer"))
-_STASHING: tuple[tuple[str, ...], ...] = (
-    ("activations",),
-    ("params", "activations"),
-    ("optimizer", "activations"),
-    ("params", "optimizer", "activations"),
-)
+_STASHING = tuple((*kept, "activations") for kept in _OFFLOADS)
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
 
 def list_families(fixed: Fixed) -> tuple[Family, ...]:
     """All modes that what the user fixed leaves: those that do nothing twice first, then those that recompute
     layers or offload activations or both, then with gathers or reductions of every microbatch. A fixed
     offload that is none of the usual sets is taken as it is."""
+    sets = (_OFFLOADS, _STASHING) if fixed.offload is None else ((fixed.offload,),)
+    often: tuple[tuple[GradReduce, tuple[int, ...]], ...] = (("once", (0, 1, 2)), ("microbatch", (2, 3)))
     families = []
-    for per_microbatch in (False, True):
-        for recompute, offloads in _list_kinds(fixed):
-            modes = _list_modes(recompute, offloads, per_microbatch=per_microbatch)
-            family = tuple(mode for mode in modes if _keeps(mode, fixed))
-            if family:
-                families.append(family)
-    return tuple(families)
-
-
-def _list_kinds(fixed: Fixed) -> list[tuple[Recompute, tuple[tuple[str, ...], ...]]]:
-    """Recomputation, and what may be offloaded with it."""
-    plain, stashing = _OFFLOADS, _STASHING
-    if fixed.offload is not None:
-        plain, stashing = (fixed.offload,), ()
-    return [("none", plain), ("layer", plain), ("none", stashing), ("layer", stashing)]
-
-
-def _list_modes(
-    recompute: Recompute, offloads: tuple[tuple[str, ...], ...], *, per_microbatch: bool
-) -> Iterator[Mode]:
-    grad_reduce: GradReduce = "microbatch" if per_microbatch else "once"
-    for offload in offloads:
-        for zero in (2, 3) if per_microbatch else (0, 1, 2):
-            yield Mode(zero, grad_reduce, recompute, offload)
+    for (grad_reduce, stages), offloads, recompute in product(often, sets, _RECOMPUTE):
+        modes = (Mode(zero, grad_reduce, recompute, offload) for offload in offloads for zero in stages)
+        families.append(tuple(mode for mode in modes if _keeps(mode, fixed)))
+    return tuple(family for family in families if family)
 
 
 def _keeps(mode: Mode, fixed: Fixed) -> bool:
-    if (
-        fixed.offload is None
-        and mode.zero < 2
-        and "params" in mode.offload
-        and "optimizer" not in mode.offload
-    ):
+    is_half = "params" in mode.offload and "optimizer" not in mode.offload
+    if fixed.offload is None and mode.zero < 2 and is_half:
         return False  # Devices keep them whole, and hosts have room for more.
     return (
         fixed.zero in (None, mode.zero)

@@ -7,20 +7,24 @@ from dataclasses import replace
 from typing import Any
 
 from zorselike.cost.catalogue import find_memory_bytes
-from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.problem import PlanProblem
 
 Structure = tuple[object, ...]
 
 
 class Structures:
-    """Tells structures of plans on one cluster."""
+    """Tells structures of plans of one problem."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, problem: PlanProblem) -> None:
+        cluster = problem.cluster
+        self._nodes = problem.nodes
+        memory = [find_memory_bytes(cluster, place) or 0 for place in cluster.places]
+        self._kinds = list(zip(problem.device_types, memory, strict=True))
+        """What each device is, apart from where."""
         kinds: dict[object, int] = {}
-        self._kinds = [kinds.setdefault(replace(node, name=""), len(kinds)) for node in cluster.nodes]
-        """Kind of each node; the same where only the name is another."""
+        self._node_kinds = [kinds.setdefault(replace(node, name=""), len(kinds)) for node in cluster.nodes]
+        """The same where only the name is another."""
 
     def describe(self, candidate: CandidatePlan, iteration_s: float) -> set[Structure]:
         """Plans of which one of these is equal are the same to a reader.
@@ -30,29 +34,19 @@ class Structures:
         told these apart, they would not.
         """
         numbers = self._number_nodes(candidate)
-        mirrored = _describe(
-            candidate, lambda device: (*numbers[self._node_of(device)], *self._kind_of(device))
-        )
+        mirrored = _describe(candidate, lambda d: (*numbers[self._nodes[d]], *self._kinds[d]))
         return {
-            _describe(candidate, lambda device: (self._node_of(device), *self._kind_of(device))),
+            _describe(candidate, lambda d: (self._nodes[d], *self._kinds[d])),
             (f"{iteration_s:.6g}", *mirrored),
         }
-
-    def _node_of(self, device: int) -> int:
-        return self._cluster.places[device].node
-
-    def _kind_of(self, device: int) -> tuple[str, int]:
-        """What it is, apart from where."""
-        place = self._cluster.places[device]
-        return self._cluster.device_type(place), find_memory_bytes(self._cluster, place) or 0
 
     def _number_nodes(self, candidate: CandidatePlan) -> dict[int, tuple[int, int]]:
         """Nodes by their kind, and which of that kind each is in the order of the groups."""
         numbers: dict[int, tuple[int, int]] = {}
         for group in candidate.groups:
-            for node in map(self._node_of, sorted(group.devices)):
+            for node in (self._nodes[device] for device in sorted(group.devices)):
                 if node not in numbers:
-                    kind = self._kinds[node]
+                    kind = self._node_kinds[node]
                     numbers[node] = kind, sum(own == kind for own, _ in numbers.values())
         return numbers
 

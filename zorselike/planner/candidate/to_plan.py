@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Device, Group, Ministage, Plan
+from zorselike.plan.workload import Workload
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.deal_rows import deal_candidate
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -20,15 +23,45 @@ def name_devices(cluster: Cluster, places: Iterable[Place]) -> tuple[Device, ...
     )
 
 
+def assemble_plan(
+    workload: Workload,
+    cluster: Cluster,
+    places: Sequence[Place],
+    groups: Sequence[Group],
+    ends: Sequence[int],
+    owners: Iterable[int] | None = None,
+) -> Plan:
+    """A plan for ranks at these places.
+
+    Args:
+        groups: all with the same rows.
+        ends: ministage `i` has the layers `[ends[i - 1], ends[i])`.
+        owners: the group of each ministage; each group one where it is not given.
+    """
+    modules = [module for module, _ in workload.layers]
+    cuts = pairwise((0, *ends))
+    owners = range(len(groups)) if owners is None else owners
+    return Plan(
+        global_batch=sum(microbatch.num_rows for microbatch in groups[0].microbatches),
+        groups=tuple(groups),
+        ministages=tuple(
+            Ministage(g, tuple(modules[slice(*cut)])) for g, cut in zip(owners, cuts, strict=True)
+        ),
+        devices=name_devices(cluster, places),
+        sequence_length=workload.sequence_length,
+        model=workload.model,
+    )
+
+
+def add_fingerprints(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
+    """For a plan that is to be written: what it was made for."""
+    return replace(plan, cluster_fingerprint=cluster.fingerprint, workload_fingerprint=workload.fingerprint)
+
+
 def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> Plan:
     """The plan of a candidate, ranks numbered group by group."""
     cluster = problem.cluster
-    dealt = deal_candidate(
-        candidate,
-        table,
-        lambda device: cluster.places[device].node,
-        lambda device: cluster.device_type(cluster.places[device]),
-    )
+    dealt = deal_candidate(candidate, table, problem.nodes, problem.device_types)
     groups: list[Group] = []
     places: list[Place] = []
     for group, rows in zip(candidate.groups, dealt, strict=True):
@@ -45,17 +78,5 @@ def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable)
                 max_in_flight=group.max_in_flight,
             )
         )
-    ministages = tuple(
-        Ministage(owner, tuple(table.modules[layer] for layer in candidate.layers_of(i)))
-        for i, owner in enumerate(candidate.owners)
-    )
-    return Plan(
-        global_batch=problem.global_batch,
-        groups=tuple(groups),
-        ministages=ministages,
-        devices=name_devices(cluster, places),
-        sequence_length=problem.workload.sequence_length,
-        model=problem.workload.model,
-        cluster_fingerprint=cluster.fingerprint,
-        workload_fingerprint=problem.workload.fingerprint,
-    )
+    plan = assemble_plan(problem.workload, cluster, places, groups, candidate.ends, candidate.owners)
+    return add_fingerprints(plan, problem.workload, cluster)

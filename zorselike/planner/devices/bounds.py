@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from math import fsum
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
-from zorselike.planner.layers.split import GroupCosts, bound_slowest_s
+from zorselike.planner.layers.split_layers import GroupCosts, bound_slowest_s
 from zorselike.planner.problem import PlanProblem
 
 _LEAST_S = 1e-30
@@ -51,9 +51,9 @@ class DeviceBounds:
         self._kinds = [layer.name for layer in self._layers]
         self._most_measured: dict[str, int] = {}
         for times in problem.profile.layers:
-            most = max(self._most_measured.get(times.device, 1), int(times.rows[-1]))
-            self._most_measured[times.device] = most
-        self._row_s: dict[str, dict[str, float]] = {}
+            before = self._most_measured.get(times.device, 1)
+            self._most_measured[times.device] = max(before, int(times.rows[-1]))
+        self.row_s = cache(self._row_s)
 
     # -- seconds ---------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class DeviceBounds:
         Raises:
             ProfileError: Neither the profile nor the catalogue says anything about one of them.
         """
-        return self.bound_types_s(Counter(map(self.type_of, devices)))
+        return self.bound_types_s(Counter(self._problem.device_types[device] for device in devices))
 
     def bound_types_s(self, counts: Mapping[str, int]) -> float:
         """The same by the number of devices of each type."""
@@ -82,8 +82,9 @@ class DeviceBounds:
     def chain_s(self, devices: Sequence[str]) -> float:
         """Seconds that one row takes through the whole model and back at least, every layer on the type of
         device that is fastest at it."""
-        one_row = [self._time_alone(device) for device in devices]
-        return fsum(min(seconds[kind] for seconds in one_row) for kind in self._kinds)
+        layers = dict.fromkeys(self._layers)
+        least_s = {layer.name: min(self._time(layer, device, 1) for device in devices) for layer in layers}
+        return fsum(least_s[kind] for kind in self._kinds)
 
     def work(self, devices: Sequence[str]) -> float:
         """Rows of a step, each as the share of it that is left to do if every layer is on the type of device
@@ -103,7 +104,7 @@ class DeviceBounds:
     @cached_property
     def floor_s(self) -> float:
         """Seconds of a step that no plan of any of the usable devices is under, `max_devices` of them."""
-        counts = Counter(map(self.type_of, self._problem.usable))
+        counts = Counter(self._problem.device_types[device] for device in self._problem.usable)
         most = self._problem.max_devices
         if most is None or most >= sum(counts.values()):
             return self.bound_types_s(counts)
@@ -111,21 +112,9 @@ class DeviceBounds:
         together = self.work(tuple(counts)) / fsum(1 / seconds for seconds in fastest)
         return max(together, self.chain_s(tuple(counts)))
 
-    def type_of(self, device: int) -> str:
-        return self._types[device]
-
-    @cached_property
-    def _types(self) -> tuple[str, ...]:
-        """Types of all devices of the cluster."""
-        return tuple(device for node in self._problem.cluster.nodes for device in node.devices)
-
-    def row_s(self, device: str) -> dict[str, float]:
+    def _row_s(self, device: str) -> dict[str, float]:
         """Seconds of one row through a layer of each kind and back, at the number of rows that is best."""
-        if device not in self._row_s:
-            self._row_s[device] = {
-                layer.name: self._best_s(layer, device) for layer in dict.fromkeys(self._layers)
-            }
-        return self._row_s[device]
+        return {layer.name: self._best_s(layer, device) for layer in dict.fromkeys(self._layers)}
 
     def _best_s(self, layer: _Layer, device: str) -> float:
         """Curves are straight beyond what was measured, so that the best is there, or at the most."""
@@ -134,15 +123,10 @@ class DeviceBounds:
         return min(self._time(layer, device, rows) / rows for rows in sizes)
 
     def _most_rows(self, kind: str, device: str) -> int:
-        """The most rows of one microbatch, by the batch and by what was found to fit; recomputed, more
-        may."""
-        problem = self._problem
-        most = min(problem.global_batch, problem.fixed.rows_per_microbatch or problem.global_batch)
+        """The most rows of a microbatch, by the batch and by what was found to fit; recomputed, more may."""
+        most = self._problem.most_rows_at_once
         limits = [self.clock.max_rows(kind, device, recompute) for recompute in _SETTINGS]
         return min(most, max(most if limit is None else max(1, limit) for limit in limits))
-
-    def _time_alone(self, device: str) -> dict[str, float]:
-        return {layer.name: self._time(layer, device, 1) for layer in dict.fromkeys(self._layers)}
 
     def _time(self, layer: _Layer, device: str, rows: int) -> float:
         forward_s = self.clock.forward_s(layer.kind, device, rows, "none")
@@ -154,9 +138,8 @@ class DeviceBounds:
 
     def price_per_hour(self, devices: Iterable[int]) -> float:
         """Price of all nodes that have one of these devices; their idle devices are paid for as well."""
-        cluster = self._problem.cluster
-        nodes = {cluster.places[device].node for device in devices}
-        return fsum(cluster.nodes[node].price_per_hour for node in nodes)
+        nodes = {self._problem.nodes[device] for device in devices}
+        return fsum(self._problem.cluster.nodes[node].price_per_hour for node in nodes)
 
     def bound_cost(self, devices: Sequence[int]) -> float:
         """Money of a step at least, of plans that use a device of each of these devices' nodes."""
@@ -165,11 +148,12 @@ class DeviceBounds:
     def least_cost(self, devices: Sequence[int]) -> float:
         """Money of a step at least, of plans that use any of these devices: as if the nodes that compute
         most for their price did it all."""
-        cluster = self._problem.cluster
+        problem = self._problem
         by_node: dict[int, list[str]] = {}
         for device in devices:
-            by_node.setdefault(cluster.places[device].node, []).append(self.type_of(device))
+            by_node.setdefault(problem.nodes[device], []).append(problem.device_types[device])
         types = {device for own in by_node.values() for device in own}
-        alike = {(cluster.nodes[node].price_per_hour, tuple(sorted(own))) for node, own in by_node.items()}
+        prices = [node.price_per_hour for node in problem.cluster.nodes]
+        alike = {(prices[node], tuple(sorted(own))) for node, own in by_node.items()}
         price = min(price / fsum(1 / self.model_s(device) for device in own) for price, own in alike)
         return price * self.work(sorted(types)) / 3600

@@ -7,7 +7,7 @@ planning; what Sailor's dynamic programme would take is among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite
@@ -16,23 +16,19 @@ import numpy as np
 
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.answer import NothingFitsError
-from zorselike.planner.devices.allocated_devices import allocate_devices
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.mixes import Mix, mix_kinds
-from zorselike.planner.devices.node_kinds import count_types, find_node_kinds
-from zorselike.planner.devices.pipeline_costs import count_state_bytes
-from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.devices.node_kinds import find_node_kinds
+from zorselike.planner.devices.pipeline_costs import allocate_devices, count_state_bytes
+from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.text.wording import count, list_few
 
 MOST_SETS = 100
 LIKELY_SHARE = 0.75
-"""Share of a bound that plans are likely to reach: which of the sets whose bounds keep the constraints
-come first."""
+"""Share of a bound that plans are likely to reach: sets that keep the constraints with it come first."""
 MOST_FASTEST = 8
 """Mixes with the lowest bounds that are taken."""
-MOST_PARTS = 3
-"""Parts of a name; with more it counts types and nodes."""
 TIME_LIMIT_S = 0.3
 TRIED_PER_S = 60_000
 """Partial pipelines that the dynamic programme tries in a second."""
@@ -40,12 +36,10 @@ _SLACK = 1e-9
 """Relative, by which a bound may break a constraint."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeviceSet:
     """Devices that a plan could be made for."""
 
-    name: str
-    """For people: `without the 8 T4`."""
     devices: tuple[int, ...]
     """Indices into `Cluster.places`, rising."""
     bound_s: float
@@ -62,21 +56,16 @@ class DeviceSet:
 
 
 def propose_devices(
-    problem: PlanProblem,
-    *,
-    bounds: DeviceBounds | None = None,
-    most: int = MOST_SETS,
-    time_limit_s: float = TIME_LIMIT_S,
+    problem: PlanProblem, *, bounds: DeviceBounds | None = None, time_limit_s: float = TIME_LIMIT_S
 ) -> tuple[DeviceSet, ...]:
-    """Sets of the usable devices, the most promising first, each once; of a cluster in unconnected parts, of
-    each part.
+    """Sets of the usable devices, `MOST_SETS` at most, the most promising first; of a cluster in unconnected
+    parts, of each part.
 
     Whole mixes of nodes whose bounds break a constraint are left out, unless none is left.
 
     Args:
         problem: has passed its `check`.
         bounds: of the problem, if there are some already.
-        most: so many sets.
         time_limit_s: what the dynamic programme may take, about: it is counted in what it looks at, so that
             the same is proposed whatever the machine is doing.
 
@@ -89,28 +78,18 @@ def propose_devices(
     _refuse(problem, bounds)
     if problem.fixed.groups is not None:
         devices = tuple(sorted(device for group in problem.fixed.groups for device in group))
-        return (_make_set(bounds, "the devices of the fixed groups", devices),)
-    whole = read_bandwidths(problem.cluster, problem.usable, span_regions=problem.spans_regions)
+        return (_make_set(bounds, devices),)
+    whole = problem.read_bandwidths(problem.usable)
     parts = whole.connected_parts()
+    max_tried = int(time_limit_s / len(parts) * TRIED_PER_S)
+    if len(parts) == 1:
+        return tuple(_Chooser(problem, bounds, whole, max_tried).choose())
     found: list[DeviceSet] = []
     for part in parts:
-        note = _describe_rest(problem.cluster, part, whole.devices) if len(parts) > 1 else ""
-        bandwidths = (
-            whole
-            if len(parts) == 1
-            else read_bandwidths(problem.cluster, part, span_regions=problem.spans_regions)
-        )
-        chooser = _Chooser(
-            replace(problem, devices=part),
-            bounds,
-            bandwidths,
-            most=most,
-            time_limit_s=time_limit_s / len(parts),
-        )
+        note = _describe_rest(problem.cluster, part, whole.devices)
+        chooser = _Chooser(replace(problem, devices=part), bounds, problem.read_bandwidths(part), max_tried)
         found += [replace(chosen, note=note) for chosen in chooser.choose()]
-    if len(parts) > 1:
-        found.sort(key=lambda chosen: _rank(problem, chosen))
-    return tuple(found[:most])
+    return tuple(sorted(found, key=lambda chosen: _rank(problem, chosen))[:MOST_SETS])
 
 
 def _refuse(problem: PlanProblem, bounds: DeviceBounds) -> None:
@@ -144,13 +123,8 @@ def _describe_rest(cluster: Cluster, part: Sequence[int], devices: Iterable[int]
     )
 
 
-def _make_set(bounds: DeviceBounds, name: str, devices: tuple[int, ...]) -> DeviceSet:
-    return DeviceSet(
-        name=name,
-        devices=devices,
-        bound_s=bounds.bound_s(devices),
-        price_per_hour=bounds.price_per_hour(devices),
-    )
+def _make_set(bounds: DeviceBounds, devices: tuple[int, ...]) -> DeviceSet:
+    return DeviceSet(devices, bounds.bound_s(devices), bounds.price_per_hour(devices))
 
 
 def _keeps(problem: PlanProblem, chosen: DeviceSet, share: float = 1.0) -> bool:
@@ -176,61 +150,37 @@ class _Chooser:
     """Sets of devices of one connected part."""
 
     def __init__(
-        self,
-        problem: PlanProblem,
-        bounds: DeviceBounds,
-        bandwidths: Bandwidths,
-        *,
-        most: int,
-        time_limit_s: float,
+        self, problem: PlanProblem, bounds: DeviceBounds, bandwidths: Bandwidths, max_tried: int
     ) -> None:
-        self._problem = problem
-        self._bounds = bounds
-        self._bandwidths = bandwidths
-        self._most = most
-        self._max_tried = int(time_limit_s * TRIED_PER_S)
-        self._asks_for_money = problem.objective == "cost" or isfinite(problem.max_cost_per_iteration)
+        """`max_tried` as `allocate_devices` takes it."""
+        self._problem, self._bounds, self._bandwidths = problem, bounds, bandwidths
+        self._max_tried = max_tried
         self._kinds = find_node_kinds(bandwidths, problem.usable, bounds.model_s)
         self._state_bytes = sum(count_state_bytes(problem.workload))
 
     def choose(self) -> list[DeviceSet]:
         """Those of which the bounds promise most; of the first few, what the dynamic programme takes."""
-        sets: dict[tuple[int, ...], DeviceSet] = {}
-        for name, devices in self._list_choices():
-            if devices not in sets and self._is_possible(devices):
-                sets[devices] = _make_set(self._bounds, name, devices)
         allocated = allocate_devices(
             self._problem, self._bounds.clock, self._kinds, self._bandwidths, max_tried=self._max_tried
         )
-        for devices in allocated:
-            if devices not in sets and self._is_possible(devices):
-                sets[devices] = _make_set(self._bounds, self._name(devices), devices)
-        kept = [chosen for chosen in sets.values() if _keeps(self._problem, chosen)] or [*sets.values()]
+        possible = filter(self._is_possible, dict.fromkeys((*self._list_choices(), *allocated)))
+        sets = [_make_set(self._bounds, devices) for devices in possible]
+        kept = [chosen for chosen in sets if _keeps(self._problem, chosen)] or sets
         kept.sort(key=lambda chosen: (not self._holds_state(chosen), *_rank(self._problem, chosen)))
         first = [chosen for chosen in kept if chosen.devices in allocated]
-        if not self._asks_for_money:
+        if not self._problem.asks_for_money:
             first = [*kept[:1], *first]
-        return [*{chosen.devices: chosen for chosen in (*first, *kept)}.values()][: self._most]
+        return [*{chosen.devices: chosen for chosen in (*first, *kept)}.values()][:MOST_SETS]
 
     def _is_possible(self, devices: tuple[int, ...]) -> bool:
-        most = self._problem.max_devices
-        return (
-            bool(devices)
-            and (most is None or len(devices) <= most)
-            and self._may_be_grouped(devices)
-            and self._is_joined(devices)
-        )
-
-    def _may_be_grouped(self, devices: tuple[int, ...]) -> bool:
-        """Whether each region's devices could be a group of their own, where groups may not span regions."""
-        cluster, workload = self._problem.cluster, self._problem.workload
-        if self._problem.spans_regions:
-            return True
-        regions = {cluster.nodes[cluster.places[device].node].region for device in devices}
-        return len(regions) <= (self._problem.fixed.ministages or len(workload.layers))
-
-    def _is_joined(self, devices: Sequence[int]) -> bool:
-        """Whether some way joins them all, over none but them."""
+        """Not too many; where groups may not span regions, each region's could be a group of their own; and
+        some way joins them all, over none but them."""
+        problem = self._problem
+        most = inf if problem.max_devices is None else problem.max_devices
+        regions = {problem.cluster.nodes[problem.nodes[device]].region for device in devices}
+        most_groups = problem.fixed.ministages or len(problem.workload.layers)
+        if not 0 < len(devices) <= most or (len(regions) > most_groups and not problem.spans_regions):
+            return False
         return self._is_all_joined or len(self._bandwidths.connected_parts(devices)) == 1
 
     @cached_property
@@ -247,52 +197,46 @@ class _Chooser:
 
     # -- choices ---------------------------------------------------------------------------
 
-    def _list_choices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and devices, the same perhaps several times."""
+    def _list_choices(self) -> Iterator[tuple[int, ...]]:
+        """The same perhaps several times."""
         usable = self._problem.usable
-        yield ("the only device" if len(usable) == 1 else f"all {count(len(usable), 'device')}"), usable
-        for name, share in self._list_shares():
-            yield f"without {name}", tuple(sorted({*usable} - {*share}))
-            yield f"only {name}", tuple(sorted(share))
+        yield usable
+        for share in self._list_shares():
+            yield tuple(sorted({*usable} - {*share}))
+            yield tuple(sorted(share))
         for kind in self._kinds:
-            yield kind.describe(1), tuple(sorted(kind.nodes[0]))
-        for device, members in self._by(lambda device: self._bounds.type_of(device)).items():
-            yield f"one {device}", (members[0],)
-        for mix in self._list_mixes():
-            devices = self._take(mix)
-            yield self._name(devices), devices
+            yield tuple(sorted(kind.nodes[0]))
+        for members in self._by(self._problem.device_types).values():
+            yield (members[0],)
+        yield from map(self._take, self._list_mixes())
 
-    def _list_shares(self) -> Iterator[tuple[str, list[int]]]:
-        """What people would leave out, or take alone."""
-        nodes, places = self._problem.cluster.nodes, self._problem.cluster.places
-        named: tuple[tuple[str, Callable[[int], str]], ...] = (
-            ("", self._bounds.type_of),
-            ("region", lambda device: nodes[places[device].node].region),
-            ("zone", lambda device: nodes[places[device].node].zone),
-        )
-        for what, name_of in named:
-            shares = self._by(name_of)
-            for name, members in shares.items():
-                if len(shares) > 1 and name:
-                    yield (f"{what} {name}" if what else f"the {len(members)} {name}"), members
+    def _list_shares(self) -> Iterator[Sequence[int]]:
+        """What people would leave out, or take alone: a type, a region, a zone, a kind of nodes."""
+        problem = self._problem
+        node_of = [problem.cluster.nodes[node] for node in problem.nodes]
+        regions, zones = [node.region for node in node_of], [node.zone for node in node_of]
+        for names in (problem.device_types, regions, zones):
+            shares = self._by(names)
+            if len(shares) > 1:
+                yield from (members for name, members in shares.items() if name)
         if len(self._kinds) > 1:
-            for kind in self._kinds:
-                yield kind.describe_all(), [*kind.devices]
+            yield from (kind.devices for kind in self._kinds)
 
-    def _by(self, name_of: Callable[[int], str]) -> dict[str, list[int]]:
+    def _by(self, names: Sequence[str]) -> dict[str, list[int]]:
+        """By a name that each device of the cluster has."""
         found: dict[str, list[int]] = {}
         for kind in self._kinds:
             for device in kind.devices:
-                found.setdefault(name_of(device), []).append(device)
+                found.setdefault(names[device], []).append(device)
         return found
 
     def _list_mixes(self) -> Iterator[Mix]:
         """The fastest for so much money or so many devices."""
         most = self._problem.max_devices
-        coarse = most is None and not self._asks_for_money
+        coarse = most is None and not self._problem.asks_for_money
         mixes = mix_kinds(self._kinds, self._bounds, max_devices=most, coarse=coarse)
         picked = [*mixes.pick(mixes.num_devices), *mixes.pick_fastest(MOST_FASTEST)]
-        if self._asks_for_money:
+        if self._problem.asks_for_money:
             shares, slowest = (1.0, LIKELY_SHARE), self._problem.min_throughput
             picked += mixes.pick(
                 mixes.bound_cost,
@@ -309,22 +253,3 @@ class _Chooser:
             if k == mix.part_kind:
                 taken += kind.nodes[number][: mix.part_devices]
         return tuple(sorted(taken))
-
-    def _name(self, devices: tuple[int, ...]) -> str:
-        """`4 of 8 nodes of 4 A100-40 + 2 T4 of a node of 4`."""
-        chosen = {*devices}
-        parts, num_nodes = [], 0
-        for kind in self._kinds:
-            by_node = [[device for device in node if device in chosen] for node in kind.nodes]
-            num_whole = sum(len(taken) == len(kind.types) for taken in by_node)
-            if num_whole:
-                parts.append(kind.describe(num_whole))
-            some = [
-                self._bounds.type_of(d) for taken in by_node if len(taken) < len(kind.types) for d in taken
-            ]
-            if some:
-                parts.append(f"{count_types(some)} of {kind.describe_one()}")
-            num_nodes += sum(map(bool, by_node))
-        if len(parts) <= MOST_PARTS:
-            return " + ".join(parts)
-        return f"{count_types(map(self._bounds.type_of, devices))} on {count(num_nodes, 'node')}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -152,15 +152,12 @@ def mix_kinds(
     num_nodes = _make_grid(limits, coarse)
     if num_nodes is None:
         num_nodes = np.array([*dict.fromkeys(_add_in_turn(kinds, bounds))], dtype=np.int64)
-    whole = Mixes(tuple(kinds), bounds, num_nodes, *_no_part(len(num_nodes)))
+    parts = np.full(len(num_nodes), -1, dtype=np.int64), np.zeros(len(num_nodes), dtype=np.int64)
+    whole = Mixes(tuple(kinds), bounds, num_nodes, *parts)
     if max_devices is not None:
         whole = _fill(whole, max_devices)
     kept = (whole.num_devices > 0) & (whole.num_devices <= most)
     return Mixes(whole.kinds, bounds, whole.num_nodes[kept], whole.part_kind[kept], whole.part_devices[kept])
-
-
-def _no_part(num_mixes: int) -> tuple[Ints, Ints]:
-    return np.full(num_mixes, -1, dtype=np.int64), np.zeros(num_mixes, dtype=np.int64)
 
 
 def _fill(whole: Mixes, max_devices: int) -> Mixes:
@@ -218,13 +215,8 @@ def _add_in_turn(kinds: Sequence[NodeKind], bounds: DeviceBounds) -> Iterator[tu
         s / kind.price_per_hour if kind.price_per_hour else inf for s, kind in zip(speeds, kinds, strict=True)
     ]
     for keys in (speeds, worth):
-        order = sorted(range(len(kinds)), key=lambda k: -keys[k])
-        yield from _take_in_order(order, [len(kind.nodes) for kind in kinds])
-
-
-def _take_in_order(order: Iterable[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    taken = [0] * len(limits)
-    for k in order:
-        for _ in range(limits[k]):
-            taken[k] += 1
-            yield tuple(taken)
+        taken = [0] * len(kinds)
+        for k in sorted(range(len(kinds)), key=keys.__getitem__, reverse=True):
+            for _ in kinds[k].nodes:
+                taken[k] += 1
+                yield tuple(taken)

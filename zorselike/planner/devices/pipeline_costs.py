@@ -1,4 +1,4 @@
-"""Our costs for the search for a pipeline (Sailor 4.2.2).
+"""The devices that Sailor's dynamic programme would take (section 4.2.2), by our costs.
 
 Rough where the real search is not: a stage is so many devices of one kind of nodes, all with as many rows;
 parameters, gradients and optimizer state are sharded over them; layers are taken together into a few pieces;
@@ -7,21 +7,21 @@ what is sent is not hidden behind computation. What comes of it is a proposal of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
-from math import ceil, inf
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, chain
+from math import ceil, inf, isfinite
 
 from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.parameter_bytes import ParameterBytes, largest_shard
-from zorselike.cost.sizes import is_layer
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import Workload
+from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.devices.node_kinds import NodeKind
 from zorselike.planner.groups.bandwidths import Bandwidths
-from zorselike.planner.pipelines.allocation import Problem
+from zorselike.planner.pipelines.allocation import AllocationGoal, Problem, find_allocation
 from zorselike.planner.pipelines.costs import Pool
 from zorselike.planner.problem import PlanProblem
 
@@ -31,13 +31,14 @@ MOST_POOLS = 6
 """Pools that are looked at: the first, those on the nodes with the fastest devices."""
 MOST_ROWS = 8
 """Rows of a microbatch, in powers of two."""
+TIGHTER = (1.0, 0.8, 0.6)
+"""Shares of what is allowed: the costs here are rough, and a little less may be what keeps a constraint."""
 _NEVER_S = 1e12
 """For what nothing joins: finite, as the search wants it."""
 
 
 def count_state_bytes(workload: Workload) -> tuple[int, ...]:
-    """Parameters, gradients and optimizer state of each layer, as if one device had it all and offloaded
-    nothing."""
+    """Parameters, gradients and optimizer state of each layer, whole and on a device."""
     each = ParameterBytes.of(workload)
     kinds = [workload.kinds[kind] for _, kind in workload.layers]
     return tuple(
@@ -65,7 +66,7 @@ def list_pools(kinds: Sequence[NodeKind], max_devices: int | None = None) -> lis
         for device in dict.fromkeys(kind.types):
             per_node = kind.types.count(device)
             pool = Pool(
-                name=f"{device} of {kind.label}",
+                name=device,
                 num_devices=int(min(most, per_node * len(kind.nodes))),
                 dollars_per_device_s=kind.price_per_hour / len(kind.types) / 3600,
                 devices_per_node=per_node,
@@ -81,31 +82,26 @@ class ModelTables:
         self, problem: PlanProblem, clock: LayerTimeModel, bandwidths: Bandwidths, pools: Sequence[DevicePool]
     ) -> None:
         self.pools = tuple(pools)
-        self.workload = problem.workload
-        self._clock = clock
-        self._cluster = problem.cluster
-        self._bandwidths = bandwidths
-        layers = self.workload.layers
-        size = ceil(len(layers) / MOST_PIECES)
-        self.pieces = [layers[start : start + size] for start in range(0, len(layers), size)]
-        states = count_state_bytes(self.workload)
-        self.state_bytes = self._before(states)
-        kinds = [self.workload.kinds[kind] for _, kind in layers]
+        self._cluster, self._bandwidths = problem.cluster, bandwidths
+        self.table = LayerTable(problem.workload, clock)
+        keys, kinds = self.table.keys, list(map(self.table.kind, self.table.keys))
+        size = ceil(len(keys) / MOST_PIECES)
+        self.pieces = [keys[start : start + size] for start in range(0, len(keys), size)]
+        self.state_bytes = self._before(count_state_bytes(problem.workload))
         self.parameters = self._before([kind.trainable for kind in kinds])
-        self.entering_bytes = [
-            self.workload.kinds[piece[0][1]].input_elements_per_row * self.workload.itemsize
-            for piece in self.pieces
-        ]
+        itemsize = problem.workload.itemsize
+        self.entering_bytes = [kind.input_elements_per_row * itemsize for kind in kinds[::size]]
+        self.working_bytes = max(kind.activation_bytes_per_row + kind.working_bytes_per_row for kind in kinds)
+        """What a row needs in the layer that needs most while it is computed again."""
         self.parameter_bytes = problem.parameter_bytes
         self.memory = [
             find_memory_bytes(problem.cluster, problem.cluster.places[pool.first_device]) or inf
             for pool in pools
         ]
-        self.piece_s = lru_cache(maxsize=None)(self._time_piece)
-        self.allows_rows = lru_cache(maxsize=None)(self._allows_rows)
-        self.kept_bytes = lru_cache(maxsize=None)(self._count_kept)
-        self.rate = lru_cache(maxsize=None)(self._find_rate)
-        self.egress_price = lru_cache(maxsize=None)(self._find_egress_price)
+        self.piece_s = cache(self._piece_s)
+        self.kept_bytes = cache(self._kept_bytes)
+        self.rate = cache(self._rate)
+        self.egress_price = cache(self._egress_price)
 
     def _before(self, of_layers: Sequence[int]) -> list[int]:
         """Sums over the layers before each piece, and over all."""
@@ -113,41 +109,15 @@ class ModelTables:
         ends = accumulate((len(piece) for piece in self.pieces), initial=0)
         return [sums[end] for end in ends]
 
-    def _time_piece(self, device: str, rows: int, recompute: Recompute, piece: int) -> float:
-        total = 0.0
-        for module, kind in self.pieces[piece]:
-            how = recompute if is_layer(module) else "none"
-            total += self._clock.forward_s(kind, device, rows, how)
-            total += self._clock.backward_s(kind, device, rows, how)
-        return total
+    def _piece_s(self, device: str, rows: int, recompute: Recompute, piece: int) -> float:
+        seconds = [self.table.seconds(key, device, rows, recompute) for key in self.pieces[piece]]
+        return sum(chain.from_iterable(seconds))
 
-    def _allows_rows(self, device: str, rows: int, recompute: Recompute) -> bool:
-        limits = (
-            self._clock.max_rows(kind, device, recompute if is_layer(module) else "none")
-            for module, kind in self.workload.layers
-        )
-        return all(limit is None or rows <= limit for limit in limits)
-
-    def update_s(self, device: str, num_parameters: int) -> float:
-        return self._clock.update_s(device, num_parameters)
-
-    def _count_kept(self, recompute: Recompute) -> list[int]:
+    def _kept_bytes(self, recompute: Recompute) -> list[int]:
         """Bytes of a row's activations before each piece, and of all."""
-        found = []
-        for module, name in self.workload.layers:
-            kind = self.workload.kinds[name]
-            is_input_kept = recompute == "layer" and is_layer(module)
-            inputs = kind.input_elements_per_row * self.workload.itemsize
-            found.append(inputs if is_input_kept else kind.activation_bytes_per_row)
-        return self._before(found)
+        return self._before([self.table.kept_bytes(key, recompute) for key in self.table.keys])
 
-    @cached_property
-    def working_bytes(self) -> int:
-        """What a row needs in the layer that needs most while it is computed again."""
-        kinds = self.workload.kinds.values()
-        return max(kind.activation_bytes_per_row + kind.working_bytes_per_row for kind in kinds)
-
-    def _find_rate(self, a: int, b: int) -> float:
+    def _rate(self, a: int, b: int) -> float:
         """Bytes per second between nodes of two pools; 0 where nothing joins them. Within one pool between
         two of its nodes, or inside its only one."""
         blocks = self._bandwidths.block_of
@@ -167,7 +137,7 @@ class ModelTables:
         block = self._bandwidths.block_of[self.pools[pool].first_device]
         return float(self._bandwidths.rates[block, block])
 
-    def _find_egress_price(self, a: int, b: int) -> float:
+    def _egress_price(self, a: int, b: int) -> float:
         """Price of a byte."""
         prices = self._cluster.egress_price_per_gb
         first, second = (
@@ -230,7 +200,7 @@ class ModelPipelineCosts:
     def update_s(self, option: int, start: int, stop: int) -> float:
         parameters = self._tables.parameters[stop] - self._tables.parameters[start]
         share = largest_shard(parameters, self._degree)
-        return self._tables.update_s(self._tables.pools[self.options[option].pool].type, share)
+        return self._tables.table.update_s(self._tables.pools[self.options[option].pool].type, share)
 
     def sync_s(self, option: int, start: int, stop: int) -> float:
         """Gradients scattered and parameters gathered over a ring."""
@@ -291,8 +261,86 @@ def make_problems(tables: ModelTables, problem: PlanProblem) -> Iterator[Problem
                 StageOption(p, recompute)
                 for p, pool in enumerate(tables.pools)
                 for recompute in settings
-                if degree <= pool.pool.num_devices and tables.allows_rows(pool.type, rows, recompute)
+                if degree <= pool.pool.num_devices
+                and ((most := tables.table.most_rows(pool.type, recompute)) is None or rows <= most)
             ]
             if options:
                 costs = ModelPipelineCosts(tables, options, degree, rows, problem.global_batch)
                 yield Problem(degree, rows, costs)
+
+
+# -- the devices it takes ---------------------------------------------------------------------
+
+
+def allocate_devices(
+    problem: PlanProblem,
+    clock: LayerTimeModel,
+    kinds: Sequence[NodeKind],
+    bandwidths: Bandwidths,
+    *,
+    max_tried: int,
+) -> list[tuple[int, ...]]:
+    """What the programme takes for the problem's goal, and for somewhat stricter ones.
+
+    Args:
+        kinds: of the nodes that may be used, those with the fastest devices first.
+        bandwidths: of their devices.
+        max_tried: partial pipelines, of all goals together.
+
+    Returns:
+        Indices into `Cluster.places`, rising, each choice once; nothing where no pipeline was found.
+    """
+    pools = list_pools(kinds, problem.max_devices)[:MOST_POOLS]
+    tables = ModelTables(problem, clock, bandwidths, pools)
+    problems = tuple(make_problems(tables, problem))
+    goals = list(_list_goals(problem))
+    chosen: dict[tuple[int, ...], None] = {}
+    for goal in goals:
+        found = find_allocation(
+            problems, [pool.pool for pool in pools], goal, max_tried=max_tried // len(goals)
+        )
+        if found is not None:
+            used = {
+                (pool.kind, pool.type): number
+                for pool, number in zip(pools, found.figures.used, strict=True)
+                if number
+            }
+            whole = _take(kinds, used, whole_nodes=True)
+            has_room = problem.max_devices is None or len(whole) <= problem.max_devices
+            chosen[whole if has_room else _take(kinds, used)] = None
+    return list(chosen)
+
+
+def _list_goals(problem: PlanProblem) -> Iterator[AllocationGoal]:
+    goal = AllocationGoal(
+        objective=problem.objective,
+        max_cost_per_iteration=problem.max_cost_per_iteration,
+        min_throughput=problem.min_throughput,
+        max_devices=problem.max_devices,
+    )
+    is_bound = isfinite(problem.max_cost_per_iteration) or problem.min_throughput > 0
+    for share in TIGHTER if is_bound else TIGHTER[:1]:
+        yield replace(
+            goal,
+            max_cost_per_iteration=share * problem.max_cost_per_iteration,
+            min_throughput=problem.min_throughput / share,
+        )
+
+
+_Used = Mapping[tuple[int, str], int]
+"""Devices by kind of node and type."""
+
+
+def _take(kinds: Sequence[NodeKind], used: _Used, *, whole_nodes: bool = False) -> tuple[int, ...]:
+    """Just as many, node after node; or whole nodes: idle devices of a rented one are paid for."""
+    taken: list[int] = []
+    for k, kind in enumerate(kinds):
+        left = {device: used.get((k, device), 0) for device in kind.types}
+        for node in kind.nodes:
+            some = []
+            for device, device_type in zip(node, kind.types, strict=True):
+                if left[device_type]:
+                    left[device_type] -= 1
+                    some.append(device)
+            taken += node if whole_nodes and some else some
+    return tuple(sorted(taken))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
@@ -24,6 +25,17 @@ class Worker:
     """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
 
 
+class Copies(NamedTuple):
+    """Between a device and its host for one ministage, in seconds."""
+
+    load_s: float = 0.0
+    """Its shards from the host."""
+    state_s: float = 0.0
+    """Its optimizer state, one way."""
+    stash_s: float = 0.0
+    """Activations of all microbatches, one way."""
+
+
 @dataclass(frozen=True)
 class Work:
     """One ministage of a group, in seconds."""
@@ -37,12 +49,7 @@ class Work:
     reduce_s: float
     """Once."""
     update_s: float
-    load_s: float = 0.0
-    """Its shards from the host."""
-    state_s: float = 0.0
-    """Its optimizer state, one way."""
-    stash_s: float = 0.0
-    """Activations of all microbatches, one way."""
+    copies: Copies
 
 
 @dataclass
@@ -130,6 +137,7 @@ def _run_phase(
     """All microbatches of a ministage one way; when each is done."""
     number = worker.microbatches_per_device
     compute_s = work.forward_s if forward else work.backward_s
+    load_s, _, stash_s = work.copies
     beside_s = work.gather_s
     gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
     if worker.zero == 3:
@@ -139,17 +147,17 @@ def _run_phase(
     elif worker.overlap_slowdown > 1 and gathers:
         compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
     first = all_there = 0.0
-    if gathers and (work.gather_s or work.load_s):
+    if gathers and (work.gather_s or load_s):
         start = max(clock.gather, clock.before, clock.shards[ministage])
-        clock.gather = start + max(work.gather_s, work.load_s)
+        clock.gather = start + max(work.gather_s, load_s)
         all_there = clock.gather
         first = all_there - (1 - work.first_unit) * work.gather_s
-    elif work.load_s:
-        first = max(clock.before, clock.shards[ministage]) + work.load_s
+    elif load_s:
+        first = max(clock.before, clock.shards[ministage]) + load_s
     clock.before = clock.compute
     at = max(clock.compute, first)
     each_s = compute_s / number
-    stash_s = 0.0 if worker.accumulates else work.stash_s / number
+    stash_s = 0.0 if worker.accumulates else stash_s / number
     done: list[float] = []
     copied: list[float] = []
     for r in range(number):
@@ -188,12 +196,12 @@ def _send(done: Sequence[float], seconds: float) -> list[float]:
 
 def update(worker: Worker, work: Work, clock: Clock, ministage: int) -> None:
     if worker.is_cpu:
-        clock.compute += work.update_s + 2 * work.state_s
+        clock.compute += work.update_s + 2 * work.copies.state_s
         clock.shards[ministage] = clock.compute
         return
     # State is loaded during the backward and stored behind the update.
-    clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.state_s
+    clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.copies.state_s
     clock.update = max(clock.update, clock.compute, clock.load) + work.update_s
-    clock.store = max(clock.store, clock.update) + work.state_s
+    clock.store = max(clock.store, clock.update) + work.copies.state_s
     clock.states[ministage] = clock.store
     clock.shards[ministage] = clock.update

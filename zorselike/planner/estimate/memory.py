@@ -12,22 +12,17 @@ the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.memory import MinistageBytes, walk_memory
-from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.purposes import Purpose
-from zorselike.cost.sizes import (
-    KeptBytes,
-    add_up,
-    find_row_bytes,
-    list_units,
-)
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.cost.sizes import KeptBytes, add_up, find_row_bytes, list_units
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
@@ -73,46 +68,38 @@ class RankMemory:
     def __init__(self, problem: PlanProblem, table: LayerTable, kept_bytes: KeptBytes) -> None:
         self._problem, self._table, self._kept_bytes = problem, table, kept_bytes
         self._overheads = problem.profile.overheads
+        self._limits = [find_memory_bytes(problem.cluster, place) for place in problem.cluster.places]
         self._needs: dict[object, Need] = {}
         self._lists: dict[object, Sequence[Action]] = {}
-        self._parts: dict[tuple[int, int, str, str], _Part] = {}
-        self._limits: dict[int, int | None] = {}
+        self._part = cache(self._add_up)
         self.scale = 1.0
-        """Share of the memory of devices and hosts that is planned with; more than 1 asks what would fit
-        then."""
+        """Share of the memory of devices and hosts that is planned with; over 1 asks what would fit then."""
 
     # -- what there is ---------------------------------------------------------------------
 
     def limit_bytes(self, device: int) -> int | None:
         """Memory of a device; None where it is not known."""
-        if device not in self._limits:
-            cluster = self._problem.cluster
-            self._limits[device] = find_memory_bytes(cluster, cluster.places[device])
-        limit = self._limits[device]
+        return self._scaled(self._limits[device])
+
+    def _scaled(self, limit: int | None) -> int | None:
         return limit if limit is None or self.scale == 1 else round(limit * self.scale)
 
     def known_limits(self, devices: Iterable[int]) -> list[int]:
         """Memory of those devices of which it is known."""
         return [limit for limit in map(self.limit_bytes, devices) if limit is not None]
 
-    def host_limit_bytes(self, node: int) -> int | None:
-        """Memory of a node's host; None where it is not known."""
-        limit = self._problem.cluster.nodes[node].host_memory_bytes
-        return limit if limit is None or self.scale == 1 else round(limit * self.scale)
-
     def overfull_hosts(self, candidate: CandidatePlan) -> dict[int, tuple[int, int]]:
         """By node: what is offloaded to it, and what it has, where that is less."""
         wanted: Counter[int] = Counter()
         for g, group in enumerate(candidate.groups):
-            if group.mode.offload:
-                for position, device in enumerate(group.devices):
-                    node = self._problem.cluster.places[device].node
-                    wanted[node] += self.need(candidate, g, position).host_bytes
-        limits = {node: self.host_limit_bytes(node) for node in wanted}
+            for position, device in enumerate(group.devices) if group.mode.offload else ():
+                wanted[self._problem.nodes[device]] += self.need(candidate, g, position).host_bytes
+        hosts = self._problem.cluster.nodes
+        limits = {node: self._scaled(hosts[node].host_memory_bytes) for node in wanted}
         return {
-            node: (num_bytes, limit)
-            for node, num_bytes in wanted.items()
-            if (limit := limits[node]) is not None and num_bytes > limit
+            node: (wanted[node], limit)
+            for node, limit in limits.items()
+            if limit is not None and wanted[node] > limit
         }
 
     # -- what is needed --------------------------------------------------------------------
@@ -120,7 +107,7 @@ class RankMemory:
     def need(self, candidate: CandidatePlan, group: int, position: int) -> Need:
         """What the device at a position of a group needs."""
         chosen = candidate.groups[group]
-        device = self._device_type(chosen.devices[position])
+        device = self._problem.device_types[chosen.devices[position]]
         cuts = tuple(
             (layers.start, layers.stop) for layers in map(candidate.layers_of, candidate.ministages_of(group))
         )
@@ -133,17 +120,14 @@ class RankMemory:
             self._needs[key] = self._walk(cuts, chosen, chosen.held_sizes(position), device)
         return self._needs[key]
 
-    def _device_type(self, device: int) -> str:
-        cluster = self._problem.cluster
-        return cluster.device_type(cluster.places[device])
-
     def estimate_bytes(self, candidate: CandidatePlan, group: int, position: int) -> int:
         """About what `need` would find of a device, without a walk."""
         chosen = candidate.groups[group]
-        device = self._device_type(chosen.devices[position])
+        device = self._problem.device_types[chosen.devices[position]]
         sizes = chosen.held_sizes(position)
         parts = [
-            self._part(candidate.layers_of(i), chosen.mode, device) for i in candidate.ministages_of(group)
+            self._part(candidate.layers_of(i), chosen.mode.recompute, device)
+            for i in candidate.ministages_of(group)
         ]
         rows_at_once = max(sizes, default=0)
         rows = rows_at_once if candidate.accumulates else sum(sizes)
@@ -151,13 +135,7 @@ class RankMemory:
         context_bytes = self._problem.setting.context_bytes(device)
         return context_bytes + round(held * (1 + self._overheads.allocator_share))
 
-    def _part(self, layers: range, mode: Mode, device: str) -> _Part:
-        key = (layers.start, layers.stop, mode.recompute, device)
-        if key not in self._parts:
-            self._parts[key] = self._add_up(layers, mode, device)
-        return self._parts[key]
-
-    def _add_up(self, layers: range, mode: Mode, device: str) -> _Part:
+    def _add_up(self, layers: range, recompute: Recompute, device: str) -> _Part:
         itemsize, each = self._problem.workload.itemsize, self._problem.parameter_bytes
         kept = working = 0.0
         number = trained = largest = 0
@@ -169,7 +147,7 @@ class RankMemory:
             trained += count * (kind.trainable + kind.num_borrowed)
             largest = max(largest, parameters)
             whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
-            if self._table.recompute(key, mode.recompute) == "layer":
+            if self._table.recompute(key, recompute) == "layer":
                 inputs = kind.input_elements_per_row * itemsize
                 kept += count * self._kept_bytes.get((kind.name, device, "layer"), inputs)
                 working = max(working, whole + kind.working_bytes_per_row)
@@ -200,10 +178,8 @@ class RankMemory:
             share = 1.0  # Each microbatch goes back before the next one comes.
         plan = self._make_plan(cuts, group, few)
         actions = self._list_actions(plan)
-        measured = self._measure(plan, len(group.devices), device)
         is_stashed = "activations" in group.mode.offload
-        if not is_stashed:
-            measured = {i: _scale(size, share) for i, size in measured.items()}
+        measured = self._measure(plan, group.num_shards, device, 1.0 if is_stashed else share)
         context_bytes = self._problem.setting.context_bytes(device)
         walk = walk_memory(
             plan,
@@ -213,9 +189,13 @@ class RankMemory:
             context_bytes=context_bytes,
             num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
         )
-        peak = walk.device_peak_bytes + self._posted_bytes(group, measured, sizes)
-        if len(plan.groups) > 1:  # Else nothing is received.
-            peak += self._joined_bytes(measured, sizes)
+        # What is received: joined of several pieces, and with bounds on microbatches in flight early, the
+        # gradients of all of these and the inputs of those that follow.
+        rows = max(sizes, default=0) if len(plan.groups) > 1 else 0
+        if group.max_in_flight is not None:
+            rows += sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
+        boundary = max(size.boundary_bytes_per_row for size in measured.values())
+        peak = walk.device_peak_bytes + rows * boundary
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
@@ -226,12 +206,8 @@ class RankMemory:
     def _list_actions(self, plan: Plan) -> Sequence[Action]:
         """The device's actions, the same whatever layers the ministages have."""
         spec = self._problem.setting.make_spec(plan)
-        key = (
-            tuple(ministage.group for ministage in plan.ministages),
-            plan.groups,
-            spec.trainable,
-            spec.ties,
-        )
+        owners = tuple(ministage.group for ministage in plan.ministages)
+        key = (owners, plan.groups, spec.trainable, spec.ties)
         if key not in self._lists:
             self._lists[key] = build(spec)[0]
         return self._lists[key]
@@ -248,48 +224,22 @@ class RankMemory:
         # A device that holds shards only joins what others do.
         has_rows, others = (sizes, 0) if sizes else (_take_few(max(group.sizes, key=len))[0], ranks[-1])
         mode = group.mode
-        groups = [
-            Group(
-                ranks,
-                _microbatches(others, has_rows),
-                mode.zero,
-                mode.grad_reduce,
-                mode.offload,
-                mode.recompute,
-            )
-        ]
+        settings = mode.zero, mode.grad_reduce, mode.offload, mode.recompute
+        groups = [Group(ranks, _microbatches(others, has_rows), *settings)]
         if has_rest:
             groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
         return Plan(sum(has_rows), tuple(groups), tuple(ministages))
 
-    def _measure(self, plan: Plan, num_ranks: int, device: str) -> dict[int, MinistageBytes]:
-        """Sizes of each ministage of the device's own group."""
-        workload = self._problem.workload
-        each = ParameterBytes.of(workload)
-        num_shards = count_shards(plan.groups[_OWN].zero, num_ranks)
+    def _measure(self, plan: Plan, num_shards: int, device: str, share: float) -> dict[int, MinistageBytes]:
+        """Sizes of each ministage of the device's own group, with so many times the activations."""
+        workload, each = self._problem.workload, self._problem.parameter_bytes
         units = list_units(plan, workload)
-        return {
-            i: add_up(
-                units[i],
-                find_row_bytes(plan, workload, i, device, self._kept_bytes),
-                each,
-                num_shards=num_shards,
-            )
-            for i in plan.ministages_of_group(_OWN)
-        }
-
-    def _joined_bytes(self, measured: Mapping[int, MinistageBytes], sizes: Sizes) -> int:
-        return max(sizes, default=0) * max(size.boundary_bytes_per_row for size in measured.values())
-
-    def _posted_bytes(
-        self, group: CandidateGroup, measured: Mapping[int, MinistageBytes], sizes: Sizes
-    ) -> int:
-        """What is received early: with bounds on microbatches in flight the gradients of all of these, and
-        the inputs of those that follow."""
-        if group.max_in_flight is None:
-            return 0
-        num_rows = sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
-        return num_rows * max(size.boundary_bytes_per_row for size in measured.values())
+        measured = {}
+        for i in plan.ministages_of_group(_OWN):
+            rows = find_row_bytes(plan, workload, i, device, self._kept_bytes)
+            kept = rows.activation_bytes if share == 1 else round(share * rows.activation_bytes)
+            measured[i] = add_up(units[i], replace(rows, activation_bytes=kept), each, num_shards=num_shards)
+        return measured
 
 
 def _hold(
@@ -341,14 +291,6 @@ def _take_more(sizes: Sizes, microbatches_per_device: int) -> tuple[Sizes, float
     or the one."""
     held = sum(sizes) * max(len(sizes) - 1, 1) / len(sizes)
     return more, held / (left * sum(more))
-
-
-def _scale(size: MinistageBytes, share: float) -> MinistageBytes:
-    return (
-        size
-        if share == 1
-        else replace(size, activation_bytes_per_row=round(share * size.activation_bytes_per_row))
-    )
 
 
 def _microbatches(rank: int, sizes: Sizes) -> tuple[Microbatch, ...]:

@@ -19,31 +19,26 @@ class Order(NamedTuple):
     """What a group computes in turn."""
 
     computations: Sequence[Computation]
-    forward_needs: Sequence[int]
-    """The last microbatch of the group before that each microbatch waits for; `()` for the first
-    group."""
-    backward_needs: Sequence[int]
-    """Likewise of the group behind."""
+    needs: tuple[Sequence[int], Sequence[int]]
+    """The last microbatch of the group before that each forward waits for, `()` for the first group; and
+    likewise of the group behind and each backward."""
 
 
 @dataclass
 class _Stage:
-    """A group with its ministage, while a step goes on."""
+    """A group with its ministage, while a step goes on; pairs are for forward and backward."""
 
     order: Order
-    forward_s: float
-    """Forward of a microbatch."""
-    backward_s: float
+    seconds: tuple[float, float]
+    """Of a microbatch."""
     ready_s: float
     """From when on it can compute."""
     gathered_s: float
     """No microbatch ends before this."""
-    send_forward_s: float = 0.0
-    """What a microbatch's results take to the next group; 0 for the last."""
-    send_backward_s: float = 0.0
-    forward_arrivals: list[float] = field(default_factory=list)
+    sends: tuple[float, float]
+    """What a microbatch's results take to the next group; 0 where there is none."""
+    arrivals: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     """When the results of each microbatch have reached the next group."""
-    backward_arrivals: list[float] = field(default_factory=list)
     position: int = 0
     """In its order."""
 
@@ -59,12 +54,16 @@ def run_step_in_flight(step: StepWork, orders: Sequence[Order], clocks: Sequence
         stages.append(
             _Stage(
                 order=orders[i],
-                forward_s=_microbatch_s(worker, work, forward=True),
-                backward_s=_microbatch_s(worker, work, forward=False),
+                seconds=(
+                    _microbatch_s(worker, work, forward=True),
+                    _microbatch_s(worker, work, forward=False),
+                ),
                 ready_s=begin + gathers * work.first_unit * work.gather_s,
                 gathered_s=begin + gathers * work.gather_s,
-                send_forward_s=sends[1] if i + 1 < len(step.sends) else 0.0,
-                send_backward_s=sends[0] if i > step.lowest_backward else 0.0,
+                sends=(
+                    sends[1] if i + 1 < len(step.sends) else 0.0,
+                    sends[0] if i > step.lowest_backward else 0.0,
+                ),
             )
         )
     _run_stages(stages)
@@ -96,25 +95,17 @@ def _go_on(stages: Sequence[_Stage], i: int, stage: _Stage) -> None:
     """Computes until something has not arrived."""
     while stage.position < len(stage.order.computations):
         kind, m = stage.order.computations[stage.position]
-        is_forward = kind is Kind.F
+        way = 0 if kind is Kind.F else 1
         arrived_s = 0.0
-        if needs := stage.order.forward_needs if is_forward else stage.order.backward_needs:
-            other = stages[i - 1 if is_forward else i + 1]
-            arrivals = other.forward_arrivals if is_forward else other.backward_arrivals
+        if needs := stage.order.needs[way]:
+            arrivals = stages[i + 1 if way else i - 1].arrivals[way]
             if needs[m] >= len(arrivals):
                 return
             arrived_s = arrivals[needs[m]]
-        seconds = stage.forward_s if is_forward else stage.backward_s
-        stage.ready_s = max(stage.gathered_s, max(stage.ready_s, arrived_s) + seconds)
-        if is_forward:
-            _send(stage.forward_arrivals, stage.ready_s, stage.send_forward_s)
-        else:
-            _send(stage.backward_arrivals, stage.ready_s, stage.send_backward_s)
+        stage.ready_s = max(stage.gathered_s, max(stage.ready_s, arrived_s) + stage.seconds[way])
+        sent = stage.arrivals[way]
+        sent.append(max(stage.ready_s, sent[-1] if sent else 0.0) + stage.sends[way])
         stage.position += 1
-
-
-def _send(arrivals: list[float], now: float, seconds: float) -> None:
-    arrivals.append(max(now, arrivals[-1] if arrivals else 0.0) + seconds)
 
 
 def _microbatch_s(worker: Worker, work: Work, *, forward: bool) -> float:

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 from zorselike.cost.catalogue import CPU
 from zorselike.cost.network import CollectiveOp, Network
 from zorselike.cost.parameter_bytes import largest_shard
 from zorselike.cost.wires import make_network
-from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
-from zorselike.planner.estimate.forward_first import Clock, StepWork, Work, Worker, run_step
+from zorselike.planner.estimate.forward_first import Clock, Copies, StepWork, Work, Worker, run_step
 from zorselike.planner.estimate.one_f_one_b import Order, run_step_in_flight
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import NUM_STEPS
@@ -35,10 +34,10 @@ class StepTimeEstimate:
 
     def __init__(self, problem: PlanProblem, table: LayerTable) -> None:
         self._problem, self._table = problem, table
-        self._cluster = problem.cluster
+        self._types, self._nodes = problem.device_types, problem.nodes
         self._overheads = problem.profile.overheads
-        self._sums: dict[tuple[str, str, Recompute, Sizes], tuple[float, float]] = {}
-        self._collectives: dict[tuple[CollectiveOp, tuple[int, ...], int], float] = {}
+        self._sum = cache(self._find_sum)
+        self.collective_s = cache(self._find_collective_s)
         self._sends: dict[object, float] = {}
         self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
         self._copied: dict[object, float] = {}
@@ -47,13 +46,8 @@ class StepTimeEstimate:
     @cached_property
     def network(self) -> Network:
         """Between all devices of the cluster, by their index in `Cluster.places`."""
-        return make_network(self._cluster, self._cluster.places, self._problem.profile)
-
-    def place(self, device: int) -> Place:
-        return self._cluster.places[device]
-
-    def device_type(self, device: int) -> str:
-        return self._cluster.device_type(self.place(device))
+        cluster = self._problem.cluster
+        return make_network(cluster, cluster.places, self._problem.profile)
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -95,18 +89,17 @@ class StepTimeEstimate:
             needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
             forward, backward = [(), *(n.forward for n in needs)], [*(n.backward for n in needs), ()]
             computations = order_in_flight(self._problem.setting.make_spec(plan))
-            self._orders[key] = [*map(Order, computations, forward, backward)]
+            self._orders[key] = [*map(Order, computations, zip(forward, backward, strict=True))]
         return self._orders[key]
 
     def _lowest_backward(self, candidate: CandidatePlan) -> int:
-        for i in range(candidate.num_ministages):
-            if any(self._table.kind(self._table.keys[layer]).trains for layer in candidate.layers_of(i)):
-                return i
-        return candidate.num_ministages
+        trains = (self._table.kind(key).trains for key in self._table.keys)
+        lowest = next((layer for layer, own in enumerate(trains) if own), len(self._table.keys))
+        return candidate.ministage_of(lowest)
 
     def _make_worker(self, group: CandidateGroup, accumulates: bool) -> Worker:
         return Worker(
-            is_cpu=all(self.device_type(device) == CPU for device in group.devices[:1]),
+            is_cpu=self._types[group.devices[0]] == CPU,
             zero=group.mode.zero,
             microbatches_per_device=group.microbatches_per_device,
             num_reductions=group.microbatches_per_device if group.mode.reduces_per_microbatch else 1,
@@ -120,32 +113,26 @@ class StepTimeEstimate:
         """By key of a layer: forward and backward of all rows through one, on the group's slowest device."""
         cache_key = (group.devices, group.sizes, group.mode.recompute)
         if cache_key not in self._computed:
-            classes = self._classes(group)
-            self._computed[cache_key] = {
-                key: (
-                    max(self._sum(key, *own, group.mode.recompute)[0] for own in classes),
-                    max(self._sum(key, *own, group.mode.recompute)[1] for own in classes),
+            types = [self._types[device] for device in group.devices]
+            # Devices with work, those that are alike once.
+            alike = [own for own in dict.fromkeys(zip(types, group.sizes, strict=True)) if own[1]]
+            computed = {}
+            for key in self._table.counts:
+                forward_s, backward_s = zip(
+                    *(self._sum(key, *own, group.mode.recompute) for own in alike), strict=True
                 )
-                for key in self._table.counts
-            }
+                computed[key] = max(forward_s), max(backward_s)
+            self._computed[cache_key] = computed
         return self._computed[cache_key]
 
-    def _classes(self, group: CandidateGroup) -> list[tuple[str, Sizes]]:
-        """Devices with work, those that are alike once."""
-        pairs = zip(map(self.device_type, group.devices), group.sizes, strict=True)
-        return [own for own in dict.fromkeys(pairs) if own[1]]
-
-    def _sum(self, key: str, device: str, sizes: Sizes, recompute: Recompute) -> tuple[float, float]:
+    def _find_sum(self, key: str, device: str, sizes: Sizes, recompute: Recompute) -> tuple[float, float]:
         """All microbatches of a device through one layer."""
-        wanted = (key, device, recompute, sizes)
-        if wanted not in self._sums:
-            times = Counter(sizes)
-            found = {rows: self._table.seconds(key, device, rows, recompute) for rows in times}
-            self._sums[wanted] = (
-                sum(number * found[rows].forward for rows, number in times.items()),
-                sum(number * found[rows].backward for rows, number in times.items()),
-            )
-        return self._sums[wanted]
+        times = Counter(sizes)
+        found = {rows: self._table.seconds(key, device, rows, recompute) for rows in times}
+        return (
+            sum(number * found[rows].forward for rows, number in times.items()),
+            sum(number * found[rows].backward for rows, number in times.items()),
+        )
 
     def _measure(self, candidate: CandidatePlan, i: int) -> Work:
         group = candidate.groups[candidate.owners[i]]
@@ -153,15 +140,10 @@ class StepTimeEstimate:
         seconds = self.group_seconds(group)
         forward_s = sum(number * seconds[key][0] for key, number in keys.items())
         backward_s = sum(number * seconds[key][1] for key, number in keys.items())
-        is_alone = len(group.devices) == 1
-        gather_s = reduce_s = 0.0
-        if not is_alone and group.mode.zero:
-            gather_s = self._collect_s("all_gather", group, keys, of_gradients=False)
-        if not is_alone:
-            op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
-            reduce_s = self._collect_s(op, group, keys, of_gradients=True)
+        gather_s = self._collect_s("all_gather", group, keys) if group.mode.zero else 0.0
+        reduce_s = self._collect_s(group.mode.reduction, group, keys)
         host_s = dict(self._overheads.action_s)
-        if host_s and self.device_type(group.devices[0]) == CPU:
+        if host_s and self._types[group.devices[0]] == CPU:
             forward_s += group.microbatches_per_device * host_s.get("F", 0.0)
             backward_s += group.microbatches_per_device * host_s.get("B", 0.0)
             reduce_s += host_s.get("REDUCE_GRAD", 0.0)
@@ -172,81 +154,63 @@ class StepTimeEstimate:
             first_unit=1 / max(1, sum(keys.values())),
             reduce_s=reduce_s,
             update_s=self._update_s(group, keys),
-            **self._copies(group, keys),
+            copies=self._copies(group, keys),
         )
 
     def _update_s(self, group: CandidateGroup, keys: Mapping[str, int]) -> float:
         trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
-        types = {self.device_type(device) for device in group.devices}
+        types = {self._types[device] for device in group.devices}
         return max(self._table.update_s(device, largest_shard(trained, group.num_shards)) for device in types)
 
-    def _collect_s(
-        self, op: CollectiveOp, group: CandidateGroup, keys: Mapping[str, int], *, of_gradients: bool
-    ) -> float:
-        each, total = self._problem.parameter_bytes, 0.0
-        for key, number in keys.items():
-            kind = self._table.kind(key)
-            num_bytes = kind.trainable * each.gradient if of_gradients else kind.num_parameters * each.weight
-            if num_bytes:
-                total += number * self.collective_s(op, group.devices, num_bytes)
-        return total
+    def _collect_s(self, op: CollectiveOp, group: CandidateGroup, keys: Mapping[str, int]) -> float:
+        return sum(number * self.collective_s(op, group.devices, key) for key, number in keys.items())
 
-    def collective_s(self, op: CollectiveOp, devices: tuple[int, ...], num_bytes: int) -> float:
-        """One collective that is alone on its wires."""
-        wanted = (op, devices, num_bytes)
-        if wanted not in self._collectives:
-            self._collectives[wanted] = self.network.time_alone(
-                self.network.collective(op, devices, num_bytes)
-            )
-        return self._collectives[wanted]
+    def _find_collective_s(self, op: CollectiveOp, devices: tuple[int, ...], key: str) -> float:
+        """A layer's gather or reduction that is alone on its wires."""
+        kind, each = self._table.kind(key), self._problem.parameter_bytes
+        is_gather = op == "all_gather"
+        num_bytes = kind.num_parameters * each.weight if is_gather else kind.trainable * each.gradient
+        if len(devices) == 1 or not num_bytes:
+            return 0.0
+        return self.network.time_alone(self.network.collective(op, devices, num_bytes))
 
-    def _copies(self, group: CandidateGroup, keys: Mapping[str, int]) -> dict[str, float]:
+    def _copies(self, group: CandidateGroup, keys: Mapping[str, int]) -> Copies:
         """Between the device that is worst off and its host."""
         offload = group.mode.offload
         if not offload:
-            return {}
-        workload, each = self._problem.workload, self._problem.parameter_bytes
+            return Copies()
+        each = self._problem.parameter_bytes
         kinds = [(self._table.kind(key), number) for key, number in keys.items()]
-        parameters = sum(number * kind.num_parameters for kind, number in kinds) / group.num_shards
-        trained = sum(number * kind.trainable for kind, number in kinds) / group.num_shards
-        copied: dict[str, float] = {}
+        load_s = state_s = stash_s = 0.0
         if "params" in offload:
-            copied["load_s"] = self._copy_s(group, parameters * each.weight)
+            parameters = sum(n * kind.num_parameters for kind, n in kinds) / group.num_shards
+            load_s = self._copy_s(group, parameters * each.weight)
         if "optimizer" in offload:
-            copied["state_s"] = self._copy_s(group, trained * each.state)
+            trained = sum(n * kind.trainable for kind, n in kinds) / group.num_shards
+            state_s = self._copy_s(group, trained * each.state)
         if "activations" in offload:
-            row_bytes = 0.0
-            for key, number in keys.items():
-                kind = self._table.kind(key)
-                recomputed = self._table.recompute(key, group.mode.recompute) == "layer"
-                kept = kind.input_elements_per_row * workload.itemsize
-                row_bytes += number * (kept if recomputed else kind.activation_bytes_per_row)
-            copied["stash_s"] = self._copy_s(group, row_bytes * max(map(sum, group.sizes)))
-        return copied
+            kept = sum(n * self._table.kept_bytes(key, group.mode.recompute) for key, n in keys.items())
+            stash_s = self._copy_s(group, float(kept) * max(map(sum, group.sizes)))
+        return Copies(load_s, state_s, stash_s)
 
     def copied_s(self, group: CandidateGroup, key: str) -> float:
         """What copies from the host take for one layer in a step, which computation hides at best."""
         wanted = (group.devices, group.sizes, group.mode, key)
         if wanted not in self._copied:
-            copies = self._copies(group, {key: 1})
+            load_s, state_s, stash_s = self._copies(group, {key: 1})
             loads = 2 if group.mode.zero in (2, 3) else 1  # For the forward, and again for the backward.
-            self._copied[wanted] = (
-                loads * copies.get("load_s", 0.0) + copies.get("state_s", 0.0) + copies.get("stash_s", 0.0)
-            )
+            self._copied[wanted] = loads * load_s + state_s + stash_s
         return self._copied[wanted]
 
     def _copy_s(self, group: CandidateGroup, num_bytes: float) -> float:
         """From the host, or to it, whichever is slower, all devices of a node at once."""
         if not num_bytes:
             return 0.0
-        worst = 0.0
-        for device in {self.device_type(d): d for d in group.devices}.values():
-            for to_device in (True, False):
-                worst = max(
-                    worst,
-                    self.network.time_alone([self.network.copy(device, num_bytes, to_device=to_device)]),
-                )
-        return worst
+        return max(
+            self.network.time_alone([self.network.copy(device, num_bytes, to_device=to_device)])
+            for device in {self._types[d]: d for d in group.devices}.values()
+            for to_device in (True, False)
+        )
 
     # -- transfers -------------------------------------------------------------------------
 
@@ -271,37 +235,28 @@ class StepTimeEstimate:
         senders, receivers = self._rows_by_node(source), self._rows_by_node(target)
         num_rows = self._problem.global_batch
         flows = []
-        for a, (given, first) in senders.items():
-            for b, (taken, second) in receivers.items():
-                num_bytes = given * taken / num_rows * row_bytes
-                if num_bytes and a != b:
-                    flows.append(self.network.transfer(first, second, num_bytes))
-                elif num_bytes:
-                    most = max(self._busiest(source, a) * taken, self._busiest(target, a) * given)
-                    flows.append(self.network.transfer(first, second, most / num_rows * row_bytes))
+        for a, (given, most_given, first) in senders.items():
+            for b, (taken, most_taken, second) in receivers.items():
+                rows = given * taken if a != b else max(most_given * taken, most_taken * given)
+                if rows and row_bytes:
+                    flows.append(self.network.transfer(first, second, rows / num_rows * row_bytes))
         return self.network.time_alone(flows)
 
     def _measure_ties(self, candidate: CandidatePlan) -> float:
         """Gradients of tied weights to their owners and values back, which nothing hides."""
-        workload, each = self._problem.workload, self._problem.parameter_bytes
-        home = {
-            self._table.modules[layer]: i
-            for i in range(candidate.num_ministages)
-            for layer in candidate.layers_of(i)
-        }
-        total = 0.0
-        for owner, borrower in workload.ties:
-            a, b = (candidate.groups[candidate.owners[home[module]]] for module in (owner, borrower))
-            if home[owner] != home[borrower] and a is not b:
-                number = workload.kind_of[borrower].num_borrowed
+        each, total = self._problem.parameter_bytes, 0.0
+        for owner, borrower in self._table.ties:
+            a, b = (candidate.groups[candidate.owner_of(layer)] for layer in (owner, borrower))
+            if a is not b:
+                number = self._table.kind(self._table.keys[borrower]).num_borrowed
                 total += self._tie_s(b, a, number * each.gradient)
                 total += self._tie_s(a, b, number * each.weight)
         return total
 
     def _tie_s(self, source: CandidateGroup, target: CandidateGroup, num_bytes: int) -> float:
         """A weight from one group to another; with ZeRO 0 every device takes all of it."""
-        givers, takers = (Counter(self.place(d).node for d in own.devices) for own in (source, target))
-        first = {self.place(d).node: d for d in (*source.devices, *target.devices)}
+        givers, takers = (Counter(self._nodes[d] for d in own.devices) for own in (source, target))
+        first = {self._nodes[d]: d for d in (*source.devices, *target.devices)}
         copies = 1.0 if target.mode.zero == 0 else 1 / len(target.devices)
         flows = [
             self.network.transfer(
@@ -313,19 +268,10 @@ class StepTimeEstimate:
         ]
         return self.network.time_alone(flows)
 
-    def _rows_by_node(self, group: CandidateGroup) -> dict[int, tuple[int, int]]:
-        """Rows of each node's devices, and one of these."""
-        found: dict[int, tuple[int, int]] = {}
-        for device, sizes in zip(group.devices, group.sizes, strict=True):
-            node = self.place(device).node
-            rows, first = found.get(node, (0, device))
-            found[node] = (rows + sum(sizes), first)
+    def _rows_by_node(self, group: CandidateGroup) -> dict[int, tuple[int, int, int]]:
+        """Rows of each node's devices, the most of one of these, and one of them."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for device, own in zip(group.devices, map(sum, group.sizes), strict=True):
+            rows, most, first = found.get(self._nodes[device], (0, 0, device))
+            found[self._nodes[device]] = (rows + own, max(most, own), first)
         return found
-
-    def _busiest(self, group: CandidateGroup, node: int) -> int:
-        """Rows of the device with most on a node."""
-        return max(
-            sum(sizes)
-            for device, sizes in zip(group.devices, group.sizes, strict=True)
-            if self.place(device).node == node
-        )

@@ -55,7 +55,7 @@ def measure_additions(problem: PlanProblem, answer: PlanAnswer, search: Search) 
     """
     groups = problem.fixed.groups
     devices = problem.usable if groups is None else [device for group in groups for device in group]
-    usable = Counter(_type(problem, device) for device in devices)
+    usable = Counter(problem.device_types[device] for device in devices)
     used = Counter(answer.best.case.device_types)
     additions: list[Addition] = []
     for device, num_usable in usable.items() if len(usable) > 1 else ():
@@ -81,7 +81,7 @@ def measure_additions(problem: PlanProblem, answer: PlanAnswer, search: Search) 
 
 def leave_out(problem: PlanProblem, device: str) -> PlanProblem:
     """The same problem without devices of a type."""
-    rest = tuple(own for own in problem.usable if _type(problem, own) != device)
+    rest = tuple(own for own in problem.usable if problem.device_types[own] != device)
     fixed = problem.fixed
     if fixed.groups is not None:
         groups = [tuple(own for own in group if own in rest) for group in fixed.groups]
@@ -131,7 +131,3 @@ def _describe_change(best: Planned, without: Planned) -> str:
         f"with {count(without.case.plan.num_ranks, 'device')} in place of {best.case.plan.num_ranks}"
     )
     return ", ".join(parts)
-
-
-def _type(problem: PlanProblem, device: int) -> str:
-    return problem.cluster.device_type(problem.cluster.places[device])

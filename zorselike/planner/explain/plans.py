@@ -1,24 +1,30 @@
-"""What tells planned plans apart, in words and as a table."""
+"""What tells planned plans apart, in words and as a table, and what one would give and get by taking another
+plan than the best."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from zorselike.plan.plan import OFFLOAD_KINDS, Group
 from zorselike.planner.answer import Planned
 from zorselike.text.layout import align_columns
+from zorselike.text.wording import count
 
 _MAX_GROUPS = 4
 """As many are listed one by one."""
+_SEEN = 0.005
+"""Differences of time and money below this are none."""
+_SEEN_MEMORY = 0.02
+"""The same of the share of a device's memory."""
 
 
 def drop_alike(plans: Sequence[Planned]) -> list[Planned]:
     """Without those of which nothing is told that an earlier one does not have as well."""
     told: dict[tuple[str, ...], Planned] = {}
     for planned in plans:
-        settings = (describe(planned) for describe in _SETTINGS.values())
+        settings = (describe(planned) for describe in SETTINGS.values())
         told.setdefault((*settings, f"{planned.case.simulation.iteration_s:.4g}"), planned)
     return list(told.values())
 
@@ -32,7 +38,7 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
         **_list_money(plans),
         "of ideal": [f"{planned.share_of_ideal:.0%}" for planned in plans],
     }
-    settings = {name: [describe(planned) for planned in plans] for name, describe in _SETTINGS.items()}
+    settings = {name: [describe(planned) for planned in plans] for name, describe in SETTINGS.items()}
     different = {name: cells for name, cells in settings.items() if len({*cells}) > 1}
     if "groups" in different:  # These say more than how they were found, and lines are long.
         settings.pop("made")
@@ -60,57 +66,22 @@ def describe_groups(planned: Planned) -> str:
     return f"{len(groups)} groups of {_describe_devices(types)}"
 
 
-def describe_zero(planned: Planned) -> str:
-    return _join(planned, lambda group: str(group.zero))
+def _of_groups(describe: Callable[[Group], str]) -> Callable[[Planned], str]:
+    """One word for all groups, or theirs in turn."""
 
+    def join(planned: Planned) -> str:
+        words = [describe(group) for group in planned.case.plan.groups]
+        if len({*words}) == 1:
+            return words[0]
+        if len(words) > _MAX_GROUPS:
+            return ", ".join(f"{word} in {number}" for word, number in Counter(words).items())
+        return "/".join(words)
 
-def describe_recomputation(planned: Planned) -> str:
-    return _join(planned, lambda group: group.recompute)
-
-
-def describe_offload(planned: Planned) -> str:
-    return _join(planned, _describe_offloaded)
-
-
-def describe_rows(planned: Planned) -> str:
-    """The largest microbatches of each group."""
-    return _join(planned, lambda group: str(max(m.num_rows for m in group.microbatches)))
-
-
-def describe_reductions(planned: Planned) -> str:
-    return _join(planned, lambda group: "microbatch" if group.reduces_per_microbatch else "once")
-
-
-def describe_in_flight(planned: Planned) -> str:
-    """Microbatches of a rank that are held at once, at most."""
-    return _join(planned, lambda group: "all" if group.max_in_flight is None else str(group.max_in_flight))
-
-
-_SETTINGS: Mapping[str, Callable[[Planned], str]] = {
-    "groups": describe_groups,
-    "made": lambda planned: planned.grouping,
-    "ministages": lambda planned: str(planned.case.plan.num_ministages),
-    "ZeRO": describe_zero,
-    "rows at once": describe_rows,
-    "recompute": describe_recomputation,
-    "offload": describe_offload,
-    "grad_reduce": describe_reductions,
-    "in flight": describe_in_flight,
-}
+    return join
 
 
 def _describe_offloaded(group: Group) -> str:
     return "all" if {*group.offload} == {*OFFLOAD_KINDS} else "+".join(group.offload) or "none"
-
-
-def _join(planned: Planned, describe: Callable[[Group], str]) -> str:
-    """One word for all groups, or theirs in turn."""
-    words = [describe(group) for group in planned.case.plan.groups]
-    if len({*words}) == 1:
-        return words[0]
-    if len(words) > _MAX_GROUPS:
-        return ", ".join(f"{word} in {number}" for word, number in Counter(words).items())
-    return "/".join(words)
 
 
 def _describe_devices(types: Iterable[str]) -> str:
@@ -122,3 +93,76 @@ def _list_money(plans: Sequence[Planned]) -> dict[str, list[str]]:
         return {}
     currency = plans[0].case.costs.currency
     return {f"{currency} per step": [f"{planned.case.simulation.cost:.4g}" for planned in plans]}
+
+
+SETTINGS: Mapping[str, Callable[[Planned], str]] = {
+    "groups": describe_groups,
+    "made": lambda planned: planned.grouping,
+    "ministages": lambda planned: str(planned.case.plan.num_ministages),
+    "ZeRO": _of_groups(lambda group: str(group.zero)),
+    "rows at once": _of_groups(lambda group: str(max(m.num_rows for m in group.microbatches))),
+    "recompute": _of_groups(lambda group: group.recompute),
+    "offload": _of_groups(_describe_offloaded),
+    "grad_reduce": _of_groups(lambda group: "microbatch" if group.reduces_per_microbatch else "once"),
+    "in flight": _of_groups(lambda group: str(group.max_in_flight or "all")),
+}
+"""What may tell plans apart; of rows and microbatches in flight the most of a rank."""
+
+
+# -- another plan than the best ---------------------------------------------------------------
+
+
+def describe_trade(best: Planned, other: Planned) -> str:
+    """What the other plan costs beside the best, and what it has in exchange."""
+    losses = list(_list_losses(best, other))
+    gains = list(_list_gains(best, other))
+    what = f"The next best plan ({other.grouping}: {describe_groups(other)})"
+    price = f"is {' and '.join(losses)}" if losses else "is as good by time and money"
+    if gains:
+        return f"{what} {price}; in exchange it {', '.join(gains)}."
+    return f"{what} {price}, and has nothing in exchange."
+
+
+def _list_losses(best: Planned, other: Planned) -> Iterator[str]:
+    first, second = best.case.simulation, other.case.simulation
+    if second.iteration_s > first.iteration_s * (1 + _SEEN):
+        yield f"{second.iteration_s / first.iteration_s - 1:.1%} slower"
+    if first.cost and second.cost > first.cost * (1 + _SEEN):
+        yield f"{second.cost / first.cost - 1:.1%} dearer"
+
+
+def _list_gains(best: Planned, other: Planned) -> Iterator[str]:
+    first, second = best.case, other.case
+    if second.simulation.iteration_s < first.simulation.iteration_s * (1 - _SEEN):
+        yield f"is {1 - second.simulation.iteration_s / first.simulation.iteration_s:.1%} faster"
+    if second.simulation.cost < first.simulation.cost * (1 - _SEEN):
+        yield f"is {1 - second.simulation.cost / first.simulation.cost:.1%} cheaper"
+    for noun, before, after in (
+        ("device", first.plan.num_ranks, second.plan.num_ranks),
+        ("group", len(first.plan.groups), len(second.plan.groups)),
+        ("ministage", first.plan.num_ministages, second.plan.num_ministages),
+    ):
+        if after < before:
+            yield f"has {count(after, noun)} in place of {before}"
+    before_share, after_share = _fullest(best), _fullest(other)
+    if before_share is not None and after_share is not None and after_share < before_share - _SEEN_MEMORY:
+        yield f"fills memory to {after_share:.0%} at most in place of {before_share:.0%}"
+    if _recomputes(best) and not _recomputes(other):
+        yield "recomputes nothing"
+    if _offloads(best) and not _offloads(other):
+        yield "offloads nothing"
+
+
+def _fullest(planned: Planned) -> float | None:
+    """Share of its memory that the fullest device needs, where memory is known."""
+    case = planned.case
+    limits = case.costs.memory_bytes
+    return max(peak / limit for peak, limit in zip(case.peak_bytes, limits, strict=True)) if limits else None
+
+
+def _recomputes(planned: Planned) -> bool:
+    return any(group.recompute == "layer" for group in planned.case.plan.groups)
+
+
+def _offloads(planned: Planned) -> bool:
+    return any(group.offload for group in planned.case.plan.groups)

@@ -1,2 +1,1 @@
-"""Devices to groups: the minimum k-cut by SPLIT, merges, and the partitions a person would try
-(Zorse 4.3.2)."""
+"""Devices to groups (Zorse 4.3.2): the minimum k-cut by SPLIT, merges, and what a person would try."""

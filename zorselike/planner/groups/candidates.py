@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from zorselike.errors import ConfigError
+from zorselike.plan.cluster.cluster import Node
 from zorselike.planner.groups.bandwidths import Bandwidths, Partition, sort_groups
-from zorselike.planner.groups.by_attribute import group_naturally
-from zorselike.planner.groups.joining import arrange_in_sets, join_groups
 from zorselike.planner.groups.merge import merge_by_bandwidth
-from zorselike.planner.groups.split import split_by_cuts
-from zorselike.planner.groups.subgroups import refine
+from zorselike.planner.groups.split_by_cuts import split_by_cuts
+from zorselike.planner.groups.subgroups import arrange_in_sets, join_groups, refine
 from zorselike.text.wording import count
 
 FEW_DEVICES = 5
@@ -21,6 +20,22 @@ FEW_GROUPS = 4
 """Up to how many groups that a person would make they are joined in every way."""
 LEAST_MAX_GROUPS = 8
 """So many groups are looked at where there are fewer nodes, but as many devices."""
+
+
+_COMMON: dict[str, Callable[[Node, str], Hashable]] = {
+    "one group": lambda node, type: (),
+    "by region": lambda node, type: node.region,
+    "by zone": lambda node, type: (node.region, node.zone),
+    "by device type": lambda node, type: type,
+    "by region and device type": lambda node, type: (node.region, type),
+    "by zone and device type": lambda node, type: (node.region, node.zone, type),
+    "by kind of node": lambda node, type: _kind(node),
+    "by region and kind of node": lambda node, type: (node.region, _kind(node)),
+    "by zone and kind of node": lambda node, type: (node.region, node.zone, _kind(node)),
+    "by node": lambda node, type: node.name,
+    "by node and device type": lambda node, type: (node.name, type),
+}
+"""What the devices of a group have in common, from the coarse to the fine."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ def count_useful_groups(bandwidths: Bandwidths) -> int:
 
 def _propose(bandwidths: Bandwidths, max_groups: int) -> Iterator[tuple[str, Partition]]:
     """Names and partitions, those first whose names say most; the same partition may come again."""
-    natural = group_naturally(bandwidths)
+    natural = _group_naturally(bandwidths)
     yield from natural.items()
     for partition in split_by_cuts(bandwidths, max_groups):
         yield (f"minimum {len(partition)}-cut" if len(partition) > 1 else "one group", partition)
@@ -87,6 +102,26 @@ def _propose(bandwidths: Bandwidths, max_groups: int) -> Iterator[tuple[str, Par
         for sets in arrange_in_sets(tuple((device,) for device in bandwidths.devices)):
             partition = sort_groups(chain(*devices) for devices in sets)
             yield f"one of all ways to make {count(len(partition), 'group')}", partition
+
+
+def _group_naturally(bandwidths: Bandwidths) -> dict[str, Partition]:
+    """The groups that a person would make, by what devices have in common, each under the first name that
+    yields it, without those that have devices in one group that may not be."""
+    found: dict[Partition, str] = {}
+    for name, common in _COMMON.items():
+        groups: dict[Hashable, list[int]] = {}
+        for block in bandwidths.blocks:
+            key = common(bandwidths.cluster.nodes[block.node], block.type)
+            groups.setdefault(key, []).extend(block.devices)
+        partition = sort_groups(groups.values())
+        if partition not in found and all(bandwidths.slowest_link(group) > 0 for group in partition):
+            found[partition] = name
+    return {name: partition for partition, name in found.items()}
+
+
+def _kind(node: Node) -> Hashable:
+    """Nodes with the same hardware: the paper's groups of cluster B (Zorse 6.2)."""
+    return node.devices, node.memory_bytes, node.fabric, node.fabric_total_bytes_per_s, node.nic
 
 
 def _key(bandwidths: Bandwidths, partition: Partition) -> object:

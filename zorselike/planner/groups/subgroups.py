@@ -1,10 +1,12 @@
-"""Groups cut into even sub-groups, as the Zorse paper does where memory is short (16 V100 as twice 8)."""
+"""Groups cut into even sub-groups, as the Zorse paper does where memory is short (16 V100 as twice 8), and a
+few groups joined into fewer, in every way: cards of like speed together, whatever their types."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from zorselike.plan.shares import cut_in_proportion
 from zorselike.planner.groups.bandwidths import Bandwidths, Group, Partition, sort_groups
@@ -55,13 +57,8 @@ def refine(
         for num in splits[kind]:
             if len(partition) + (num - 1) * len(groups) > max_groups:
                 break
-            which = (
-                f", {show_devices(bandwidths, groups[0])}"
-                if len(kinds) > 1
-                else ", each"
-                if len(groups) > 1
-                else ""
-            )
+            which = ", each" if len(groups) > 1 else ""
+            which = f", {show_devices(bandwidths, groups[0])}" if len(kinds) > 1 else which
             yield f"{name}{which} as {num}", _split_kinds(bandwidths, kinds, {kind: num})
     if len(kinds) > 1:
         for most in _sizes(kinds, splits):
@@ -121,3 +118,27 @@ def _devices_by_node(bandwidths: Bandwidths, group: Group) -> list[list[int]]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+# -- joined -------------------------------------------------------------------------------
+
+
+def join_groups(bandwidths: Bandwidths, name: str, partition: Partition) -> Iterator[tuple[str, Partition]]:
+    """Every partition between this one and one group, neither of them included; each with its name."""
+    for joined in arrange_in_sets(partition):
+        if 1 < len(joined) < len(partition):
+            together = [sort_groups([chain(*groups)])[0] for groups in joined if len(groups) > 1]
+            shown = " and ".join(f"{show_devices(bandwidths, group)} together" for group in together)
+            yield f"{name}, {shown}", sort_groups(chain(*groups) for groups in joined)
+
+
+def arrange_in_sets(partition: Partition) -> Iterator[list[Partition]]:
+    """Every way to put groups into sets: the last joins each set of each way for the others, or is alone."""
+    if not partition:
+        yield []
+        return
+    last = partition[-1]
+    for sets in arrange_in_sets(partition[:-1]):
+        for i, groups in enumerate(sets):
+            yield [*sets[:i], (*groups, last), *sets[i + 1 :]]
+        yield [*sets, (last,)]

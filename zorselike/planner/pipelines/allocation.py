@@ -11,13 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Literal
 
-from zorselike.errors import ConfigError
 from zorselike.planner.pipelines.bounds import Bounds, Floors
 from zorselike.planner.pipelines.costs import Figures, PipelineCosts, Pool, Rent, Stage
-from zorselike.planner.pipelines.search import Incumbent, Limits, PipelineSearch
+from zorselike.planner.pipelines.search import Incumbent, PipelineSearch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +31,6 @@ class AllocationGoal:
     max_devices: int | None = None
     bill_idle: bool = True
     """Idle devices of a rented node are paid for."""
-
-    def __post_init__(self) -> None:
-        if self.objective not in ("throughput", "cost"):
-            raise ConfigError(f"objective {self.objective!r}: give throughput or cost")
-        if not self.max_cost_per_iteration > 0:
-            raise ConfigError(f"max_cost_per_iteration {self.max_cost_per_iteration:g} must be above 0")
-        if not (self.min_throughput >= 0 and isfinite(self.min_throughput)):
-            raise ConfigError(f"min_throughput {self.min_throughput:g} must be at least 0 and finite")
-        if self.max_devices is not None and self.max_devices < 1:
-            raise ConfigError(f"max_devices {self.max_devices} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -61,11 +50,6 @@ class Allocation:
     problem: Problem
     stages: tuple[Stage, ...]
     figures: Figures
-    num_problems: int
-    num_searched: int
-    """Problems that no bound left out."""
-    num_partial: int
-    """Partial pipelines that were made."""
     is_exact: bool = True
     """Whether nothing better exists; False where the search ended early."""
 
@@ -76,11 +60,7 @@ class Allocation:
 
 
 def find_allocation(
-    problems: Sequence[Problem],
-    pools: Sequence[Pool],
-    goal: AllocationGoal,
-    *,
-    max_tried: int | None = None,
+    problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal, *, max_tried: float = inf
 ) -> Allocation | None:
     """The pipeline that is fastest, or cheapest, within the goal's constraints; None where none is within
     memory and constraints.
@@ -89,26 +69,24 @@ def find_allocation(
         problems: by rising bound they are searched, the bounds made tighter before.
         pools: as many as their options name.
         goal: what is wanted.
-        max_tried: of partial pipelines, after which the search ends with the best so far; None: no end but
-            the best.
+        max_tried: of partial pipelines, after which the search ends with the best so far.
     """
-    minimise_dollars = goal.objective == "cost"
-    limits = Limits(
-        iteration_s=1 / goal.min_throughput if goal.min_throughput else inf,
-        dollars=goal.max_cost_per_iteration,
-        num_devices=inf if goal.max_devices is None else goal.max_devices,
+    incumbent = Incumbent(
+        minimise_dollars=goal.objective == "cost",
+        max_s=1 / goal.min_throughput if goal.min_throughput else inf,
+        max_dollars=goal.max_cost_per_iteration,
+        max_devices=inf if goal.max_devices is None else goal.max_devices,
+        max_tried=max_tried,
     )
-    incumbent = Incumbent(minimise_dollars, limits, inf if max_tried is None else max_tried)
     rent = Rent(tuple(pools), goal.bill_idle)
     waiting: list[tuple[float, bool, int]] = []
     bounds = [Bounds(problem.costs, pools) for problem in problems]
     floors: dict[int, Floors] = {}
-    num_searched = 0
 
     def wait(i: int, found: Floors | None, is_tight: bool) -> None:
         if found is not None and incumbent.allows(found.iteration_s, found.device_dollars):
             floors[i] = found
-            key = found.device_dollars if minimise_dollars else found.iteration_s
+            key = found.device_dollars if incumbent.minimise_dollars else found.iteration_s
             heapq.heappush(waiting, (key, is_tight, i))
 
     for i, bound in enumerate(bounds):
@@ -118,7 +96,6 @@ def find_allocation(
         if not incumbent.allows(floors[i].iteration_s, floors[i].device_dollars):
             continue
         if is_tight:
-            num_searched += 1
             PipelineSearch(i, bounds[i], rent, incumbent).run(floors[i])
         else:
             wait(i, bounds[i].tight(floors[i].slowest_straggler_s(incumbent.slowest_s)), True)
@@ -128,8 +105,5 @@ def find_allocation(
         problem=problems[incumbent.problem],
         stages=incumbent.stages,
         figures=incumbent.figures,
-        num_problems=len(problems),
-        num_searched=num_searched,
-        num_partial=incumbent.num_partial,
         is_exact=not incumbent.is_exhausted,
     )

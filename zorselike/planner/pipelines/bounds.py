@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from math import gcd, inf, prod
+from typing import NamedTuple
+
+import numpy as np
 
 from zorselike.planner.pipelines.costs import PipelineCosts, Pool
 
@@ -91,11 +94,6 @@ class Bounds:
         ]
         return tuple(accumulate(cheapest, initial=0.0))
 
-    @property
-    def _idle_dollars(self) -> float:
-        cheapest = min(self.dollars_per_s(k) for k in self.options)
-        return cheapest * (self.update_floor_s + self.sync_floor_s)
-
     def dollars_per_s(self, option: int) -> float:
         return sum(u * price for u, price in zip(self.costs.uses[option], self._prices, strict=True))
 
@@ -122,12 +120,13 @@ class Bounds:
         return None if (found := self._integral_straggler_s(limit_s)) is None else self._floors(found)
 
     def _floors(self, straggler_s: float) -> Floors:
+        cheapest = min(self.dollars_per_s(k) for k in self.options)
         return Floors(
             straggler_s=straggler_s,
             sum_s=self.least_s[-1],
             update_s=self.update_floor_s,
             sync_s=self.sync_floor_s,
-            device_dollars=self.least_dollars[-1] + self._idle_dollars,
+            device_dollars=self.least_dollars[-1] + cheapest * (self.update_floor_s + self.sync_floor_s),
             num_microbatches=self.costs.num_microbatches,
         )
 
@@ -192,37 +191,30 @@ class Bounds:
     def _merged(self) -> _Merged:
         """Pools counted together, those of nearest speeds first, until the reach table is small enough; a
         table in which devices of one pool may stand in for another's is still a bound."""
-        merged = [_MergedPool((p,), self._speeds[p]) for p in range(len(self.quota))]
+        merged: list[tuple[tuple[int, ...], float]] = [((p,), speed) for p, speed in enumerate(self._speeds)]
         while True:
-            found = self._measure(tuple(sorted(merged, key=lambda pool: pool.members)))
-            if prod(found.sizes) <= _MAX_STATES or len(merged) == 1:
+            found = self._measure(sorted(members for members, _ in merged))
+            if prod(found.shape) <= _MAX_STATES or len(merged) == 1:
                 return found
-            a, b = min(combinations(merged, 2), key=lambda pair: abs(pair[0].speed - pair[1].speed))
+            a, b = min(combinations(merged, 2), key=lambda pair: abs(pair[0][1] - pair[1][1]))
             merged.remove(a)
             merged.remove(b)
-            merged.append(_MergedPool((*a.members, *b.members), max(a.speed, b.speed)))
+            merged.append(((*a[0], *b[0]), max(a[1], b[1])))
 
-    def _measure(self, pools: tuple[_MergedPool, ...]) -> _Merged:
-        uses = {k: [sum(self.costs.uses[k][p] for p in pool.members) for pool in pools] for k in self.options}
-        steps = [gcd(*(own[i] for own in uses.values())) or 1 for i in range(len(pools))]
-        sizes = []
-        for i, pool in enumerate(pools):
-            quota = sum(self.quota[p] for p in pool.members)
-            most = self.costs.num_layers * max(own[i] for own in uses.values())
-            sizes.append(min(quota, most) // steps[i] + 1)
-        counts = {k: [u // step for u, step in zip(own, steps, strict=True)] for k, own in uses.items()}
-        return _Merged(tuple(pool.members for pool in pools), tuple(steps), tuple(sizes), counts)
+    def _measure(self, pools: Sequence[tuple[int, ...]]) -> _Merged:
+        dimensions, counts = [], []
+        for members in pools:
+            uses = [sum(self.costs.uses[k][p] for p in members) for k in self.options]
+            step = gcd(*uses) or 1
+            most = min(sum(self.quota[p] for p in members), self.costs.num_layers * max(uses))
+            dimensions.append(_Dimension(members, step, most // step + 1))
+            counts.append([use // step for use in uses])
+        return _Merged(tuple(dimensions), dict(zip(self.options, zip(*counts, strict=True), strict=True)))
 
     def reach(self, cap_s: float) -> Reach:
-        """How far pipelines can get from the first layer, by the devices that are left."""
-        merged = self._merged
-        return Reach(merged.members, merged.steps, merged.sizes, self._reach_table(cap_s))
-
-    def _reach_table(self, cap_s: float) -> list[int]:
-        """Stage by stage, for all numbers of devices at once, until nothing gets further."""
-        import numpy as np
-
-        sizes, moves = self._merged.sizes, []
+        """How far pipelines can get from the first layer, by the devices that are left: stage by stage, for
+        all numbers of devices at once, until nothing gets further."""
+        sizes, moves = self._merged.shape, []
         for k, counts in self._merged.counts.items():
             if all(count < size for count, size in zip(counts, sizes, strict=True)):
                 to = tuple(slice(count, None) for count in counts)
@@ -236,8 +228,7 @@ class Bounds:
             if np.array_equal(further, table):
                 break
             table = further
-        found: list[int] = table.ravel().tolist()
-        return found
+        return Reach(self._merged.dimensions, table.ravel().tolist())
 
     def _extents(self, option: int, cap_s: float) -> list[int]:
         """Where a stage from each layer ends at most, non-falling."""
@@ -255,35 +246,36 @@ class Bounds:
         return extents
 
 
+class _Dimension(NamedTuple):
+    """Pools that are counted together, in steps."""
+
+    members: tuple[int, ...]
+    step: int
+    size: int
+
+
 @dataclass(frozen=True)
 class Reach:
     """Layers that devices are enough for, by how many are left of each pool."""
 
-    members: tuple[tuple[int, ...], ...]
-    """Pools that are counted together."""
-    steps: tuple[int, ...]
-    sizes: tuple[int, ...]
+    dimensions: tuple[_Dimension, ...]
     table: list[int]
 
     def layers(self, left: Sequence[int]) -> int:
         index = 0
-        for members, step, size in zip(self.members, self.steps, self.sizes, strict=True):
+        for members, step, size in self.dimensions:
             index = index * size + min(sum(left[p] for p in members) // step, size - 1)
         return self.table[index]
-
-
-@dataclass(frozen=True)
-class _MergedPool:
-    members: tuple[int, ...]
-    speed: float
 
 
 @dataclass(frozen=True)
 class _Merged:
     """The dimensions of a reach table."""
 
-    members: tuple[tuple[int, ...], ...]
-    steps: tuple[int, ...]
-    sizes: tuple[int, ...]
-    counts: dict[int, list[int]]
+    dimensions: tuple[_Dimension, ...]
+    counts: dict[int, tuple[int, ...]]
     """Devices of each option, in steps."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(dimension.size for dimension in self.dimensions)

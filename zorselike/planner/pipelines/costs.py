@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple, Protocol
 
-from zorselike.errors import ConfigError
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
@@ -28,13 +26,6 @@ class Pool:
     """Quota, or what is available now."""
     dollars_per_device_s: float = 0.0
     devices_per_node: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_devices < 0 or self.devices_per_node < 1 or self.dollars_per_device_s < 0:
-            raise ConfigError(
-                f"pool {self.name}: num_devices {self.num_devices}, devices_per_node {self.devices_per_node} "
-                f"and dollars_per_device_s {self.dollars_per_device_s:g} must be at least 0, 1 and 0"
-            )
 
 
 class PipelineCosts(Protocol):
@@ -77,8 +68,7 @@ class PipelineCosts(Protocol):
         """Reduction of gradients between the replicas."""
 
     def fits(self, option: int, start: int, stop: int, depth: int) -> bool:
-        """Whether memory is enough for the stage with `depth` - 1 stages after it; must not turn true as
-        `depth` grows."""
+        """Whether memory is enough with `depth` - 1 stages after it; must not turn true as `depth` grows."""
 
     def boundary_dollars(self, option: int, following: int, stop: int) -> float:
         """Egress of a step between a stage and the next."""
@@ -123,11 +113,6 @@ class Rent:
         return total
 
 
-def count_used(costs: PipelineCosts, stages: Sequence[Stage], num_pools: int) -> tuple[int, ...]:
-    """Devices of each pool in a pipeline."""
-    return tuple(sum(costs.uses[stage.option][p] for stage in stages) for p in range(num_pools))
-
-
 def evaluate(costs: PipelineCosts, stages: Sequence[Stage], rent: Rent) -> Figures:
     """Time and money of a step, straight from the formula above."""
     times, egress, last = [], 0.0, len(stages) - 1
@@ -147,5 +132,5 @@ def evaluate(costs: PipelineCosts, stages: Sequence[Stage], rent: Rent) -> Figur
         + max(costs.update_s(s.option, s.start, s.stop) for s in stages)
         + max(costs.sync_s(s.option, s.start, s.stop) for s in stages)
     )
-    used = count_used(costs, stages, len(rent.pools))
+    used = tuple(sum(costs.uses[stage.option][p] for stage in stages) for p in range(len(rent.pools)))
     return Figures(iteration_s, rent.dollars_per_s(used) * iteration_s + egress, used)

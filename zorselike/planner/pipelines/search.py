@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -23,31 +24,22 @@ _CAPS = (1.1, 1.3)
 """Times the least straggler."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a pipeline must keep, and what it must beat."""
-
-    iteration_s: float = inf
-    dollars: float = inf
-    num_devices: float = inf
-
-
 @dataclass
 class Incumbent:
     """The best pipeline so far, and the one place where better is decided."""
 
     minimise_dollars: bool
-    limits: Limits
-    max_tried: float = inf
+    max_s: float
+    """Of a step."""
+    max_dollars: float
+    max_devices: float
+    max_tried: float
     """Partial pipelines after which no more are tried."""
     figures: Figures | None = None
     stages: tuple[Stage, ...] = ()
     problem: int = -1
     """Which problem it is of."""
-    num_partial: int = 0
-    """Partial pipelines made in all."""
     num_tried: int = 0
-    """With those that were dropped at once."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -55,8 +47,8 @@ class Incumbent:
 
     def allows(self, iteration_s: float, dollars: float) -> bool:
         """Whether a pipeline of at least so much could be the best."""
-        limits, best = self.limits, self.figures
-        if iteration_s > limits.iteration_s or dollars > limits.dollars:
+        best = self.figures
+        if iteration_s > self.max_s or dollars > self.max_dollars:
             return False
         if best is None:
             return True
@@ -65,15 +57,15 @@ class Incumbent:
         return iteration_s < best.iteration_s * (1 - 1e-9)
 
     def offer(self, problem: int, figures: Figures, stages: tuple[Stage, ...]) -> None:
-        if sum(figures.used) <= self.limits.num_devices and self.allows(figures.iteration_s, figures.dollars):
+        if sum(figures.used) <= self.max_devices and self.allows(figures.iteration_s, figures.dollars):
             self.figures, self.stages, self.problem = figures, stages, problem
 
     @property
     def slowest_s(self) -> float:
         """No pipeline slower than this is of use."""
         if self.figures is None or self.minimise_dollars:
-            return self.limits.iteration_s
-        return min(self.limits.iteration_s, self.figures.iteration_s)
+            return self.max_s
+        return min(self.max_s, self.figures.iteration_s)
 
 
 class _Partial(NamedTuple):
@@ -100,18 +92,15 @@ class PipelineSearch:
     """One search; `run` improves the incumbent."""
 
     def __init__(self, problem: int, bounds: Bounds, rent: Rent, incumbent: Incumbent) -> None:
-        self.problem = problem
-        self.bounds = bounds
+        self.problem, self.bounds, self.rent, self.incumbent = problem, bounds, rent, incumbent
         self.costs: PipelineCosts = bounds.costs
-        self.rent = rent
-        self.incumbent = incumbent
         self._factor = self.costs.num_microbatches - 1
-        self._counts_money = incumbent.minimise_dollars or incumbent.limits.dollars < inf
+        self._counts_money = incumbent.minimise_dollars or incumbent.max_dollars < inf
         self._cap_s = inf
         self._floors: Floors
         self._reach: Reach | None = None
-        self._forward: dict[tuple[int, int, int, int], float] = {}
-        self._backward: dict[tuple[int, int, int, bool], float] = {}
+        self._forward_s = cache(self.costs.forward_send_s)
+        self._backward_s = cache(self.costs.backward_send_s)
         self._stage: dict[Stage, tuple[float, float, float]] = {}
         self._befores: dict[tuple[int, int, int], list[tuple[Stage, float]]] = {}
         self._rates: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -138,7 +127,6 @@ class PipelineSearch:
         for depth in range(1, self.costs.num_layers + 1):
             following: dict[_Key, list[_Partial]] = {}
             for used, partial in self._last_stages() if depth == 1 else self._extend(frontier, depth):
-                self.incumbent.num_partial += 1
                 if partial.stage.start == 0:
                     self._complete(partial)
                 else:
@@ -215,7 +203,7 @@ class PipelineSearch:
     def _layers_left(self, used: tuple[int, ...]) -> int:
         """How many layers from the first the other devices are enough for, at most; -1: too many used."""
         left = [q - u for q, u in zip(self.bounds.quota, used, strict=True)]
-        if min(left) < 0 or sum(used) > self.incumbent.limits.num_devices:
+        if min(left) < 0 or sum(used) > self.incumbent.max_devices:
             return -1
         return self.costs.num_layers if self._reach is None else self._reach.layers(left)
 
@@ -256,11 +244,10 @@ class PipelineSearch:
         return excess_s <= 0 and a.egress <= b.egress
 
     def _complete(self, partial: _Partial) -> None:
-        stages, at = [], partial
-        while True:
+        stages = []
+        at: _Partial | None = partial
+        while at is not None:
             stages.append(at.stage)
-            if at.after is None:
-                break
             at = at.after
         self.incumbent.offer(self.problem, evaluate(self.costs, stages, self.rent), tuple(stages))
 
@@ -278,18 +265,6 @@ class PipelineSearch:
 
     def _boundary_dollars(self, option: int, following: int, stop: int) -> float:
         return self.costs.boundary_dollars(option, following, stop) if self._counts_money else 0.0
-
-    def _forward_s(self, option: int, following: int, stop: int, first_of: int) -> float:
-        key = (option, following, stop, first_of)
-        if key not in self._forward:
-            self._forward[key] = self.costs.forward_send_s(*key)
-        return self._forward[key]
-
-    def _backward_s(self, option: int, previous: int, start: int, is_last: bool) -> float:
-        key = (option, previous, start, is_last)
-        if key not in self._backward:
-            self._backward[key] = self.costs.backward_send_s(*key)
-        return self._backward[key]
 
     def _rate(self, used: tuple[int, ...]) -> tuple[float, float]:
         """Dollars a second with and without idle devices; stages to come may be given the idle ones."""

@@ -1,5 +1,4 @@
-"""From a few choices to a whole candidate plan: rows to devices and layers to ministages, until memory
-fits."""
+"""From choices to a whole candidate plan: rows to devices and layers to ministages, until memory fits."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 
-from zorselike.cost.network import CollectiveOp
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -16,9 +14,9 @@ from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
-from zorselike.planner.layers.split import GroupCosts, split_layers, visit_in_turn
+from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.rows.split import BatchSplit, RankCosts, share_once, share_per_microbatch
+from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
 from zorselike.schedule.orders.in_flight import count_in_flight, least_in_flight
 from zorselike.schedule.spec import ScheduleSpec
 
@@ -63,8 +61,7 @@ class Choice:
     num_ministages: int
     """In all; groups are visited in turn."""
     in_flight_factor: float | None = None
-    """Microbatches in flight, in those that 1F1B needs, where each group has one ministage; None: all go
-    forward first."""
+    """Microbatches in flight, in those 1F1B needs, with one ministage a group; None: all forward first."""
 
     @classmethod
     def alike(
@@ -97,8 +94,7 @@ class CandidateBuilder:
         self._bounds: dict[object, list[int]] = {}
         self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
         self.host_was_full = False
-        """Whether the last choice fitted all devices, and some node's host was too small for what it
-        offloads."""
+        """Whether the last choice fitted all devices, and not some node's host with what it offloads."""
 
     def build(
         self, choice: Choice, is_worth: Callable[[CandidatePlan], bool] | None = None
@@ -209,21 +205,14 @@ class CandidateBuilder:
         self, group: GroupChoice, most: Mapping[Class, int], in_rounds: bool
     ) -> tuple[Sizes, ...]:
         num_rows = self._problem.global_batch
-        at_once = dict.fromkeys(group.devices, self._most_at_once())
+        at_once = [self._problem.most_rows_at_once] * len(group.devices)
         whole = self._share(group, most, at_once, group.mode.reduces_per_microbatch)
         if group.microbatches_per_device == 1 and not group.mode.reduces_per_microbatch:
             return whole
-        cut = {
-            device: max(1, math.ceil(sum(sizes) / group.microbatches_per_device))
-            for device, sizes in zip(group.devices, whole, strict=True)
-        }
-        if max(cut.values()) >= num_rows:
+        cut = [max(1, math.ceil(sum(sizes) / group.microbatches_per_device)) for sizes in whole]
+        if max(cut) >= num_rows:
             return whole
         return self._share(group, most, cut, in_rounds)
-
-    def _most_at_once(self) -> int:
-        fixed = self._problem.fixed.rows_per_microbatch
-        return min(self._problem.global_batch, fixed or self._problem.global_batch)
 
     def _bound(self, groups: list[CandidateGroup], in_flight_factor: float) -> list[CandidateGroup]:
         """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
@@ -254,46 +243,30 @@ class CandidateBuilder:
         ]
 
     def _share(
-        self,
-        group: GroupChoice,
-        most: Mapping[Class, int],
-        at_once: Mapping[int, int],
-        in_rounds: bool,
+        self, group: GroupChoice, most: Mapping[Class, int], at_once: Sequence[int], in_rounds: bool
     ) -> tuple[Sizes, ...]:
+        """With at most so many rows at once on each device, and of each class in a step."""
         costs = []
-        for device in group.devices:
-            name = self._step_time.device_type(device)
-            found = self._table.most_rows(name, group.mode.recompute)
-            cap = min(at_once[device], self._most_at_once())
-            cap = cap if found is None else min(cap, found)
-            seconds = self._table.model_s(name, group.mode.recompute, cap)
+        for device, cap in zip(group.devices, at_once, strict=True):
+            name, recompute = self._problem.device_types[device], group.mode.recompute
+            found = self._table.most_rows(name, recompute)
+            cap = min(cap, self._problem.most_rows_at_once, cap if found is None else found)
+            seconds = self._table.model_s(name, recompute, cap)
             costs.append(RankCosts(device, seconds, most.get(self._class_of(device))))
-        split: BatchSplit
-        if in_rounds:
-            exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
-            split = share_per_microbatch(
-                costs, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
-            )
-        else:
-            split = share_once(costs, self._problem.global_batch)
-        return tuple(split.sizes[device] for device in group.devices)
+        if not in_rounds:
+            return share_once(costs, self._problem.global_batch)
+        exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
+        return share_per_microbatch(
+            costs, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
+        )
 
     def _round_s(self, group: GroupChoice) -> tuple[float, float]:
         """What the collectives of one round through the whole model take, without and beside computation."""
-        if len(group.devices) == 1:
-            return 0.0, 0.0
-        each = self._problem.parameter_bytes
-        reduced_s = gathered_s = 0.0
-        for key, number in self._table.counts.items():
-            kind = self._table.kind(key)
-            reduced = kind.trainable * each.gradient
-            if reduced:
-                reduced_s += number * self._step_time.collective_s("reduce_scatter", group.devices, reduced)
-            if group.mode.zero == 3 and kind.num_parameters:
-                gathered = kind.num_parameters * each.weight
-                gathered_s += 2 * number * self._step_time.collective_s("all_gather", group.devices, gathered)
+        collective_s, counts = self._step_time.collective_s, self._table.counts.items()
+        reduced_s = sum(n * collective_s("reduce_scatter", group.devices, key) for key, n in counts)
         if group.mode.zero != 3:
             return reduced_s, 0.0
+        gathered_s = sum(2 * n * collective_s("all_gather", group.devices, key) for key, n in counts)
         # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
         total_s = reduced_s + gathered_s
         return total_s / len(self._table.keys), total_s
@@ -306,14 +279,10 @@ class CandidateBuilder:
         back."""
         times = self._step_time.group_seconds(group)
         seconds = {key: forward + backward for key, (forward, backward) in times.items()}
-        if len(group.devices) > 1:
-            op: CollectiveOp = "reduce_scatter" if group.mode.zero else "all_reduce"
-            times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
-            for key in seconds:
-                num_bytes = self._table.kind(key).trainable * self._problem.parameter_bytes.gradient
-                if num_bytes:
-                    each = self._step_time.collective_s(op, group.devices, num_bytes)
-                    seconds[key] += times_reduced * each
+        times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
+        for key in seconds:
+            reduce_s = self._step_time.collective_s(group.mode.reduction, group.devices, key)
+            seconds[key] += times_reduced * reduce_s
         if group.mode.offload:
             seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
         tightest = self._tightest(group)
@@ -321,7 +290,7 @@ class CandidateBuilder:
         if limit is None:
             return GroupCosts(seconds)
         rows = (max if accumulates else sum)(group.held_sizes(tightest) or (0,))
-        device = self._step_time.device_type(group.devices[tightest])
+        device = self._problem.device_types[group.devices[tightest]]
         return GroupCosts(
             seconds,
             {key: self._held_bytes(key, group, rows) for key in seconds},
@@ -346,9 +315,7 @@ class CandidateBuilder:
         if group.mode.zero < 2:
             held += whole
         if "activations" not in group.mode.offload:
-            recomputed = self._table.recompute(key, group.mode.recompute) == "layer"
-            inputs = kind.input_elements_per_row * self._problem.workload.itemsize
-            held += rows * (inputs if recomputed else kind.activation_bytes_per_row)
+            held += rows * self._table.kept_bytes(key, group.mode.recompute)
         return held
 
     def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]]) -> int:
@@ -377,13 +344,10 @@ class CandidateBuilder:
     def _shares_unevenly(self, candidate: CandidatePlan) -> bool:
         """Whether a ministage with ZeRO 3 holds both ends of a tie while its devices have different numbers
         of microbatches, which the runtime refuses."""
-        home = {
-            self._table.modules[n]: i for i in range(candidate.num_ministages) for n in candidate.layers_of(i)
-        }
-        for owner, borrower in self._problem.workload.ties:
-            group = candidate.groups[candidate.owners[home[owner]]]
-            is_uneven = len({*map(len, group.sizes)}) > 1
-            if home[owner] == home[borrower] and group.mode.zero == 3 and is_uneven:
+        for owner, borrower in self._table.ties:
+            group = candidate.groups[candidate.owner_of(owner)]
+            is_together = candidate.ministage_of(owner) == candidate.ministage_of(borrower)
+            if is_together and group.mode.zero == 3 and len({*map(len, group.sizes)}) > 1:
                 return True
         return False
 
@@ -443,7 +407,7 @@ class CandidateBuilder:
         return True
 
     def _class_of(self, device: int) -> Class:
-        return self._step_time.device_type(device), self._memory.limit_bytes(device) or 0
+        return self._problem.device_types[device], self._memory.limit_bytes(device) or 0
 
 
 def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:

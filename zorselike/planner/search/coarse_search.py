@@ -1,5 +1,4 @@
-"""A first look at a grouping: the same few modes for all groups, at usual numbers of ministages and
-microbatches."""
+"""A first look at a grouping: few modes, alike in all groups, usual numbers of ministages and rounds."""
 
 from __future__ import annotations
 
@@ -8,11 +7,7 @@ from itertools import product
 
 from zorselike.planner.candidate.modes import Family, Mode
 from zorselike.planner.search.builder import Choice, Groups
-from zorselike.planner.search.evaluator import (
-    IN_FLIGHT_FACTORS,
-    CandidateEvaluator,
-    EstimatedCandidate,
-)
+from zorselike.planner.search.evaluator import IN_FLIGHT_FACTORS, CandidateEvaluator, EstimatedCandidate
 
 _FIRST_MICROBATCHES = (8, 24)
 _FEW_MICROBATCHES = (1, 2, 4)

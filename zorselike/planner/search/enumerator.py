@@ -9,7 +9,7 @@ from math import inf, isfinite
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.choose import DeviceSet, propose_devices
-from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.groups.candidates import Grouping, count_useful_groups, find_groupings
 from zorselike.planner.groups.order import order_by_bandwidth, order_groups
 from zorselike.planner.problem import PlanProblem
@@ -93,7 +93,7 @@ class CandidateEnumerator:
     ) -> list[EstimatedCandidate]:
         """Where a grouping does not fit in the paper's order: which groups come first and last, and have more
         ministages, can make the difference."""
-        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=FEW_ORDERS)
+        orders = order_groups(self._problem.read_bandwidths(devices.devices), groups, max_orders=FEW_ORDERS)
         for order in orders:
             reordered = tuple(groups[i] for i in order)
             if found := CoarseSearch(self._evaluator, reordered, f"{name}, in another order").run():
@@ -120,7 +120,7 @@ class CandidateEnumerator:
         if fixed.groups is not None:
             yield fixed.groups, "fixed"
             return
-        bandwidths = self._read_bandwidths(devices)
+        bandwidths = self._problem.read_bandwidths(devices.devices)
         most = fixed.ministages or self._num_layers
         groupings = find_groupings(bandwidths, max_groups=min(most, count_useful_groups(bandwidths)))
         for grouping in sorted(groupings, key=lambda each: self._guess_s(bandwidths, each)):
@@ -130,9 +130,8 @@ class CandidateEnumerator:
     def _guess_s(self, bandwidths: Bandwidths, grouping: Grouping) -> float:
         """What speaks against a grouping before it is looked at, in seconds: all gradients of the slowest
         group over its slowest link, and a microbatch's way through each group."""
-        speeds = [
-            sum(1 / self._bounds.model_s(self._bounds.type_of(d)) for d in group) for group in grouping.groups
-        ]
+        types = self._problem.device_types
+        speeds = [sum(1 / self._bounds.model_s(types[d]) for d in group) for group in grouping.groups]
         model_bytes = self._problem.workload.num_parameters * self._problem.parameter_bytes.gradient
         reduced_s = max(
             model_bytes * speed / sum(speeds) / bandwidths.slowest_link(own)
@@ -148,7 +147,7 @@ class CandidateEnumerator:
         groups = tuple(group.devices for group in best.choice.groups)
         if self._problem.fixed.groups is not None or len(groups) == 1:
             return
-        orders = order_groups(self._read_bandwidths(devices), groups, max_orders=MOST_ORDERS)
+        orders = order_groups(self._problem.read_bandwidths(devices.devices), groups, max_orders=MOST_ORDERS)
         reordered = best
         for order in orders:
             if self._budget.is_enumeration_over():
@@ -160,11 +159,6 @@ class CandidateEnumerator:
                 reordered = min(reordered, found, key=lambda estimated: estimated.score)
         if reordered is not best:
             yield self._evaluator.refine(reordered)
-
-    def _read_bandwidths(self, devices: DeviceSet) -> Bandwidths:
-        return read_bandwidths(
-            self._problem.cluster, devices.devices, span_regions=self._problem.spans_regions
-        )
 
 
 def _take_best(coarse: list[EstimatedCandidate], number: int) -> list[EstimatedCandidate]:

@@ -198,8 +198,7 @@ class CandidateEvaluator:
         counts = self.list_microbatch_counts(tuple(group.devices for group in groups))
         choices = [
             replace(
-                best.choice,
-                groups=tuple(replace(group, microbatches_per_device=number) for group in groups),
+                best.choice, groups=tuple(replace(group, microbatches_per_device=number) for group in groups)
             )
             for number in counts
         ]

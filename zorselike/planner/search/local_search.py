@@ -9,12 +9,12 @@ from functools import cached_property
 from itertools import islice
 
 from zorselike.planner.candidate.candidate import CandidatePlan
-from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
-from zorselike.planner.search.builder import CandidateBuilder, Choice
+from zorselike.planner.search.builder import Choice
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
-from zorselike.planner.search.neighbours import change_choice, describe_kinds, move_layers, move_rows
+from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
 from zorselike.planner.search.top_k import WORTH_SIMULATING, SimulatedCandidate, TopK
 
 MOST_STARTS = 3
@@ -32,12 +32,11 @@ class LocalSearch:
         self,
         problem: PlanProblem,
         evaluator: CandidateEvaluator,
-        builder: CandidateBuilder,
         top_k: TopK,
         budget: SearchBudget,
         seed: int,
     ) -> None:
-        self._problem, self._evaluator, self._builder = problem, evaluator, builder
+        self._problem, self._evaluator, self._builder = problem, evaluator, evaluator.builder
         self._top_k, self._budget = top_k, budget
         self._random = random.Random(seed)
 
@@ -59,12 +58,9 @@ class LocalSearch:
             self._simplify(self._top_k.best)
 
     def _descend(self, start: SimulatedCandidate) -> None:
-        best = start
-        while not self._budget.is_over():
-            better = self._find_better(best)
-            if better is None:
-                return
-            best = better
+        best: SimulatedCandidate | None = start
+        while best is not None and not self._budget.is_over():
+            best = self._find_better(best)
 
     def _simplify(self, best: SimulatedCandidate) -> None:
         """The best with simpler modes where these cost next to nothing."""
@@ -134,13 +130,9 @@ class LocalSearch:
                     yield found
 
     def _move_rows(self, candidate: CandidatePlan) -> Iterator[CandidatePlan]:
-        places, cluster = self._problem.cluster.places, self._problem.cluster
-        types = [cluster.device_type(place) for place in places]
-        nodes = [place.node for place in places]
-        most = min(
-            self._problem.global_batch, self._problem.fixed.rows_per_microbatch or self._problem.global_batch
-        )
-        return move_rows(candidate, [describe_kinds(group, types, nodes) for group in candidate.groups], most)
+        kinds = list(zip(self._problem.device_types, self._problem.nodes, strict=True))
+        of_groups = [[kinds[device] for device in group.devices] for group in candidate.groups]
+        return move_rows(candidate, of_groups, self._problem.most_rows_at_once)
 
     def _is_possible(self, choice: Choice) -> bool:
         """Whether its groups may be groups, and what is fixed or allowed is kept."""
@@ -149,16 +141,11 @@ class LocalSearch:
             return False
         if not len(choice.groups) <= choice.num_ministages <= len(self._problem.workload.layers):
             return False
-        return all(self._may_be_group(group.devices) for group in choice.groups) and (
-            problem.max_devices is None
-            or sum(len(group.devices) for group in choice.groups) <= problem.max_devices
-        )
-
-    def _may_be_group(self, devices: tuple[int, ...]) -> bool:
-        return self._all_bandwidths.slowest_link(devices) > 0
+        if any(self._bandwidths.slowest_link(group.devices) <= 0 for group in choice.groups):
+            return False
+        num_devices = sum(len(group.devices) for group in choice.groups)
+        return problem.max_devices is None or num_devices <= problem.max_devices
 
     @cached_property
-    def _all_bandwidths(self) -> Bandwidths:
-        return read_bandwidths(
-            self._problem.cluster, self._problem.usable, span_regions=self._problem.spans_regions
-        )
+    def _bandwidths(self) -> Bandwidths:
+        return self._problem.read_bandwidths(self._problem.usable)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
+from zorselike.planner.candidate.candidate import CandidatePlan, Sizes
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.search.builder import Choice, GroupChoice, list_microbatch_counts
 
@@ -125,8 +125,7 @@ def _recut(sizes: Sizes, most_at_once: int) -> list[Sizes]:
 
 
 def _cut_evenly(sizes: Sizes, num_microbatches: int, more: int = 0) -> Sizes:
-    """The same rows, or so many more, in microbatches that differ by one at most; `()` where that cannot
-    be."""
+    """The same rows, or so many more, in microbatches that differ by one at most; `()` if that cannot be."""
     rows = sum(sizes) + more
     if not 1 <= num_microbatches <= rows:
         return ()
@@ -217,8 +216,3 @@ def _with_groups(choice: Choice, groups: tuple[GroupChoice, ...], num_layers: in
     per_group = choice.num_ministages / len(choice.groups)
     number = max(len(groups), min(num_layers, round(per_group * len(groups))))
     return Choice(groups, number)
-
-
-def describe_kinds(group: CandidateGroup, types: Sequence[str], nodes: Sequence[int]) -> list[object]:
-    """What tells a group's devices apart but for their rows: type and node."""
-    return [(types[device], nodes[device]) for device in group.devices]

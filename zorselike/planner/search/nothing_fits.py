@@ -60,7 +60,6 @@ def describe_nothing(
 
 def _describe_lack(problem: PlanProblem, memory: RankMemory, found: EstimatedCandidate) -> str:
     """Which devices lack how much for a candidate that fits with more memory."""
-    cluster = problem.cluster
     lacks: dict[str, tuple[int, int]] = {}
     for g, group in enumerate(found.candidate.groups):
         for position, device in enumerate(group.devices):
@@ -68,7 +67,7 @@ def _describe_lack(problem: PlanProblem, memory: RankMemory, found: EstimatedCan
             if limit is None:
                 continue
             lack = memory.need(found.candidate, g, position).device_bytes - limit
-            name = cluster.device_type(cluster.places[device])
+            name = problem.device_types[device]
             if lack > lacks.get(name, (0, 0))[0]:
                 lacks[name] = lack, limit
     parts = [
@@ -77,7 +76,7 @@ def _describe_lack(problem: PlanProblem, memory: RankMemory, found: EstimatedCan
     ]
     parts += [
         f"{show_bytes(needed - limit)} more than the {show_bytes(limit)} of host memory of node "
-        f"{cluster.nodes[node].name}"
+        f"{problem.cluster.nodes[node].name}"
         for node, (needed, limit) in sorted(memory.overfull_hosts(found.candidate).items())
     ]
     return " and ".join(parts[:3]) or "a little more memory"

@@ -26,11 +26,8 @@ class Score:
     num_devices: int = 0
 
     def __lt__(self, other: Score) -> bool:
-        for mine, theirs in (
-            (self.excess, other.excess),
-            (self.wanted, other.wanted),
-            (self.other, other.other),
-        ):
+        theirs_all = (other.excess, other.wanted, other.other)
+        for mine, theirs in zip((self.excess, self.wanted, self.other), theirs_all, strict=True):
             if not isclose(mine, theirs, rel_tol=_ALIKE):
                 return mine < theirs
         return self.num_devices < other.num_devices

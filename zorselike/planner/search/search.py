@@ -17,14 +17,7 @@ from math import isfinite
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ProfileError
 from zorselike.plan.plan import Estimates
-from zorselike.planner.answer import (
-    Ending,
-    NothingFitsError,
-    OnProgress,
-    PlanAnswer,
-    Planned,
-    Progress,
-)
+from zorselike.planner.answer import Ending, NothingFitsError, OnProgress, PlanAnswer, Planned, Progress
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.structure import Structure, Structures
 from zorselike.planner.devices.bounds import DeviceBounds
@@ -47,8 +40,7 @@ from zorselike.simulator.simulated_plan import SimulatedPlan
 TIGHTER = 0.9
 """Share of the memory that is planned with where whole plans turn out not to fit."""
 FEW_SETS, FEW_GROUPINGS = 2, 2
-"""Sets of devices, and groupings of each, in which something is looked for that would fit with more
-memory."""
+"""Sets of devices, and groupings of each, in which is looked for what would fit with more memory."""
 LIMITING_SHARE = 0.7
 """Below this share of the ideal a plan says what limits it."""
 ONE_STEP = (
@@ -104,13 +96,13 @@ class _Search:
         )
         self._enumerator = CandidateEnumerator(problem, self._evaluator, self._bounds, budget)
         self._top_k = TopK(problem, table, budget)
-        self._local_search = LocalSearch(problem, self._evaluator, builder, self._top_k, budget, seed)
+        self._local_search = LocalSearch(problem, self._evaluator, self._top_k, budget, seed)
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
         """Without devices of which nothing says how fast they are, such as those without this dtype."""
-        cluster = problem.cluster
+        types = problem.device_types
         unknown: dict[str, ProfileError] = {}
-        for device in dict.fromkeys(cluster.device_type(cluster.places[d]) for d in problem.usable):
+        for device in dict.fromkeys(types[d] for d in problem.usable):
             try:
                 for kind in problem.workload.kinds:
                     self._clock.forward_s(kind, device, 1, "none")
@@ -118,7 +110,7 @@ class _Search:
                 unknown[device] = error
         if not unknown:
             return problem
-        known = tuple(d for d in problem.usable if cluster.device_type(cluster.places[d]) not in unknown)
+        known = tuple(d for d in problem.usable if types[d] not in unknown)
         given = {d for group in problem.fixed.groups or () for d in group}
         if not known or given - {*known}:
             raise next(iter(unknown.values()))
@@ -147,7 +139,8 @@ class _Search:
         plans = self._choose(top)
         if not plans:  # What was walked in parts fits, and the whole plans do not, by a little.
             self._memory.scale = TIGHTER
-            self._forget()
+            for part in (self._evaluator, self._enumerator, self._top_k):
+                part.forget()
             ending = self._look()
             plans = self._choose(top)
         if not plans:
@@ -190,18 +183,12 @@ class _Search:
         if self._top_k.best is None:
             raise NothingFitsError(self._explain_nothing())
 
-    def _forget(self) -> None:
-        """All that was found with more memory."""
-        self._evaluator.forget()
-        self._enumerator.forget()
-        self._top_k.forget()
-
     # -- the answer ------------------------------------------------------------------------
 
     def _choose(self, top: int) -> tuple[Planned, ...]:
         """The best that fit, each with other groups or modes than those before."""
         chosen: list[Planned] = []
-        structures = Structures(self._problem.cluster)
+        structures = Structures(self._problem)
         seen: set[Structure] = set()
         assert self._top_k.best is not None
         refused: SimulatedCandidate | None = None
@@ -284,8 +271,5 @@ class _Search:
     def _explain_nothing(self) -> str:
         end_s = self._budget.worked_s + max(FUTILE_S, 2 * self._budget.budget_s)
         return describe_nothing(
-            self._problem,
-            self._memory,
-            lambda: self._find_any(end_s),
-            lambda: self._budget.worked_s > end_s,
+            self._problem, self._memory, lambda: self._find_any(end_s), lambda: self._budget.worked_s > end_s
         )

@@ -9,18 +9,13 @@ from functools import cache
 from itertools import product
 
 import pytest
-from batch_splits import REFUSED, RISING, check, cost_lists, larger_lists, line, rounds_s
+from batch_splits import RISING, busiest_s, check, cost_lists, larger_lists, line, rounds_s
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.rows.microbatch_sums import pick_sizes, sum_microbatches
-from zorselike.planner.rows.split import (
-    BatchSplit,
-    RankCosts,
-    share_once,
-    share_per_microbatch,
-)
+from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
 
 ROOM = st.sampled_from([None, None, 0, 1, 2, 3, 5])
 
@@ -29,10 +24,6 @@ ROOM = st.sampled_from([None, None, 0, 1, 2, 3, 5])
 def roomy_lists(draw: st.DrawFn) -> list[RankCosts]:
     """The same, with room for a few rows of the step on some."""
     return [replace(cost, most_rows=draw(ROOM)) for cost in draw(cost_lists())]
-
-
-def busiest_s(split: BatchSplit, costs: Sequence[RankCosts]) -> float:
-    return max(sum(cost.seconds[size - 1] for size in split.sizes[cost.rank]) for cost in costs)
 
 
 def least_sum(seconds: tuple[float, ...], num_rows: int) -> float:
@@ -104,8 +95,7 @@ def test_sums_are_the_cheapest_and_sizes_make_them(seconds: tuple[float, ...], n
 def test_no_split_is_faster_with_collectives_once_a_step(costs: list[RankCosts], num_rows: int) -> None:
     split = share_once(costs, num_rows)
     check(split, costs, num_rows)
-    assert split.seconds == pytest.approx(busiest_s(split, costs))
-    assert split.seconds == pytest.approx(least_once(costs, num_rows))
+    assert busiest_s(split, costs) == pytest.approx(least_once(costs, num_rows))
 
 
 @given(
@@ -116,8 +106,8 @@ def test_no_split_is_faster_with_collectives_in_each_round(
 ) -> None:
     split = share_per_microbatch(costs, num_rows, collective_s=collective_s, hidden_s=hidden_s)
     check(split, costs, num_rows)
-    assert split.seconds == pytest.approx(rounds_s(split, costs, collective_s, hidden_s))
-    assert split.seconds == pytest.approx(least_per_microbatch(costs, num_rows, collective_s, hidden_s))
+    seconds = rounds_s(split, costs, collective_s, hidden_s)
+    assert seconds == pytest.approx(least_per_microbatch(costs, num_rows, collective_s, hidden_s))
 
 
 def have_room(costs: Sequence[RankCosts], num_rows: int) -> bool:
@@ -134,8 +124,7 @@ def test_no_split_is_faster_where_room_for_a_step_is_limited(costs: list[RankCos
         return
     split = share_once(costs, num_rows)
     check(split, costs, num_rows)
-    assert split.seconds == pytest.approx(busiest_s(split, costs))
-    assert split.seconds == pytest.approx(least_once(costs, num_rows))
+    assert busiest_s(split, costs) == pytest.approx(least_once(costs, num_rows))
 
 
 @given(roomy_lists(), st.integers(1, 8), st.sampled_from([0.05, 1.0]), st.sampled_from([0.0, 0.8]))
@@ -147,29 +136,30 @@ def test_rounds_heed_room_and_are_about_the_best(
         return
     split = share_per_microbatch(costs, num_rows, collective_s=collective_s, hidden_s=hidden_s)
     check(split, costs, num_rows)
-    assert split.seconds == pytest.approx(rounds_s(split, costs, collective_s, hidden_s))
+    seconds = rounds_s(split, costs, collective_s, hidden_s)
     best = least_per_microbatch(costs, num_rows, collective_s, hidden_s)
-    assert best * (1 - 1e-9) <= split.seconds <= best * 1.25
+    assert best * (1 - 1e-9) <= seconds <= best * 1.25
     free = share_per_microbatch(
         [replace(cost, most_rows=None) for cost in costs],
         num_rows,
         collective_s=collective_s,
         hidden_s=hidden_s,
     )
-    assert split.seconds >= free.seconds * (1 - 1e-9)
-    if all(free.rows[cost.rank] <= find_room(cost) for cost in costs):
-        assert split.seconds == pytest.approx(free.seconds)
+    free_s = rounds_s(free, costs, collective_s, hidden_s)
+    assert seconds >= free_s * (1 - 1e-9)
+    if all(sum(own) <= find_room(cost) for cost, own in zip(costs, free, strict=True)):
+        assert seconds == pytest.approx(free_s)
 
 
 def test_a_card_that_is_full_leaves_the_rest_to_slow_ones() -> None:
     """Ten rounds in which both compute, eighty in which the fast one does alone."""
     costs = [RankCosts(0, (0.1,), most_rows=90), RankCosts(1, (1.0,))]
     split = share_per_microbatch(costs, 100)
-    assert split.rows == {0: 90, 1: 10} and split.seconds == pytest.approx(18)
+    assert list(map(sum, split)) == [90, 10] and rounds_s(split, costs) == pytest.approx(18)
     # Of many times a few are tried at first; this one is not among them.
     costs = [RankCosts(0, line(1, 100), most_rows=37), RankCosts(1, line(1, 100))]
     split = share_per_microbatch(costs, 80, collective_s=1000)
-    assert split.sizes == {0: (37,), 1: (43,)} and split.seconds == 1043
+    assert split == ((37,), (43,)) and rounds_s(split, costs, 1000) == 1043
 
 
 @given(larger_lists(), st.integers(1, 100), st.integers(0, 23), st.floats(0.1, 1), st.integers(0, 3))
@@ -182,46 +172,51 @@ def test_a_faster_or_larger_card_never_makes_it_slower(
     grown = (*own, *(own[-1] + (n + 1) * own[0] for n in range(more)))
     better[i] = RankCosts(costs[i].rank, tuple(factor * each for each in grown))
     bound = 1 + 1e-9
-    assert share_once(better, num_rows).seconds <= share_once(costs, num_rows).seconds * bound
-    assert (
-        share_per_microbatch(better, num_rows, collective_s=0.5).seconds
-        <= share_per_microbatch(costs, num_rows, collective_s=0.5).seconds * bound
-    )
+    once, better_once = share_once(costs, num_rows), share_once(better, num_rows)
+    assert busiest_s(better_once, better) <= busiest_s(once, costs) * bound
+    rounds, better_rounds = (share_per_microbatch(own, num_rows, collective_s=0.5) for own in (costs, better))
+    assert rounds_s(better_rounds, better, 0.5) <= rounds_s(rounds, costs, 0.5) * bound
 
 
 def test_a_card_that_would_only_slow_the_others_gets_no_rows() -> None:
     costs = [RankCosts(0, line(1, 4)), RankCosts(1, line(1, 4)), RankCosts(2, line(100, 4)), RankCosts(3, ())]
     for split in (share_once(costs, 8), share_per_microbatch(costs, 8)):
-        assert split.rows == {0: 4, 1: 4, 2: 0, 3: 0}
+        assert list(map(sum, split)) == [4, 4, 0, 0]
 
 
-def test_microbatches_come_in_order_of_time() -> None:
-    """Two rounds of 4 + 2 rows and one of the last two, where they take least."""
+def test_what_is_left_goes_where_it_takes_least() -> None:
+    """Two rounds of 4 + 2 rows and one of the last two."""
     costs = [RankCosts(7, line(1, 4)), RankCosts(5, line(2, 4))]
-    split = share_per_microbatch(costs, 14)
-    assert [(m.rank, m.num_rows) for m in split.microbatches] == [(7, 4), (5, 2), (7, 4), (5, 2), (7, 2)]
+    assert share_per_microbatch(costs, 14) == ((4, 4, 2), (2, 2))
     once = share_once(costs, 14)
     # In 10 s they could compute 10 + 5 rows; the one too many is taken where it saves 2 s.
-    assert once.sizes == {7: (4, 4, 2), 5: (4,)} and once.seconds == 10
-    # Middles: rank 7 at 2, 6 and 9 s, rank 5 at 4 s.
-    assert [(m.rank, m.start) for m in once.microbatches] == [(7, 0), (5, 4), (7, 8), (7, 12)]
+    assert once == ((4, 4, 2), (4,)) and busiest_s(once, costs) == 10
 
 
 def test_sizes_differ_between_cards_and_avoid_bad_ones() -> None:
     """On a card whose third row costs as much as three others, no microbatch has three."""
     bumpy = (1.0, 1.5, 4.5, 4.6)
-    split = share_once([RankCosts(0, bumpy), RankCosts(1, line(1, 8, start=1))], 12)
-    assert set(split.sizes[0]) == {2}
-    assert split.sizes[1] == (4,) and split.seconds == 6
+    costs = [RankCosts(0, bumpy), RankCosts(1, line(1, 8, start=1))]
+    bumped, smooth = share_once(costs, 12)
+    assert set(bumped) == {2}
+    assert smooth == (4,) and busiest_s((bumped, smooth), costs) == 6
 
 
 def test_the_last_round_is_timed_by_itself() -> None:
     """10 rows in rounds of 4 end with one of 2, which is shorter."""
     costs = [RankCosts(0, line(1, 2)), RankCosts(1, line(1, 2))]
-    assert share_per_microbatch(costs, 10, collective_s=1).seconds == 2 * 3 + 2
+    assert rounds_s(share_per_microbatch(costs, 10, collective_s=1), costs, 1) == 2 * 3 + 2
 
 
-@pytest.mark.parametrize(("costs", "num_rows", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("costs", "num_rows", "message"),
+    [
+        ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
+        ([], 4, "no ranks to share rows among"),
+        ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
+        ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
+    ],
+)
 def test_what_no_split_can_be_made_of_is_refused(costs: list[RankCosts], num_rows: int, message: str) -> None:
     for share in (share_once, share_per_microbatch):
         with pytest.raises(PlanError, match=message):

@@ -12,16 +12,15 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from zorselike.errors import PlanError, ProfileError
-from zorselike.plan.plan import Microbatch
-from zorselike.plan.shares import deal_rows
+from zorselike.planner.candidate.candidate import Sizes
 from zorselike.planner.rows.capped_rounds import cover, fill_rounds
 from zorselike.planner.rows.microbatch_sums import ROUND_OFF, pick_sizes, sum_microbatches
 from zorselike.text.wording import list_few
@@ -63,31 +62,9 @@ def _find_fault(seconds: tuple[float, ...]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class BatchSplit:
-    """The rows of a group's ranks."""
-
-    seconds: float
-    """Time of the step's computation on the slowest rank or, with collectives in each round, of all rounds
-    and their collectives."""
-    sizes: Mapping[int, tuple[int, ...]]
-    """Rows of each rank's microbatches in processing order; none where a rank would only slow the others."""
-    microbatches: tuple[Microbatch, ...]
-    """In processing order, usable as `Group.microbatches`."""
-
-    @property
-    def rows(self) -> dict[int, int]:
-        """Rows of each rank."""
-        return {rank: sum(own) for rank, own in self.sizes.items()}
-
-
-def tabulate_seconds(curve: Callable[[float], float], max_rows: int) -> tuple[float, ...]:
-    """A curve's seconds for microbatches of 1 to `max_rows` rows, as `RankCosts` takes them."""
-    return tuple(curve(rows) for rows in range(1, max_rows + 1))
-
-
-def share_once(costs: Sequence[RankCosts], num_rows: int) -> BatchSplit:
-    """The least time in which the ranks together cover the batch, where collectives come once a step.
+def share_once(costs: Sequence[RankCosts], num_rows: int) -> tuple[Sizes, ...]:
+    """Microbatches of each rank in processing order (none where it would only slow the others) that take the
+    least time together, where collectives come once a step.
 
     A rank's time for n rows is its cheapest sum of microbatches; the optimum is one of the times that occur,
     found by bisection on them. Rows that the ranks could compute beyond the batch within that time are taken
@@ -116,16 +93,15 @@ def share_once(costs: Sequence[RankCosts], num_rows: int) -> BatchSplit:
         for cost, table in zip(costs, tables, strict=True)
     ]
     rows = take_surplus(tables, fitting, num_rows)
-    sizes = [
+    return tuple(
         pick_sizes(cost.seconds, table, own) for cost, table, own in zip(costs, tables, rows, strict=True)
-    ]
-    return split_by_sizes(costs, sizes)
+    )
 
 
 def share_per_microbatch(
     costs: Sequence[RankCosts], num_rows: int, *, collective_s: float = 0.0, hidden_s: float = 0.0
-) -> BatchSplit:
-    """The least time for the batch where collectives come with each microbatch.
+) -> tuple[Sizes, ...]:
+    """Likewise where collectives come with each microbatch.
 
     In a round of time t every rank computes the most rows that it can within t, t being one of the times
     that occur; which rounds is a dynamic programme over rows. Algorithm 2's second branch (equal rounds, the
@@ -154,7 +130,7 @@ def share_per_microbatch(
     kinds = Counter((cost.seconds, _room(cost, num_rows)) for cost in costs)
     if cover(kinds, Counter(times)) < num_rows:
         times = fill_rounds(kinds, num_rows, cost_s)
-    return split_by_rounds(costs, times, num_rows, collective_s=collective_s, hidden_s=hidden_s)
+    return share_in_rounds(costs, times, num_rows)
 
 
 def _mix_rounds(
@@ -230,53 +206,24 @@ def take_surplus(tables: Sequence[Sequence[float]], rows: Sequence[int], num_row
     return left
 
 
-def split_by_sizes(costs: Sequence[RankCosts], sizes: Sequence[Sequence[int]]) -> BatchSplit:
-    """Every rank computes its own microbatches one after another, from the same beginning; rows go to
-    microbatches by the middle of their time."""
-    pieces = []
-    slowest = 0.0
-    for cost, mine in zip(costs, sizes, strict=True):
-        ends = list(accumulate((cost.seconds[size - 1] for size in mine), initial=0.0))
-        slowest = max(slowest, ends[-1])
-        pieces += [
-            ((start + end) / 2, cost.rank, size)
-            for (start, end), size in zip(pairwise(ends), mine, strict=True)
-        ]
-    by_rank = {cost.rank: tuple(mine) for cost, mine in zip(costs, sizes, strict=True)}
-    return BatchSplit(slowest, by_rank, deal_rows(pieces))
-
-
-def split_by_rounds(
-    costs: Sequence[RankCosts],
-    times: Sequence[float],
-    num_rows: int,
-    *,
-    collective_s: float,
-    hidden_s: float = 0.0,
-) -> BatchSplit:
+def share_in_rounds(costs: Sequence[RankCosts], times: Iterable[float], num_rows: int) -> tuple[Sizes, ...]:
     """Rounds in which every rank computes the most rows that it can within the round's time and its room,
     longest first; the last round computes what is left. A rank's j-th microbatch is in round j: a rank that
     has rows in a shorter round has some in every longer one."""
     tables = [(0.0, *cost.seconds) for cost in costs]
     sizes: list[list[int]] = [[] for _ in costs]
-    pieces: list[tuple[float, int, int]] = []
-    seconds = 0.0
     left = num_rows
-    for number, time in enumerate(sorted(times, reverse=True)):
+    for time in sorted(times, reverse=True):
         rows = [
             min(_fit_within(table, time), _room(cost, num_rows) - sum(mine))
             for cost, table, mine in zip(costs, tables, sizes, strict=True)
         ]
         rows = take_surplus(tables, rows, min(left, sum(rows)))
         left -= sum(rows)
-        slowest = max(table[taken] for table, taken in zip(tables, rows, strict=True))
-        seconds += collective_s + max(slowest, hidden_s)
-        for cost, taken, mine in zip(costs, rows, sizes, strict=True):
+        for taken, mine in zip(rows, sizes, strict=True):
             if taken:
                 mine.append(taken)
-                pieces.append((number, cost.rank, taken))
-    by_rank = {cost.rank: tuple(taken) for cost, taken in zip(costs, sizes, strict=True)}
-    return BatchSplit(seconds, by_rank, deal_rows(pieces))
+    return tuple(map(tuple, sizes))
 
 
 def _check_room(costs: Sequence[RankCosts], num_rows: int) -> None:

@@ -39,8 +39,7 @@ class GroupCosts:
     seconds: Mapping[str, float]
     """Time of one layer of each kind, for all of the group's work on it in a step."""
     num_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Memory of one layer of each kind, on the device that has least room; a kind that is not named takes
-    none."""
+    """Memory of one layer of each kind, on the device with least room; a kind not named takes none."""
     max_bytes: float = math.inf
     """For all layers of the group."""
     max_ministage_bytes: float = math.inf
@@ -57,7 +56,6 @@ class LayerSplit:
     """Ministage `i` has the layers `[ends[i - 1], ends[i])`."""
     group_s: tuple[float, ...]
     """Seconds of each group in a step."""
-    ministage_s: tuple[float, ...]
     is_exact: bool
     """Whether nothing better exists; False where too many partial cuts had to be kept (several kinds of
     layers that alternate, many groups, many ministages)."""
@@ -79,11 +77,7 @@ def visit_in_turn(num_groups: int, num_ministages: int) -> tuple[int, ...]:
 
 
 def split_layers(
-    kinds: Sequence[str],
-    owners: Sequence[int],
-    groups: Sequence[GroupCosts],
-    *,
-    most_kept: int = MOST_KEPT,
+    kinds: Sequence[str], owners: Sequence[int], groups: Sequence[GroupCosts], *, most_kept: int = MOST_KEPT
 ) -> LayerSplit | None:
     """The cut in which the slowest group is fastest and then the squares of the ministages' seconds add up to
     least; None where nothing fits, or nothing that was found does (`MOST_KEPT`).
@@ -353,20 +347,19 @@ def _describe(
     is_exact: bool,
 ) -> LayerSplit:
     ends = tuple(accumulate(sizes))
-    ministage_s = tuple(
+    ministage_s = [
         math.fsum(groups[g].seconds[kind] for kind in kinds[end - size : end])
         for g, size, end in zip(owners, sizes, ends, strict=True)
-    )
+    ]
     group_s = tuple(
         math.fsum(own for owner, own in zip(owners, ministage_s, strict=True) if owner == g)
         for g in range(len(groups))
     )
-    return LayerSplit(tuple(owners), ends, group_s, ministage_s, is_exact)
+    return LayerSplit(tuple(owners), ends, group_s, is_exact)
 
 
 def _longest_run(kinds: Sequence[str]) -> tuple[int, int]:
-    """Where the most equal layers in a row are; of equally long runs the last, so that what lies behind it
-    is short."""
+    """Where most equal layers in a row are; of equally long runs the last, so that little lies behind it."""
     lengths = [len(list(own)) for _, own in groupby(kinds)]
     stops = list(accumulate(lengths))
     stop, length = max(zip(stops, lengths, strict=True), key=lambda run: (run[1], run[0]))
