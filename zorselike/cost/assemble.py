@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, permutations
-from typing import NamedTuple
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.largest_batch import find_corrections
@@ -141,18 +140,27 @@ def _time_microbatches(
     """Seconds of the forward and the backward of every ministage for every size of microbatch."""
     forward_s: _BySize = {}
     backward_s: _BySize = {}
-    for i in range(plan.num_ministages):
-        layers = Counter(_list_layers(plan, workload, i))
+    for i, ministage in enumerate(plan.ministages):
         group = plan.group_of(i)
+        layers: Counter[tuple[str, Recompute]] = Counter(
+            (workload.kind_of[name].name, group.recompute if is_layer(name) else "none")
+            for name in ministage.modules
+        )
         for rank in group.flat_ranks:
             device = devices[rank]
             for rows in {microbatch.num_rows for microbatch in group.microbatches_by_rank[rank]}:
-                for layer in layers:
-                    _check_rows(clock, layer, rank, rows, device)
+                for kind, recompute in layers:
+                    most = clock.max_rows(kind, device, recompute)
+                    if most is not None and rows > most:
+                        raise ProfileError(
+                            f"rank {rank} ({device}) has microbatches of {rows} rows in the plan; the "
+                            f"profile found that at most {most} fit through one {kind} on it; plan for "
+                            "smaller microbatches"
+                        )
                 for seconds, time in ((forward_s, clock.forward_s), (backward_s, clock.backward_s)):
                     seconds[rank, i, rows] = sum(
-                        number * time(layer.kind, device, rows, layer.recompute)
-                        for layer, number in layers.items()
+                        number * time(kind, device, rows, recompute)
+                        for (kind, recompute), number in layers.items()
                     )
     return forward_s, backward_s
 
@@ -172,28 +180,6 @@ def _add_up_units(
             if seconds:
                 found[kind, i] = seconds * sum(unit.gathered_bytes > 0 for unit in units[i])
     return found
-
-
-class _Layer(NamedTuple):
-    kind: str
-    recompute: Recompute
-
-
-def _list_layers(plan: Plan, workload: Workload, ministage: int) -> list[_Layer]:
-    recompute = plan.group_of(ministage).recompute
-    return [
-        _Layer(workload.kind_of[name].name, recompute if is_layer(name) else "none")
-        for name in plan.ministages[ministage].modules
-    ]
-
-
-def _check_rows(clock: LayerTimeModel, layer: _Layer, rank: int, rows: int, device: str) -> None:
-    most = clock.max_rows(layer.kind, device, layer.recompute)
-    if most is not None and rows > most:
-        raise ProfileError(
-            f"rank {rank} ({device}) has microbatches of {rows} rows in the plan; the profile found that at "
-            f"most {most} fit through one {layer.kind} on it; plan for smaller microbatches"
-        )
 
 
 # -- bytes, memory and prices --------------------------------------------------------------

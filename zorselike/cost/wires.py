@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import Curve, fit_curve
@@ -142,14 +143,11 @@ class _Layout:
         """All pairs of nodes that are connected, and the fabrics."""
         nodes = sorted(self._places_of)
         links: dict[tuple[int, int], Link] = {}
-        for a in nodes:
-            fabric = self._find_fabric(a)
-            if fabric is not None:
-                links[a, a] = fabric
-            for b in nodes:
-                link = None if a == b else self._find_link(self._places_of[a][0], self._places_of[b][0])
-                if link is not None:
-                    links[a, b] = link
+        for a, b in product(nodes, repeat=2):
+            first, other = self._places_of[a][0], self._places_of[b][0]
+            link = self._find_fabric(a) if a == b else self._find_link(first, other)
+            if link is not None:
+                links[a, b] = link
         cards = {node: self._add_card(node, links) for node in nodes}
         return {
             (a, b): Wire(link, () if a == b else self._capacities_between(a, b, link, cards))

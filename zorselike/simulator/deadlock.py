@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zorselike.schedule.actions import Action
 from zorselike.schedule.errors import ScheduleError
-from zorselike.simulator.events import PENDING, Times
-from zorselike.simulator.tasks.graph import COPIES, Tasks, Work
+from zorselike.simulator.tasks.graph import COPIES, PENDING, Tasks, Times, Work
 from zorselike.simulator.tasks.labels import Labels
 from zorselike.simulator.tasks.program import Program
 

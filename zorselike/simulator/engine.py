@@ -18,12 +18,12 @@ from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.rendezvous import wraps_around
 from zorselike.schedule.contract import NUM_STEPS, NUM_STEPS_OFFLOADING
 from zorselike.simulator.deadlock import describe_deadlock
-from zorselike.simulator.events import PENDING, run
+from zorselike.simulator.events import run
 from zorselike.simulator.garbage import without_collection
 from zorselike.simulator.memory import MemoryWalks
 from zorselike.simulator.report.time_breakdown import break_down_time
 from zorselike.simulator.result import Simulation
-from zorselike.simulator.tasks.graph import NOTHING, Tasks
+from zorselike.simulator.tasks.graph import NOTHING, PENDING, Tasks
 from zorselike.simulator.tasks.labels import Labels, find_action_times, make_spans
 from zorselike.simulator.tasks.program import Program
 from zorselike.simulator.tasks.rendezvous import Rendezvous
@@ -38,18 +38,13 @@ def simulate(
     record: bool = False,
     num_steps: int | None = None,
 ) -> Simulation:
-    """The last of some consecutive steps.
+    """The last of some consecutive steps, or evaluations, of each rank's list; raises `DeadlockError` if
+    ranks wait for each other forever.
 
     Args:
-        plan: the plan of the lists.
-        actions: one step, or one evaluation, of each rank.
-        costs: seconds and bytes of the plan's actions.
         record: whether to keep spans and the times of actions.
         num_steps: by default as many as it takes until one is like the next. With 1 all ranks begin
             together, as if each waited for all others after every step.
-
-    Raises:
-        DeadlockError: ranks wait for each other forever.
     """
     if num_steps is None:
         offloads = any(group.offload for group in plan.groups)

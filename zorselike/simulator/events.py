@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
 from zorselike.simulator.network.traffic import Event, Traffic
 from zorselike.simulator.slowdown import Slowdown
-from zorselike.simulator.tasks.graph import NOTHING, Tasks
-
-PENDING = -1.0
-"""Begin and end of a task that has not run."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """When each task of each step began and ended, in seconds, indexed step after step."""
-
-    begin: Sequence[float]
-    end: Sequence[float]
-    cause: Sequence[int]
-    """The task whose end started it, or `NOTHING`."""
-
-    def part(self, start: int, stop: int) -> Times:
-        """Times of the tasks `[start, stop)`."""
-        return Times(self.begin[start:stop], self.end[start:stop], self.cause[start:stop])
+from zorselike.simulator.tasks.graph import NOTHING, PENDING, Tasks, Times
 
 
 def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: float = 1.0) -> Times:

@@ -49,38 +49,39 @@ def match_transfers(
                 ends[Channel.of(rank, step.kind, step.peer)].append(position)
     matches = {}
     for channel in sorted(sends.keys() | receives.keys()):
-        sent, received = sends[channel], receives[channel]
-        for index in range(max(len(sent), len(received))):
-            both = index < len(sent) and index < len(received)
-            if not both or not _fits(steps, channel, sent[index], received[index]):
-                raise _mismatch(actions, channel, index, sent, received)
-        matches[channel] = [Match(*pair) for pair in zip(sent, received, strict=True)]
+        sent = [*sends[channel], len(steps[channel.source])]
+        received = [*receives[channel], len(steps[channel.target])]
+        pairs = [Match(*pair) for pair in zip(sent, received, strict=False)]
+        for index, pair in enumerate(pairs):
+            if not _fits(steps, channel, pair):
+                raise _mismatch(actions, channel, index, pair)
+        matches[channel] = pairs[:-1]
     return matches
 
 
-def _fits(steps: Mapping[int, Sequence[Step]], channel: Channel, sent: int, received: int) -> bool:
-    send, receive = steps[channel.source][sent], steps[channel.target][received]
+def _fits(steps: Mapping[int, Sequence[Step]], channel: Channel, pair: Match) -> bool:
+    """Both ends list the same rows, or nothing more."""
+    sends, receives = steps[channel.source], steps[channel.target]
+    if pair.sent == len(sends) or pair.received == len(receives):
+        return pair == (len(sends), len(receives))
+    send, receive = sends[pair.sent], receives[pair.received]
     neighbour = send.ministage + (1 if channel.direction == "F" else -1)
     return (neighbour, send.start, send.stop) == (receive.ministage, receive.start, receive.stop)
 
 
 def _mismatch(
-    actions: Mapping[int, Sequence[Action]],
-    channel: Channel,
-    index: int,
-    sent: Sequence[int],
-    received: Sequence[int],
+    actions: Mapping[int, Sequence[Action]], channel: Channel, index: int, pair: Match
 ) -> ScheduleError:
-    source, target = channel.source, channel.target
-    send_at = sent[index] if index < len(sent) else len(actions[source])
-    receive_at = received[index] if index < len(received) else len(actions[target])
-    send = actions[source][send_at].text if index < len(sent) else "nothing more"
-    receive = actions[target][receive_at].text if index < len(received) else "nothing more"
-    places = ((target, receive_at), (source, send_at))
+    source, target, direction = channel
+    send, receive = (
+        actions[rank][position].text if position < len(actions[rank]) else "nothing more"
+        for rank, position in ((source, pair.sent), (target, pair.received))
+    )
+    places = ((target, pair.received), (source, pair.sent))
     return error_at(
         actions,
-        f"transfer {index} from rank {source} to rank {target} ({channel.direction}): the source lists "
+        f"transfer {index} from rank {source} to rank {target} ({direction}): the source lists "
         f"{send} where the target lists {receive}; a channel has no tags, so both ends must list the same "
         "rows in the same order",
-        *(places if index < len(received) else places[::-1]),
+        *(places if pair.received < len(actions[target]) else places[::-1]),
     )

@@ -34,10 +34,8 @@ def check(spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]]) -> CheckR
     while they compute and no more ministages than the ZeRO stage allows; all ranks of a group
     issue the same collectives in the same order; what is offloaded is back before it is used;
     every send meets its receive; all lists end if sends buffer. Then it finds the edges on which
-    sends must buffer for them to end.
-
-    Raises:
-        ScheduleError: at the first fault, with a table of the lists around it.
+    sends must buffer for them to end. Raises `ScheduleError` at the first fault, with a table of
+    the lists around it.
     """
     steps = flatten(spec.plan, actions)
     for rank, rank_steps in steps.items():
@@ -46,8 +44,4 @@ def check(spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]]) -> CheckR
     waits = find_waits(spec, steps, match_transfers(actions, steps))
     check_ends(waits, actions)
     buffered, cycles = find_buffered_edges(spec.plan, waits, actions)
-    return CheckReport(
-        buffered_edges=frozenset((edge.source, edge.target, edge.direction) for edge in buffered),
-        cycles=cycles,
-        num_actions=sum(map(len, actions.values())),
-    )
+    return CheckReport(buffered, cycles, num_actions=sum(map(len, actions.values())))

@@ -29,9 +29,7 @@ def check_collectives(
         expected = _positions(steps[first], kinds)
         for rank in others:
             found = _positions(steps[rank], kinds)
-            for index in range(max(len(expected), len(found))):
-                mine = found[index] if index < len(found) else len(steps[rank])
-                theirs = expected[index] if index < len(expected) else len(steps[first])
+            for index, (theirs, mine) in enumerate(zip(expected, found, strict=False)):
                 if steps[rank][mine : mine + 1] != steps[first][theirs : theirs + 1]:
                     raise error_at(
                         actions,
@@ -44,7 +42,8 @@ def check_collectives(
 
 
 def _positions(steps: Sequence[Step], kinds: frozenset[Kind]) -> list[int]:
-    return [position for position, step in enumerate(steps) if step.kind in kinds]
+    """Of all of these kinds, and the end."""
+    return [*(position for position, step in enumerate(steps) if step.kind in kinds), len(steps)]
 
 
 def _name(actions: Sequence[Action], position: int) -> str:

@@ -106,7 +106,6 @@ class Execution:
     def waits_for(self, rank: int) -> dict[int, int]:
         """Whom a stuck rank waits for, and the position of the action that it waits for there."""
         position = self._at[rank]
-        events: tuple[int, ...]
         if self._num_arrived[rank] == position:
             events = self._waits.before[rank][position]
         elif self.blocked_edge(rank) is not None:
@@ -201,12 +200,12 @@ def wraps_around(plan: Plan, edge: Channel) -> bool:
 
 def _choose_cycle(plan: Plan, execution: Execution, stuck: Sequence[int]) -> list[int]:
     """A cycle through a wrap-around send if there is one, else any."""
-    wrapping: list[int] = []
-    others: list[int] = []
-    for rank in stuck:
+
+    def is_other(rank: int) -> bool:
         edge = execution.blocked_edge(rank)
-        (wrapping if edge is not None and wraps_around(plan, edge) else others).append(rank)
-    return _first_cycle(execution, wrapping + others)
+        return edge is None or not wraps_around(plan, edge)
+
+    return _first_cycle(execution, sorted(stuck, key=is_other))
 
 
 def _first_cycle(execution: Execution, ranks: Sequence[int]) -> list[int]:

@@ -88,6 +88,9 @@ class Residency:
         self.unreduced = {item for item in self.unreduced if item[0] != ministage}
 
 
+_NAMES = {"params": "parameter shards", "optimizer": "optimizer state"}
+
+
 class HostResidence:
     """Where shards, optimizer state, gradients and activations are: the rules of
     `zorselike/schedule/lowering/host_copies.py`, stated independently of it."""
@@ -107,12 +110,12 @@ class HostResidence:
     # -- what moves ------------------------------------------------------------------------
 
     def move_shards(self, ministage: int, *, load: bool) -> None:
-        self._move("params", "parameter shards", ministage, load=load)
+        self._move("params", ministage, load=load)
 
     def move_state(self, ministage: int, *, load: bool) -> None:
         if not load and ministage not in self._updated:
             raise Fault(f"{ministage}STEP must come first")
-        self._move("optimizer", "optimizer state", ministage, load=load)
+        self._move("optimizer", ministage, load=load)
 
     def move_gradients(self, ministage: int, *, load: bool) -> None:
         self._check_offloads("optimizer")
@@ -138,25 +141,25 @@ class HostResidence:
             raise Fault(f"the activations of microbatch {microbatch} were offloaded already")
         self._activations_on_host.add(item)
 
-    def _move(self, kind: str, what: str, ministage: int, *, load: bool) -> None:
+    def _move(self, kind: str, ministage: int, *, load: bool) -> None:
         self._check_offloads(kind)
-        here = self._here[kind]
+        here, what = self._here[kind], _NAMES[kind]
         if ministage not in self._away[kind]:
             raise Fault(f"the {what} of ministage {ministage} stay on the device: it is the rank's first")
         if load == (ministage in here):
             raise Fault(
                 f"the {what} of ministage {ministage} are on the {'device' if load else 'host'} already"
             )
-        if not load:
+        if load:
+            self._add(kind, ministage)
+        else:
             here.remove(ministage)
-            return
-        self._add(kind, what, ministage)
 
-    def _add(self, kind: str, what: str, ministage: int) -> None:
+    def _add(self, kind: str, ministage: int) -> None:
         here = self._here[kind]
         if len(here) == MAX_ON_DEVICE:
             raise Fault(
-                f"the {what} of ministages {sorted(here)} are on the device, which holds those of "
+                f"the {_NAMES[kind]} of ministages {sorted(here)} are on the device, which holds those of "
                 f"{MAX_ON_DEVICE} at once: an offload must come first"
             )
         here.add(ministage)
@@ -200,7 +203,7 @@ class HostResidence:
                 raise Fault(
                     f"the update changes the shards of ministage {ministage} in place: LOAD must come first"
                 )
-            self._add("params", "parameter shards", ministage)
+            self._add("params", ministage)
         self._updated.add(ministage)
 
     def finish(self) -> None:

@@ -45,13 +45,8 @@ def draw_gantt(
     times share one.
 
     A column shows what took most of its time: a forward as the ministage's small letter, its backward as
-    the capital, an update, else the communication or copy that the rank waits for, else a dot.
-
-    Args:
-        plan: the simulated plan.
-        simulation: its step, with recorded spans.
-        device_types: device type of each rank, for the labels.
-        width: of the whole drawing, in characters.
+    the capital, an update, else the communication or copy that the rank waits for, else a dot. Spans were
+    recorded; `device_types`, of each rank, are for the labels.
     """
     merged = _merge_equal(plan, simulation, device_types)
     labels = [_label(ranks, device_types) for ranks, _ in merged]

@@ -26,6 +26,10 @@ _FIRST_FLOW = 1_000_000_000
 """Above the ids of simulated arrows."""
 
 
+_Threads = dict[tuple[Any, Any], int]
+"""Numbers of the threads and streams of a trace that have actions, by their ids in it."""
+
+
 class _Found(NamedTuple):
     """An action in a rank's trace."""
 
@@ -50,11 +54,11 @@ def read_measured(folder: str | Path, *, first_pid: int) -> list[Event]:
     found: list[_Found] = []
     for rank, path in files:
         trace = _read_trace(path)
-        actions = _find_actions(trace, rank, pid=first_pid + rank)
-        if not actions:
+        tids = _number_threads(trace)
+        if not tids:
             raise ConfigError(f"{path}: contains no action of a schedule; {_HINT}")
-        events += _name_tracks(trace, rank, pid=first_pid + rank)
-        found += actions
+        events += _name_tracks(trace, tids, rank, pid=first_pid + rank)
+        found += _find_actions(trace, tids, rank, pid=first_pid + rank)
     began_ns = min(entry.start_ns for entry in found)
     for entry in found:
         entry.event["ts"] = (entry.start_ns - began_ns) / 1000
@@ -82,19 +86,16 @@ def _read_trace(path: Path) -> dict[str, Any]:
     return dict(trace)
 
 
-def _find_actions(trace: dict[str, Any], rank: int, *, pid: int) -> list[_Found]:
+def _find_actions(trace: dict[str, Any], tids: _Threads, rank: int, *, pid: int) -> list[_Found]:
     """The rank's actions by time, as events of process `pid`."""
     base_ns = int(trace.get("baseTimeNanoseconds", 0))
-    tids = _number_threads(trace)
     found = []
     for event in trace["traceEvents"]:
-        action = _action_of(event)
-        if action is None:
-            continue
-        tid = tids[event["pid"], event["tid"]]
-        kept = {"ph": "X", "cat": "measured", "name": action.text, "pid": pid, "tid": tid}
-        kept["dur"] = event["dur"]
-        found.append(_Found(rank, action, kept, base_ns + round(1000 * event["ts"])))
+        if action := _action_of(event):
+            tid = tids[event["pid"], event["tid"]]
+            kept = {"ph": "X", "cat": "measured", "name": action.text, "pid": pid, "tid": tid}
+            kept["dur"] = event["dur"]
+            found.append(_Found(rank, action, kept, base_ns + round(1000 * event["ts"])))
     return sorted(found, key=lambda entry: entry.start_ns)
 
 
@@ -107,15 +108,14 @@ def _action_of(event: Event) -> Action | None:
         return None
 
 
-def _number_threads(trace: dict[str, Any]) -> dict[tuple[Any, Any], int]:
+def _number_threads(trace: dict[str, Any]) -> _Threads:
     """Numbers the threads and streams that have actions, the host's thread first."""
     kept = [event for event in trace["traceEvents"] if _action_of(event) is not None]
     threads = {(event["cat"] != _ON_HOST, str(event["tid"])): (event["pid"], event["tid"]) for event in kept}
     return {threads[key]: number for number, key in enumerate(sorted(threads))}
 
 
-def _name_tracks(trace: dict[str, Any], rank: int, *, pid: int) -> list[Event]:
-    tids = _number_threads(trace)
+def _name_tracks(trace: dict[str, Any], tids: _Threads, rank: int, *, pid: int) -> list[Event]:
     names = name_process(pid, f"rank {rank} measured")
     for event in trace["traceEvents"]:
         thread = event.get("pid"), event.get("tid")

@@ -7,9 +7,8 @@ was spent waiting for its data, the time before a collective waiting for the oth
 
 from __future__ import annotations
 
-from zorselike.simulator.events import Times
 from zorselike.simulator.result import RankTimes
-from zorselike.simulator.tasks.graph import COPIES, NOTHING, Tasks, Work
+from zorselike.simulator.tasks.graph import COPIES, NOTHING, Tasks, Times, Work
 from zorselike.simulator.tasks.program import Program
 
 _BUSY = (Work.FORWARD, Work.BACKWARD, Work.UPDATE, Work.HOST)

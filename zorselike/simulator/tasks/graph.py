@@ -15,6 +15,8 @@ from zorselike.cost.network import Flow
 
 NOTHING = -1
 """Stands for no task."""
+PENDING = -1.0
+"""Begin and end of a task that has not run."""
 
 
 class Work(IntEnum):
@@ -103,3 +105,17 @@ class Tasks:
             if task >= 0 and waiting:
                 followers.setdefault(task, []).extend(waiting)
         return followers
+
+
+@dataclass(frozen=True)
+class Times:
+    """When each task of each step began and ended, in seconds, indexed step after step."""
+
+    begin: Sequence[float]
+    end: Sequence[float]
+    cause: Sequence[int]
+    """The task whose end started it, or `NOTHING`."""
+
+    def part(self, start: int, stop: int) -> Times:
+        """Times of the tasks `[start, stop)`."""
+        return Times(self.begin[start:stop], self.end[start:stop], self.cause[start:stop])

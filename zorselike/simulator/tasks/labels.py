@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zorselike.schedule.actions import Action
-from zorselike.simulator.events import Times
 from zorselike.simulator.result import Span, Track
-from zorselike.simulator.tasks.graph import NOTHING
+from zorselike.simulator.tasks.graph import NOTHING, Times
 
 _BLOCKING = frozenset({"compute", "reduce", "update", "host"})
 """Tracks of what an action does itself; it only starts the rest."""
