@@ -146,24 +146,16 @@ def find_memory_bytes(cluster: Cluster, place: Place) -> int | None:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of one device in `bfloat16`, `float16` or `float32`; None if we do not know.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name` gives it.
-        dtype: what the layers compute in.
-    """
+    """FLOP/s of one device in `bfloat16`, `float16` or `float32`; None if we do not know. Its name is as
+    `torch.cuda.get_device_name` gives it."""
     rows = _rows_named(device_name)
     return rows[0].peak_flops.get(dtype) if rows else None
 
 
 def match_device_name(device_name: str, memory_bytes: int) -> str | None:
-    """The type of a device that runs, such as `A100-40`; None if the catalogue has no such one.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name` gives it; `cpu` for a host.
-        memory_bytes: all that it has, by which types of one name are told apart; a slice of a device
-            is none of them.
-    """
+    """The type of a device that runs, such as `A100-40`; None if the catalogue has no such one. Its name is
+    as `torch.cuda.get_device_name` gives it, `cpu` for a host; types of one name are told apart by all the
+    memory that it has, so a slice of a device is none of them."""
     if device_name.casefold() == "cpu":
         return CPU
     for row in _rows_named(device_name):

@@ -87,10 +87,8 @@ def fit_curve(rows: Sequence[float], seconds: Sequence[float], *, name: str = "t
 
     Times that fall from one point to a later one are repaired by the lower envelope over larger batches
     (a point's value is the least measured at its rows or more), with a `CurveWarning` that says `name`.
-
-    Raises:
-        ProfileError: No points, lists of different lengths, rows that do not rise, a value that is
-            negative or not finite.
+    Raises `ProfileError` for no points, lists of different lengths, rows that do not rise, a value that is
+    negative or not finite.
     """
     _check_points(rows, seconds, name)
     repaired = lower_envelope(seconds)

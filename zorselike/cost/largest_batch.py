@@ -89,12 +89,9 @@ class MemoryCorrection:
 def find_corrections(
     profile: Profile, workload: Workload, kept_bytes: KeptBytes
 ) -> Mapping[str, MemoryCorrection]:
-    """By type of device, where the memory model is too generous with it. Nothing unless the profile is of
-    just this workload: its largest batches are then those of its layers, length and dtype.
-
-    Args:
-        kept_bytes: activations as measured (`LayerTimeModel.kept_bytes`).
-    """
+    """By type of device, where the memory model is too generous with it, with activations as measured
+    (`LayerTimeModel.kept_bytes`). Nothing unless the profile is of just this workload: its largest batches
+    are then those of its layers, length and dtype."""
     if profile.workload_fingerprint != workload.fingerprint:
         return {}
     corrections: dict[str, MemoryCorrection] = {}

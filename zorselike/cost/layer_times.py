@@ -99,7 +99,10 @@ class LayerTimeModel:
         if spec is None:
             self._assume(f"{device}: updates were not measured and take no time")
             return 0.0
-        bytes_each = _update_bytes(self._workload)
+        # As AdamW and its like: gradient, weight and moments are read, weight and moments written, in fp32,
+        # and the shard in half precision is rounded anew.
+        each = ParameterBytes.of(self._workload)
+        bytes_each = FP32_BYTES * (3 + 2 * each.num_moments) + each.weight * each.masters
         self._assume(
             f"{device}: updates were not measured; {bytes_each} bytes a parameter at {REACHED_OF_MEMORY:.0%} "
             f"of its memory's {spec.memory_bandwidth_bytes_per_s / 1e9:.0f} GB/s"
@@ -237,15 +240,6 @@ class LayerTimeModel:
 
     def _assume(self, line: str) -> None:
         self._assumptions[line] = None
-
-
-def _update_bytes(workload: Workload) -> int:
-    """What AdamW and its like read and write of a parameter: gradient, weight and moments, in fp32, and
-    the shard in half precision that is rounded anew."""
-    each = ParameterBytes.of(workload)
-    read = 2 + workload.num_moments
-    written = 1 + workload.num_moments
-    return FP32_BYTES * (read + written) + each.weight * each.masters
 
 
 def name_times(times: LayerTimes) -> str:

@@ -113,12 +113,9 @@ def walk_memory(
     context_bytes: int = 0,
     num_sends_kept: int | None = None,
 ) -> MemoryWalk:
-    """What `rank` holds while it runs `actions`, a list that has passed `check`.
+    """What `rank` holds while it runs `actions`, a step or an evaluation that has passed `check`.
 
     Args:
-        plan: the plan that the list was built for.
-        rank: whose list it is.
-        actions: one step, or one evaluation.
         sizes: of each of the rank's ministages.
         context_bytes: what is on the device whatever the rank does, such as the CUDA context.
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.

@@ -223,11 +223,8 @@ class Profile(Document):
             )
 
     def merge(self, other: Profile) -> Profile:
-        """Both together; where both have the same thing, it is that of `other`, the later one.
-
-        Raises:
-            ProfileError: They are of different models or workloads.
-        """
+        """Both together; where both have the same thing, it is that of `other`, the later one. Raises
+        `ProfileError` if they are of different models or workloads."""
         if self.model.casefold() != other.model.casefold():
             raise ProfileError(
                 f"profiles of '{self.model}' and of '{other.model}' cannot be merged; one file is for one "

@@ -45,9 +45,9 @@ def describe_deadlock(
         else:
             where, task = f"action {label.position}, {actions[rank][label.position]}", label.task
         lines.append(f"rank {rank} at {where} waits for {_describe_wait(tasks, times, task, awaited)}")
-    more = len(stuck) - MAX_RANKS
-    rest = [f"and {more} more ranks"] if more > 0 else []
-    return DeadlockError("\n".join(["the ranks wait for each other forever:", *lines, *rest]))
+    if len(stuck) > MAX_RANKS:
+        lines.append(f"and {len(stuck) - MAX_RANKS} more ranks")
+    return DeadlockError("\n".join(["the ranks wait for each other forever:", *lines]))
 
 
 def _describe_wait(tasks: Tasks, times: Times, task: int, awaited: Mapping[int, Sequence[int]]) -> str:

@@ -18,18 +18,11 @@ from zorselike.schedule.errors import error_at
 
 
 class Execution:
-    """A run of all lists, as far as they get.
-
-    Args:
-        waits: the precedence graph.
-        actions: the lists, for what is said of them.
-        rendezvous: whether a send waits until its receive is posted, except on `buffered` edges.
-    """
+    """A run of all lists, as far as they get."""
 
     def __init__(self, waits: Waits, actions: Mapping[int, Sequence[Action]], *, rendezvous: bool) -> None:
-        self._waits = waits
-        self._actions = actions
-        self._rendezvous = rendezvous
+        """`rendezvous`: whether a send waits until its receive is posted, except on `buffered` edges."""
+        self._waits, self._actions, self._rendezvous = waits, actions, rendezvous
         self.buffered: set[Channel] = set()
         self._missing = [len(members) for members in waits.members]
         """Per event: arrivals still to come."""

@@ -160,13 +160,12 @@ class _HostCopies:
 
     def _find_turns(self) -> set[tuple[int | None, int | None]]:
         """Ministage and microbatch of each forward that its backward follows directly."""
-        computed = [action for action in self._actions if action.kind in COMPUTE]
+        computed = (action for action in self._actions if action.kind in COMPUTE)
+        turn = (Kind.F, Kind.B)
         return {
             (a.ministage, a.microbatch)
             for a, b in pairwise(computed)
-            if a.kind is Kind.F
-            and b.kind is Kind.B
-            and (a.ministage, a.microbatch) == (b.ministage, b.microbatch)
+            if (a.kind, b.kind) == turn and (a.ministage, a.microbatch) == (b.ministage, b.microbatch)
         }
 
     def _has_rows(self, action: Action) -> bool:

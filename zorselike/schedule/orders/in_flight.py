@@ -48,7 +48,7 @@ def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Computation, ...], ...]:
     names each such group and the least bound."""
     plan = spec.plan
     _refuse_low_bounds(spec)
-    visited = _groups_as_visited(plan)
+    visited = [ministage.group for ministage in plan.ministages]
     orders = _run(_make_stages(plan, visited, spec.lowest_backward))
     of_group = dict(zip(visited, orders, strict=True))
     return tuple(tuple(of_group[g]) for g in range(len(plan.groups)))
@@ -72,7 +72,7 @@ def least_in_flight(plan: Plan) -> tuple[int, ...]:
     No group's depends on the bounds of the others, nor on those of `plan`: the gradients of a
     microbatch come back once the microbatches of the group that they were made from have gone forward.
     """
-    visited = _groups_as_visited(plan)
+    visited = [ministage.group for ministage in plan.ministages]
     least = [1] * len(plan.groups)
     ahead = list(range(plan.groups[visited[-1]].max_microbatches))
     """Per microbatch of a stage, the last that must have gone forward before that one can go backward."""
@@ -96,11 +96,6 @@ def _refuse_low_bounds(spec: ScheduleSpec) -> None:
             f"{'; '.join(low)}: only then can the groups that follow send back the gradients of the first "
             "microbatches; raise them, or let microbatches of neighbouring groups be of the same rows"
         )
-
-
-def _groups_as_visited(plan: Plan) -> list[int]:
-    """Groups in the order of their ministages."""
-    return [ministage.group for ministage in plan.ministages]
 
 
 # -- who waits for whom ------------------------------------------------------------------------

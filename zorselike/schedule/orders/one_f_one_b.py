@@ -50,9 +50,6 @@ def _alternate(
     return tuple(a for a in order if a.kind is Kind.F or (a.ministage or 0) >= spec.lowest_backward)
 
 
-# -- interleaved ------------------------------------------------------------------------------
-
-
 def interleaved(spec: ScheduleSpec) -> Order:
     """For plans whose ministages visit all groups in turn, equally often, and whose ranks all have equally
     many microbatches, a multiple of the number of groups, of the same rows. Raises `ScheduleError`, which
@@ -90,9 +87,6 @@ def _interleave(spec: ScheduleSpec, place: int, num_microbatches: int) -> tuple[
     return _alternate(spec, forwards, backwards, ahead)
 
 
-# -- what they ask of a plan -------------------------------------------------------------------
-
-
 def _check_even(plan: Plan, name: str) -> int:
     """The most microbatches of any rank; raises `ScheduleError` where ranks of several groups have different
     numbers of them, or of different rows, or where what is offloaded has no place in such an order."""
@@ -124,9 +118,6 @@ def _check_same_rows(plan: Plan, name: str) -> None:
                     f"ministage {ministage} and in microbatch {rows.target_microbatch} of ministage "
                     f"{ministage + 1}; lay rows so that microbatch m is the same rows in every group"
                 )
-
-
-# -- transfers that block ----------------------------------------------------------------------
 
 
 def one_f_one_b_blocking(spec: ScheduleSpec) -> Order:

@@ -24,15 +24,12 @@ def ours(spec: ScheduleSpec) -> Order:
     `LowBoundError` where no order keeps the plan's bounds."""
     plan = spec.plan
     if plan.bounds_in_flight and spec.has_backward:
-        stages = [plan.ministages_of_group(g)[0] for g in range(len(plan.groups))]
-        return Order(
-            tuple(
-                tuple(Action(kind, stage, number) for kind, number in computations)
-                for stage, computations in zip(stages, order_in_flight(spec), strict=True)
-            ),
-            keeps_gathered=True,
-            receives_by_kind=True,
+        stages = (plan.ministages_of_group(g)[0] for g in range(len(plan.groups)))
+        computations = tuple(
+            tuple(Action(kind, stage, number) for kind, number in of_group)
+            for stage, of_group in zip(stages, order_in_flight(spec), strict=True)
         )
+        return Order(computations, keeps_gathered=True, receives_by_kind=True)
     if plan.num_ministages == 1 and spec.has_backward:
         numbers = range(plan.groups[0].max_microbatches)
         accumulation = tuple(Action(kind, 0, number) for number in numbers for kind in (Kind.F, Kind.B))

@@ -44,10 +44,8 @@ class _Found(NamedTuple):
 def read_measured(folder: str | Path, *, first_pid: int) -> list[Event]:
     """Events of the actions of all ranks, in time since the first of them, with arrows between ranks.
 
-    Rank `r` is process `first_pid + r`. Clocks of different nodes are assumed to agree.
-
-    Raises:
-        ConfigError: there are no such traces, or one cannot be read.
+    Rank `r` is process `first_pid + r`. Clocks of different nodes are assumed to agree. Raises `ConfigError`
+    if there are no such traces, or one cannot be read.
     """
     files = _find_files(Path(folder))
     events: list[Event] = []

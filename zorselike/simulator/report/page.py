@@ -27,11 +27,8 @@ def format_report(
     """The page, in lines of at most `width` characters where numbers allow it.
 
     Args:
-        simulated: the plan and its step.
-        baselines: plans to compare it with.
         ideal_s: the step if all devices computed all the time (`simulator/report/ideal.py`).
         notes: what a reader must know before any number.
-        width: of lines of prose.
     """
     sections = [
         [_describe_job(simulated), *notes],

@@ -60,12 +60,13 @@ def make_spans(
     actions: Mapping[int, Sequence[Action]], labels: Mapping[int, Labels], times: Times, start_s: float
 ) -> tuple[Span, ...]:
     """Spans of one step, in seconds since `start_s`; tasks that take no time have none."""
-    spans = []
-    for rank, labels_of_rank in labels.items():
-        for track, task, position in labels_of_rank.labels:
-            start, stop = times.begin[task], times.end[task]
-            if stop > start:
-                spans.append(Span(rank, track, start - start_s, stop - start_s, actions[rank][position]))
+    begin, end = times.begin, times.end
+    spans = (
+        Span(rank, track, begin[task] - start_s, end[task] - start_s, actions[rank][position])
+        for rank, of_rank in labels.items()
+        for track, task, position in of_rank.labels
+        if end[task] > begin[task]
+    )
     return tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.stop_s)))
 
 
