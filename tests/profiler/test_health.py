@@ -18,7 +18,7 @@ from zorselike.profiler.machine.health import (
     find_problems,
     find_slow_links,
 )
-from zorselike.profiler.machine.link_pairs import all_pairs
+from zorselike.profiler.machine.link_timing import all_pairs
 from zorselike.runtime.processes.world import ProcessInfo
 
 GIB = 2**30

@@ -21,8 +21,7 @@ from zorselike.profiler.machine.collective_timing import (
 )
 from zorselike.profiler.machine.found_cluster import make_cluster
 from zorselike.profiler.machine.host_link_timing import measure_host_link
-from zorselike.profiler.machine.link_pairs import choose_pairs, make_rounds
-from zorselike.profiler.machine.link_timing import measure_links
+from zorselike.profiler.machine.link_timing import choose_pairs, make_rounds, measure_links
 
 SOURCE = Source("measured", "2026-11-21", "a test")
 GIB = 2**30

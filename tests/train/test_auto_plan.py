@@ -25,6 +25,7 @@ from ranks import RankExit, RunRanks
 import zorselike.models.registry as registry
 from zorselike.cost.profile import Profile
 from zorselike.errors import ClusterError
+from zorselike.models import build_model
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.planner.problem import PlanProblem
@@ -67,7 +68,7 @@ def quick() -> Any:
         patch.setattr(auto_plan, "MOST_ROWS", 2)
         patch.setattr(auto_plan, "_LARGEST_MESSAGE_BYTES", 2**12)
         with torch.device("meta"):
-            trainer.build_model("llama", "debug")
+            build_model("llama", "debug")
         yield
 
 

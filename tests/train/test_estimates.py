@@ -13,8 +13,7 @@ from zorselike.plan.plan import Estimates
 from zorselike.train.config.config import Metrics
 from zorselike.train.report import metrics
 from zorselike.train.report.estimates import RankFacts, compare_with_estimates
-from zorselike.train.report.metrics import MetricsLog
-from zorselike.train.report.work import StepWork
+from zorselike.train.report.metrics import MetricsLog, StepWork
 
 GIB = 2**30
 ESTIMATES = Estimates(iteration_s=2.0, peak_memory_bytes=(4 * GIB, 8 * GIB))

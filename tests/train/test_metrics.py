@@ -17,8 +17,7 @@ from zorselike import Group, Microbatch, Ministage, Plan
 from zorselike.models import flops_per_token, get_config
 from zorselike.train.config.config import Metrics
 from zorselike.train.report import metrics
-from zorselike.train.report.metrics import MetricsLog, sum_peak_flops
-from zorselike.train.report.work import StepWork, work_of_step
+from zorselike.train.report.metrics import MetricsLog, StepWork, sum_peak_flops, work_of_step
 
 LAYERS = tuple(f"layers.{number}" for number in range(6))
 

@@ -82,8 +82,7 @@ class Doctor:
 
 def _measure(processes: Processes) -> list[LinkTimes]:
     """Measures every pair of nodes over Gloo, which works everywhere; collective."""
-    from zorselike.profiler.machine.link_pairs import all_pairs
-    from zorselike.profiler.machine.link_timing import measure_links
+    from zorselike.profiler.machine.link_timing import all_pairs, measure_links
     from zorselike.profiler.tasks import describe_source
 
     found = processes.gather_or_raise(

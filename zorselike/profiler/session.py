@@ -10,11 +10,10 @@ from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Node
 from zorselike.profiler.largest_batch.bracket import MAX_TRIALS
 from zorselike.profiler.layers.in_step import estimate_in_step_s
-from zorselike.profiler.layers.probes import LayerProbe
 from zorselike.profiler.layers.timing import WARMUPS, LayerBench
 from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory, HostMemory
 from zorselike.profiler.machine.found_cluster import list_machines, make_cluster
-from zorselike.profiler.machine.link_pairs import choose_pairs
+from zorselike.profiler.machine.link_timing import choose_pairs
 from zorselike.profiler.tasks import (
     COLLECTIVES,
     LARGEST_BATCH,
@@ -127,14 +126,21 @@ def estimate_seconds(
 ) -> float | None:
     """About how long the tasks take, from one row of one layer, on the slowest rank; collective. None if
     not even that fits anywhere."""
-    row_s = _time_row(job, processes, memory)
-    if not any(row_s.values()):
+
+    def time_row() -> float:
+        """Of the typical layer; 0 where it does not fit."""
+        bench = LayerBench(job, job.typical, device=processes.device, memory=memory)
+        result = bench.try_rows(1, repeats=1)
+        return result.forward_s + result.backward_s
+
+    everyone = processes.gather_or_raise(time_row)
+    if not any(everyone):
         return None
-    own = row_s[processes.rank]
+    own = everyone[processes.rank]
     flops = {
         name: kind.forward_flops_per_row + kind.backward_flops for name, kind in job.workload.kinds.items()
     }
-    reference = flops[_typical(job.probes).kind]
+    reference = flops[job.typical.kind]
     model = sum(flops[kind] for _, kind in job.workload.layers)
     # 1 + 2 + 4 + ... rows, and a bisection of as much again.
     rows = 2 * job.most_rows * (WARMUPS + job.repeats)
@@ -152,34 +158,18 @@ def estimate_seconds(
     return max(processes.gather(total))
 
 
-def _time_row(job: Job, processes: Processes, memory: DeviceMemory) -> dict[int, float]:
-    """Seconds of one row through one layer, by rank; 0 where it does not fit."""
-
-    def time() -> float:
-        bench = LayerBench(job, _typical(job.probes), device=processes.device, memory=memory)
-        result = bench.try_rows(1, repeats=1)
-        return result.forward_s + result.backward_s
-
-    return dict(enumerate(processes.gather_or_raise(time)))
-
-
-def _typical(probes: Sequence[LayerProbe]) -> LayerProbe:
-    """The kind of which the model has most."""
-    return max(probes, key=lambda probe: probe.num_instances)
-
-
 def _keeps_cluster(job: Job, processes: Processes, path: Path) -> bool:
     """Whether the cluster file that is there stays, with what people wrote into it."""
 
     def check() -> bool:
         if job.again or not path.exists():
             return False
+        here = devices_by_node(processes)
         mend = "give another file by --cluster, or --again to write it anew"
         try:
             known = {node.name: node.devices for node in Cluster.load(path).nodes}
         except ClusterError as error:
             raise ClusterError(f"{error}; {mend}") from None
-        here = {node: tuple(types) for node, types in devices_by_node(processes).items()}
         if known != here:
             raise ClusterError(
                 f"{path}: is of other nodes or devices than run here ({list_machines(known)}; here "

@@ -36,9 +36,8 @@ from zorselike.profiler.machine.collective_timing import SIZES as COLLECTIVE_SIZ
 from zorselike.profiler.machine.collective_timing import measure_collectives
 from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory
 from zorselike.profiler.machine.host_link_timing import measure_host_link
-from zorselike.profiler.machine.link_pairs import Pair, choose_pairs
 from zorselike.profiler.machine.link_timing import SIZES as LINK_SIZES
-from zorselike.profiler.machine.link_timing import measure_links
+from zorselike.profiler.machine.link_timing import Pair, choose_pairs, measure_links
 from zorselike.profiler.program.timing import BetweenSteps, ProgramBench, no_work
 from zorselike.profiler.program.update_timing import measure_update
 from zorselike.runtime.processes.processes import Processes
@@ -66,6 +65,11 @@ class Job(MeasuredModel):
     """Measure also what is known."""
     between_steps: BetweenSteps = no_work
     """What a training program does between two steps."""
+
+    @property
+    def typical(self) -> LayerProbe:
+        """The kind of which the model has most."""
+        return max(self.probes, key=lambda probe: probe.num_instances)
 
 
 Told = Callable[[str], None]
@@ -141,9 +145,9 @@ def describe_source(processes: Processes) -> Source:
     return Source("measured", date, f"zorselike profile on {processes.node}, torch {torch.__version__}")
 
 
-def devices_by_node(processes: Processes) -> dict[str, list[str]]:
+def devices_by_node(processes: Processes) -> dict[str, tuple[str, ...]]:
     """The device types of each node, one a rank."""
-    return {node: [processes.types[rank] for rank in ranks] for node, ranks in processes.nodes.items()}
+    return {node: tuple(processes.types[rank] for rank in ranks) for node, ranks in processes.nodes.items()}
 
 
 class _Measurer:
@@ -355,12 +359,11 @@ class _Measurer:
     def program(self) -> Task:
         """What the program itself takes for each action."""
         job, processes = self._job, self._processes
-        probe = max(job.probes, key=lambda probe: probe.num_instances)
 
         def run(profile: Profile, tell: Told) -> Profile | None:
-            if not probe.follows_itself:
+            if not job.typical.follows_itself:
                 return None
-            bench = ProgramBench(job, probe, processes, between_steps=job.between_steps)
+            bench = ProgramBench(job, job.typical, processes, between_steps=job.between_steps)
             if min(processes.gather(self._memory.limit_bytes)) < bench.least_bytes:
                 return None
             found = bench.measure(self._source)

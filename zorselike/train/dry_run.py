@@ -13,7 +13,7 @@ from zorselike.text.wording import count
 from zorselike.train.auto.files import AutoFiles
 from zorselike.train.auto.plan import MOST_ROWS
 from zorselike.train.config.config import Config
-from zorselike.train.report.work import work_of_step
+from zorselike.train.report.metrics import work_of_step
 
 _MAX_ACTIONS = 40
 """Longest list of actions that is shown completely."""
@@ -28,27 +28,28 @@ _BYTES_KEPT_HALF = 2 + _BYTES_KEPT
 def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: DecoderConfig) -> str:
     """Plan, model, each rank's parameters and actions, and the checker's result."""
     work = work_of_step(model, plan, seq_len=config.training.seq_len)
-    report = compiled.report
+    flops = f"{work.model_flops / 1e12:,.3f} TFLOP per step"
+    if work.hardware_flops != work.model_flops:
+        flops += f" ({work.hardware_flops / 1e12:,.3f} with recomputation)"
     lines = [
         plan.explain().rstrip(),
         "",
         f"model {config.model.name} {config.model.flavor}: {num_parameters(model):,} parameters, "
-        f"{work.num_tokens:,} tokens and {work.model_flops / 1e12:,.3f} TFLOP per step"
-        + (
-            f" ({work.hardware_flops / 1e12:,.3f} with recomputation)"
-            if work.hardware_flops != work.model_flops
-            else ""
-        ),
-        *_describe_auto(config),
+        f"{work.num_tokens:,} tokens and {flops}",
+    ]
+    if config.training.mixed_precision_param == "auto":
+        lines.append(
+            'mixed_precision_param = "auto": bfloat16 is shown; with a card older than Ampere it is float16, '
+            "and all updates wait for the end of the step"
+        )
+    lines += ["", *_list_parameters(plan, compiled), ""]
+    lines.append("one step, rank by rank (ministage, action, microbatch, @peer[rows]):")
+    lines += [f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in compiled.step_actions.items()]
+    lines += [
         "",
-        *_list_parameters(plan, compiled),
-        "",
-        "one step, rank by rank (ministage, action, microbatch, @peer[rows]):",
-        *(f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in compiled.step_actions.items()),
-        "",
-        f"checked: {report.num_actions} actions; every row once forward and backward per ministage, "
+        f"checked: {compiled.report.num_actions} actions; every row once forward and backward per ministage, "
         "collectives in one order, no deadlock",
-        *_list_buffered_edges(report.buffered_edges),
+        *_list_buffered_edges(compiled.report.buffered_edges),
     ]
     return "\n".join(lines)
 
@@ -73,15 +74,6 @@ def describe_planning(config: Config, shape: DecoderConfig, files: AutoFiles) ->
             f"  trains for {count(training.steps, 'step')}",
         ]
     )
-
-
-def _describe_auto(config: Config) -> list[str]:
-    if config.training.mixed_precision_param != "auto":
-        return []
-    return [
-        'mixed_precision_param = "auto": bfloat16 is shown; with a card older than Ampere it is float16, and '
-        "all updates wait for the end of the step"
-    ]
 
 
 def _list_parameters(plan: Plan, compiled: CompiledPlan) -> list[str]:

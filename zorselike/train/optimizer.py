@@ -19,11 +19,7 @@ from zorselike.train.config.config import Optimizer as OptimizerConfig
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
-_CLASSES: dict[str, type[torch.optim.AdamW] | type[torch.optim.Adam]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-}
-
+_CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 logger = logging.getLogger("zorselike")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,12 +18,7 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import find_identity
-from zorselike.runtime.processes.processes import (
-    Processes,
-    choose_backend,
-    join_processes,
-    make_processes,
-)
+from zorselike.runtime.processes.processes import Processes, choose_backend, join_processes, make_processes
 from zorselike.train.config.config import Config
 from zorselike.train.report.colors import PlainFormatter
 
@@ -35,8 +30,7 @@ _POLL_S = 1.0
 T = TypeVar("T")
 
 
-@contextmanager
-def join_job(config: Config, plan: Plan | None) -> Iterator[Processes]:
+def join_job(config: Config, plan: Plan | None) -> AbstractContextManager[Processes]:
     """Joins the processes that a launcher started; one process alone needs none. Without a plan any number
     of them will do.
 
@@ -56,9 +50,7 @@ def join_job(config: Config, plan: Plan | None) -> Iterator[Processes]:
         config.hetero.device,
         without_gpu='[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"',
     )
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    with join_processes(device, timeout=timeout) as processes:
-        yield processes
+    return join_processes(device, timeout=timedelta(seconds=config.comm.init_timeout_seconds))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from zorselike.cost.catalogue import peak_flops
 from zorselike.errors import ConfigError, PlanError
-from zorselike.models import Decoder, DecoderConfig, build_model, get_config
+from zorselike.models import Decoder, DecoderConfig, get_config
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
 from zorselike.runtime.ministage.updates import defers_updates
@@ -28,22 +28,17 @@ from zorselike.train.auto.files import AutoFiles, name_written_plan
 from zorselike.train.auto.plan import find_auto_plan
 from zorselike.train.config.config import Config, check_against_plan
 from zorselike.train.config.file import Request, dump_config
-from zorselike.train.config.param_dtype import find_param_dtype
+from zorselike.train.config.model import build_on_meta, find_param_dtype
 from zorselike.train.data.corpus import Corpus, open_corpus
 from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.dry_run import describe_planning, describe_run
-from zorselike.train.optimizer import (
-    WarmupStableDecay,
-    build_lr_scheduler_factory,
-    build_optimizer_factory,
-)
+from zorselike.train.optimizer import WarmupStableDecay, build_lr_scheduler_factory, build_optimizer_factory
 from zorselike.train.processes import agree_on_data, join_job, narrow, set_up_logging
 from zorselike.train.report.estimates import compare_with_estimates
 from zorselike.train.report.memory import describe_deferral, describe_fullest
-from zorselike.train.report.metrics import MetricsLog, sum_peak_flops
+from zorselike.train.report.metrics import MetricsLog, sum_peak_flops, work_of_step
 from zorselike.train.report.profiling import profiler
-from zorselike.train.report.run_folder import create_run_folder, log_into
-from zorselike.train.report.work import work_of_step
+from zorselike.train.report.run_folder import open_run_folder
 from zorselike.train.stop import SignalWatch, StopVote
 
 logger = logging.getLogger("zorselike")
@@ -64,7 +59,9 @@ def run(request: Request, plan: Plan | None) -> int:
         if find_identity().rank == 0:
             print(_describe_dry_run(request, plan, shape))
         return 0
-    _set_determinism(config)
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     with join_job(config, plan) as world:
         if plan is not None:
             return _train(request, config, plan, shape, world)
@@ -89,8 +86,8 @@ def _train(
     corpus = agree_on_data(
         world, lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
     )
-    with _build_pipeline(config, plan, _build_on_meta(config), world) as pipe:
-        folder = _open_run_folder(config, plan, world, request.config_path, beside_plan)
+    with _build_pipeline(config, plan, build_on_meta(config), world) as pipe:
+        folder = open_run_folder(config, plan, world, recipe=request.config_path, beside_plan=beside_plan)
         if config.job.print_config:
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
@@ -180,11 +177,6 @@ def _collecting_garbage(freq: int) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def _build_on_meta(config: Config) -> Decoder:
-    with torch.device("meta"):
-        return build_model(config.model.name, config.model.flavor)
-
-
 def _describe_dry_run(request: Request, plan: Plan | None, shape: DecoderConfig) -> str:
     """Describes what a run would do."""
     config, lines = request.config, []
@@ -197,7 +189,7 @@ def _describe_dry_run(request: Request, plan: Plan | None, shape: DecoderConfig)
         plan = Plan.load(files.plan)
         check_against_plan(config, plan)
     with _naming_plan_file(config):
-        compiled = _compile(config, plan, _build_on_meta(config))
+        compiled = _compile(config, plan, build_on_meta(config))
     return "\n".join([*lines, describe_run(config, plan, compiled, shape)])
 
 
@@ -265,26 +257,9 @@ def _build_metrics(
     )
 
 
-def _open_run_folder(
-    config: Config, plan: Plan, world: Processes, recipe: Path | None, beside_plan: Mapping[str, str]
-) -> Path:
-    """The run's folder, chosen by rank 0; other machines create it when they write something."""
-    folder = Path()
-    if world.rank == 0:
-        folder = create_run_folder(config, plan, recipe=recipe, beside_plan=beside_plan)
-        log_into(folder)
-    return Path(world.share(str(folder)))
-
-
 def _check_seq_len(config: Config, shape: DecoderConfig) -> None:
     if config.training.seq_len > shape.max_seq_len:
         raise ConfigError(
             f"[training] seq_len = {config.training.seq_len}, but [model] {config.model.name} "
             f"{config.model.flavor} has {shape.max_seq_len} positions: set seq_len to that or less"
         )
-
-
-def _set_determinism(config: Config) -> None:
-    if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)

@@ -117,7 +117,12 @@ def search_together(
         tried = agree(rows)
         if all(entry is None for entry in tried):
             return search.outcome()
-        result, failure = _try(trial, rows)
+        result, failure = None, ""
+        if rows is not None:
+            try:
+                result = trial(rows)
+            except Exception as error:  # The others are told before anybody ends.
+                failure = first_line(error)
         said = agree((result is None or result.fits, failure))
         for rank, (_, text) in enumerate(said):
             if text:
@@ -125,16 +130,6 @@ def search_together(
         told(tried, [fits for fits, _ in said])
         if rows is not None and result is not None:
             search.tell(rows, result)
-
-
-def _try(trial: Callable[[int], TrialResult], rows: int | None) -> tuple[TrialResult | None, str]:
-    """The result of a trial, or what it raised in words: the others are told before anybody ends."""
-    if rows is None:
-        return None, ""
-    try:
-        return trial(rows), ""
-    except Exception as error:
-        return None, first_line(error)
 
 
 def search_stages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -132,11 +133,9 @@ class LayerBench:
         return [torch.randn_like(output) for output in outputs]
 
     def _forward(self, inputs: Any, kwargs: Any, grads: list[Tensor]) -> list[Tensor]:
-        run: Callable[..., Any] = self._layer
-        if self._recompute == "layer" and self._probe.is_numbered:
-            outputs = checkpoint(run, *inputs, use_reentrant=False, **kwargs)
-        else:
-            outputs = run(*inputs, **kwargs)
+        recomputes = self._recompute == "layer" and self._probe.is_numbered
+        run = partial(checkpoint, self._layer, use_reentrant=False) if recomputes else self._layer
+        outputs = run(*inputs, **kwargs)
         if self._probe.is_last:
             return [self._model.loss_fn(outputs, grads[0])]
         return tensors_in(outputs)

@@ -126,7 +126,7 @@ class HostMemory(DeviceMemory):
         """`num_sharing`: processes that share this host's free memory."""
         free = int(find_host_room().num_bytes * HOST_SHARE / num_sharing)
         self.limit_bytes = free if limit_bytes is None else min(free, limit_bytes)
-        self._held = _nothing
+        self._held: Callable[[], int] = lambda: 0
         self._peak = 0
         self._saved = _SavedBytes()
 
@@ -149,7 +149,7 @@ class HostMemory(DeviceMemory):
             with saved_tensors_hooks(pack, lambda saved: saved.tensor):
                 yield
         finally:
-            self._held = _nothing  # Or it would keep alive what the caller gives up.
+            self._held = lambda: 0  # Or it would keep alive what the caller gives up.
 
     def note(self) -> None:
         now = self._held() + self.kept_bytes()
@@ -193,10 +193,6 @@ class _Saved:
     def __del__(self) -> None:
         if self._counted_in is not None:
             self._counted_in.remove(self._place, self._num_bytes)
-
-
-def _nothing() -> int:
-    return 0
 
 
 def _is_parameter(place: int, module: nn.Module) -> bool:

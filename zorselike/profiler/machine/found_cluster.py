@@ -8,7 +8,7 @@ from dataclasses import replace
 from zorselike.cost.profile import HostLinkRates, LinkTimes
 from zorselike.cost.wires import fit_link
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
-from zorselike.profiler.machine.link_pairs import Pair
+from zorselike.profiler.machine.link_timing import Pair
 
 _DIGITS = 4
 """Of a measured rate or latency."""

@@ -125,7 +125,11 @@ class LayerWatch(TorchFunctionMode):
         storages = {id(tensor.untyped_storage()) for tensor in outputs}
         if storages & {id(tensor.untyped_storage()) for tensor in entered}:
             return  # The gradient of a view is a view itself.
-        call = {id(tensor): tensor for tensor in [*entered, *outputs] if not self._is_own(tensor)}
+        call = {
+            id(tensor): tensor
+            for tensor in [*entered, *outputs]
+            if id(tensor.untyped_storage()) not in self._own
+        }
         if func is nn.functional.cross_entropy:
             logarithms = torch.empty_like(entered[0])  # Of which it has the gradient inside.
             call[id(logarithms)] = logarithms
@@ -133,9 +137,6 @@ class LayerWatch(TorchFunctionMode):
             self._calls.append(call)
         else:
             self._record.working_bytes = max(self._record.working_bytes, _sum_bytes(call))
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._own
 
     def _keep_norm(self, tensor: Tensor, normalized_shape: Sequence[int], *_: Any, **__: Any) -> None:
         """Books what a GPU's kernel keeps of it: the input, and one fp32 number for each norm."""

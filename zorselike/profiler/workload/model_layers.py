@@ -36,19 +36,21 @@ def find_layers(model: nn.Module) -> tuple[str, ...]:
 def _find_below(module: nn.Module, fqn: str) -> list[str]:
     names = []
     for name, child in module.named_children():
-        if not any(True for _ in child.parameters()):
+        if not _has_parameters(child):
             continue
         path = join(fqn, name)
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             members = find_units(child, [key for key, _ in child.named_children()])
-            names += [
-                join(path, key) for key in members if any(True for _ in child.get_submodule(key).parameters())
-            ]
+            names += [join(path, key) for key in members if _has_parameters(child.get_submodule(key))]
         elif _has_list(child):
             names += _find_below(child, path)
         else:
             names.append(path)
     return names
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _has_list(module: nn.Module) -> bool:
@@ -61,7 +63,7 @@ def _has_list(module: nn.Module) -> bool:
 
 
 def _repeats(module: nn.Sequential) -> bool:
-    own = [child for child in module.children() if any(True for _ in child.parameters())]
+    own = list(filter(_has_parameters, module.children()))
     return len(own) > 1 and len({describe_structure(child) for child in own}) < len(own)
 
 

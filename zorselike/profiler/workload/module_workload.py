@@ -8,9 +8,9 @@ known here.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -91,10 +91,10 @@ def measure_workload(
     layers = _count_parameters(model, names, records)
     kind_names = _name_kinds(layers)
     rows = inputs[0].shape[0]
-    kinds: dict[str, LayerKind] = {}
+    alike: defaultdict[str, list[_Layer]] = defaultdict(list)
     for layer in layers:
-        kind = _make_kind(kind_names[layer.structure], layer, rows)
-        kinds[kind.name] = _join_kinds(kinds.get(kind.name, kind), kind)
+        alike[kind_names[layer.structure]].append(layer)
+    kinds = {name: _make_kind(name, own, rows) for name, own in alike.items()}
     if sequence_length is None:
         has_tokens = inputs[0].dim() > 1 and not inputs[0].is_floating_point()
         sequence_length = inputs[0].shape[1] if has_tokens else 1
@@ -226,40 +226,26 @@ def _name_alone(layer: _Layer, *, is_last: bool) -> str:
     return "norm" if name.endswith("Norm") else name
 
 
-def _make_kind(name: str, layer: _Layer, rows: int) -> LayerKind:
-    record = layer.record
+def _make_kind(name: str, layers: Sequence[_Layer], rows: int) -> LayerKind:
+    """Of layers that are alike, with the largest figures of all: what all share, only the first one keeps."""
+    first = layers[0]
+    record = LayerRecord(*map(max, zip(*(astuple(layer.record) for layer in layers), strict=True)))
 
     def per_row(total: int) -> int:
         return math.ceil(total / rows)
 
-    forward = record.flops / rows
-    is_whole = layer.num_trainable == layer.num_parameters
+    is_whole = first.num_trainable == first.num_parameters
     # A frozen weight has no gradient, what passes it has: half of a backward each.
-    share = layer.num_trainable / max(layer.num_parameters, 1)
+    share = first.num_trainable / max(first.num_parameters, 1)
     return LayerKind(
         name=name,
-        num_parameters=layer.num_parameters,
-        num_trainable=None if is_whole else layer.num_trainable,
-        num_borrowed=layer.num_borrowed,
-        forward_flops_per_row=forward,
-        backward_flops_per_row=None if is_whole else forward * (1 + share),
+        num_parameters=first.num_parameters,
+        num_trainable=None if is_whole else first.num_trainable,
+        num_borrowed=first.num_borrowed,
+        forward_flops_per_row=record.flops / rows,
+        backward_flops_per_row=None if is_whole else first.record.flops / rows * (1 + share),
         input_elements_per_row=per_row(record.input_elements),
         output_elements_per_row=per_row(record.output_elements),
         activation_bytes_per_row=per_row(record.saved_bytes),
         working_bytes_per_row=per_row(record.working_bytes),
     )
-
-
-def _join_kinds(first: LayerKind, second: LayerKind) -> LayerKind:
-    """The larger figures of two layers of a kind: what all layers share, only the first one keeps."""
-    larger = {
-        field: max(getattr(first, field), getattr(second, field))
-        for field in (
-            "forward_flops_per_row",
-            "input_elements_per_row",
-            "output_elements_per_row",
-            "activation_bytes_per_row",
-            "working_bytes_per_row",
-        )
-    }
-    return replace(first, **larger)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ import torch
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import Profile
 from zorselike.errors import ClusterError
-from zorselike.models import Decoder, DecoderConfig, build_model
+from zorselike.models import DecoderConfig
 from zorselike.models.workload import make_workload
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan, Recompute
@@ -32,12 +33,7 @@ from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.processes.precision import choose_dtype
 from zorselike.runtime.processes.processes import Processes
-from zorselike.runtime.processes.world import (
-    LOCAL_RANKS_VARIABLE,
-    ProcessInfo,
-    check_world,
-    device_type,
-)
+from zorselike.runtime.processes.world import LOCAL_RANKS_VARIABLE, ProcessInfo, check_world, device_type
 from zorselike.text.units import parse_time
 from zorselike.text.wording import count, list_few
 from zorselike.train.auto.files import (
@@ -48,7 +44,7 @@ from zorselike.train.auto.files import (
     put_unfitting_aside,
 )
 from zorselike.train.config.config import Config
-from zorselike.train.config.param_dtype import find_param_dtype
+from zorselike.train.config.model import build_on_meta, find_param_dtype
 from zorselike.train.data.loader import loading_rows
 
 logger = logging.getLogger("zorselike")
@@ -105,7 +101,9 @@ def find_auto_plan(
     plan = Plan.parse(written["plan.toml"])
     used = {(device.node, device.local_rank) for device in plan.devices}
     members = tuple(info.rank for info in infos if (info.node, info.local_rank) in used)
-    _tell_left_out(infos, members)
+    left_out = [f"{device_type(i)} {i.local_rank} of node {i.node}" for i in infos if i.rank not in members]
+    if left_out:
+        logger.info("faster without %s: there is nothing to do for it and it waits", list_few(left_out))
     return AutoPlan(plan, name_written_plan(config, files), members, written)
 
 
@@ -165,11 +163,7 @@ def _measure(
     config: Config, shape: DecoderConfig, workload: Workload, files: AutoFiles, processes: Processes
 ) -> None:
     """Brings profile and cluster file up to what planning needs; collective."""
-
-    def build() -> Decoder:
-        with torch.device("meta"):
-            return build_model(config.model.name, config.model.flavor)
-
+    build = partial(build_on_meta, config)
     job = Job(
         workload=workload,
         build=build,
@@ -261,13 +255,3 @@ def _describe(plan: Plan, workload: Workload) -> str:
     tokens_per_s = plan.global_batch * workload.sequence_length / step_s
     ideal = "" if share is None else f", {share:.0%} of what its devices could do at most"
     return f"a step should take {step_s:.3g} s, {tokens_per_s:,.0f} tokens/s{ideal}"
-
-
-def _tell_left_out(infos: Sequence[ProcessInfo], members: Sequence[int]) -> None:
-    left_out = [
-        f"{device_type(info)} {info.local_rank} of node {info.node}"
-        for info in infos
-        if info.rank not in members
-    ]
-    if left_out:
-        logger.info("faster without %s: there is nothing to do for it and it waits", list_few(left_out))

@@ -44,7 +44,7 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
     },
     "optimizer": {
         "early_step_in_backward": "ministages already update as soon as they have reduced, while the next "
-        'one computes, where max_norm = 0 or [hetero] clip = "ministage"; remove the key',
+        'one computes, where max_norm = 0 or [hetero] clip = "ministage"; remove the key'
     },
     "training": {
         "local_batch_size": "the plan says which rows each rank computes; remove the key",
@@ -56,7 +56,7 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
         "num_tokens_per_microbatch_per_dp_rank": "the plan's microbatches say it; remove the key",
     },
     "training.dataloader": {
-        "persistent_workers": "rows never end, so workers live as long as the run; remove the key",
+        "persistent_workers": "rows never end, so workers live as long as the run; remove the key"
     },
     "checkpoint": dict.fromkeys(_CHECKPOINT_KEYS.split(), _CHECKPOINT),
     "activation_checkpoint": dict.fromkeys(_RECOMPUTE_KEYS.split(), _RECOMPUTE),
@@ -74,15 +74,14 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "compile.components": {
-        "loss": 'losses are computed by the function as it is; only layers are compiled: ["model"]',
+        "loss": 'losses are computed by the function as it is; only layers are compiled: ["model"]'
     },
     "compile.backend": dict.fromkeys(
         ("eager", "aot_eager", "cudagraphs"), 'made for debugging or for fixed memory; use "inductor"'
     ),
-    "activation_checkpoint.mode": {
-        "selective": 'a plan recomputes whole layers or none: "plan", "none" or "full"',
-        "memory_budget": 'a plan recomputes whole layers or none: "plan", "none" or "full"',
-    },
+    "activation_checkpoint.mode": dict.fromkeys(
+        ("selective", "memory_budget"), 'a plan recomputes whole layers or none: "plan", "none" or "full"'
+    ),
     "training.dataset": dict.fromkeys(
         ("c4", "c4_test", "c4_validation"), "not built in; give text or token files by dataset_path"
     ),

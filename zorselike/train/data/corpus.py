@@ -135,16 +135,10 @@ def open_corpus(config: Config, *, vocab_size: int) -> Corpus:
                 f"{config.model.flavor} only {vocab_size}: use a model with a larger vocabulary, or another "
                 "[model] hf_assets_path"
             )
-        dtype = _dtype_for(tokenizer)
+        dtype = np.min_scalar_type(max(tokenizer.vocab_size - 1, 0)).name
         folder = Path(config.job.dump_folder) / "dataset_cache"
         files = [_tokenize(files, tokenizer, dtype=dtype, folder=folder)]
     return Corpus(files, dtype=dtype, seq_len=training.seq_len, vocab_size=vocab_size, source=source)
-
-
-def _dtype_for(tokenizer: Tokenizer) -> str:
-    return (
-        "uint8" if tokenizer.vocab_size <= 2**8 else "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    )
 
 
 def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from zorselike.plan.plan import Estimates
@@ -32,22 +32,17 @@ def compare_with_estimates(estimates: Estimates, facts: Iterable[RankFacts]) -> 
     for fact in sorted(facts, key=lambda each: each.rank):
         parts = []
         if estimates.iteration_s is not None:
-            parts.append(_compare_time(estimates.iteration_s, fact.step_s))
+            parts.append(_compare(estimates.iteration_s, fact.step_s, "{:.4g}".format, "s per step"))
         if estimates.peak_memory_bytes:
-            parts.append(_compare_memory(estimates.peak_memory_bytes[fact.rank], fact.peak_bytes))
+            estimate = estimates.peak_memory_bytes[fact.rank]
+            parts.append(_compare(estimate, fact.peak_bytes, show_bytes, "at most"))
         lines.append(f"  rank {fact.rank}: {'; '.join(parts)}")
     return "\n".join(lines)
 
 
-def _compare_time(estimate_s: float, fact_s: float | None) -> str:
-    measured = "not measured" if fact_s is None else f"measured {fact_s:.4g}{_error(estimate_s, fact_s)}"
-    return f"estimated {estimate_s:.4g} s per step, {measured}"
-
-
-def _compare_memory(estimate: int, fact: int | None) -> str:
-    measured = "not measured" if fact is None else f"measured {show_bytes(fact)}{_error(estimate, fact)}"
-    return f"estimated {show_bytes(estimate)} at most, {measured}"
-
-
-def _error(estimate: float, fact: float) -> str:
-    return f" ({100 * (fact / estimate - 1):+.1f} %)" if estimate else ""
+def _compare(estimate: float, fact: float | None, show: Callable[[float], str], unit: str) -> str:
+    measured = "not measured"
+    if fact is not None:
+        error = f" ({100 * (fact / estimate - 1):+.1f} %)" if estimate else ""
+        measured = f"measured {show(fact)}{error}"
+    return f"estimated {show(estimate)} {unit}, {measured}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zorselike.plan.plan import Plan
+from zorselike.runtime.processes.processes import Processes
 from zorselike.train.config.config import Config
 from zorselike.train.config.file import dump_config
 from zorselike.train.report.colors import PlainFormatter
@@ -16,36 +17,35 @@ from zorselike.train.report.colors import PlainFormatter
 logger = logging.getLogger("zorselike")
 
 
-def create_run_folder(
-    config: Config, plan: Plan, *, recipe: Path | None, beside_plan: Mapping[str, str]
+def open_run_folder(
+    config: Config, plan: Plan, processes: Processes, *, recipe: Path | None, beside_plan: Mapping[str, str]
 ) -> Path:
-    """Creates `<dump_folder>/<recipe>-<time>` with `config.toml`, `plan.toml` and the files of `beside_plan`;
-    for rank 0.
+    """The folder `<dump_folder>/<recipe>-<time>`, into which rank 0 writes `config.toml`, `plan.toml`, the
+    files of `beside_plan` by name and, from now on, the log; other machines create it when they write
+    something. Collective.
 
     `python -m zorselike.train --config <folder>/config.toml` repeats the run.
     """
-    folder = _make_new(
-        Path(config.job.dump_folder), f"{recipe.stem if recipe else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
-    for name, text in beside_plan.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    plan.save(folder / "plan.toml")
-    effective = replace(
-        config,
-        hetero=replace(config.hetero, plan="plan.toml"),
-        training=replace(config.training, dataset_path=_absolute(config.training.dataset_path)),
-        model=replace(config.model, hf_assets_path=_absolute(config.model.hf_assets_path)),
-    )
-    comment = f"The merged configuration of a run of {recipe or 'the command line'}, plan {plan.fingerprint}."
-    (folder / "config.toml").write_text(dump_config(effective, comment=comment), encoding="utf-8")
-    return folder
-
-
-def log_into(folder: Path) -> None:
-    """Also writes the log of rank 0 into `log.txt`."""
-    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
-    handler.setFormatter(PlainFormatter("%(asctime)s - %(levelname)s - %(message)s"))
-    logger.addHandler(handler)
+    name = f"{recipe.stem if recipe else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path()
+    if processes.rank == 0:
+        folder = _make_new(Path(config.job.dump_folder), name)
+        for file, text in beside_plan.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        plan.save(folder / "plan.toml")
+        effective = replace(
+            config,
+            hetero=replace(config.hetero, plan="plan.toml"),
+            training=replace(config.training, dataset_path=_absolute(config.training.dataset_path)),
+            model=replace(config.model, hf_assets_path=_absolute(config.model.hf_assets_path)),
+        )
+        origin = recipe or "the command line"
+        comment = f"The merged configuration of a run of {origin}, plan {plan.fingerprint}."
+        (folder / "config.toml").write_text(dump_config(effective, comment=comment), encoding="utf-8")
+        handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        handler.setFormatter(PlainFormatter("%(asctime)s - %(levelname)s - %(message)s"))
+        logger.addHandler(handler)
+    return Path(processes.share(str(folder)))
 
 
 def _make_new(parent: Path, name: str) -> Path:
