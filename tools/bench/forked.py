@@ -28,6 +28,8 @@ from .sleeping import Device
 from slow_links.transport import LinkSleeper
 
 _T = TypeVar("_T")
+EXIT_S = 10.0
+"""How long ranks that have returned may take to leave."""
 
 
 class RankFailedError(RuntimeError):
@@ -70,6 +72,8 @@ def run_forked(
                         raise RankFailedError(
                             f"rank {process.name} ended with code {process.exitcode}"
                         ) from None
+            for process in ranks.values():
+                process.join(EXIT_S)  # All are past their values: they leave together.
             return [values[rank] for rank in range(world_size)]
         finally:
             for receiving, process in ranks.items():
