@@ -19,11 +19,10 @@ from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
 from zorselike.runtime.comm.transport import Edge, Transport, edges_of
 from zorselike.runtime.loss import Unpack
 from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.ministage.loss_scale import LossScale
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.ties import TiedWeights, borrowed_names, tied_names
-from zorselike.runtime.ministage.updates import Clip, OptimizerFactory, Updates
+from zorselike.runtime.ministage.updates import Clip, LossScale, OptimizerFactory, Updates
 from zorselike.runtime.model.boundaries import Trace, trainable_ministages
 from zorselike.runtime.model.initialize import initialize_unit
 from zorselike.runtime.model.part import ModelPart
@@ -34,6 +33,7 @@ from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
 from zorselike.schedule.checker.check import CheckReport, check
 from zorselike.schedule.spec import ScheduleSpec
+from zorselike.text.wording import count
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,12 @@ def compile_plan(
     this runtime lacks something that the plan asks for.
     """
     plan.validate()
-    _refuse_unsupported(plan)
+    for g, group in enumerate(plan.groups):
+        if any(not isinstance(entry, int) for entry in group.ranks):
+            raise PlanError(
+                f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
+                "list single ranks"
+            )
     parts = tuple(partition(model, plan, split=split, unpack=unpack))
     ties = tuple(find_ties(model, plan))
     _refuse_mixed_dtypes(parts)
@@ -79,7 +84,11 @@ def compile_plan(
     spec = ScheduleSpec(
         plan,
         trainable=trainable,
-        ties=tuple((t.owner_ministage, t.borrower_ministage) for t in ties if trains_tie(model, t)),
+        ties=tuple(
+            (tie.owner_ministage, tie.borrower_ministage)
+            for tie in ties
+            if model.get_parameter(tie.owner_fqn).requires_grad
+        ),
         defer_steps=defer_steps,
         masters=have_masters(model, param_dtype),
     )
@@ -95,10 +104,10 @@ def compile_plan(
         spec=spec,
         step_actions=step_actions,
         evaluate_actions=evaluate_actions,
-        report=CheckReport(
+        report=replace(
+            report,
             buffered_edges=report.buffered_edges | evaluation.buffered_edges,
             cycles=report.cycles + evaluation.cycles,
-            num_actions=report.num_actions,
         ),
         state=tuple(
             {name: t.detach().to("meta") for name, t in part.module.state_dict().items()} for part in parts
@@ -112,11 +121,6 @@ def have_masters(model: nn.Module, param_dtype: torch.dtype | None) -> bool:
     return all((param_dtype or p.dtype) in HALF for p in trained)
 
 
-def trains_tie(model: nn.Module, tie: Tie) -> bool:
-    """Whether a tied weight changes at all."""
-    return model.get_parameter(tie.owner_fqn).requires_grad
-
-
 def check_unit_order(compiled: CompiledPlan, trace: Trace) -> None:
     """With ZeRO 3 gathers happen as layers are called, and ranks without a microbatch join them in
     the plan's order: raises `ConfigError` for a ministage that calls its layers otherwise."""
@@ -127,15 +131,6 @@ def check_unit_order(compiled: CompiledPlan, trace: Trace) -> None:
                 f"ministage {index} calls its modules as {', '.join(calls)}, but the plan lists "
                 f"{', '.join(part.units)}; zero = 3 needs each called once in that order: set zero = 2 in "
                 f"groups[{compiled.plan.ministages[index].group}]"
-            )
-
-
-def _refuse_unsupported(plan: Plan) -> None:
-    for g, group in enumerate(plan.groups):
-        if any(not isinstance(entry, int) for entry in group.ranks):
-            raise PlanError(
-                f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
-                "list single ranks"
             )
 
 
@@ -183,8 +178,7 @@ def find_ranks(
     """Matches processes to the plan's ranks; the same errors on every rank. `named_device`: the
     kind of device that the caller asked for, if any."""
     process = dist.get_rank()
-    own = describe_process(device, rank=process)
-    processes = tuple(gather_world(own))
+    processes = tuple(gather_world(describe_process(device, rank=process)))
     rank_of = check_world(processes, plan, device=named_device)
     check_same_plan(plan)
     process_of = {rank: other for other, rank in rank_of.items()}
@@ -262,6 +256,50 @@ class Assembly:
         self.transport = Transport(self.groups, edges, by_host=by_host, device=device)
         self.busy = BusyClock(device)
 
+    def describe(self) -> str:
+        """A table: the plan, the parameters of each ministage, and the transport of this rank's channels."""
+        compiled = self.compiled
+        lines = [self.plan.explain().rstrip(), "", "ministages:"]
+        for index, part in enumerate(compiled.parts):
+            group = self.plan.ministages[index].group
+            trains = "" if compiled.spec.trains[index] else ", frozen"
+            lines.append(
+                f"  {index}: group {group}, {count_parameters(part.module):,} parameters"
+                f" in {count(len(part.units) or 1, 'FSDP unit')}{trains}"
+            )
+        lines += [f"  {tie.borrower_fqn} borrows {tie.owner_fqn}" for tie in compiled.ties]
+        lines.append(f"rank {self.ranks.rank} on {self.device}:")
+        for edge, kind in sorted(self.transport.kinds.items(), key=lambda entry: (entry[0][2] == "B", entry)):
+            source, target, direction = edge
+            what = "activations" if direction == "F" else "gradients"
+            lines.append(f"  {source} -> {target}, {what}: {kind}")
+        for cycle in compiled.report.cycles:
+            lines.append(f"  a blocking send could close this cycle, so it goes over Gloo: {cycle}")
+        return "\n".join(lines)
+
+    def gather_full_state(self) -> dict[str, Tensor]:
+        """`{global name: CPU tensor}` of all parameters and persistent buffers on rank 0, `{}`
+        elsewhere; collective. One ministage is whole at a time on a rank that gives it."""
+        ranks = self.ranks
+        state: dict[str, Tensor] = {}
+        for index, described_state in enumerate(self.compiled.state):
+            giver = self.plan.group_of(index).flat_ranks[0]
+            whole: dict[str, Tensor] = {}
+            if index in self.ministages:
+                whole = self.ministages[index].gather_state(self.group_control, ranks.process_of[giver])
+            for name, described in described_state.items():
+                if ranks.rank == 0:
+                    if giver != 0:
+                        whole[name] = torch.empty(described.shape, dtype=described.dtype)
+                        dist.recv(whole[name], ranks.process_of[giver], group=self.control)
+                    state[name] = whole.pop(name)
+                elif ranks.rank == giver:
+                    dist.send(whole.pop(name).contiguous(), ranks.process_of[0], group=self.control)
+        for tie in self.compiled.ties:
+            if tie.owner_fqn in state:  # The borrower's copy may be rounded.
+                state[tie.borrower_fqn] = state[tie.owner_fqn]
+        return state
+
     def _make_mesh(self) -> DeviceMesh:
         """The mesh of this rank's group; every process creates every group, in one order."""
         ranks, groups = self.ranks, self.plan.groups
@@ -283,6 +321,11 @@ class Assembly:
         """Whether NCCL cannot serve an edge, or a blocking send on it could close a cycle."""
         is_buffered = edge in self.compiled.report.buffered_edges
         return is_buffered or backend_for(edge[:2], self.ranks, self.processes) == "gloo"
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Parameters of a module, as a whole model counts them."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def untie(compiled: CompiledPlan) -> None:

@@ -35,9 +35,6 @@ class RowIndex:
         """Positions of a microbatch's rows within `rows`."""
         return self._slices[number]
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 class Batch:
     """One step's inputs, targets and keyword arguments for this rank's rows."""
@@ -89,9 +86,10 @@ def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
     for tensor in tensors_in(value):
         num_rows = tensor.shape[0] if tensor.dim() else 0
         if num_rows != len(rows):
+            listed = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
             raise ConfigError(
                 f"{what} has {num_rows} rows, but {where} is {len(rows)} rows of the global batch; "
-                f"pass exactly the rows {_show(rows)} (or the whole batch to step_global)"
+                f"pass exactly the rows [{listed}] (or the whole batch to step_global)"
             )
 
 
@@ -100,11 +98,6 @@ def select_rows(value: Any, rows: Sequence[int]) -> Any:
     if value is None or not rows:
         return None
     return map_tensors(value, lambda t: t[torch.as_tensor(rows, device=t.device)])
-
-
-def _show(rows: Sequence[int]) -> str:
-    listed = ", ".join(str(row) for row in rows[:8])
-    return f"[{listed}{', ...' if len(rows) > 8 else ''}]"
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

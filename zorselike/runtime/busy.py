@@ -31,7 +31,7 @@ class BusyClock:
             yield
             self._seconds += time.perf_counter() - began
             return
-        begin, end = _event(), _event()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         yield
         end.record()
@@ -44,7 +44,3 @@ class BusyClock:
             self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
             self._events = []
         return self._seconds
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

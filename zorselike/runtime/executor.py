@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.batch import Batch
 from zorselike.runtime.loss import Loss
-from zorselike.runtime.ministage.ministage import ShardedMinistage, Tensors
+from zorselike.runtime.ministage.ministage import Tensors
 from zorselike.runtime.model.boundaries import check_crossing, name_ministage
 from zorselike.runtime.model.signature import Signature
 from zorselike.schedule.actions import Action, Kind
@@ -127,17 +127,11 @@ class Executor:
                 self._ties.receive_values(index)
             case Kind.STEP:
                 self._updates.step(index)
-            case _:
-                self._copy(action, ministage)
-
-    def _copy(self, action: Action, ministage: ShardedMinistage) -> None:
-        """Between device and host."""
-        match action.kind:
             case Kind.LOAD | Kind.OFFLOAD if action.microbatch is not None:
                 activations = self._resources.activations
                 assert activations is not None
                 move = activations.load if action.kind is Kind.LOAD else activations.offload
-                move((ministage.index, action.microbatch))
+                move((index, action.microbatch))
             case Kind.LOAD:
                 ministage.load_shards()
             case Kind.OFFLOAD:
@@ -149,7 +143,7 @@ class Executor:
             case Kind.LOAD_GRAD:
                 ministage.gradients.load()
             case Kind.OFFLOAD_GRAD:
-                self._updates.measure(ministage.index)
+                self._updates.measure(index)
                 ministage.gradients.offload()
             case _:
                 raise ValueError(f"this runtime has no action {action.text}")
@@ -182,7 +176,7 @@ class Executor:
     def _inputs(self, index: int, number: int, run: _Run) -> Tensors:
         if index == 0:
             return run.batch.inputs(number)
-        if self._is_here(index - 1):
+        if index - 1 in self._ministages:
             return run.handed_over.pop((Kind.F, index, number))
         received = self._transport.take(Kind.RECV_F, index, number)
         if self._resources.activations is not None:
@@ -206,7 +200,7 @@ class Executor:
     def _output_grads(self, index: int, number: int, run: _Run) -> list[Tensor | None]:
         if index == self._last:
             return [run.loss.grad(number)]
-        if self._is_here(index + 1):
+        if index + 1 in self._ministages:
             received = run.handed_over.pop((Kind.B, index, number))
         else:
             received = tuple(tensor for tensor, _ in self._transport.take(Kind.RECV_B, index, number))
@@ -215,14 +209,11 @@ class Executor:
 
     def _pass_on(self, kind: Kind, neighbour: int, number: int, tensors: Tensors, run: _Run) -> None:
         """Hands over within the rank, or keeps for the sends that follow in the list."""
-        if self._is_here(neighbour):
+        if neighbour in self._ministages:
             run.handed_over[kind, neighbour, number] = tensors
             run.produced = None
         else:
             run.produced = tensors, self._own[number].start
-
-    def _is_here(self, ministage: int) -> bool:
-        return ministage in self._ministages
 
     def _send(self, action: Action, boundary: Signature, run: _Run) -> None:
         assert run.produced is not None, f"{action.text} has nothing to send"

@@ -61,15 +61,15 @@ class MemoryReport:
         unit, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", GIB // 1024)
         titles = ("device planned", "peak", "host planned", "peak")
         head = f"memory of rank {self.rank}, {unit}".ljust(34) + _align(titles)
-        return "\n".join([head, *(_format_line(unit_bytes, line) for line in shown), _LEGEND])
+        rows = [
+            f"  {line.purpose:<32}"
+            + _align(["-" if number is None else f"{number / unit_bytes:,.2f}" for number in line.numbers])
+            for line in shown
+        ]
+        return "\n".join([head, *rows, _LEGEND])
 
 
 _LEGEND = "  (-: not known before the first step, or autograd's and the allocator's affair)"
-
-
-def _format_line(unit_bytes: int, line: MemoryLine) -> str:
-    texts = ["-" if value is None else f"{value / unit_bytes:,.2f}" for value in line.numbers]
-    return f"  {line.purpose:<32}" + _align(texts)
 
 
 def _align(texts: Sequence[str]) -> str:

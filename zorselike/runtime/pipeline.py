@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,16 +21,14 @@ from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.assembly import Assembly, check_unit_order, compile_plan, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
 from zorselike.runtime.comm.agreement import check_same_weights
-from zorselike.runtime.comm.ranks import broadcast_bytes
-from zorselike.runtime.describe import describe_assembly
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.host_checks import check_host_room, refuse_unfitting_plan, reserve_activations
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
 from zorselike.runtime.memory_report import MemoryReport, report_memory
 from zorselike.runtime.ministage.gradients import HALF
-from zorselike.runtime.ministage.loss_scale import LossScale
 from zorselike.runtime.ministage.updates import (
     Clip,
+    LossScale,
     LRSchedulers,
     OptimizerFactory,
     default_optimizer,
@@ -40,10 +38,8 @@ from zorselike.runtime.model.boundaries import Trace, check_additive, check_kwar
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.model.signature import Signature
-from zorselike.runtime.processes.device import find_device
-from zorselike.runtime.processes.precision import ParamDtype, choose_dtype, computes_in_fp16
+from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, find_device
 from zorselike.runtime.result import StepResult, SumOverRanks
-from zorselike.runtime.state import gather_full_state
 from zorselike.schedule.actions import Action
 
 
@@ -134,7 +130,8 @@ class HeteroPipeline:
         self.param_dtype = dtype
         """Dtype in which layers compute; None: the model's own."""
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
-        torch.manual_seed(_dropout_seed(seed, ranks.rank))
+        # Another stream of random numbers on every rank, the same at every start.
+        torch.manual_seed((seed * 1_000_003 + ranks.rank + 1) % 2**63)
         try:
             self._assembly = Assembly(
                 compiled,
@@ -176,36 +173,24 @@ class HeteroPipeline:
     def step(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """One optimizer step over the global batch; every rank calls it.
 
-        `inputs`: tensor or tuple of tensors `[len(input_rows), ...]`, `targets`:
-        `[len(target_rows), ...]`, in the order of these lists; None where a list is empty.
-        `kwargs`: tensors `[len(rows), ...]` on every rank, or `Broadcast(value)`; each ministage
-        gets those that its `forward` names.
+        `inputs`: tensor or tuple of tensors `[len(input_rows), ...]`, `targets`: `[len(target_rows), ...]`,
+        in the order of these lists; None where a list is empty. `kwargs`: tensors `[len(rows), ...]` on every
+        rank, or `Broadcast(value)`; each ministage gets those that its `forward` names.
         """
         return self._run(inputs, targets, kwargs, train=True)
 
     def step_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """`step` for callers that hold the whole global batch on every rank."""
-        return self.step(*self._select(inputs, targets, kwargs), **self._select_kwargs(kwargs))
+        return self._run(*self._select(inputs, targets, kwargs), train=True)
 
     def evaluate(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """The loss over one global batch without training: forward only, modules in eval mode for
         its time, and the next step as it would have been without it."""
-        training = {
-            module: module.training
-            for ministage in self._assembly.ministages.values()
-            for module in ministage.module.modules()
-        }
-        for module in training:
-            module.training = False
-        try:
-            return self._run(inputs, targets, kwargs, train=False)
-        finally:
-            for module, was_training in training.items():
-                module.training = was_training
+        return self._run(inputs, targets, kwargs, train=False)
 
     def evaluate_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """`evaluate` for callers that hold the whole global batch on every rank."""
-        return self.evaluate(*self._select(inputs, targets, kwargs), **self._select_kwargs(kwargs))
+        return self._run(*self._select(inputs, targets, kwargs), train=False)
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -252,7 +237,7 @@ class HeteroPipeline:
         with torch.inference_mode(False), self._failing_together():
             self._alarm.begin("full_state_dict")
             self._alarm.enter("full_state_dict")
-            state = gather_full_state(self._assembly)
+            state = self._assembly.gather_full_state()
         self._alarm.idle()
         return state
 
@@ -274,7 +259,7 @@ class HeteroPipeline:
 
     def describe(self) -> str:
         """What runs where and over which transport, as a table."""
-        return describe_assembly(self._assembly)
+        return self._assembly.describe()
 
     def memory_report(self) -> MemoryReport:
         """This rank's memory by purpose, device and host, as planned and as found so far."""
@@ -334,7 +319,8 @@ class HeteroPipeline:
             )
             updates = self._assembly.updates
             updates.begin()
-            self._executor.run(batch, loss, boundaries, train=train)
+            with nullcontext() if train else self._in_eval_mode():
+                self._executor.run(batch, loss, boundaries, train=train)
             loss.finish()
             values = torch.stack(
                 (loss.loss_sum, loss.loss_sum.new_tensor(loss.local_targets), updates.squares())
@@ -342,6 +328,18 @@ class HeteroPipeline:
             result = self._totals.start(values, scaled=train and self._scale is not None)
         self._alarm.idle()
         return result
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        modules = [m for ministage in self._assembly.ministages.values() for m in ministage.module.modules()]
+        training = {module: module.training for module in modules}
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, was_training in training.items():
+                module.training = was_training
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -391,12 +389,13 @@ class HeteroPipeline:
         if trace is None:
             compiled = self._assembly.compiled
             source = self.plan.group_of(0).microbatches[0].rank
-            payload = Signature.of(feeds).to_json().encode() if self.rank == source and feeds else b""
-            told = broadcast_bytes(payload, source, self._assembly.ranks, self._assembly.control)
+            told = [Signature.of(feeds) if self.rank == source and feeds else Signature(())]
+            process, group = self._assembly.ranks.process_of[source], self._assembly.control
+            dist.broadcast_object_list(told, process, group=group, device=torch.device("cpu"))
             trace = trace_boundaries(
                 compiled.parts,
                 self.plan,
-                Signature.from_json(told.decode()),
+                told[0],
                 kwargs,
                 trainable=compiled.spec.trains,
                 param_dtype=self.param_dtype,
@@ -420,17 +419,18 @@ class HeteroPipeline:
             check_additive(self._loss_fn, self._count_fn, outputs, targets)
         return self._loss_fn(outputs, targets)
 
-    def _select(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _select(
+        self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """This rank's rows of a whole global batch."""
         for what, value in (("inputs", inputs), ("targets", targets)):
             check_rows(value, range(self.plan.global_batch), what, "the plan's global batch")
-        return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows)
-
-    def _select_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         rows = torch.as_tensor(self.rows, dtype=torch.int64)
-        return {
+        selected = {
             name: value[rows.to(value.device)] if isinstance(value, Tensor) else value
             for name, value in kwargs.items()
         }
+        return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows), selected
 
 
 def _check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype) -> None:
@@ -452,8 +452,3 @@ def _find_device(device: torch.device | str | None) -> torch.device:
         torch.cuda.set_device(found)
         return found
     return find_device("auto", without_gpu="", rank=dist.get_rank())
-
-
-def _dropout_seed(seed: int, rank: int) -> int:
-    """Another stream of random numbers on every rank, the same at every start."""
-    return (seed * 1_000_003 + rank + 1) % 2**63

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ class SumOverRanks:
         """`values`: float64 `[3]` of this rank, see `Sums`; `scaled`: whether the loss was."""
         if self._thread is None:
             work = dist.all_reduce(values, group=self._group, async_op=True)
-            self._last = _once(lambda: (work.wait(), _read(values))[1])
+            self._last = cache(lambda: (work.wait(), _read(values))[1])  # A Work may be waited for once only.
         else:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
@@ -90,18 +91,6 @@ class SumOverRanks:
             self._last = None
         if self._thread is not None:
             self._thread.shutdown(wait=True)
-
-
-def _once(compute: Callable[[], Sums]) -> Callable[[], Sums]:
-    """Computes at the first call; a Work may be waited for once only."""
-    kept: list[Sums] = []
-
-    def read() -> Sums:
-        if not kept:
-            kept.append(compute())
-        return kept[0]
-
-    return read
 
 
 def _read(values: Tensor) -> Sums:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from zorselike.models import DecoderConfig, num_parameters
 from zorselike.plan.plan import Plan
-from zorselike.runtime.assembly import CompiledPlan
-from zorselike.runtime.state import count_parameters
+from zorselike.runtime.assembly import CompiledPlan, count_parameters
 from zorselike.schedule.actions import Action
 from zorselike.text.wording import count
 from zorselike.train.auto.files import AutoFiles

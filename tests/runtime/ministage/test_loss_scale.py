@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
-from zorselike.runtime.ministage.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from zorselike.runtime.ministage.sharding import local_tensor
-from zorselike.runtime.ministage.updates import Clip
+from zorselike.runtime.ministage.updates import GROWTH_INTERVAL, INITIAL, Clip, LossScale
 
 DIM = 6
 ROWS = 6

@@ -25,7 +25,7 @@ from zorselike import HeteroPipeline, initialize
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.sharding import local_tensor
-from zorselike.runtime.processes.precision import choose_dtype, computes_in_fp16
+from zorselike.runtime.processes.device import choose_dtype, computes_in_fp16
 from zorselike.runtime.processes.world import ProcessInfo
 
 NUM_LAYERS = 3

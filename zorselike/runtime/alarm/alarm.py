@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Self
 
 from zorselike.errors import ConfigError
+from zorselike.runtime._compat import Store
 from zorselike.runtime.alarm.failure import Failure, describe_failure, reason_of
-from zorselike.runtime.alarm.heartbeat import Page, Store, join
+from zorselike.runtime.alarm.heartbeat import Page, join
 from zorselike.runtime.alarm.watch import Limits, Watch, Whereabouts
 from zorselike.schedule.actions import Action
 

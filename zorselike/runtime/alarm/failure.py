@@ -80,6 +80,14 @@ def first_of(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.is_echo)
 
 
+def find_failure(
+    present: Mapping[int, State], left: Mapping[int, State], *, stall_s: float | None
+) -> Failure | None:
+    """What no rank reports itself, of those at work and those that left; `stall_s` None: no stall is one."""
+    found = find_absent(present, left) or find_mismatch(present)
+    return found if found or stall_s is None else find_stalled(present, stall_s)
+
+
 def find_absent(present: Mapping[int, State], left: Mapping[int, State]) -> Failure | None:
     """A rank that left, though another works on a step that needs it; both by rank."""
     furthest = max((state.rounds for state in present.values() if state.is_busy), default=-1)

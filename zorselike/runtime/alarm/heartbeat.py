@@ -21,9 +21,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zorselike.errors import ClusterError
+from zorselike.runtime._compat import Store
 from zorselike.runtime.processes.identity import find_identity
 
 Message = dict[str, Any]
@@ -32,14 +33,6 @@ _CONNECT_S = 3.0
 _HELLO_S = 5.0
 _MAX_HELLO_BYTES = 4096
 _LOOPBACK = "127.0.0.1"
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` by which ranks find each other."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
 
 
 class Page:

@@ -16,9 +16,7 @@ from dataclasses import asdict, dataclass
 from zorselike.runtime.alarm.failure import (
     Failure,
     State,
-    find_absent,
-    find_mismatch,
-    find_stalled,
+    find_failure,
     first_of,
     is_echo,
     last_line,
@@ -280,9 +278,7 @@ class Watch(threading.Thread):
             present[self._rank] = self._own_state(now)
         elif self._left_at is not None:
             left[self._rank] = self._left_at
-        failure = find_absent(present, left) or find_mismatch(present)
-        if failure is None and self._limits.stall_s is not None:
-            failure = find_stalled(present, self._limits.stall_s)
+        failure = find_failure(present, left, stall_s=self._limits.stall_s)
         if failure is not None:
             self._add(failure)
 

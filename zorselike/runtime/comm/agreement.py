@@ -29,7 +29,7 @@ def check_same_weights(model: nn.Module) -> None:
     Compares one sum a tensor; tensors on the meta device are initialised alike and skipped.
     """
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    sums = torch.tensor([_sum(p) for _, p in named], dtype=torch.float64)
+    sums = torch.tensor([float(p.detach().sum(dtype=torch.float64)) for _, p in named], dtype=torch.float64)
     counts = _gather(torch.tensor([len(named)]))[:, 0].tolist()
     if len(set(counts)) > 1:
         raise ConfigError(
@@ -39,22 +39,14 @@ def check_same_weights(model: nn.Module) -> None:
     if not named:
         return
     everyone = _gather(sums)
-    differing = [i for i in range(len(named)) if _differs(everyone[:, i])]
-    if differing:
-        names = [named[i][0] for i in differing]
+    # Not bitwise: another kind of CPU may add in another order.
+    differs = (everyone - everyone[0]).abs().amax(dim=0) > 1e-9 * everyone[0].abs().clamp_min(1.0)
+    if differs.any():
+        names = [name for (name, _), is_other in zip(named, differs.tolist(), strict=True) if is_other]
         raise ConfigError(
             f"ranks were given different weights for {list_few(names)}; seed every rank alike, load one "
             "checkpoint on all, or build the model on the meta device and let seed= initialise it"
         )
-
-
-def _sum(parameter: Tensor) -> float:
-    return float(parameter.detach().sum(dtype=torch.float64))
-
-
-def _differs(values: Tensor) -> bool:
-    # Not bitwise: another kind of CPU may add in another order.
-    return bool((values - values[0]).abs().max() > 1e-9 * values[0].abs().clamp_min(1.0))
 
 
 def _gather(own: Tensor) -> Tensor:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.runtime._compat import release_groups
@@ -76,17 +74,3 @@ class Groups:
             dist.destroy_process_group(self._made.pop())
         while self._meshes:
             release_groups(self._meshes.pop())
-
-
-def broadcast_bytes(payload: bytes, source: int, ranks: Ranks, group: ProcessGroup) -> bytes:
-    """`payload` of rank `source`, on every rank of a Gloo group."""
-    process = ranks.process_of[source]
-    length = torch.tensor([len(payload)], dtype=torch.int64)
-    dist.broadcast(length, process, group=group)
-    content: Tensor
-    if ranks.rank == source:
-        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    else:
-        content = torch.empty(int(length.item()), dtype=torch.uint8)
-    dist.broadcast(content, process, group=group)
-    return content.numpy().tobytes()

@@ -25,6 +25,9 @@ Tensors = tuple[Tensor, ...]
 Arrived = tuple[Tensor, Tensor | None]
 """A tensor on this rank's device, and the host memory that holds the same, if there is any."""
 
+Arrival = Callable[[], Arrived]
+"""Waits for a posted receive."""
+
 Edge = tuple[int, int, str]
 """A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
 
@@ -77,7 +80,7 @@ class _Channel:
         assert work is not None, _NO_MEMBER
         return _Sent(whole, work.wait) if self.kind == "Gloo" else _Sent(whole, work.wait, work.is_completed)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
         """Posts a receive; the result waits for it and gives the tensor."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         wait = self._post(buffer)
@@ -124,7 +127,7 @@ class _StagedChannel(_Channel):
         started: Future[_Sent] = self._thread.submit(pass_on)
         return _Sent(host, lambda: started.result().wait())
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Arrived]:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
         host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         wait = self._post(host)
 
@@ -138,14 +141,6 @@ class _StagedChannel(_Channel):
         self._thread.shutdown(wait=True)
 
 
-@dataclass
-class _Piece:
-    """A posted receive: rows of one microbatch's boundary, one entry a tensor."""
-
-    start: int
-    waits: list[Callable[[], Arrived]]
-
-
 class Transport:
     """All channels of one rank; those in `by_host` go over Gloo, the others over NCCL."""
 
@@ -156,7 +151,8 @@ class Transport:
         self._channels: dict[Edge, _Channel] = {}
         self.kinds: dict[Edge, str] = {}
         """What each of this rank's channels goes over."""
-        self._receives: dict[tuple[Kind, int, int], list[_Piece]] = defaultdict(list)
+        self._receives: defaultdict[tuple[Kind, int, int], dict[int, list[Arrival]]] = defaultdict(dict)
+        """Posted receives of a microbatch's boundary by their first row, one entry a tensor."""
         self._sends: list[_Sent] = []
         everyone = range(groups.ranks.world_size)
         host = groups.make(everyone, "gloo")
@@ -198,18 +194,19 @@ class Transport:
         """Posts the receive of a `RECV_F` (of what enters a ministage) or `RECV_B` (of the
         gradients of what leaves it)."""
         assert action.kind in RECEIVES and action.start is not None and action.stop is not None
+        assert action.ministage is not None and action.microbatch is not None
         channel = self._channels[edge_of(self._ranks.rank, action)]
         num_rows = action.stop - action.start
         waits = [
             channel.receive((num_rows, *spec.shape_per_row), spec.dtype)
             for spec in _travelling(action.kind, boundary)
         ]
-        self._receives[_key(action)].append(_Piece(action.start, waits))
+        self._receives[action.kind, action.ministage, action.microbatch][action.start] = waits
 
     def take(self, kind: Kind, ministage: int, microbatch: int) -> list[Arrived]:
         """Waits for a microbatch's posted pieces and joins them by row; no copy if there is one."""
-        pieces = sorted(self._receives.pop((kind, ministage, microbatch)), key=lambda piece: piece.start)
-        received = [[wait() for wait in piece.waits] for piece in pieces]
+        pieces = self._receives.pop((kind, ministage, microbatch))
+        received = [[wait() for wait in pieces[start]] for start in sorted(pieces)]
         if len(received) == 1:
             return received[0]
         return [(torch.cat([tensor for tensor, _ in parts]), None) for parts in zip(*received, strict=True)]
@@ -242,8 +239,3 @@ def _travelling(kind: Kind, boundary: Signature) -> tuple[TensorSpec, ...]:
     if kind in (Kind.SEND_F, Kind.RECV_F):
         return boundary.tensors
     return tuple(spec for spec in boundary.tensors if spec.requires_grad)
-
-
-def _key(action: Action) -> tuple[Kind, int, int]:
-    assert action.ministage is not None and action.microbatch is not None
-    return action.kind, action.ministage, action.microbatch

@@ -37,16 +37,13 @@ class HostBackedTensors:
         """`homes`: streams of which one has allocated them; `inbound`: the one that brings them back.
         Enters them in the ledger."""
         filled = {key: t.detach() for key, t in tensors.items() if t.untyped_storage().nbytes()}
-        numbers: dict[int, int] = {}
-        self._number_of = {
-            key: numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers))
-            for key, tensor in filled.items()
-        }
-        """Several tensors may share a storage."""
-        self._storages = [tensor.untyped_storage() for tensor in filled.values()]
-        if len(numbers) < len(filled):
-            first = {number: key for key, number in reversed(self._number_of.items())}
-            self._storages = [filled[first[number]].untyped_storage() for number in range(len(numbers))]
+        storages: dict[int, torch.UntypedStorage] = {}
+        """By address: several tensors may share one."""
+        for tensor in filled.values():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+        numbers = {address: number for number, address in enumerate(storages)}
+        self._number_of = {key: numbers[t.untyped_storage().data_ptr()] for key, t in filled.items()}
+        self._storages = list(storages.values())
         self._device = next((tensor.device for tensor in filled.values()), torch.device("cpu"))
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._purpose = purpose
@@ -151,6 +148,39 @@ class HostBackedTensors:
     def _bytes(self) -> list[Tensor]:
         """Each storage as a tensor of bytes."""
         return [torch.empty(0, dtype=torch.uint8, device=self._device).set_(s) for s in self._storages]
+
+
+class HostBackedParts:
+    """Several `HostBackedTensors` that move together."""
+
+    def host_backed(self) -> Sequence[HostBackedTensors]:
+        """All of them, in the order in which they are loaded."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Starts their way to the device."""
+        for tensors in self.host_backed():
+            tensors.load()
+
+    def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
+        """Makes `stream` wait for what `load` started, and with `on_host_too` this thread: for streams that
+        nobody outside FSDP2 knows."""
+        for tensors in self.host_backed():
+            tensors.arrive(stream, on_host_too=on_host_too)
+
+    def recover(self, last_use: Event) -> None:
+        """After an unfinished step: to the host with what is on the device."""
+        for tensors in self.host_backed():
+            if tensors.is_on_device:
+                tensors.free(tensors.store(last_use))
+
+    def on_host(self, key: Hashable, like: Tensor) -> Tensor | None:
+        """The host's values of a tensor that looks like `like`; None where there is none, or it is on the
+        device."""
+        for tensors in self.host_backed():
+            if key in tensors and not tensors.is_on_device:
+                return tensors.host_copy(key, like)
+        return None
 
 
 class PendingOffloads:

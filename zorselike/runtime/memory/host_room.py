@@ -48,10 +48,8 @@ def find_host_room() -> HostRoom:
 
 
 def _available_bytes() -> int:
-    for line in _lines(ROOT / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kib = _entry(ROOT / "proc/meminfo", "MemAvailable:")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if kib is None else kib * 1024
 
 
 def _control_groups() -> Iterator[tuple[_Hierarchy, str]]:
@@ -72,18 +70,16 @@ def _rooms(hierarchy: _Hierarchy, group: str) -> Iterator[HostRoom]:
     for place in (folder, *folder.parents):
         limit, used = _number(place / hierarchy.limit), _number(place / hierarchy.used)
         if limit is not None and used is not None:
-            held = max(0, used - _cached_bytes(place, hierarchy))
+            held = max(0, used - (_entry(place / "memory.stat", hierarchy.cached) or 0))
             yield HostRoom(max(0, limit - held), "memory limit of the container or job")
         if place == top:
             return
 
 
-def _cached_bytes(place: Path, hierarchy: _Hierarchy) -> int:
-    for line in _lines(place / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name == hierarchy.cached:
-            return int(value)
-    return 0
+def _entry(path: Path, name: str) -> int | None:
+    """The number after a name in a file of such lines."""
+    entries = (line.split() for line in _lines(path))
+    return next((int(words[1]) for words in entries if words[:1] == [name]), None)
 
 
 def _number(path: Path) -> int | None:

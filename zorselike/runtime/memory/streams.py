@@ -1,8 +1,7 @@
 """The streams on which one rank's device works, and the order between them.
 
-Compute is whatever stream the caller is on; gathers, copies each way and optimizer updates have
-their own. Rules that keep memory safe without `record_stream`, whose effect on memory depends on
-timing:
+Compute is whatever stream the caller is on; gathers, copies each way and optimizer updates have their own.
+Rules that keep memory safe without `record_stream`, whose effect on memory depends on timing:
 
 - Memory belongs to the stream on which it was allocated. It is given back (its storage resized to
   nothing, or the last reference dropped) only after that stream waits for its last use elsewhere.

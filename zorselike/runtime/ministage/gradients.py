@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zorselike.cost.purposes import Purpose
-from zorselike.runtime.memory.host_backed import DeferredFrees
-from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.ministage.settings import RankResources
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 
 HALF = (torch.bfloat16, torch.float16)
@@ -59,13 +58,10 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[tuple[FSDPModule, Sequence[tuple[str, nn.Parameter]]]],
-        memory: Memory,
-        deferred_frees: DeferredFrees,
+        resources: RankResources,
     ) -> None:
-        """`units`: each FSDP unit with its trainable sharded parameters by global name. `deferred_frees` is
-        shared by the rank's ministages and settled before each reduction."""
-        self._memory = memory
-        self._retired = deferred_frees
+        """`units`: each FSDP unit with its trainable sharded parameters by global name."""
+        self._memory, self._retired = resources.memory, resources.deferred_frees
         self._sharded = {name: parameter for _, named in units for name, parameter in named}
         self._unrounded = [
             _Unrounded(fsdp, named)
@@ -73,10 +69,11 @@ class Gradients:
             if named and any(parameter.dtype in HALF for _, parameter in named)
         ]
         self._local: dict[str, Tensor] = {}
-        self._home: Stream = memory.streams.compute
+        self._home: Stream = self._memory.streams.compute
         self._on_host: dict[str, tuple[Tensor, Tensor]] = {}
         """Host buffer, and an empty tensor with its shape and dtype."""
         self._arrived: Event | None = None
+        self._entered_bytes = 0
 
     def collect(self) -> None:
         """After a reduction: takes what it gave."""
@@ -130,12 +127,10 @@ class Gradients:
         """Moves them to the host until a deferred update wants them."""
         streams, pool = self._memory.streams, self._memory.pool
         streams.store.wait(streams.compute.record())
-        pool.reserve(
-            Purpose.GRADIENT_SHARDS, [local.numel() * local.itemsize for local in self._local.values()]
-        )
+        pool.reserve(Purpose.GRADIENT_SHARDS, [local.nbytes for local in self._local.values()])
         with streams.store.use():
             for name, local in self._local.items():
-                host = pool.take(Purpose.GRADIENT_SHARDS, local.numel() * local.itemsize)
+                host = pool.take(Purpose.GRADIENT_SHARDS, local.nbytes)
                 shape = torch.empty(local.shape, dtype=local.dtype, device="meta")
                 _typed(host, shape).copy_(local, non_blocking=True)
                 self._on_host[name] = (host, shape)
@@ -164,10 +159,8 @@ class Gradients:
             self._memory.streams.store.wait(self._arrived)
             self._arrived = None
 
-    _entered_bytes = 0
-
     def _enter_ledger(self) -> None:
-        num_bytes = sum(local.numel() * local.itemsize for local in self._local.values())
+        num_bytes = sum(local.nbytes for local in self._local.values())
         self._memory.ledger.hold(Purpose.GRADIENT_SHARDS, "device", num_bytes - self._entered_bytes)
         self._entered_bytes = num_bytes
 

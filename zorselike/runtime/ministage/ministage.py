@@ -59,10 +59,9 @@ class ShardedMinistage:
         """Dtype of each parameter in the model as given, by global name."""
         self._units = ShardedUnits(module, unit_names, settings, resources)
         self.state = OptimizerState(
-            masters=self._units.masters,
-            host_backed_masters=self._units.host_backed_masters,
-            memory=resources.memory,
-            pending=resources.pending_state,
+            self._units.masters,
+            self._units.host_backed_masters,
+            resources,
             offload="optimizer" in group.offload,
         )
         self._inputs: dict[int, list[Tensor | None]] = {}
@@ -72,7 +71,7 @@ class ShardedMinistage:
         """Per microbatch: where its backward starts; the outputs themselves are not needed."""
         trained = [[(name, p) for name, p in unit if p.requires_grad] for unit in self._units.named]
         units = list(zip(self._units.fsdp_modules, trained, strict=True))
-        self.gradients = Gradients(units, resources.memory, resources.deferred_frees)
+        self.gradients = Gradients(units, resources)
         self.trained = {
             name: self.state.masters.get(name, p)
             for unit in trained
@@ -100,10 +99,9 @@ class ShardedMinistage:
         sizes = self.sizes  # While all storage is there.
         self.shards = Shards(
             self._units.named,
+            self._resources,
             kept=self._settings.tied,
             offload="params" in self._group.offload and not self._settings.keeps_shards,
-            memory=self._resources.memory,
-            pending=self._resources.pending_shards,
         )
         if self._reduces_in_backward:
             # ZeRO 3 gathers two layers of one ministage: one that computes, one ahead.
@@ -121,27 +119,20 @@ class ShardedMinistage:
 
     def unshard(self) -> None:
         """Starts the all-gathers."""
-        self._enter_gathered()
-        self._units.gather(self.shards.arrive)
+        self._note_gathered(True)
+        self._units.gather(self.shards.arrive_unit)
 
     def reshard(self) -> None:
         """Frees gathered parameters."""
         self._units.reshard()
-        self._leave_gathered()
+        self._note_gathered(False)
 
-    def _enter_gathered(self) -> None:
-        if not self._is_gathered:
-            self._resources.memory.ledger.hold(
-                Purpose.GATHERED_PARAMETERS, "device", self.sizes.gathered_bytes
-            )
-            self._is_gathered = True
-
-    def _leave_gathered(self) -> None:
-        if self._is_gathered:
-            self._resources.memory.ledger.drop(
-                Purpose.GATHERED_PARAMETERS, "device", self.sizes.gathered_bytes
-            )
-            self._is_gathered = False
+    def _note_gathered(self, is_gathered: bool) -> None:
+        ledger = self._resources.memory.ledger
+        if self._is_gathered is not is_gathered:
+            enter = ledger.hold if is_gathered else ledger.drop
+            enter(Purpose.GATHERED_PARAMETERS, "device", self.sizes.gathered_bytes)
+            self._is_gathered = is_gathered
 
     # -- between device and host -----------------------------------------------------------
 
@@ -157,9 +148,9 @@ class ShardedMinistage:
 
     def _await_shards(self) -> None:
         if self._group.zero == 0:
-            self._enter_gathered()  # As layers are called, until the reduction.
+            self._note_gathered(True)  # As layers are called, until the reduction.
         if self._shards_due:
-            self.shards.arrive_all(self._streams.compute, on_host_too=True)
+            self.shards.arrive(self._streams.compute, on_host_too=True)
             self._shards_due = False
 
     # -- update ----------------------------------------------------------------------------
@@ -175,7 +166,7 @@ class ShardedMinistage:
         self.gradients.arrive(update)
         if self.shards.are_away:
             self.shards.make_room(update)
-        self.shards.arrive_all(update)
+        self.shards.arrive(update)
         self.gradients.assign(self.trained)
         with update.use():
             yield
@@ -309,7 +300,7 @@ class ShardedMinistage:
         self._prepare_backward(reduces=True)
         self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
         if self._group.zero == 0:
-            self._leave_gathered()
+            self._note_gathered(False)
 
     # -- parameters ------------------------------------------------------------------------
 
@@ -333,12 +324,9 @@ class ShardedMinistage:
 
     def _value_on_host(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of this rank's values of a parameter (its master weight, if it has one) or buffer."""
-        local = local_tensor(tensor)
-        found = self.state.master_on_host(name)
-        if found is None and name in self.state.masters:
-            found = local_tensor(self.state.masters[name].detach())
-        if found is None:
-            found = self.shards.on_host(name, local)
+        master = self.state.masters.get(name)
+        local = local_tensor(tensor if master is None else master.detach())
+        found = (self.shards if master is None else self.state).on_host(name, local)
         return (local if found is None else found).to("cpu", copy=True)
 
     @contextmanager
@@ -350,7 +338,7 @@ class ShardedMinistage:
         if state_away:
             self.state.load()
         compute = self._streams.compute
-        self.shards.arrive_all(compute)
+        self.shards.arrive(compute)
         self.state.arrive(compute)
         try:
             yield
@@ -380,7 +368,7 @@ class ShardedMinistage:
         if self._is_inside:
             self._is_inside = False
             self._units.recover()
-            self._leave_gathered()
+            self._note_gathered(False)
         if self._has_unreduced:
             if self.shards.are_away:
                 self.load_shards()

@@ -16,16 +16,17 @@ from torch.optim import Optimizer
 
 from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
-from zorselike.runtime.memory.host_backed import HostBackedTensors, PendingOffloads
+from zorselike.runtime.memory.host_backed import HostBackedParts, HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
-from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.memory.streams import Event
 from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.ministage.settings import RankResources
 from zorselike.runtime.ministage.sharding import local_rows, local_tensor
 
 MOMENTS_OF_ADAM = 2
 
 
-class OptimizerState:
+class OptimizerState(HostBackedParts):
     """The state of one ministage's optimizer.
 
     `masters` are its fp32 parameters where the layers compute in less, by global name; they may be
@@ -35,11 +36,10 @@ class OptimizerState:
 
     def __init__(
         self,
-        *,
         masters: Mapping[str, nn.Parameter],
         host_backed_masters: list[HostBackedTensors],
-        memory: Memory,
-        pending: PendingOffloads,
+        resources: RankResources,
+        *,
         offload: bool,
     ) -> None:
         self.masters = masters
@@ -47,8 +47,7 @@ class OptimizerState:
         self._host_backed_masters = host_backed_masters
         self._moments: HostBackedTensors | None = None
         self._moment_ids: frozenset[int] = frozenset()
-        self._memory = memory
-        self._pending = pending
+        self._memory, self._pending = resources.memory, resources.pending_state
         self._offload = offload
         self._entered_bytes = 0
 
@@ -73,40 +72,22 @@ class OptimizerState:
                 "`with pipe.loaded():`, and copy what is to outlast that"
             )
 
-    @property
-    def _host_backed(self) -> list[HostBackedTensors]:
+    def host_backed(self) -> list[HostBackedTensors]:
         return [*self._host_backed_masters, *([self._moments] if self._moments else [])]
-
-    def load(self) -> None:
-        """Starts its way to the device."""
-        for tensors in self._host_backed:
-            tensors.load()
-
-    def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
-        """Makes `stream` wait for what `load` started."""
-        for tensors in self._host_backed:
-            tensors.arrive(stream, on_host_too=on_host_too)
 
     def offload(self, updated: Event) -> None:
         """Starts its way to the host after an update."""
         gone = updated
-        for tensors in self._host_backed:
+        for tensors in self.host_backed():
             gone = tensors.store(updated)
-        self._pending.add(self._host_backed, gone)
-
-    def recover(self, last_use: Event) -> None:
-        """After an unfinished step: to the host with what is on the device."""
-        if self._offload:
-            for tensors in self._host_backed:
-                if tensors.is_on_device:
-                    tensors.free(tensors.store(last_use))
+        self._pending.add(self.host_backed(), gone)
 
     def find_moments(self) -> None:
         """After an update: takes in moments that are new."""
         moments = dict(self._find())
         ids = frozenset(map(id, moments.values()))
         if not self._offload:
-            num_bytes = sum(moment.numel() * moment.itemsize for moment in moments.values())
+            num_bytes = sum(moment.nbytes for moment in moments.values())
             self._memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes - self._entered_bytes)
             self._entered_bytes = num_bytes
             return
@@ -150,17 +131,9 @@ class OptimizerState:
                     if is_own and local.numel() and local.device.type == self._memory.device.type:
                         yield (number, key), local
 
-    def master_on_host(self, name: str) -> Tensor | None:
-        """The host's values of a master weight; None where there is none, or it is on the device."""
-        if name in self.masters:
-            for tensors in self._host_backed_masters:
-                if not tensors.is_on_device and name in tensors:
-                    return tensors.host_copy(name, local_tensor(self.masters[name].detach()))
-        return None
-
     @property
     def is_on_device(self) -> bool:
-        return all(tensors.is_on_device for tensors in self._host_backed)
+        return all(tensors.is_on_device for tensors in self.host_backed())
 
 
 def count_moments(optimizer: Optimizer) -> int:
@@ -194,7 +167,7 @@ def take_masters(
 def place_masters(local: Mapping[str, Tensor], memory: Memory, *, offload: bool) -> list[HostBackedTensors]:
     """Enters a unit's master weights in the ledger, and offloads them if `offload`."""
     if not offload:
-        num_bytes = sum(rows.numel() * rows.itemsize for rows in local.values())
+        num_bytes = sum(rows.nbytes for rows in local.values())
         memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes)
         return []
     compute = memory.streams.compute

@@ -6,8 +6,7 @@ of its reductions. What each call yields, and the traps, were measured (tests co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,39 +91,36 @@ class ShardedUnits:
     def _shard(self) -> None:
         """Materialises one unit at a time and shards it before the next, so that a rank never
         holds more than one whole unit of a model that began on meta."""
-        mesh, param_dtype, materialise = (
-            self._settings.mesh,
-            self._settings.param_dtype,
-            self._settings.materialise,
-        )
+        settings, param_dtype = self._settings, self._settings.param_dtype
         computes_in = {param_dtype or p.dtype for p in self._module.parameters() if p.requires_grad}
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype,
             # Without an explicit fp32, torch before 2.15 accumulates microbatches in bf16.
             reduce_dtype=torch.float32 if computes_in & {*HALF} else None,
         )
-        offloads = "optimizer" in self._group.offload
-        whole = [unit for unit in self._units if unit.owns_parameters]
+        shard = partial(
+            fully_shard, mesh=settings.mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
+        )
         names = {unit.name for unit in self._units}
-        for name in find_units(self._module, self._settings.modules) if names else ():
+        for name in find_units(self._module, settings.modules) if names else ():
             if name not in names:  # It shares weights, so it is sharded with the root.
-                materialise(self._module.get_submodule(name), name)
-        for unit in [*self._units, self._root]:
-            materialise(unit.module, unit.name)
-            local = take_masters(self._named_parameters_of(unit), mesh, param_dtype, self._settings.borrowed)
+                settings.materialise(self._module.get_submodule(name), name)
+        units = [*self._units, self._root]
+        for unit in units:
+            settings.materialise(unit.module, unit.name)
+            named = self._named_parameters_of(unit)
+            local = take_masters(named, settings.mesh, param_dtype, settings.borrowed)
             if unit.owns_parameters or unit is self._root:
-                fully_shard(
-                    unit.module, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
-                )
+                shard(unit.module)
             sharded = dict(self._named_parameters_of(unit))
-            self.masters |= {
-                name: nn.Parameter(like_sharded(rows, sharded[name])) for name, rows in local.items()
-            }
+            for name, rows in local.items():
+                self.masters[name] = nn.Parameter(like_sharded(rows, sharded[name]))
+            offloads = "optimizer" in self._group.offload
             self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
-        owners = [*whole, self._root] if self._root.owns_parameters else whole
-        self._owners = owners
-        self._sharded: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
-        for fsdp in {id(m): m for m in [*self._sharded, _as_fsdp(self._module)]}.values():
+        self._owners = owners = [unit for unit in units if unit.owns_parameters]
+        self.fsdp_modules: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
+        """The units that own parameters, as FSDP2 has them; in the order of `named`."""
+        for fsdp in {id(m): m for m in [*self.fsdp_modules, _as_fsdp(self._module)]}.values():
             # Rows, not ranks, weigh a gradient: the loss is a sum over the global batch.
             fsdp.set_gradient_divide_factor(1.0)
             fsdp.set_force_sum_reduction_for_comms(True)
@@ -146,11 +142,6 @@ class ShardedUnits:
     def named(self) -> list[NamedParameters]:
         """The sharded parameters of each unit that owns some."""
         return [self._named_parameters_of(unit) for unit in self._owners]
-
-    @property
-    def fsdp_modules(self) -> list[FSDPModule]:
-        """The units that own parameters, as FSDP2 has them; in the order of `named`."""
-        return self._sharded
 
     def measure(self) -> MinistageBytes:
         """Bytes on this rank, while all storage is there; of the optimizer's state the masters alone."""
@@ -201,7 +192,7 @@ class ShardedUnits:
         gather = self._streams.gather
         gather.wait(self._streams.compute.record())
         self._handles = []
-        for position, (unit, fsdp) in enumerate(zip(self._owners, self._sharded, strict=True)):
+        for position, (unit, fsdp) in enumerate(zip(self._owners, self.fsdp_modules, strict=True)):
             shards_arrive(position, gather)
             with gather.use():
                 handle = fsdp.unshard(async_op=True)
@@ -231,7 +222,7 @@ class ShardedUnits:
         """Frees gathered parameters; a gather that nobody used is waited for first, since FSDP2 would
         otherwise skip the next one."""
         self.wait_gathered()
-        for fsdp in self._sharded:
+        for fsdp in self.fsdp_modules:
             fsdp.reshard()
 
     def recover(self) -> None:
@@ -243,24 +234,18 @@ class ShardedUnits:
     # -- reducing --------------------------------------------------------------------------
 
     def anchor_forward(self, *, requires_grad: bool) -> Tensor:
-        """A forward that runs no user code: its backward gives every trainable parameter a zero
-        gradient."""
+        """A forward that runs no user code: its backward gives every trainable parameter a zero gradient."""
         self.call_order.begin()
         x = torch.zeros(1, device=self._memory.device, requires_grad=requires_grad)
-        with self._anchor_pass():
-            output: Tensor = self._module(x)
-        return output
-
-    @contextmanager
-    def _anchor_pass(self) -> Iterator[None]:
         units = [*self._units, self._root]
         for unit in units:
             unit.is_anchor_pass = True
         try:
-            yield
+            output: Tensor = self._module(x)
         finally:
             for unit in units:
                 unit.is_anchor_pass = False
+        return output
 
     def synchronise(self, reduce_now: bool) -> None:
         """Whether the next backward reduces, frees the parameters and ends FSDP's iteration."""

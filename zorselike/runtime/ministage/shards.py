@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from zorselike.cost.purposes import Purpose
-from zorselike.runtime.memory.host_backed import HostBackedTensors, PendingOffloads
-from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.host_backed import HostBackedParts, HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.ministage.settings import RankResources
 from zorselike.runtime.ministage.sharding import local_tensor
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-@dataclass(frozen=True)
-class _UnitShards:
+class _UnitShards(NamedTuple):
     """The shards of one FSDP unit, those that updates change apart from the frozen ones."""
 
     changing: HostBackedTensors
     frozen: HostBackedTensors
 
-    def __iter__(self) -> Iterator[HostBackedTensors]:
-        return iter((self.changing, self.frozen))
 
-
-class Shards:
+class Shards(HostBackedParts):
     """The shards of one ministage, layer by layer."""
 
     def __init__(
         self,
         units: Sequence[NamedParameters],
+        resources: RankResources,
         *,
         kept: Collection[str],
         offload: bool,
-        memory: Memory,
-        pending: PendingOffloads,
     ) -> None:
         """`units`: sharded parameters of each FSDP unit by global name, all of them on the device;
         `kept`: those that stay there. If `offload`, the others leave now."""
-        self._pending = pending
+        memory, self._pending = resources.memory, resources.pending_shards
         self._updated: Event | None = None
         self._units: list[_UnitShards] = []
         compute = memory.streams.compute
@@ -66,8 +61,7 @@ class Shards:
         num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in staying)
         memory.ledger.hold(Purpose.PARAMETER_SHARDS, "device", num_bytes)
 
-    @property
-    def _host_backed(self) -> list[HostBackedTensors]:
+    def host_backed(self) -> list[HostBackedTensors]:
         return [tensors for unit in self._units for tensors in unit]
 
     @property
@@ -75,21 +69,10 @@ class Shards:
         """Whether what updates change is on the host."""
         return any(not unit.changing.is_on_device for unit in self._units)
 
-    def load(self) -> None:
-        """Starts their way to the device, in the order of the layers."""
-        for tensors in self._host_backed:
-            tensors.load()
-
-    def arrive(self, unit: int, stream: Stream) -> None:
+    def arrive_unit(self, unit: int, stream: Stream) -> None:
         """Makes `stream` wait for one unit's."""
         for tensors in self._units[unit]:
             tensors.arrive(stream)
-
-    def arrive_all(self, stream: Stream, *, on_host_too: bool = False) -> None:
-        """Makes `stream` wait for all; where streams that nobody outside FSDP2 knows read them, the
-        calling thread waits too."""
-        for tensors in self._host_backed:
-            tensors.arrive(stream, on_host_too=on_host_too)
 
     def make_room(self, stream: Stream) -> None:
         """Storage for an update to write all of them."""
@@ -104,7 +87,7 @@ class Shards:
     def offload(self, last_use: Event) -> None:
         """Frees them after `last_use`; what an update has changed goes to the host first."""
         if self._updated is None:
-            for tensors in self._host_backed:
+            for tensors in self.host_backed():
                 tensors.free(last_use)
             return
         updated, self._updated = self._updated, None
@@ -117,16 +100,6 @@ class Shards:
             if unit.frozen.is_on_device:
                 unit.frozen.free(last_use)
 
-    def on_host(self, name: str, like: Tensor) -> Tensor | None:
-        """The host's values of a shard that looks like `like`; None if it is on the device."""
-        for tensors in self._host_backed:
-            if name in tensors and not tensors.is_on_device:
-                return tensors.host_copy(name, like)
-        return None
-
     def recover(self, last_use: Event) -> None:
-        """After an unfinished step: to the host with what is on the device."""
-        for tensors in self._host_backed:
-            if tensors.is_on_device:
-                tensors.free(tensors.store(last_use))
+        super().recover(last_use)
         self._updated = None

@@ -1,10 +1,9 @@
 """Weights tied across layers that different ministages (or FSDP units) hold.
 
-FSDP2 unties them: two units cannot share a parameter. So the lowest holder owns the weight and
-alone has optimizer state; every other end borrows: it keeps a sharded copy, sends slices of its
-reduced gradient to the owner's shards, and receives the new values after the owner's step. Rows
-of dimension 0 are matched by interval intersection, so the two groups may differ in size and
-ZeRO stage.
+FSDP2 unties them: two units cannot share a parameter. So the lowest holder owns the weight and alone has
+optimizer state; every other end borrows: it keeps a sharded copy, sends slices of its reduced gradient to the
+owner's shards, and receives the new values after the owner's step. Rows of dimension 0 are matched by
+interval intersection, so the two groups may differ in size and ZeRO stage.
 """
 
 from __future__ import annotations

@@ -159,15 +159,10 @@ class ZeroGradientAnchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = tuple(_zero_grad(p) if p.requires_grad else None for p in ctx.parameters)
+        needed = [p.requires_grad and p.grad is None for p in ctx.parameters]
+        # Without memory.
+        zeros = [p.new_zeros(()).expand_as(p) if needed[i] else None for i, p in enumerate(ctx.parameters)]
         return (grads[0], *zeros)
-
-
-def _zero_grad(parameter: Tensor) -> Tensor | None:
-    """A zero gradient without memory; None where a gradient is there already."""
-    if parameter.grad is not None:
-        return None
-    return parameter.new_zeros(()).expand_as(parameter)
 
 
 def anchor_zero_gradients(x: Any, parameters: list[Tensor]) -> Any:

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.ministage.loss_scale import LossScale
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 
 Clip = Literal["global", "ministage"]
@@ -28,6 +27,44 @@ OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
 _EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`, so that clipping equals a single process."""
+
+
+INITIAL = 2.0**16
+GROWTH = 2.0
+BACKOFF = 0.5
+GROWTH_INTERVAL = 2000
+"""Good steps in a row after which the scale grows (these are `GradScaler`'s defaults)."""
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16, in the manner of `torch.amp.GradScaler`.
+
+    Losses are multiplied so that small gradients do not vanish in fp16. A step in which a gradient
+    overflows changes nothing, on any rank, and halves the scale; many good steps in a row double it.
+    Every rank sees the same global norm, and so has the same scale.
+    """
+
+    def __init__(self, value: float = INITIAL) -> None:
+        self.value = value
+        """Factor of the next step's losses."""
+        self.value_of_step = value
+        """Factor of this step's losses."""
+        self._num_good = 0
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self.value_of_step = self.value
+
+    def update(self, *, overflowed: bool) -> None:
+        """Once it is known whether all gradients of a step are finite."""
+        if overflowed:
+            self.value *= BACKOFF
+            self._num_good = 0
+            return
+        self._num_good += 1
+        if self._num_good == GROWTH_INTERVAL:
+            self.value *= GROWTH
+            self._num_good = 0
 
 
 class Updates:
@@ -57,6 +94,7 @@ class Updates:
         self._world = world
         self._group = group
         self._scale = scale
+        self._defers = defers_updates(max_norm, clip, scale)
         self.optimizers: dict[int, Optimizer] = {
             i: factory(list(ministage.trained.items()))
             for i, ministage in ministages.items()
@@ -67,11 +105,6 @@ class Updates:
             ministages[i].state.attach(optimizer)
         self.begin()
 
-    @property
-    def defers(self) -> bool:
-        """Whether updates wait until all gradients of the step are there."""
-        return defers_updates(self._max_norm, self._clip, self._scale)
-
     def begin(self) -> None:
         """Starts a step: no norm yet."""
         if self._scale is not None:
@@ -81,11 +114,15 @@ class Updates:
 
     def squares(self) -> Tensor:
         """Sum of squares of the gradients that this rank answers for, in float64 and unscaled."""
+        total = self._sum_squares()
+        return total if self._scale is None else total / self._scale.value_of_step**2
+
+    def _sum_squares(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for ministage in self._ministages:  # In one order, whenever each was measured.
             if ministage in self._squares_of:
                 total = total + self._squares_of[ministage]
-        return total if self._scale is None else total / self._scale.value_of_step**2
+        return total
 
     @property
     def is_skipped(self) -> bool:
@@ -106,11 +143,9 @@ class Updates:
 
     def find_global_norm(self) -> None:
         """Sums the squares over all ranks; deferred updates need it."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for ministage in self._ministages:
             self.measure(ministage)
-            total = total + self._squares_of[ministage]
-        self._total = total.to("cpu", copy=True)
+        self._total = self._sum_squares().to("cpu", copy=True)
         dist.all_reduce(self._total, group=self._world)
         if self._scale is not None:
             self._scale.update(overflowed=self.is_skipped)
@@ -118,7 +153,7 @@ class Updates:
     def step(self, ministage: int) -> None:
         """Clips, updates and drops the gradients of one ministage."""
         owner = self._ministages[ministage]
-        if self.defers:
+        if self._defers:
             assert self._total is not None, "NORM comes before deferred updates"
             total = self._total
         else:
@@ -129,7 +164,10 @@ class Updates:
             dist.all_reduce(total, group=self._group)
         with owner.updating():
             if ministage in self.optimizers and not self.is_skipped:
-                self._multiply(ministage, self._factor(total))
+                factor = self._factor(total)
+                if factor != 1.0:
+                    for grad in self._grads(ministage):
+                        grad.mul_(factor)
                 self.optimizers[ministage].step()
 
     def _factor(self, squares: Tensor | None) -> float:
@@ -144,11 +182,6 @@ class Updates:
     def _grads(self, ministage: int) -> list[Tensor]:
         owner = self._ministages[ministage]
         return [owner.gradients.local(name) for name in owner.trained if owner.gradients.has(name)]
-
-    def _multiply(self, ministage: int, factor: float) -> None:
-        if factor != 1.0:
-            for grad in self._grads(ministage):
-                grad.mul_(factor)
 
 
 def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> bool:

@@ -329,7 +329,7 @@ def check_additive(
     if rows == 0:
         return
     if rows == 1:
-        outputs, targets = _repeat(outputs), _repeat(targets)
+        outputs, targets = map_tensors((outputs, targets), lambda tensor: torch.cat((tensor, tensor)))
         rows = 2
     halves = [slice(0, rows // 2), slice(rows // 2, rows)]
     with torch.no_grad():
@@ -338,10 +338,6 @@ def check_additive(
         counts = [count_fn(_cut(targets, half)) for half in halves]
     _require_sum("loss_fn", loss, losses, rows)
     _require_sum("count_fn", count, counts, rows)
-
-
-def _repeat(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: torch.cat((tensor, tensor)))
 
 
 def _cut(value: Any, rows: slice) -> Any:

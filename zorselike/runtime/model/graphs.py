@@ -200,10 +200,11 @@ class Flow:
                     last[source] = max(last.get(source, 0), self._stage[node])
         for node in self.outputs:
             last[node] = len(self.stages) - 1
-        return {node: use for node, use in last.items() if self._can_cross(node)}
-
-    def _can_cross(self, node: fx.Node) -> bool:
-        return node not in self._free and (node not in self._inputs or self._is_entry(node))
+        return {
+            node: use
+            for node, use in last.items()
+            if node not in self._free and (node not in self._inputs or self._is_entry(node))
+        }
 
     def _refuse_distant_mutations(self) -> None:
         """Keyword arguments and buffers are every ministage's own, and views of one value lose each
@@ -223,15 +224,12 @@ class Flow:
         for root, mutators in self._mutators.items():
             for mutator in mutators:
                 now = self._stage[mutator]
-                views = [n.name for n in members[root] if self._made_in(n) < now <= self._last_use[n]]
+                views = [n.name for n in members[root] if self._stage.get(n, 0) < now <= self._last_use[n]]
                 if len(views) > 1:
                     raise CannotCut(
                         f"{self.stages[now]} changes in place ('{mutator.name}') what an earlier one "
                         f"computed and hands on in {len(views)} views ({', '.join(views)})"
                     )
-
-    def _made_in(self, node: fx.Node) -> int:
-        return self._stage.get(node, 0)
 
     # -- cutting ---------------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class Flow:
         """Values that enter ministage `boundary`, in the order in which they were computed."""
         if boundary == 0:
             return [node for node in self._inputs if self._is_entry(node)]
-        nodes = [n for n, last in self._last_use.items() if self._made_in(n) < boundary <= last]
+        nodes = [n for n, last in self._last_use.items() if self._stage.get(n, 0) < boundary <= last]
         return sorted(nodes, key=lambda node: self._position[node])
 
     def depends_on_rows(self, node: fx.Node) -> bool:
@@ -258,7 +256,7 @@ class Flow:
                     f"{len(layout[boundary])} with others; the model computes differently"
                 )
         changed = {node for node, root in self._root.items() if root in self._mutators}
-        builder = Builder(self._program, device, changed)
+        builder = Builder(self._program.graph_module, device, changed)
         for node, has_rows in zip(entering, layout[index], strict=True):
             if has_rows and node.meta["val"].shape[0] != self.rows:
                 raise CannotCut(

@@ -1,11 +1,10 @@
 """Weights that depend on a seed and on names alone, so on no plan.
 
-A model built on the meta device is materialised one named unit at a time. What draws its random
-numbers is always the same module, whatever the unit, with a seed made of (seed, that module's
-fully qualified name): walking down, a module that defines `init_weights` initialises everything
-below it; otherwise one that defines `reset_parameters` does; what they leave out, the modules
-below initialise in the same way. The model's root is never asked to initialise everything, since
-no rank holds everything.
+A model built on the meta device is materialised one named unit at a time. What draws its random numbers is
+always the same module, whatever the unit, with a seed made of (seed, that module's fully qualified name):
+walking down, a module that defines `init_weights` initialises everything below it; otherwise one that defines
+`reset_parameters` does; what they leave out, the modules below initialise in the same way. The model's root
+is never asked to initialise everything, since no rank holds everything.
 
 Numbers are drawn on the CPU and then moved, so they are the same on every device. Parameters are
 drawn in fp32 and then rounded to their dtype; fp64 ones are drawn in fp64.
@@ -18,7 +17,6 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from zorselike.errors import ConfigError
+from zorselike.runtime.model.pruning import join
 
 M = TypeVar("M", bound=nn.Module)
 Callback = Callable[[nn.Module], object]
@@ -57,11 +56,10 @@ def initialize_unit(
 ) -> None:
     """Materialises and initialises the submodule `module` of a model, in place.
 
-    `fqn` is its fully qualified name in the model, `""` for the model itself. `dtype` is that of
-    its floating-point parameters, by default the one they have; buffers keep theirs. `root` is the
-    model: with it, a unit inside a module that initialises itself as a whole gets the weights it
-    would get there, and the `_init_weights(module)` of a Hugging Face model is used, module by
-    module, instead of `init_weights`.
+    `fqn` is its fully qualified name in the model, `""` for the model itself. `dtype` is that of its
+    floating-point parameters, by default the one they have; buffers keep theirs. `root` is the model: with
+    it, a unit inside a module that initialises itself as a whole gets the weights it would get there, and the
+    `_init_weights(module)` of a Hugging Face model is used, module by module, instead of `init_weights`.
 
     Parameters and buffers that are not on the meta device keep their values and are moved. Tensors
     used twice stay one tensor. The caller's random numbers are not touched.
@@ -90,15 +88,6 @@ def unit_seed(seed: int, fqn: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A tensor without values yet; holding it keeps its `id` from being given to another."""
-
-    tensor: Tensor
-    dtype: torch.dtype
-    """The one that it ends with."""
-
-
 class _Unit:
     """One unit on its way from the meta device to its own."""
 
@@ -116,9 +105,8 @@ class _Unit:
         self._seed = seed
         self._device = device
         self._dtype = dtype
-        self._pending = {
-            id(t): _Pending(t, self._final_dtype(t)) for _, t in _named_tensors(module) if t.is_meta
-        }
+        self._pending = {id(t): (t, self._final_dtype(t)) for _, t in _named_tensors(module) if t.is_meta}
+        """Tensors without values yet, held so that none gets the `id` of another, and their last dtypes."""
 
     def has_pending(self, module: nn.Module, *, recurse: bool = True) -> bool:
         """Whether `module` has tensors without values, or only itself, without its children."""
@@ -133,10 +121,10 @@ class _Unit:
                 self._draw(module, fqn, method, recurse=not is_root)
         for name, child in module.named_children():
             if self.has_pending(child):
-                self.initialise(child, _join(fqn, name), callback)
+                self.initialise(child, join(fqn, name), callback)
         for name, tensor in _named_tensors(module, recurse=False):
             if id(tensor) in self._pending:
-                raise _nothing_initialises(module, _join(fqn, name), tensor)
+                raise _nothing_initialises(module, join(fqn, name), tensor)
 
     def take_values(self, other: nn.Module) -> None:
         """Takes the values of what is pending from an initialised copy of the module."""
@@ -178,7 +166,7 @@ class _Unit:
 
     def _finish(self, tensor: Tensor, values: Tensor) -> None:
         """Gives a pending tensor its values, on its device and in its dtype."""
-        dtype = self._pending.pop(id(tensor)).dtype
+        _, dtype = self._pending.pop(id(tensor))
         final = values.to(self._device, dtype)
         if tensor.is_meta or final is not values:
             self._replace(tensor, _like(tensor, final))
@@ -195,7 +183,7 @@ class _Unit:
                     if value is old:
                         setattr(owner, key, new)
             if id(old) in self._pending:
-                self._pending[id(new)] = _Pending(new, self._pending.pop(id(old)).dtype)
+                self._pending[id(new)] = new, self._pending.pop(id(old))[1]
             return new, old
 
     def _final_dtype(self, tensor: Tensor) -> torch.dtype:
@@ -206,8 +194,7 @@ class _Unit:
     def _drawn_dtype(self, tensor: Tensor) -> torch.dtype:
         if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
             return tensor.dtype
-        pending = self._pending.get(id(tensor))
-        final = pending.dtype if pending else self._final_dtype(tensor)
+        _, final = self._pending.get(id(tensor)) or (tensor, self._final_dtype(tensor))
         return torch.float64 if final == torch.float64 else torch.float32
 
 
@@ -289,10 +276,6 @@ def _holds_nan(tensor: Tensor) -> bool:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLANK = {size: int.from_bytes(b"\2" * size, "little") for size in _INTEGERS}
 """Bytes of 2: not a bool, and no likely integer."""
-
-
-def _join(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
 
 
 def _nothing_initialises(module: nn.Module, fqn: str, tensor: Tensor) -> ConfigError:

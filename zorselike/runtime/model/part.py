@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,33 +12,22 @@ from torch import nn
 from zorselike.runtime.model.tracing import Skeleton
 
 
-class Keywords(Collection[str]):
+class Keywords(frozenset[str]):
     """The keyword arguments that a forward takes: all, if it ends in `**kwargs`."""
 
-    def __init__(self, names: Sequence[str], *, takes_any: bool = False) -> None:
-        self._names = dict.fromkeys(names)
-        self._takes_any = takes_any
+    takes_any = False
 
     @classmethod
     def of(cls, forward: Callable[..., Any]) -> Keywords:
         """What a forward names, its first argument left out: that is what enters."""
         parameters = list(inspect.signature(forward).parameters.values())
-        named = [p.name for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)] + [
-            p.name for p in parameters[:1] if p.kind is p.KEYWORD_ONLY
-        ]
-        return cls(named, takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters))
+        named = [p.name for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        found = cls(named + [p.name for p in parameters[:1] if p.kind is p.KEYWORD_ONLY])
+        found.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return found
 
     def __contains__(self, name: object) -> bool:
-        return self._takes_any or name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"Keywords({', '.join([*self._names, *(['**'] if self._takes_any else [])])})"
+        return self.takes_any or super().__contains__(name)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -55,15 +56,14 @@ def partition(
 ) -> list[ModelPart]:
     """Divides a model into the plan's ministages, all of them.
 
-    Without `split`, a plan of one ministage takes the model as it is; an `nn.Sequential`, nested
-    ones too, is cut between its children; a model on TorchTitan's convention, where missing
-    parts are `None` and their input passes through, loses what other ministages have (tried out
-    on fake token ids, and proven to call what the whole model calls); any other is cut by
-    `torch.export` when its inputs are known. `split="decoder"` and `split="export"` insist on
-    one of the last two; a callable makes each ministage's module itself, with parameters under
-    their global names. Modules are planned in the order in which the model registers them; for
-    export and a callable, in the order in which it runs them. `unpack` turns the model's output
-    into a tensor or a tuple of tensors.
+    Without `split`, a plan of one ministage takes the model as it is; an `nn.Sequential`, nested ones too, is
+    cut between its children; a model on TorchTitan's convention, where missing parts are `None` and their
+    input passes through, loses what other ministages have (tried out on fake token ids, and proven to call
+    what the whole model calls); any other is cut by `torch.export` when its inputs are known.
+    `split="decoder"` and `split="export"` insist on one of the last two; a callable makes each ministage's
+    module itself, with parameters under their global names. Modules are planned in the order in which the
+    model registers them; for export and a callable, in the order in which it runs them. `unpack` turns the
+    model's output into a tensor or a tuple of tensors.
 
     Raises `PlanError` where plan and model disagree, `ConfigError` where the model cannot be
     trained in pieces or `split` is wrong.
@@ -84,8 +84,9 @@ def partition(
         return _split_by_pruning(model, plan, unpack, skeleton=_Decoder(plan))
     if alone:
         return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
-    if sequential_order(model, plan) is not None:
-        return _split_sequential(model, plan, unpack)
+    order = sequential_order(model, plan)
+    if order is not None:
+        return _make_parts(model, prune(model, order), plan, Skeleton(), unpack=unpack, packs=True)
     if loose:
         return _split_by_export(model, plan, unpack, why_needed=f"'{loose[0]}' belongs to no ministage")
     decoder = _Decoder(plan)
@@ -204,14 +205,7 @@ def _make_parts(
     return parts
 
 
-# -- nn.Sequential, and a model as it is ---------------------------------------------------
-
-
-def _split_sequential(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None) -> list[ModelPart]:
-    order = sequential_order(model, plan)
-    assert order is not None
-    modules = prune(model, order)
-    return _make_parts(model, modules, plan, Skeleton(), unpack=unpack, packs=True)
+# -- a model as it is ----------------------------------------------------------------------
 
 
 def _split_by_pruning(
@@ -273,9 +267,8 @@ class _Decoder(Skeleton):
 
     def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], hint: str) -> None:
         calls = [(i, call) for i, recorder in enumerate(parts) for call in recorder.calls]
-        for position in range(max(len(calls), len(whole.calls))):
-            index, found = calls[position] if position < len(calls) else (len(parts) - 1, None)
-            expected = whole.calls[position] if position < len(whole.calls) else None
+        for entry, expected in zip_longest(calls, whole.calls):
+            index, found = entry or (len(parts) - 1, None)
             if found != expected:
                 where = self.model_parts[index].name
                 this = f"'{found.name}' with {found.arguments}" if found else "nothing more"

@@ -74,11 +74,10 @@ def prune(
 ) -> list[nn.Module]:
     """The model once per ministage, each without the modules that only others have.
 
-    The model and the modules around the named ones are shallow copies; the named modules are the
-    model's own, except that one used under a second name is given there as modules of its own
-    around the same parameters, since FSDP2 wraps a module once. Modules in no ministage are in
-    all. `homes` places parameters that belong to copied modules directly; without it all copies
-    have them.
+    The model and the modules around the named ones are shallow copies; the named modules are the model's own,
+    except that one used under a second name is given there as modules of its own around the same parameters,
+    since FSDP2 wraps a module once. Modules in no ministage are in all. `homes` places parameters that belong
+    to copied modules directly; without it all copies have them.
     """
     copies = []
     used: set[int] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,17 +40,6 @@ class Signature:
             if not tensor.dim():
                 raise ConfigError(f"inputs: tensor {i} has no dimensions; dimension 0 must be rows")
         return cls(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in tensors))
-
-    def to_json(self) -> str:
-        """Text that `from_json` reads back equal."""
-        return json.dumps([[str(t.dtype).removeprefix("torch."), t.shape_per_row] for t in self.tensors])
-
-    @classmethod
-    def from_json(cls, text: str) -> Signature:
-        """Reads what `to_json` wrote."""
-        return cls(
-            tuple(TensorSpec(tuple(shape), getattr(torch, dtype)) for dtype, shape in json.loads(text))
-        )
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.tensors))
@@ -94,7 +82,9 @@ def describe_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     specs = {}
     for name, value in kwargs.items():
         if isinstance(value, Broadcast):
-            specs[name] = map_tensors(value.value, _describe_whole)
+            specs[name] = map_tensors(
+                value.value, lambda t: KwargTensor(tuple(t.shape), t.dtype, has_rows=False)
+            )
         elif isinstance(value, Tensor):
             if not value.dim():
                 raise ConfigError(f"{name}= is a tensor without rows; pass Broadcast({name})")
@@ -107,10 +97,6 @@ def describe_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 )
             specs[name] = value
     return specs
-
-
-def _describe_whole(tensor: Tensor) -> KwargTensor:
-    return KwargTensor(tuple(tensor.shape), tensor.dtype, has_rows=False)
 
 
 def make_kwargs(specs: KwargSpecs, rows: int) -> dict[str, Any]:

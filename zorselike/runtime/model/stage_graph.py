@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export import ExportedProgram
 
 MARK = "_pipe_split"
 DROPPED = {MARK, "_assert_tensor_metadata"}
@@ -32,17 +31,55 @@ class StageGraph:
     mutated_buffers: frozenset[str] = frozenset()
 
 
-class Builder:
-    """Copies nodes of a captured graph into another."""
+class _Copier:
+    """Copies nodes of a graph into another, for another device."""
 
-    def __init__(self, program: ExportedProgram, device: torch.device, changed: Container[fx.Node]) -> None:
-        """`changed`: values that are changed in place, or views of such."""
-        self._program = program
+    def __init__(self, owner: torch.nn.Module, device: torch.device, changed: Container[fx.Node]) -> None:
+        """`owner`: whose graph it is; `changed`: values that are changed in place, or views of such."""
+        self._owner = owner
         self._device = device
         self._changed = changed
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, Any] = {}
+
+    def copy(self, node: fx.Node) -> None:
+        """A node, and a graph that it refers to, on what was copied before."""
+        if node.op == "get_attr":
+            name = str(node.target)
+            self._attributes[name] = self._move(operator.attrgetter(name)(self._owner))
+        copy = self._graph.node_copy(node, lambda source: self._copies[source])
+        copy.meta = {}
+        if node.op == "call_function":
+            copy.args = fx.node.map_aggregate(copy.args, self._place)
+            copy.kwargs = fx.node.map_aggregate(copy.kwargs, self._place)
+            if _name(node) == "wrap_with_autocast":
+                copy.args = (self._device.type, *copy.args[1:])
+            if node.target is torch.ops.aten.view.default and node not in self._changed:
+                # Another device's kernels may lay their results out so that a view is impossible.
+                copy.target = torch.ops.aten.reshape.default
+        self._copies[node] = copy
+
+    def _place(self, value: Any) -> Any:
+        return self._device if isinstance(value, torch.device) else value
+
+    def _move(self, value: Any) -> Any:
+        """A graph within a graph (a region without gradients, say)."""
+        if not isinstance(value, fx.GraphModule):
+            return value
+        nodes = list(value.graph.nodes)
+        inner = _Copier(value, self._device, set(nodes) if any(map(changed_by, nodes)) else ())
+        for node in nodes:
+            if not is_called(node, DROPPED):
+                inner.copy(node)
+        return inner.make_module()
+
+    def make_module(self) -> fx.GraphModule:
+        return fx.GraphModule(self._attributes, self._graph)
+
+
+class Builder(_Copier):
+    """One ministage's graph, of the operations that are copied on what was entered and taken."""
 
     def enter(self, node: fx.Node, *, has_rows: bool, is_changed: bool) -> None:
         """An argument that crosses a boundary."""
@@ -56,11 +93,6 @@ class Builder:
     def take(self, node: fx.Node) -> None:
         """An argument that every microbatch has: a parameter, a buffer, a keyword argument."""
         self._copies[node] = self._graph.placeholder(node.name)
-
-    def copy(self, node: fx.Node) -> None:
-        """An operation on what was entered, taken and copied before."""
-        owner = self._program.graph_module
-        _copy_node(node, self._graph, self._copies, owner, self._attributes, self._device, self._changed)
 
     def finish(self, leaving: Sequence[fx.Node], has_rows: Sequence[bool], rows: int) -> fx.GraphModule:
         """The graph that returns the tuple of `leaving`."""
@@ -77,50 +109,7 @@ class Builder:
         self._graph.output(tuple(outputs))
         self._graph.eliminate_dead_code()
         self._graph.lint()
-        return fx.GraphModule(self._attributes, self._graph)
-
-
-def _copy_node(
-    node: fx.Node,
-    graph: fx.Graph,
-    copies: dict[fx.Node, fx.Node],
-    owner: torch.nn.Module,
-    attributes: dict[str, Any],
-    device: torch.device,
-    changed: Container[fx.Node],
-) -> None:
-    """Copies a node, and a graph that it refers to, for another device."""
-    if node.op == "get_attr":
-        name = str(node.target)
-        attributes[name] = _move(operator.attrgetter(name)(owner), device)
-    copy = graph.node_copy(node, lambda source: copies[source])
-    copy.meta = {}
-    if node.op == "call_function":
-        copy.args = fx.node.map_aggregate(copy.args, lambda x: device if isinstance(x, torch.device) else x)
-        copy.kwargs = fx.node.map_aggregate(
-            copy.kwargs, lambda x: device if isinstance(x, torch.device) else x
-        )
-        if _name(node) == "wrap_with_autocast":
-            copy.args = (device.type, *copy.args[1:])
-        if node.target is torch.ops.aten.view.default and node not in changed:
-            # Another device's kernels may lay their results out so that a view is impossible.
-            copy.target = torch.ops.aten.reshape.default
-    copies[node] = copy
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    """A graph within a graph (a region without gradients, say), for another device."""
-    if not isinstance(value, fx.GraphModule):
-        return value
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    attributes: dict[str, Any] = {}
-    has_changes = any(changed_by(node) for node in value.graph.nodes)
-    changed = set(value.graph.nodes) if has_changes else set()
-    for node in value.graph.nodes:
-        if not is_called(node, DROPPED):
-            _copy_node(node, graph, copies, value, attributes, device, changed)
-    return fx.GraphModule(attributes, graph)
+        return self.make_module()
 
 
 def _name(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,22 +51,17 @@ def fake_copies(
 ) -> list[nn.Module]:
     """Copies of modules whose tensors are all fake; what they share, their copies share too.
 
-    `param_dtype`: of the copies' floating-point parameters. `all_trainable`: every floating-point
-    parameter of the copies requires a gradient.
-    Raises `ConfigError` for a module that cannot be copied.
+    `param_dtype`: of the copies' floating-point parameters. `all_trainable`: every floating-point parameter
+    of the copies requires a gradient. Raises `ConfigError` for a module that cannot be copied.
     """
     memo: dict[int, Any] = {}
     kept: list[Tensor] = []  # ids stay unique only while their objects live
 
-    def enter(tensor: Tensor) -> None:
-        if id(tensor) not in memo:
-            kept.append(tensor)
-            memo[id(tensor)] = _fake(tensor, param_dtype=param_dtype, all_trainable=all_trainable)
-
     with mode:
-        for module in modules:
-            for tensor in _all_tensors(module):
-                enter(tensor)
+        for tensor in chain.from_iterable(map(_all_tensors, modules)):
+            if id(tensor) not in memo:
+                kept.append(tensor)
+                memo[id(tensor)] = _fake(tensor, param_dtype=param_dtype, all_trainable=all_trainable)
     try:
         return [copy.deepcopy(module, memo) for module in modules]
     except Exception as error:

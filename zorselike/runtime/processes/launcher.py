@@ -21,7 +21,10 @@ def report_mistake(error: Exception) -> None:
         time.sleep(_HEAD_START_S)
     message = f"error: {error}"
     print(message, file=sys.stderr, flush=True)
-    _tell_torchrun(message)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:  # In the format of torchrun's `ErrorHandler`, whose report is the last on the screen.
+        extra = {"timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _is_first_of_node() -> bool:
@@ -29,11 +32,3 @@ def _is_first_of_node() -> bool:
         return find_identity().local_rank == 0
     except ConfigError:  # This may be the mistake.
         return True
-
-
-def _tell_torchrun(message: str) -> None:
-    """Lets torchrun's report, the last on the screen, say why; in `ErrorHandler`'s format."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

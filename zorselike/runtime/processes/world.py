@@ -10,10 +10,8 @@ import json
 import os
 import platform
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -168,9 +166,9 @@ def check_world(
         ConfigError: CUDA is asked for, by the plan or otherwise, where there is none.
         ClusterError: The nodes' software or devices do not fit together.
     """
-    rank_of, checks = _list_checks(processes, plan, device)
-    for check in checks:
-        check()
+    rank_of, mistakes = _examine(processes, plan, device)
+    for mistake in mistakes:
+        raise mistake
     return rank_of
 
 
@@ -178,40 +176,34 @@ def find_mistakes(
     processes: Sequence[ProcessInfo], plan: Plan | None = None, *, device: str | None = None
 ) -> list[ValueError]:
     """Everything for which `check_world` would raise, one error of each kind."""
-    try:
-        _, checks = _list_checks(processes, plan, device)
-    except (PlanError, ClusterError) as error:
-        return [error]
-    found: list[ValueError] = []
-    for check in checks:
-        try:
-            check()
-        except (PlanError, ConfigError, ClusterError) as error:
-            found.append(error)
-    return found
+    return _examine(processes, plan, device)[1]
 
 
-def _list_checks(
+def _examine(
     processes: Sequence[ProcessInfo], plan: Plan | None, device: str | None
-) -> tuple[dict[int, int], list[Callable[[], None]]]:
-    """The plan's rank for each process's rank, and the checks; raises where there are no such ranks."""
+) -> tuple[dict[int, int], list[ValueError]]:
+    """The plan's rank for each process's rank, and all mistakes."""
     processes = sorted(processes, key=lambda process: process.rank)
     rank_of = {process.rank: process.rank for process in processes}
     if plan is not None:
         # Types are compared here: a driver's names for its GPUs are not those that people use.
         places = [Process(process.node, process.local_rank, "", process.rank) for process in processes]
-        rank_of = match_devices(plan, places)
+        try:
+            rank_of = match_devices(plan, places)
+        except (PlanError, ClusterError) as error:
+            return {}, [error]
     types = _planned_types(plan, rank_of)
     on_gpu = [process for process in processes if process.device == "cuda"]
-    return rank_of, [
-        partial(_check_cuda_exists, processes, types, device),
-        partial(_check_same, processes, "zorselike", lambda process: process.zorselike),
-        partial(_check_same, processes, "torch", lambda process: _base_version(process.torch)),
-        partial(_check_compiled, processes),
-        partial(_check_kinds, processes, types),
-        partial(_check_types, processes, types, rank_of),
-        partial(_check_same, on_gpu, "NCCL", lambda process: process.nccl),
+    found = [
+        _find_missing_cuda(processes, types, device),
+        _find_difference(processes, "zorselike", lambda process: process.zorselike),
+        _find_difference(processes, "torch", lambda process: _base_version(process.torch)),
+        _find_not_compiled(processes),
+        _find_fallen(processes, types),
+        _find_other_types(processes, types, rank_of),
+        _find_difference(on_gpu, "NCCL", lambda process: process.nccl),
     ]
+    return rank_of, [mistake for mistake in found if mistake is not None]
 
 
 def runs_on(architecture: str, compiled: Sequence[str]) -> bool:
@@ -279,9 +271,9 @@ def _planned_types(plan: Plan | None, rank_of: Mapping[int, int]) -> dict[int, s
     return {process: type_of[rank] for process, rank in rank_of.items() if rank in type_of}
 
 
-def _check_cuda_exists(
+def _find_missing_cuda(
     processes: Sequence[ProcessInfo], types: Mapping[int, str], device: str | None
-) -> None:
+) -> ValueError | None:
     for process in processes:
         planned = types.get(process.rank, "")
         from_plan = bool(planned) and planned.casefold() != "cpu"
@@ -297,50 +289,44 @@ def _check_cuda_exists(
                 if process.cuda
                 else f"its torch {process.torch} is a build without CUDA"
             )
-            raise ConfigError(
+            return ConfigError(
                 f"{source}, but {where} has no CUDA device: {why}; "
                 "mend that node, or use device 'cpu' and a plan without GPU types"
             )
         if process.device == "cuda" and not process.device_name:
-            raise ConfigError(
+            return ConfigError(
                 f"{source}, but {where} shows {count(process.num_gpus, 'GPU')} to its local rank "
                 f"{process.local_rank}; start at most {count(process.num_gpus, 'process')} there"
             )
+    return None
 
 
-def _check_same(
+def _find_difference(
     processes: Sequence[ProcessInfo], what: str, version_of: Callable[[ProcessInfo], str]
-) -> None:
+) -> ValueError | None:
     """Refuses processes that differ in a version, naming the nodes that are in the minority."""
-    nodes_of: dict[str, set[str]] = defaultdict(set)
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    """By version and node."""
     for process in processes:
-        nodes_of[version_of(process)].add(process.node)
-    if len(nodes_of) < 2:
-        return
+        ranks_of.setdefault(version_of(process), {}).setdefault(process.node, []).append(process.rank)
+    if len(ranks_of) < 2:
+        return None
     # The most nodes, then the newest: what the odd ones should have.
-    right = max(nodes_of, key=lambda version: (len(nodes_of[version]), _version_key(version)))
-    odd = {version: nodes for version, nodes in nodes_of.items() if version != right}
-    differences = ", ".join(
-        f"{version or 'none'} on {_list_nodes(processes, version, version_of)}" for version in sorted(odd)
+    right = max(ranks_of, key=lambda version: (len(ranks_of[version]), _version_key(version)))
+    listed = {
+        version: f"{version or 'none'} on "
+        + list_few([f"node {node} ({list_few(ranks, 'rank')})" for node, ranks in nodes.items()])
+        for version, nodes in ranks_of.items()
+    }
+    odd = sorted(ranks_of.keys() - {right})
+    nodes = list_few(sorted({node for version in odd for node in ranks_of[version]}), "node")
+    return ClusterError(
+        f"{what} must be the same everywhere: {', '.join(listed[version] for version in odd)}, but "
+        f"{listed[right]}; install {what} {right} on {nodes}"
     )
-    nodes = list_few(sorted(set().union(*odd.values())), "node")
-    raise ClusterError(
-        f"{what} must be the same everywhere: {differences}, but {right or 'none'} on "
-        f"{_list_nodes(processes, right, version_of)}; install {what} {right} on {nodes}"
-    )
 
 
-def _list_nodes(
-    processes: Sequence[ProcessInfo], version: str, version_of: Callable[[ProcessInfo], str]
-) -> str:
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for process in processes:
-        if version_of(process) == version:
-            ranks_of[process.node].append(process.rank)
-    return list_few([f"node {node} ({list_few(ranks, 'rank')})" for node, ranks in ranks_of.items()])
-
-
-def _check_compiled(processes: Sequence[ProcessInfo]) -> None:
+def _find_not_compiled(processes: Sequence[ProcessInfo]) -> ValueError | None:
     for process in processes:
         if not process.architecture or runs_on(process.architecture, process.compiled_architectures):
             continue
@@ -354,14 +340,15 @@ def _check_compiled(processes: Sequence[ProcessInfo]) -> None:
             )
         else:
             mend = f"install a build of the same torch version ({version}) for a newer CUDA there"
-        raise ClusterError(
+        return ClusterError(
             f"torch {process.torch} on node {process.node} ({list_few(there, 'rank')}) is not compiled "
             f"for its {process.device_name} ({process.architecture}), only for "
             f"{' '.join(process.compiled_architectures)}; {mend}"
         )
+    return None
 
 
-def _check_kinds(processes: Sequence[ProcessInfo], types: Mapping[int, str]) -> None:
+def _find_fallen(processes: Sequence[ProcessInfo], types: Mapping[int, str]) -> ValueError | None:
     """A node that fell back to its CPU, because its driver is broken, say, would slow down all."""
     fallen = [
         process
@@ -371,16 +358,17 @@ def _check_kinds(processes: Sequence[ProcessInfo], types: Mapping[int, str]) -> 
     if fallen and any(process.device == "cuda" for process in processes):
         nodes = sorted({process.node for process in fallen})
         ranks = [process.rank for process in fallen]
-        raise ClusterError(
+        return ClusterError(
             f"{list_few(ranks, 'rank')} on {list_few(nodes, 'node')} would compute on the CPU while others "
             'have GPUs; mend CUDA there, leave the node out, or give those ranks type = "cpu" in the '
             "plan's [[devices]]"
         )
+    return None
 
 
-def _check_types(
+def _find_other_types(
     processes: Sequence[ProcessInfo], types: Mapping[int, str], rank_of: Mapping[int, int]
-) -> None:
+) -> ValueError | None:
     differences = [
         f"plan rank {rank_of[process.rank]} (node {process.node}, local rank {process.local_rank}) is "
         f"{types[process.rank]!r} in the plan, {process.device_name or process.device!r} runs"
@@ -388,10 +376,11 @@ def _check_types(
         if process.rank in types and not is_device_type(types[process.rank], process)
     ]
     if differences:
-        raise PlanError(
+        return PlanError(
             f"the plan does not match what runs: {'; '.join(differences)}. "
             "Start on the devices that [[devices]] of the plan names, or plan for these"
         )
+    return None
 
 
 def _words(text: str) -> list[str]:

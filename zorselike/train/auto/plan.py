@@ -31,7 +31,7 @@ from zorselike.profiler.session import measure
 from zorselike.profiler.tasks import Job, Part
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.updates import defers_updates
-from zorselike.runtime.processes.precision import choose_dtype
+from zorselike.runtime.processes.device import choose_dtype
 from zorselike.runtime.processes.processes import Processes
 from zorselike.runtime.processes.world import LOCAL_RANKS_VARIABLE, ProcessInfo, check_world, device_type
 from zorselike.text.units import parse_time

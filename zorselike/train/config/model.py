@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zorselike.models import Decoder, build_model
-from zorselike.runtime.processes.precision import ParamDtype
+from zorselike.runtime.processes.device import ParamDtype
 from zorselike.train.config.config import Config
 
 
