@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import SENDS, Action
+from zorselike.schedule.actions import SENDS, Action, Kind
 from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.rendezvous import wraps_around
 from zorselike.schedule.contract import NUM_STEPS, NUM_STEPS_OFFLOADING
@@ -87,7 +87,7 @@ def _find_staged(plan: Plan, actions: Mapping[int, Sequence[Action]], costs: Ste
     if costs.sends_buffer or costs.transfers_block:
         return frozenset()
     channels = {
-        Channel.of(rank, action.kind, action.peer)
+        Channel(rank, action.peer, "F" if action.kind is Kind.SEND_F else "B")
         for rank, actions_of_rank in actions.items()
         if not (costs.is_cpu and costs.is_cpu[rank])
         for action in actions_of_rank

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import NEEDED_BY, Action, Kind
+from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.checker.channels import Channel
 from zorselike.simulator.result import Track
 from zorselike.simulator.tasks.copies import HostCopies
@@ -271,7 +271,7 @@ class Program:
             self._tasks.arrive(task)
         else:  # On a device's stream a receive waits for everything launched before.
             port.stream.post(task)
-        self._incoming[NEEDED_BY[kind], i, action.microbatch].append((port, task))
+        self._incoming[Kind.F if kind is Kind.RECV_F else Kind.B, i, action.microbatch].append((port, task))
 
     def _take(self, port: _Port, task: int, num_bytes: float) -> None:
         """A computation waits for a received transfer."""
