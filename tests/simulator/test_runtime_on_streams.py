@@ -113,9 +113,9 @@ def train(run: Run) -> Found:
         stash = executor._resources.activations
         found = Found(
             ends[-1] - ends[-2],
-            tuple(sum(mirror.num_bytes for mirror in ministage.shards._host_backed) for ministage in own),
+            tuple(sum(mirror.num_bytes for mirror in ministage.shards.host_backed()) for ministage in own),
             tuple(ministage.sizes.gradient_shard_bytes for ministage in own),
-            tuple(sum(mirror.num_bytes for mirror in ministage.state._host_backed) for ministage in own),
+            tuple(sum(mirror.num_bytes for mirror in ministage.state.host_backed()) for ministage in own),
             {} if stash is None else dict(stash.kept_bytes),  # type: ignore[arg-type]
         )
         pipe.close()
