@@ -387,7 +387,7 @@ def test_a_transfer_takes_what_the_cluster_s_link_says() -> None:
     plan = pipeline(2, 1)
     network = make_network(cluster, cluster.place_ranks(plan))
     found = run(plan, row_bytes=10**6, network=network)
-    assert found.iteration_s == pytest.approx(6 + 2 * link.transfer_s(10**6))
+    assert found.iteration_s == pytest.approx(6 + 2 * (link.latency_s + 10**6 / link.rate(10**6)))
     assert found.bytes_by_link["node a, out"] == 10**6
 
 

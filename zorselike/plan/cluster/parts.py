@@ -44,10 +44,6 @@ class Link:
         """Bytes per second that one transfer of this size reaches if it is alone, latency not counted."""
         return interpolate_rate(self.points, num_bytes, max_bytes_per_s=self.bandwidth_bytes_per_s)
 
-    def transfer_s(self, num_bytes: float) -> float:
-        """Seconds of one transfer if it is alone, latency included."""
-        return self.latency_s + (num_bytes / self.rate(num_bytes) if num_bytes else 0.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
