@@ -12,6 +12,7 @@ PAGES = [page for page in ("README.md", "recipes/README.md", "tools/README.md") 
 MAX_README_LINES = 250
 
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_FILE = re.compile(r"`([a-z_0-9]+\.py)\b")
 _PATH = re.compile(r"(?:zorselike|tools|tests|recipes|\.ci)/[\w./*-]*\w[/]?")
 
 
@@ -31,6 +32,8 @@ def test_named_paths_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     text = re.sub(r"\]\([^)]*\)|(?:recipes|tools)/NAME\.\w+|outputs/[\w/]*", "", text)
     assert [path for path in _PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))] == []
+    folders = ("zorselike", "tools", "recipes")
+    assert [f for f in _FILE.findall(text) if not any(list((ROOT / d).rglob(f)) for d in folders)] == []
 
 
 def test_links_inside_pages_have_a_heading() -> None:

@@ -23,7 +23,7 @@ from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan,
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.forward_first import Clock, Copies, StepWork, Work, Worker, run_step
-from zorselike.planner.estimate.one_f_one_b import Order, run_step_in_flight
+from zorselike.planner.estimate.in_flight import Order, run_step_in_flight
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import NUM_STEPS
 from zorselike.schedule.orders.in_flight import find_needs, order_in_flight

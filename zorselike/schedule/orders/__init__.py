@@ -5,8 +5,8 @@ To add a schedule: a file here with a function from `ScheduleSpec` to `Order` (f
 and `B` in order), and one line in `ORDERS`. The function raises `ScheduleError` for plans of a shape that it
 does not take. `zorselike/schedule/lowering/` adds transfers, collectives, updates and copies to it, and
 `zorselike simulate --schedule NAME` simulates it. The runtime runs `ours` (`zorselike/runtime/assembly.py`
-calls `build`), and the planner's estimates are of `ours`. An order that comes back to a ministage is for
-ZeRO 0 and 1.
+calls `build`), and the planner's estimates are of `ours`. An order that comes back to a ministage sets
+`keeps_gathered`; a run with ZeRO 2 then takes two ministages a group at most.
 """
 
 from collections.abc import Callable, Mapping

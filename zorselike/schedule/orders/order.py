@@ -27,9 +27,9 @@ class Order:
     """ZeRO 2 keeps a ministage gathered from first to last use, as ZeRO 1 does: the order returns to it
     again and again. Otherwise ZeRO 2 gathers once for all of its forward, once for all of its backward."""
     receives_by_kind: bool = False
-    """Forwards and backwards alternate, so their receives are counted apart (`lowering/transfers.py`)."""
+    """Forwards and backwards alternate, so their receives are counted apart (`schedule/lowering/`)."""
     transfers: Mapping[int, Sequence[Around]] | None = None
-    """Per rank, around each computation of its group; None: where `lowering/transfers.py` places them."""
+    """Per rank, around each computation of its group; None: where `schedule/lowering/` places them."""
 
 
 def find_around(actions: Iterable[Action]) -> list[Around]:
