@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zorselike import Broadcast, HeteroPipeline, Plan
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage
-from zorselike.runtime.batch import Batch, RowIndex, select_rows
+from zorselike.runtime.batch import Batch, RowIndex, as_tensors, select_rows
 
 
 class Labels(NamedTuple):
@@ -46,6 +47,12 @@ def test_named_tuples_stay_what_they_are() -> None:
     assert isinstance(selected, Targets) and selected.labels.classes.tolist() == [8, 1]
     whole = cut(None, kwargs={"mask": Broadcast(make_targets(3))}).kwargs(1, ["mask"])["mask"]
     assert isinstance(whole, Targets) and whole.labels.classes.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("value", "said"), [((), "an empty tuple"), (["a"], "a str is not a tensor")])
+def test_inputs_are_tensors(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"inputs: {said}; pass a tensor or a tuple of tensors"):
+        as_tensors(value, "inputs")
 
 
 def test_other_containers_keep_their_types() -> None:

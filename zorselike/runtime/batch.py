@@ -73,6 +73,8 @@ class Batch:
 def as_tensors(value: Any, what: str) -> Tensors:
     """A tensor or a tuple or list of tensors as a tuple; raises `ConfigError` for anything else."""
     tensors = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not tensors:
+        raise ConfigError(f"{what}: an empty {type(value).__name__}; pass a tensor or a tuple of tensors")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Whether the hosts of a job have room for a plan; every rank raises the same error."""
+"""Whether the hosts of a job have room for a plan. Only `reserve_activations` speaks for its rank alone."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PLAN = plan_over(NAMES[:2], NAMES[2:3], NAMES[3:])
 # -- signatures and keyword arguments ------------------------------------------------------
 
 
-def test_a_signature_survives_its_text() -> None:
+def test_a_signature_survives_its_way_to_other_ranks() -> None:
     signature = Signature.of((torch.zeros(3, 4, 5, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bool)))
     assert signature.tensors == (TensorSpec((4, 5), torch.bfloat16), TensorSpec((), torch.bool))
     assert pickle.loads(pickle.dumps(signature)) == signature

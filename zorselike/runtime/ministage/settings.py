@@ -26,6 +26,7 @@ class RankResources:
     pending_shards: PendingOffloads = field(default_factory=PendingOffloads)
     pending_state: PendingOffloads = field(default_factory=PendingOffloads)
     deferred_frees: DeferredFrees = field(default_factory=DeferredFrees)
+    """Of all ministages together; settled before each reduction and update, and at the end of a step."""
 
     @classmethod
     def of(cls, device: torch.device, *, offloads_activations: bool = False) -> RankResources:

@@ -13,7 +13,7 @@ from zorselike.runtime.model.tracing import Skeleton
 
 
 class Keywords(frozenset[str]):
-    """The keyword arguments that a forward takes: all, if it ends in `**kwargs`."""
+    """The keyword arguments that a forward takes: all, if it ends in `**kwargs`: ask with `in` only."""
 
     takes_any = False
 
