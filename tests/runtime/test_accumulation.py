@@ -65,7 +65,7 @@ def make_cases(counts: tuple[int, ...]) -> list[Case]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("counts", COUNTS)
 def test_training_equals_a_single_process(counts: tuple[int, ...], run_ranks: RunRanks) -> None:
-    cases = volume.part(make_cases(counts), least=9)
+    cases = volume.part(make_cases(counts))
     (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
     found = run_ranks(train_all_planned, len(counts), cases, timeout=300)
     for case, ours, theirs in zip(cases, found[0], expected, strict=True):
