@@ -86,6 +86,7 @@ def test_a_signal_that_the_launcher_passes_on_counts_once(run_ranks: RunRanks) -
 
 
 def test_closing_gives_the_handlers_back() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore it.
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     watch = SignalWatch()
     assert signal.getsignal(signal.SIGINT) is not before[0]
