@@ -83,10 +83,3 @@ def test_gpt_is_korthikanti_without_dropout() -> None:
     h = 4096
     counted = count_gpt_layer(dim=h, num_heads=32, ffn_hidden=4 * h, itemsize=2).kept
     assert counted == pytest.approx((34 - 2) * h, rel=0.01)
-
-
-def test_recomputation_keeps_the_input_and_needs_the_rest_later() -> None:
-    layer = count_gpt_layer(**WIDTHS, itemsize=2)
-    again = layer.recomputed(2 * 128)
-    assert again.kept == 2 * 128
-    assert again.working == layer.kept + layer.working

@@ -75,11 +75,11 @@ def test_what_is_found_fits_and_one_layer_more_does_not(family: str, setting: ob
     candidates = make_all(family)
     found = find_largest(candidates, BATCH, setting, ROOM)  # type: ignore[arg-type]
     assert found.walk is not None and ROOM.holds(found.walk)
-    more = walk_model(found.flavor.with_layers(found.num_layers + 1), BATCH, found.setting, context_bytes=GIB)
+    more = walk_model(found.base.with_layers(found.num_layers + 1), BATCH, found.setting, context_bytes=GIB)
     assert not ROOM.holds(more)
     assert found.limit.startswith("device: ")
-    if found.fitting is not None:
-        assert ROOM.holds(walk_model(found.fitting.workload, BATCH, found.setting, context_bytes=GIB))
+    if found.flavor is not None:
+        assert ROOM.holds(walk_model(found.flavor.workload, BATCH, found.setting, context_bytes=GIB))
 
 
 def test_each_setting_takes_less_of_the_device() -> None:
@@ -94,11 +94,11 @@ def test_each_setting_takes_less_of_the_device() -> None:
 
 def test_models_keep_the_familys_proportions_where_one_can() -> None:
     found = find_largest(make_all("llama"), BATCH, EVERYTHING, ROOM)
-    assert MIN_DEPTH <= found.num_layers / found.flavor.num_layers <= MAX_DEPTH
+    assert MIN_DEPTH <= found.num_layers / found.base.num_layers <= MAX_DEPTH
     huge = replace(ROOM, device_bytes=300 * GIB)
     found = find_largest(make_all("gpt"), BATCH, RESIDENT, huge)
-    assert found.fitting is found.flavor and found.flavor.name == "2.7b"
-    assert found.num_layers > MAX_DEPTH * found.flavor.num_layers
+    assert found.flavor is found.base and found.base.name == "2.7b"
+    assert found.num_layers > MAX_DEPTH * found.base.num_layers
 
 
 def test_the_limit_says_what_is_full() -> None:
@@ -106,7 +106,7 @@ def test_the_limit_says_what_is_full() -> None:
     found = find_largest(make_all("llama"), BATCH, EVERYTHING, small_host)
     assert found.limit.startswith("host RAM: optimizer state")
     nothing = find_largest(make_all("llama"), BATCH, RESIDENT, replace(ROOM, device_bytes=2 * GIB))
-    assert nothing.num_layers == 0 and nothing.walk is None and nothing.fitting is None
+    assert nothing.num_layers == 0 and nothing.walk is None and nothing.flavor is None
     assert nothing.limit.startswith("device: ")
 
 

@@ -6,6 +6,7 @@ Every function below runs on a forked rank and returns the kinds of races found,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def resize(tensor: Tensor, num_elements: int) -> None:
     tensor.untyped_storage().resize_(num_elements * tensor.itemsize)
 
 
+def scene(body: Callable[..., object]) -> Callable[..., Found]:
+    """What a rank runs: `body(streams, host, shard, *args)` under watch, with two buffers made before it."""
+
+    def run_watched(rank: int, world_size: int, *args: object) -> Found:
+        streams, host, shard = RaceStreams(), torch.ones(N), torch.zeros(N)
+        with streams.watching():
+            body(streams, host, shard, *args)
+        return streams.pairs
+
+    return run_watched
+
+
 def run(run_ranks: RunRanks, hazard: Callable[..., Found], *args: object) -> Found:
     (races,) = run_ranks(hazard, 1, *args, init=False)
     return list(races)
@@ -32,59 +45,38 @@ def run(run_ranks: RunRanks, hazard: Callable[..., Found], *args: object) -> Fou
 # -- order of accesses -----------------------------------------------------------------------
 
 
-def load_then_compute(rank: int, world_size: int, waits: bool) -> Found:
-    streams = RaceStreams()
-    host = torch.ones(N)
-    with streams.watching():
-        with streams.load.use():
-            shard = torch.empty(N)
-            shard.copy_(host, non_blocking=True)
-        if waits:
-            streams.compute.wait(streams.load.record())
-        shard + 1
-    return streams.pairs
+@scene
+def load_then_compute(streams: RaceStreams, host: Tensor, shard: Tensor, waits: bool) -> None:
+    with streams.load.use():
+        shard = torch.empty(N)
+        shard.copy_(host, non_blocking=True)
+    if waits:
+        streams.compute.wait(streams.load.record())
+    shard + 1
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_is_loaded_is_read_after_the_load(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, load_then_compute, waits)
-    assert races == ([] if waits else [("write-read", "load", "compute")])
-
-
-def early_event(rank: int, world_size: int) -> Found:
-    streams = RaceStreams()
-    host, shard = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        event = streams.load.record()
-        with streams.load.use():
-            shard.copy_(host)
-        streams.compute.wait(event)
-        shard + 1
-    return streams.pairs
+@scene
+def early_event(streams: RaceStreams, host: Tensor, shard: Tensor) -> None:
+    event = streams.load.record()
+    with streams.load.use():
+        shard.copy_(host)
+    streams.compute.wait(event)
+    shard + 1
 
 
 def test_an_event_recorded_too_early_orders_nothing(run_ranks: RunRanks) -> None:
     assert run(run_ranks, early_event) == [("write-read", "load", "compute")]
 
 
-def overwrite_while_read(rank: int, world_size: int, waits: bool) -> Found:
-    streams = RaceStreams()
-    shard, host = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        shard.add_(1)
-        streams.store.wait(streams.compute.record())
-        with streams.store.use():
-            host.copy_(shard)
-        if waits:
-            streams.compute.wait(streams.store.record())
-        shard.add_(1)
-    return streams.pairs
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_is_stored_is_not_changed_meanwhile(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, overwrite_while_read, waits)
-    assert races == ([] if waits else [("read-write", "store", "compute")])
+@scene
+def overwrite_while_read(streams: RaceStreams, host: Tensor, shard: Tensor, waits: bool) -> None:
+    shard.add_(1)
+    streams.store.wait(streams.compute.record())
+    with streams.store.use():
+        host.copy_(shard)
+    if waits:
+        streams.compute.wait(streams.store.record())
+    shard.add_(1)
 
 
 def host_buffer_reuse(rank: int, world_size: int, waits: bool, apart: bool) -> Found:
@@ -100,45 +92,27 @@ def host_buffer_reuse(rank: int, world_size: int, waits: bool, apart: bool) -> F
     return streams.pairs
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_host_buffer_is_reused_after_it_was_read(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, host_buffer_reuse, waits, False)
-    assert races == ([] if waits else [("read-write", "fetch", "stash")])
-
-
 def test_slices_of_one_buffer_that_do_not_overlap_are_apart(run_ranks: RunRanks) -> None:
     assert run(run_ranks, host_buffer_reuse, False, True) == []
 
 
-def through_a_third(rank: int, world_size: int, waits: bool) -> Found:
-    streams = RaceStreams()
-    host, shard = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        with streams.load.use():
-            shard.copy_(host)
-        streams.gather.wait(streams.load.record())
-        gathered = streams.gather.record() if waits else streams.update.record()
-        streams.compute.wait(gathered)
-        shard + 1
-    return streams.pairs
+@scene
+def through_a_third(streams: RaceStreams, host: Tensor, shard: Tensor, waits: bool) -> None:
+    with streams.load.use():
+        shard.copy_(host)
+    streams.gather.wait(streams.load.record())
+    gathered = streams.gather.record() if waits else streams.update.record()
+    streams.compute.wait(gathered)
+    shard + 1
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_order_is_transitive(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, through_a_third, waits)
-    assert races == ([] if waits else [("write-read", "load", "compute")])
-
-
-def wait_for_current(rank: int, world_size: int, inside: bool) -> Found:
-    streams = RaceStreams()
-    shard, host = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        streams.begin()
-        shard.add_(1)
-        with streams.store.use():
-            streams.store.wait((streams.current if inside else streams.compute).record())
-            host.copy_(shard)
-    return streams.pairs
+@scene
+def wait_for_current(streams: RaceStreams, host: Tensor, shard: Tensor, inside: bool) -> None:
+    streams.begin()
+    shard.add_(1)
+    with streams.store.use():
+        streams.store.wait((streams.current if inside else streams.compute).record())
+        host.copy_(shard)
 
 
 def test_inside_use_the_current_stream_is_that_stream(run_ranks: RunRanks) -> None:
@@ -165,24 +139,15 @@ def test_begin_takes_the_current_stream(run_ranks: RunRanks) -> None:
     assert run(run_ranks, begin_elsewhere) == []
 
 
-def host_synchronises(rank: int, world_size: int, waits: bool) -> Found:
-    streams = RaceStreams()
-    host, shard = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        with streams.load.use():
-            shard.copy_(host)
-        event = streams.load.record()
-        if waits:
-            event.synchronize()
-        with streams.update.use():
-            shard.add_(1)
-    return streams.pairs
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_the_host_waited_for_is_before_all_that_it_starts(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, host_synchronises, waits)
-    assert races == ([] if waits else [("write-write", "load", "update")])
+@scene
+def host_synchronises(streams: RaceStreams, host: Tensor, shard: Tensor, waits: bool) -> None:
+    with streams.load.use():
+        shard.copy_(host)
+    event = streams.load.record()
+    if waits:
+        event.synchronize()
+    with streams.update.use():
+        shard.add_(1)
 
 
 def host_reads(rank: int, world_size: int, waits: bool, checks: bool) -> Found:
@@ -205,78 +170,60 @@ def test_reads_of_the_host_are_checked_on_demand(run_ranks: RunRanks) -> None:
 # -- memory ----------------------------------------------------------------------------------
 
 
-def free_by_resize(rank: int, world_size: int, waits: bool) -> Found:
-    streams = RaceStreams()
-    host, shard = torch.zeros(N), torch.ones(N)
-    with streams.watching():
-        shard.mul_(2)
-        streams.store.wait(streams.compute.record())
-        with streams.store.use():
-            host.copy_(shard)
-        if waits:
-            streams.compute.wait(streams.store.record())
-        resize(shard, 0)
-        torch.zeros(3)
-    return streams.pairs
+@scene
+def free_by_resize(streams: RaceStreams, host: Tensor, shard: Tensor, waits: bool) -> None:
+    shard.mul_(2)
+    streams.store.wait(streams.compute.record())
+    with streams.store.use():
+        host.copy_(shard)
+    if waits:
+        streams.compute.wait(streams.store.record())
+    resize(shard, 0)
+    torch.zeros(3)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_memory_is_freed_by_resize_after_its_last_use(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, free_by_resize, waits)
-    assert races == ([] if waits else [("memory reused", "store", "compute")])
-
-
-def free_by_reference(rank: int, world_size: int) -> Found:
-    streams = RaceStreams()
-    host = torch.zeros(N)
-    with streams.watching():
-        activation = torch.ones(N) * 2
-        streams.stash.wait(streams.compute.record())
-        with streams.stash.use():
-            host.copy_(activation)
-        del activation
-        torch.zeros(3)
-    return streams.pairs
+@scene
+def free_by_reference(streams: RaceStreams, host: Tensor, shard: Tensor) -> None:
+    activation = torch.ones(N) * 2
+    streams.stash.wait(streams.compute.record())
+    with streams.stash.use():
+        host.copy_(activation)
+    del activation
+    torch.zeros(3)
 
 
 def test_memory_is_freed_by_the_last_reference(run_ranks: RunRanks) -> None:
     assert run(run_ranks, free_by_reference) == [("memory reused", "stash", "compute")]
 
 
-def wait_before_the_next_allocation(rank: int, world_size: int) -> Found:
-    streams = RaceStreams()
-    host = torch.zeros(N)
-    with streams.watching():
-        activation = torch.ones(N) * 2
-        streams.stash.wait(streams.compute.record())
-        with streams.stash.use():
-            host.copy_(activation)
-            del activation
-            torch.zeros(3)  # Of another pool.
-        streams.compute.wait(streams.stash.record())
-        torch.zeros(3)
-    return streams.pairs
+@scene
+def wait_before_the_next_allocation(streams: RaceStreams, host: Tensor, shard: Tensor) -> None:
+    activation = torch.ones(N) * 2
+    streams.stash.wait(streams.compute.record())
+    with streams.stash.use():
+        host.copy_(activation)
+        del activation
+        torch.zeros(3)  # Of another pool.
+    streams.compute.wait(streams.stash.record())
+    torch.zeros(3)
 
 
 def test_a_pool_may_wait_until_it_allocates(run_ranks: RunRanks) -> None:
     assert run(run_ranks, wait_before_the_next_allocation) == []
 
 
-def pool_of_the_other_stream(rank: int, world_size: int, on_load: bool) -> Found:
+@scene
+def pool_of_the_other_stream(streams: RaceStreams, host: Tensor, shard: Tensor, on_load: bool) -> None:
     """Refilled on a stream, the memory is that stream's, whoever had it before."""
-    streams = RaceStreams()
-    host, shard = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        resize(shard, 0)
-        with streams.load.use():
-            resize(shard, N)
-            shard.copy_(host)
-        streams.compute.wait(streams.load.record())
-        shard + 1
-        resize(shard, 0)
-        with (streams.load if on_load else streams.compute).use():
-            torch.zeros(3)
-    return streams.pairs
+    resize(shard, 0)
+    with streams.load.use():
+        resize(shard, N)
+        shard.copy_(host)
+    streams.compute.wait(streams.load.record())
+    shard + 1
+    resize(shard, 0)
+    with (streams.load if on_load else streams.compute).use():
+        torch.zeros(3)
 
 
 def test_memory_belongs_to_the_stream_that_refilled_it(run_ranks: RunRanks) -> None:
@@ -284,36 +231,24 @@ def test_memory_belongs_to_the_stream_that_refilled_it(run_ranks: RunRanks) -> N
     assert run(run_ranks, pool_of_the_other_stream, False) == []
 
 
-def use_of_fresh_memory(rank: int, world_size: int, waits: bool) -> Found:
+@scene
+def use_of_fresh_memory(streams: RaceStreams, host: Tensor, shard: Tensor, waits: bool) -> None:
     """Memory without a kernel of its own is still that of kernels queued before on its stream."""
-    streams = RaceStreams()
-    host = torch.ones(N)
-    with streams.watching():
-        host + 1
-        if waits:
-            streams.load.wait(streams.compute.record())
-        shard = torch.empty(N)
-        with streams.load.use():
-            shard.copy_(host)
-    return streams.pairs
+    host + 1
+    if waits:
+        streams.load.wait(streams.compute.record())
+    shard = torch.empty(N)
+    with streams.load.use():
+        shard.copy_(host)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_fresh_memory_is_used_elsewhere_after_its_allocation(waits: bool, run_ranks: RunRanks) -> None:
-    races = run(run_ranks, use_of_fresh_memory, waits)
-    assert races == ([] if waits else [("write-write", "compute", "load")])
-
-
-def use_after_free(rank: int, world_size: int) -> Found:
-    streams = RaceStreams()
-    shard = torch.ones(N)
-    with streams.watching():
-        resize(shard, 0)
-        shard.view(2, N // 2), torch.empty_like(shard)
-        with pytest.raises(StreamRace, match=r"freed, 'layers\.0'"):
-            streams.name_storage(shard, "layers.0")
-            shard + 1
-    return streams.pairs
+@scene
+def use_after_free(streams: RaceStreams, host: Tensor, shard: Tensor) -> None:
+    resize(shard, 0)
+    shard.view(2, N // 2), torch.empty_like(shard)
+    with pytest.raises(StreamRace, match=r"freed, 'layers\.0'"):
+        streams.name_storage(shard, "layers.0")
+        shard + 1
 
 
 def test_freed_memory_is_not_read(run_ranks: RunRanks) -> None:
@@ -359,6 +294,36 @@ def test_resident_bytes_are_those_of_what_is_resized(run_ranks: RunRanks) -> Non
     assert run_ranks(count_resident, 1, init=False) == [[0, 0, 0, 8 * N, 0]]
 
 
+# -- hazards, each with and without the wait that mends it ------------------------------------
+
+HAZARDS: dict[str, tuple[Callable[..., Found], tuple[str, str, str]]] = {
+    "what is loaded is read after the load": (load_then_compute, ("write-read", "load", "compute")),
+    "what is stored is not changed meanwhile": (overwrite_while_read, ("read-write", "store", "compute")),
+    "a host buffer is reused after it was read": (
+        partial(host_buffer_reuse, apart=False),
+        ("read-write", "fetch", "stash"),
+    ),
+    "order is transitive": (through_a_third, ("write-read", "load", "compute")),
+    "what the host waits for is before what it starts": (
+        host_synchronises,
+        ("write-write", "load", "update"),
+    ),
+    "memory is freed by resize after its last use": (free_by_resize, ("memory reused", "store", "compute")),
+    "fresh memory is used after its allocation": (
+        use_of_fresh_memory,
+        ("write-write", "compute", "load"),
+    ),
+}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("hazard", "race"), HAZARDS.values(), ids=HAZARDS)
+def test_a_hazard_is_found_where_nothing_waits(
+    hazard: Callable[..., Found], race: tuple[str, str, str], waits: bool, run_ranks: RunRanks
+) -> None:
+    assert run(run_ranks, hazard, waits) == ([] if waits else [race])
+
+
 # -- operators -------------------------------------------------------------------------------
 
 
@@ -379,15 +344,12 @@ def test_views_share_memory(run_ranks: RunRanks) -> None:
     assert run(run_ranks, through_a_view) == [("write-read", "load", "compute")] * 2
 
 
-def storage_copy(rank: int, world_size: int) -> Found:
-    streams = RaceStreams()
-    host, shard = torch.ones(N), torch.zeros(N)
-    with streams.watching():
-        with streams.load.use():
-            shard.untyped_storage().copy_(host.untyped_storage())
-        with torch.inference_mode():
-            nn.functional.linear(torch.ones(1, N), shard.view(1, N))
-    return streams.pairs
+@scene
+def storage_copy(streams: RaceStreams, host: Tensor, shard: Tensor) -> None:
+    with streams.load.use():
+        shard.untyped_storage().copy_(host.untyped_storage())
+    with torch.inference_mode():
+        nn.functional.linear(torch.ones(1, N), shard.view(1, N))
 
 
 def test_copies_of_storages_and_inference_mode_are_seen(run_ranks: RunRanks) -> None:

@@ -16,6 +16,15 @@ RISING = st.lists(st.integers(0, 20), min_size=0, max_size=4).map(
 """Seconds of microbatches of 1, 2, ... rows: any that do not fall; none where not one row fits."""
 
 
+REFUSED = (
+    ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
+    ([], 4, "no ranks to share rows among"),
+    ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
+    ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
+)
+"""Costs and rows that no split can be made of, and what says so."""
+
+
 @st.composite
 def cost_lists(draw: st.DrawFn) -> list[RankCosts]:
     """Up to three cards, some of them alike; one row fits on at least one."""

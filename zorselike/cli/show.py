@@ -13,6 +13,7 @@ import tyro
 from zorselike.cli.options import check_at_least, check_outputs, read_size
 from zorselike.errors import ConfigError, FileError, PlanError
 from zorselike.plan.plan import Plan
+from zorselike.plan.workload import ITEMSIZES
 from zorselike.text.files import write_text
 from zorselike.text.layout import align_columns
 from zorselike.text.wording import count
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _LINE_LENGTH = 110
 
-_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GIB = 2**30
 
 CONTEXT_BYTES = _GIB
@@ -98,7 +98,7 @@ def show_plan(command: Show) -> str:
     check_outputs("show", {"--schedule-csv": command.schedule_csv})
     plan = Plan.load(command.plan)
     try:
-        actions = build(ScheduleSpec(plan, masters=_ITEMSIZES[command.dtype] < 4))
+        actions = build(ScheduleSpec(plan, masters=ITEMSIZES[command.dtype] < 4))
         exported = to_torch_csv(plan, actions) if command.schedule_csv else ""
     except ScheduleError as error:
         raise PlanError(f"{command.plan}: {error}") from None
@@ -254,7 +254,7 @@ def _show_gib(num_bytes: int) -> str:
 
 
 def _describe_job(command: Show) -> str:
-    masters = ", fp32 gradients and master weights" if _ITEMSIZES[command.dtype] < 4 else ""
+    masters = ", fp32 gradients and master weights" if ITEMSIZES[command.dtype] < 4 else ""
     tokens = command.rows * command.seq_len
     return "\n".join(
         [
@@ -287,12 +287,12 @@ def _tabulate(family: str, fits: Sequence[Fit]) -> list[str]:
     table = [("offload", "flavor", "largest model", "device peak", "host", "what limits it")]
     for fit in fits:
         if fit.walk is None:
-            model, device, host = f"none, not even one layer of h={fit.flavor.dim}", "", ""
+            model, device, host = f"none, not even one layer of h={fit.base.dim}", "", ""
         else:
-            parameters = fit.flavor.with_layers(fit.num_layers).num_parameters / 1e9
-            model = f"h={fit.flavor.dim} x {count(fit.num_layers, 'layer')}, {parameters:.1f} B parameters"
+            parameters = fit.base.with_layers(fit.num_layers).num_parameters / 1e9
+            model = f"h={fit.base.dim} x {count(fit.num_layers, 'layer')}, {parameters:.1f} B parameters"
             device = _show_gib(fit.walk.device_peak_bytes)
             host = _show_gib(fit.walk.host_peak_bytes)
-        flavor = f"{family} {fit.fitting.name}" if fit.fitting else "none"
+        flavor = f"{family} {fit.flavor.name}" if fit.flavor else "none"
         table.append((fit.setting.name, flavor, model, device, host, fit.limit))
     return align_columns(table, left=range(len(table[0])))

@@ -27,10 +27,6 @@ class TokenBytes:
     working: int
     """What comes and goes in its backward, which needs more than its forward."""
 
-    def recomputed(self, input_bytes: int) -> TokenBytes:
-        """The same for a module that keeps only its input, of `input_bytes` a token."""
-        return TokenBytes(input_bytes, self.kept + self.working)
-
 
 def count_llama_layer(
     *, dim: int, num_heads: int, kv_width: int, ffn_hidden: int, itemsize: int

@@ -91,10 +91,10 @@ class Fit:
     """The largest model for one setting."""
 
     setting: Setting
-    fitting: Flavor | None
-    """The largest flavor that fits as it is."""
-    flavor: Flavor
-    """Whose width the largest model in the family's proportions has, if one fits."""
+    flavor: Flavor | None
+    """The largest one that fits as it is."""
+    base: Flavor
+    """The one whose width the largest model has."""
     num_layers: int
     """0 if not even one layer fits."""
     walk: MemoryWalk | None
@@ -118,14 +118,14 @@ def find_largest(flavors: Sequence[Flavor], batch: Batch, setting: Setting, room
     by_size = sorted(flavors, key=lambda flavor: flavor.workload.num_parameters)
     depths = [(flavor, find_depth(flavor)) for flavor in by_size]
     fitting = [flavor for flavor, num_layers in depths if num_layers >= flavor.num_layers]
-    flavor, num_layers = max(depths, key=lambda found: _prefer(*found))
+    base, num_layers = max(depths, key=lambda found: _prefer(*found))
     return Fit(
         setting=setting,
-        fitting=fitting[-1] if fitting else None,
-        flavor=flavor,
+        flavor=fitting[-1] if fitting else None,
+        base=base,
         num_layers=num_layers,
-        walk=walk(flavor, num_layers) if num_layers else None,
-        limit=name_limit(walk(flavor, num_layers + 1), room),
+        walk=walk(base, num_layers) if num_layers else None,
+        limit=name_limit(walk(base, num_layers + 1), room),
     )
 
 

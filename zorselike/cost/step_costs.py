@@ -57,7 +57,7 @@ class StepCosts:
     overlap_slowdown: float = 1.0
     """How much longer a computation takes while communication of its rank runs beside it."""
     sends_buffer: bool = False
-    """Whether a send returns at once and moves bytes before its receive is posted."""
+    """Whether a send returns at once and moves bytes before its receive is posted; set by emulations."""
     transfers_block: bool = False
     """Whether a transfer keeps both its ranks from computing, from the later of both posts until its bytes
     have moved, at its place in the lists (DeepSpeed's pipeline); else it runs beside computation."""

@@ -68,7 +68,7 @@ class Job(MeasuredModel):
 
     @property
     def typical(self) -> LayerProbe:
-        """The kind of which the model has most."""
+        """The probe of the kind of layer of which the model has most."""
         return max(self.probes, key=lambda probe: probe.num_instances)
 
 

@@ -161,7 +161,7 @@ def _run_steps(
 @contextmanager
 def _collecting_garbage(freq: int) -> Iterator[Callable[[int], None]]:
     """Yields a function to call after each step, by its number: Python's garbage is collected every `freq`
-    steps on all ranks together, and not when it likes. With 0 it is when it likes."""
+    steps on all ranks together, so that none delays the others. With 0 it is when Python likes."""
     was_enabled = gc.isenabled()
     if freq:
         gc.disable()

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from batch_splits import RISING, busiest_s, check, cost_lists, larger_lists, line, rounds_s
+from batch_splits import REFUSED, RISING, busiest_s, check, cost_lists, larger_lists, line, rounds_s
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -208,15 +208,7 @@ def test_the_last_round_is_timed_by_itself() -> None:
     assert rounds_s(share_per_microbatch(costs, 10, collective_s=1), costs, 1) == 2 * 3 + 2
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_rows", "message"),
-    [
-        ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
-        ([], 4, "no ranks to share rows among"),
-        ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
-        ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
-    ],
-)
+@pytest.mark.parametrize(("costs", "num_rows", "message"), REFUSED)
 def test_what_no_split_can_be_made_of_is_refused(costs: list[RankCosts], num_rows: int, message: str) -> None:
     for share in (share_once, share_per_microbatch):
         with pytest.raises(PlanError, match=message):

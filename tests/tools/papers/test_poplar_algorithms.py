@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from batch_splits import busiest_s, check, cost_lists, larger_lists, line, rounds_s
+from batch_splits import REFUSED, busiest_s, check, cost_lists, larger_lists, line, rounds_s
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,15 +73,7 @@ def test_the_zero_stage_rises_until_a_row_fits_everywhere() -> None:
         raise_zero(rows, least=4)
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_rows", "message"),
-    [
-        ([RankCosts(0, ()), RankCosts(1, ())], 4, "not one row fits on ranks 0 and 1"),
-        ([], 4, "no ranks to share rows among"),
-        ([RankCosts(3, (1.0,)), RankCosts(3, (1.0,))], 4, "rank 3 given twice"),
-        ([RankCosts(0, (1.0,))], 0, "0 rows to share"),
-    ],
-)
+@pytest.mark.parametrize(("costs", "num_rows", "message"), REFUSED)
 def test_what_no_split_can_be_made_of_is_refused(costs: list[RankCosts], num_rows: int, message: str) -> None:
     for share in (share_in_proportion, share_in_equal_rounds):
         with pytest.raises(PlanError, match=message):

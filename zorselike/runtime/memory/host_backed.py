@@ -7,6 +7,7 @@ no such offload: its `CPUOffloadPolicy` runs the optimizer on the CPU.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -150,12 +151,12 @@ class HostBackedTensors:
         return [torch.empty(0, dtype=torch.uint8, device=self._device).set_(s) for s in self._storages]
 
 
-class HostBackedParts:
+class HostBackedParts(ABC):
     """Several `HostBackedTensors` that move together."""
 
+    @abstractmethod
     def host_backed(self) -> Sequence[HostBackedTensors]:
         """All of them, in the order in which they are loaded."""
-        raise NotImplementedError
 
     def load(self) -> None:
         """Starts their way to the device."""

@@ -304,7 +304,7 @@ def _find_missing_cuda(
 def _find_difference(
     processes: Sequence[ProcessInfo], what: str, version_of: Callable[[ProcessInfo], str]
 ) -> ValueError | None:
-    """Refuses processes that differ in a version, naming the nodes that are in the minority."""
+    """The error for processes that differ in a version; it names the nodes that are in the minority."""
     ranks_of: dict[str, dict[str, list[int]]] = {}
     """By version and node."""
     for process in processes:

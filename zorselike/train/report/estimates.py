@@ -40,9 +40,9 @@ def compare_with_estimates(estimates: Estimates, facts: Iterable[RankFacts]) -> 
     return "\n".join(lines)
 
 
-def _compare(estimate: float, fact: float | None, show: Callable[[float], str], unit: str) -> str:
+def _compare(estimate: float, fact: float | None, show: Callable[[float], str], suffix: str) -> str:
     measured = "not measured"
     if fact is not None:
         error = f" ({100 * (fact / estimate - 1):+.1f} %)" if estimate else ""
         measured = f"measured {show(fact)}{error}"
-    return f"estimated {show(estimate)} {unit}, {measured}"
+    return f"estimated {show(estimate)} {suffix}, {measured}"
