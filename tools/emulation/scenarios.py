@@ -74,10 +74,6 @@ class Scenario:
         return tuple(device for node in self.nodes for device in node)
 
     @property
-    def num_types(self) -> int:
-        return len(set(self.types))
-
-    @property
     def computes(self) -> bool:
         return bool(self.repeats)
 
