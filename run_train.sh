@@ -29,6 +29,7 @@ if [ -z "${CONFIG_FILE:-}" ]; then
 fi
 NGPU=${NGPU:-gpu}
 NNODES=${NNODES:-1}
+PATH=$PATH:$(cd "$(dirname "$0")" && pwd)/.venv/bin # where README puts it, if no environment is active
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 launch=(torchrun --nnodes "$NNODES" --nproc-per-node "$NGPU")

@@ -448,6 +448,20 @@ def test_run_train_script(tmp_path: Path, variables: dict[str, str], expected: s
     assert done.stdout.endswith("--training.steps 10\n")
 
 
+def test_run_train_script_finds_the_environment_beside_it(tmp_path: Path) -> None:
+    """README's, where none is active."""
+    bash, folder = shutil.which("bash"), tmp_path / ".venv" / "bin"
+    if bash is None:
+        pytest.skip("needs bash")
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "run_train.sh", tmp_path)
+    (folder / "torchrun").write_text("#!/bin/sh\necho beside\n")
+    (folder / "torchrun").chmod(0o755)
+    command = [bash, str(tmp_path / "run_train.sh")]
+    done = subprocess.run(command, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "beside\n"), done.stderr
+
+
 def test_run_train_script_asks_where_nodes_meet() -> None:
     bash = shutil.which("bash")
     if bash is None:
