@@ -27,3 +27,11 @@ class FileError(ValueError):
 
 USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
 """What a program reports in one line, without a traceback."""
+
+
+def describe_missing_package(error: ModuleNotFoundError, what: str) -> str:
+    """One line: `what` needs a package that is not installed. Raises `error` again if it is one of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "zorselike"):
+        raise error
+    return f"{what} needs the package {package}, which is not installed: pip install {package}"

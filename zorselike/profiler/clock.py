@@ -60,8 +60,12 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
 
 
 def make_rising(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Times of rising sizes without their noise: where more takes less time, both take their mean
-    (isotonic regression)."""
-    from scipy.optimize import isotonic_regression
-
-    return tuple(isotonic_regression(seconds).x.tolist())
+    """Times of rising sizes without their noise: where more takes less time, all of them take their mean
+    (isotonic regression, by pooling adjacent violators)."""
+    pools: list[list[float]] = []
+    for second in seconds:
+        pools.append([second])
+        while len(pools) > 1 and statistics.fmean(pools[-2]) >= statistics.fmean(pools[-1]):
+            later = pools.pop()
+            pools[-1] += later
+    return tuple(statistics.fmean(pool) for pool in pools for _ in pool)

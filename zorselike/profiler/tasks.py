@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import (
@@ -114,24 +114,41 @@ def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Tas
 
 
 def run_tasks(tasks: Sequence[Task], profile: Profile, processes: Processes, path: Path) -> Profile:
-    """The profile with what each task found; saved by rank 0 after each, with a bar there. The same on every
-    rank.
+    """The profile with what each task found; saved by rank 0 after each, with a bar there if tqdm is
+    installed. The same on every rank.
 
     Raises:
         ClusterError: On all ranks, naming the one that failed.
     """
-    with tqdm(total=len(tasks), disable=processes.rank != 0, file=sys.stderr, dynamic_ncols=True) as bar:
-        for task in tasks:
-            bar.set_description_str(task.name)
+    with _progress(len(tasks), is_shown=processes.rank == 0) as show:
+        for number, task in enumerate(tasks):
+            show(number, task.name)
 
-            def tell(text: str, name: str = task.name) -> None:
-                bar.set_description_str(f"{name}: {text}")
+            def tell(text: str, number: int = number, name: str = task.name) -> None:
+                show(number, f"{name}: {text}")
 
             found = processes.gather_or_raise(partial(task.run, profile, tell))
             profile = reduce(Profile.merge, (each for each in found if each is not None), profile)
             save_once(processes, profile, path)
-            bar.update(1)
+        show(len(tasks), "")
     return profile
+
+
+@contextmanager
+def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[int, str], None]]:
+    """A bar that is told how many are done, and what comes next."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        yield lambda done, text: None
+        return
+    with tqdm(total=total, disable=not is_shown, file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def show(done: int, text: str) -> None:
+            bar.set_description_str(text)
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def save_once(processes: Processes, content: Profile | Cluster, path: Path) -> None:

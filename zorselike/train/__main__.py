@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from zorselike.errors import USER_ERRORS
+from zorselike.errors import USER_ERRORS, ConfigError, describe_missing_package
 from zorselike.runtime.processes.launcher import report_mistake
 from zorselike.train.config.config import load_plan
 from zorselike.train.config.file import parse_command_line
@@ -20,6 +20,9 @@ def main() -> int:
         from zorselike.train.trainer import run
 
         return run(request, plan)
+    except ModuleNotFoundError as error:
+        report_mistake(ConfigError(describe_missing_package(error, "the training program")))
+        return 2
     except USER_ERRORS as error:
         report_mistake(error)
         return 2
