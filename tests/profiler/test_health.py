@@ -108,6 +108,7 @@ def test_memory_is_a_warning() -> None:
     found = texts(find_problems([scarce]), "warns")
     assert len(found) == 2 and all(text.startswith("node a") for text in found)
     assert "1.0 GiB of host memory are free" in found[0] and "ulimit -l" in found[1]
+    assert "ZORSELIKE_HOST_MEMORY" in found[0]
 
 
 def test_interfaces_may_be_named_as_nccl_and_gloo_take_them() -> None:

@@ -321,7 +321,7 @@ def _search_largest(bench: GpuBench, variant: str, held: dict[int, Measurement])
         shape = replace(bench.shape, num_layers=num_layers)
         needed = _HOST_BYTES.get(variant, 0.0) * num_parameters(config_of(shape))
         if needed > _host_room():
-            return f"host memory: {needed / 2**30:.1f} GiB by arithmetic, not tried"
+            return f"host memory: {needed / 2**30:.1f} GiB by arithmetic, not tried with {find_host_room()}"
         job = bench.job(
             variant,
             shape=shape,

@@ -15,7 +15,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.comm.ranks import Ranks
-from zorselike.runtime.memory.host_room import find_host_room
+from zorselike.runtime.memory.host_room import HostRoom, find_host_room
 from zorselike.runtime.memory_report import GIB, expect_moments
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.model.boundaries import Trace
@@ -35,14 +35,15 @@ def refuse_unfitting_plan(
     and master weights; moments and activations are known later."""
     plan, own_processes = compiled.plan, [processes[process] for process in ranks.process_of]
     sizes = {part.index: _measure(plan, part.index, part.module, param_dtype) for part in compiled.parts}
-    numbers = []
+    needed = []
     for rank, process in enumerate(own_processes):
         walk = walk_memory(plan, rank, compiled.step_actions[rank], sizes)
         on_device = 0 if process.device == "cuda" else walk.device_peak_bytes
-        numbers.append((walk.host_peak_bytes + on_device, process.host_room_bytes))
+        needed.append(walk.host_peak_bytes + on_device)
     refuse_crowded_hosts(
         [process.node for process in own_processes],
-        numbers,
+        needed,
+        [HostRoom(process.host_room_bytes, process.host_room_limit) for process in own_processes],
         "the plan puts at least {} GiB",
         mend="offload less there, give its ranks fewer layers, or train a smaller model",
     )
@@ -93,9 +94,12 @@ def check_host_room(assembly: Assembly) -> None:
     numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64)
     numbers[assembly.ranks.rank] = torch.tensor([needed, find_host_room().num_bytes])
     dist.all_reduce(numbers, group=assembly.control)
+    processes = [assembly.processes[process] for process in assembly.ranks.process_of]
+    limits = [process.host_room_limit for process in processes]
     refuse_crowded_hosts(
-        [assembly.processes[process].node for process in assembly.ranks.process_of],
-        numbers.tolist(),
+        [process.node for process in processes],
+        [int(own) for own, _ in numbers],
+        [HostRoom(int(room), limit) for (_, room), limit in zip(numbers, limits, strict=True)],
         "the first step would put {} GiB more of optimizer state and gradients",
         mend="offload less there, or give its ranks fewer layers",
     )
@@ -111,16 +115,17 @@ def _needed_later(ministage: ShardedMinistage, assembly: Assembly) -> int:
 
 
 def refuse_crowded_hosts(
-    nodes: Sequence[str], numbers: Sequence[Sequence[int]], what: str, *, mend: str
+    nodes: Sequence[str], needed: Sequence[int], rooms: Sequence[HostRoom], what: str, *, mend: str
 ) -> None:
-    """`nodes` and `numbers` by rank: where it runs; bytes that it needs, and bytes that are left there.
-    `what` says of so many GiB what puts them into host memory."""
+    """By rank: the node on which it runs, bytes that it needs, and what is left there. `what` says of so many
+    GiB what puts them into host memory."""
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, other in enumerate(nodes) if other == node]
-        needed, room = sum(numbers[rank][0] for rank in ranks), min(numbers[rank][1] for rank in ranks)
-        if needed > room:
-            listed = ", ".join(f"rank {rank}: {numbers[rank][0] / GIB:.2f}" for rank in ranks)
+        total = sum(needed[rank] for rank in ranks)
+        room = min((rooms[rank] for rank in ranks), key=lambda room: room.num_bytes)
+        if total > room.num_bytes:
+            listed = ", ".join(f"rank {rank}: {needed[rank] / GIB:.2f}" for rank in ranks)
             raise ConfigError(
-                f"{what.format(f'{needed / GIB:.2f}')} into the host memory of node '{node}' ({listed}), "
-                f"which has {room / GIB:.2f} GiB left: {mend}"
+                f"{what.format(f'{total / GIB:.2f}')} into the host memory of node '{node}' ({listed}), "
+                f"which has {room} left: {mend}"
             )

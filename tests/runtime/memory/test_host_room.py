@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from zorselike.errors import ConfigError
 from zorselike.runtime.memory import host_room
-from zorselike.runtime.memory.host_room import find_host_room
+from zorselike.runtime.memory.host_room import find_host_memory, find_host_room
 
 MIB = 2**20
+REPOSITORY = Path(__file__).parents[3]
 
 
 def write(root: Path, files: dict[str, object]) -> None:
@@ -23,6 +25,7 @@ def write(root: Path, files: dict[str, object]) -> None:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 1 GiB available and no control groups."""
     monkeypatch.setattr(host_room, "ROOT", tmp_path)
+    monkeypatch.delenv("ZORSELIKE_HOST_MEMORY", raising=False)
     write(tmp_path, {"proc/meminfo": "MemTotal: 9999999 kB\nMemAvailable:  1048576 kB"})
     return tmp_path
 
@@ -87,3 +90,37 @@ def test_a_path_of_the_host_is_not_there_in_a_container(root: Path) -> None:
         },
     )
     assert find_host_room().num_bytes == 0
+
+
+def test_a_person_knows_better_than_the_machine_and_its_limits(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        root,
+        {
+            "proc/meminfo": "MemTotal: 2097152 kB\nMemAvailable:  1048576 kB",
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 100 * MIB,
+            "sys/fs/cgroup/memory.current": 90 * MIB,
+        },
+    )
+    assert str(find_host_room()).endswith(
+        "(memory limit of the container or job; ZORSELIKE_HOST_MEMORY=SIZE if there is more)"
+    )
+    monkeypatch.setenv("ZORSELIKE_HOST_MEMORY", "180GiB")
+    assert str(find_host_room()) == "179.00 GiB (ZORSELIKE_HOST_MEMORY less what is in use)"
+    assert find_host_memory() == 180 * 1024 * MIB
+    monkeypatch.setenv("ZORSELIKE_HOST_MEMORY", "1 MiB")
+    assert find_host_room().num_bytes == 0
+    monkeypatch.setenv("ZORSELIKE_HOST_MEMORY", "180")
+    with pytest.raises(ConfigError, match="ZORSELIKE_HOST_MEMORY is '180'; write a size with its unit"):
+        find_host_room()
+
+
+def test_everything_that_measures_host_memory_asks_here() -> None:
+    """So that what a person says holds everywhere."""
+    files = [path for folder in ("zorselike", "tools") for path in (REPOSITORY / folder).rglob("*.py")]
+    asking = [
+        path.name for path in files if "meminfo" in (text := path.read_text()) or "SC_PHYS_PAGES" in text
+    ]
+    assert asking == ["host_room.py"]

@@ -124,7 +124,8 @@ class HostMemory(DeviceMemory):
 
     def __init__(self, limit_bytes: int | None = None, *, num_sharing: int = 1) -> None:
         """`num_sharing`: processes that share this host's free memory."""
-        free = int(find_host_room().num_bytes * HOST_SHARE / num_sharing)
+        self._room = find_host_room()
+        free = int(self._room.num_bytes * HOST_SHARE / num_sharing)
         self.limit_bytes = free if limit_bytes is None else min(free, limit_bytes)
         self._held: Callable[[], int] = lambda: 0
         self._peak = 0
@@ -155,7 +156,7 @@ class HostMemory(DeviceMemory):
         now = self._held() + self.kept_bytes()
         self._peak = max(self._peak, now)
         if now > self.limit_bytes:
-            raise MemoryLimitError(f"{now:,} bytes held, {self.limit_bytes:,} allowed")
+            raise MemoryLimitError(f"{now:,} bytes held, {self.limit_bytes:,} allowed; host: {self._room}")
 
     @property
     def peak_bytes(self) -> int:

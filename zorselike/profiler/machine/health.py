@@ -10,6 +10,7 @@ from typing import Literal
 from zorselike.cost.profile import LinkTimes
 from zorselike.cost.wires import fit_link
 from zorselike.plan.plan import Plan
+from zorselike.runtime.memory.host_room import HOST_MEMORY_VARIABLE
 from zorselike.runtime.processes.world import ProcessInfo, find_mistakes
 from zorselike.text.layout import align_columns
 from zorselike.text.wording import list_few
@@ -156,8 +157,9 @@ def _memory(healths: Sequence[Health]) -> Iterator[str]:
         free = min(health.info.host_room_bytes for health in own)
         if free < LEAST_HOST_BYTES * len(own):
             yield (
-                f"node {node}: {free / GIB:.1f} GiB of host memory are free for {len(own)} processes; end "
-                "what else runs there, or raise the container's limit"
+                f"node {node}: {free / GIB:.1f} GiB of host memory are free for {len(own)} processes "
+                f"({own[0].info.host_room_limit}); end what else runs there, raise the container's limit, or "
+                f"set {HOST_MEMORY_VARIABLE} if there is more"
             )
         limits = [health.locked_bytes for health in own if health.locked_bytes is not None]
         if limits and min(limits) < LEAST_LOCKED_BYTES and any(health.info.gpu for health in own):

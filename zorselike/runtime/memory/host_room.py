@@ -1,4 +1,9 @@
-"""How much more host memory this process can have: the machine's, or a control group's."""
+"""How much more host memory this process can have: the machine's, a control group's, or what a person says.
+
+A virtual machine may get its memory only as it uses it, and says that it has less. There the environment
+variable `ZORSELIKE_HOST_MEMORY` (such as `180GiB`) says what all processes of a node can have together; what
+is in use is taken off.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from zorselike.errors import ConfigError, FileError
+from zorselike.text.units import read_memory
+
+HOST_MEMORY_VARIABLE = "ZORSELIKE_HOST_MEMORY"
 
 ROOT = Path("/")
 """Root of `/proc` and `/sys`; replaced in tests."""
@@ -19,7 +29,8 @@ class HostRoom:
     limit: str
 
     def __str__(self) -> str:
-        return f"{self.num_bytes / 2**30:.2f} GiB ({self.limit})"
+        hint = "" if HOST_MEMORY_VARIABLE in self.limit else f"; {HOST_MEMORY_VARIABLE}=SIZE if there is more"
+        return f"{self.num_bytes / 2**30:.2f} GiB ({self.limit}{hint})"
 
 
 @dataclass(frozen=True)
@@ -40,16 +51,42 @@ _V1 = _Hierarchy(
 
 
 def find_host_room() -> HostRoom:
-    """Host memory that is free now on this machine, or within this process's control groups."""
+    """Host memory that is free now on this machine, or within this process's control groups. Raises
+    `ConfigError` where `ZORSELIKE_HOST_MEMORY` is no size."""
+    said = _said_bytes()
+    if said is not None:
+        return HostRoom(max(0, said - _used_bytes()), f"{HOST_MEMORY_VARIABLE} less what is in use")
     rooms = [HostRoom(_available_bytes(), "available memory")]
     for hierarchy, group in _control_groups():
         rooms += _rooms(hierarchy, group)
     return min(rooms, key=lambda room: room.num_bytes)
 
 
+def find_host_memory() -> int:
+    """Host memory of this machine in all; 0 where nothing says."""
+    said = _said_bytes()
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if said is None else said
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _said_bytes() -> int | None:
+    text = os.environ.get(HOST_MEMORY_VARIABLE)
+    try:
+        return read_memory(text, HOST_MEMORY_VARIABLE) if text else None
+    except FileError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _used_bytes() -> int:
+    total, available = (_entry(ROOT / "proc/meminfo", name) for name in ("MemTotal:", "MemAvailable:"))
+    return 0 if total is None or available is None else (total - available) * 1024
+
+
 def _available_bytes() -> int:
     kib = _entry(ROOT / "proc/meminfo", "MemAvailable:")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if kib is None else kib * 1024
+    return find_host_memory() if kib is None else kib * 1024
 
 
 def _control_groups() -> Iterator[tuple[_Hierarchy, str]]:

@@ -21,7 +21,7 @@ from zorselike.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.devices import Process, match_devices
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
-from zorselike.runtime.memory.host_room import find_host_room
+from zorselike.runtime.memory.host_room import find_host_memory, find_host_room
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.text.wording import count, list_few
 from zorselike.version import __version__
@@ -58,6 +58,8 @@ class ProcessInfo:
     """Memory of the GPU, or of the machine without one."""
     host_room_bytes: int = 0
     """Free host memory of the machine or the container."""
+    host_room_limit: str = ""
+    """What says so."""
     torch: str = ""
     """Version with its build: `2.13.0+cu126`."""
     cuda: str = ""
@@ -91,7 +93,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
     identity = find_identity(rank=rank)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = identity.local_rank if device.index is None else device.index
-    name, gpu, architecture, memory_bytes = "", "", "", _host_memory_bytes()
+    name, gpu, architecture, memory_bytes = "", "", "", find_host_memory()
     if device.type == "cuda" and index < num_gpus:
         properties = torch.cuda.get_device_properties(index)
         name, gpu, memory_bytes = properties.name, str(properties.uuid), properties.total_memory
@@ -100,6 +102,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
             if torch.version.hip
             else f"sm_{properties.major}{properties.minor}"
         )
+    room = find_host_room()
     return ProcessInfo(
         rank=rank,
         node=identity.node,
@@ -111,7 +114,8 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         architecture=architecture,
         compiled_architectures=tuple(torch.cuda.get_arch_list()) if num_gpus else (),
         memory_bytes=memory_bytes,
-        host_room_bytes=find_host_room().num_bytes,
+        host_room_bytes=room.num_bytes,
+        host_room_limit=room.limit,
         torch=str(torch.__version__),
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=_nccl_version() if num_gpus else "",
@@ -413,10 +417,3 @@ def _nccl_version() -> str:
     if not dist.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-def _host_memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0

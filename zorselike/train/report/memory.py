@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections import defaultdict
@@ -13,6 +12,7 @@ import torch
 
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
+from zorselike.runtime.memory.host_room import find_host_memory
 from zorselike.runtime.memory_report import MemoryReport
 from zorselike.text.wording import show_bytes
 
@@ -31,8 +31,8 @@ def read_peak(device: torch.device) -> MemoryPeak:
         return MemoryPeak(reserved, 100 * reserved / torch.cuda.get_device_properties(device).total_memory)
     unit = 1 if sys.platform == "darwin" else 1024
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MemoryPeak(resident, 100 * resident / total)
+    total = find_host_memory()
+    return MemoryPeak(resident, 100 * resident / total if total else 0.0)
 
 
 def read_footprint(device: torch.device) -> int | None:
