@@ -6,12 +6,13 @@ rank takes; here one slab holds many buffers and is registered with the driver a
 
 from __future__ import annotations
 
-import resource
+import os
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from torch import Tensor
 from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.host_room import find_host_room
+from zorselike.runtime.memory.pinned import make_pinned, unpin, unpin_abandoned
 from zorselike.runtime.memory.streams import Streams
 
 Place = Literal["device", "host"]
 
 _ALIGNMENT = 64
 """Bytes: where each buffer of a slab begins."""
-_PAGE_BYTES = resource.getpagesize()
 
 
 class Ledger:
@@ -66,6 +67,8 @@ class HostPool:
         self._pin = pin
         self._free: defaultdict[tuple[Purpose, int], list[Tensor]] = defaultdict(list)
         self._slabs: list[Tensor] = []
+        if pin:
+            weakref.finalize(self, unpin_abandoned, self._slabs, os.getpid()).atexit = False
 
     def reserve(self, purpose: Purpose, sizes: Sequence[int]) -> None:
         """Makes room for buffers of these sizes (bytes) at once, beside what is free already.
@@ -99,11 +102,10 @@ class HostPool:
     def close(self) -> None:
         """Gives everything back to the system, whoever still holds a buffer."""
         self._free.clear()
+        if self._pin:
+            unpin(self._slabs)
         while self._slabs:
-            slab = self._slabs.pop()
-            if self._pin and slab.numel():
-                _cudart().cudaHostUnregister(slab.data_ptr())
-            slab.untyped_storage().resize_(0)
+            self._slabs.pop().untyped_storage().resize_(0)
 
     def _allocate(self, purpose: Purpose, num_bytes: int) -> Tensor:
         room = find_host_room()
@@ -112,33 +114,10 @@ class HostPool:
                 f"offloading needs {num_bytes / 2**30:.2f} GiB more host memory for {purpose}, and this "
                 f"machine has {room} left: offload less, or give this rank fewer layers or rows"
             )
-        if self._pin:
-            # The driver locks whole pages, and none twice.
-            num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-            slab = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8)
-            first = -slab.data_ptr() % _PAGE_BYTES
-            slab = slab[first : first + num_bytes]
-            self._register(slab, purpose)
-        else:
-            slab = torch.empty(num_bytes, dtype=torch.uint8)
+        slab = make_pinned(purpose, num_bytes) if self._pin else torch.empty(num_bytes, dtype=torch.uint8)
         self._slabs.append(slab)
-        self._ledger.hold(purpose, "host", num_bytes)
+        self._ledger.hold(purpose, "host", slab.numel())
         return slab
-
-    def _register(self, slab: Tensor, purpose: Purpose) -> None:
-        code = int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
-        if code:
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
-            raise ConfigError(
-                f"the driver does not lock {slab.numel() / 2**30:.2f} GiB of host memory for {purpose} "
-                f"(CUDA error {code}; locked-memory limit: {allowed}): raise it with 'ulimit -l unlimited', "
-                "or the container's memlock, or offload less"
-            )
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
