@@ -27,14 +27,30 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._dynamo  # A dispatch mode needs it: once here, not in every rank.
 import torch.distributed as dist
-from memory_races import Access, Buffer, Clock, Memory, StreamRace, merge, own_frames
+from memory_races import Clocks, StreamRace
 from operator_roles import Role, flatten, name_arguments, role_of, split_arguments, tensors_in
+from storages import Storages
+from stream_work import (
+    Frames,
+    HostRead,
+    Judge,
+    Launch,
+    Output,
+    Range,
+    Record,
+    Step,
+    Synchronize,
+    Wait,
+    Work,
+    own_frames,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,48 +63,36 @@ __all__ = ["RaceEvent", "RaceStream", "RaceStreams", "StreamRace"]
 class RaceEvent(Event):
     """What had been given to a stream when it was recorded."""
 
-    def __init__(self, clock: Clock, host: Clock) -> None:
-        self.clock = clock
-        self._host = host
+    def __init__(self, number: int, streams: RaceStreams) -> None:
+        self.number = number
+        self._streams = streams
 
     def synchronize(self) -> None:
-        merge(self._host, self.clock)
+        self._streams.give(Synchronize(self.number, own_frames()))
 
 
 class RaceStream(Stream):
-    """One order of execution; a test may replace `wait` of an instance to see what that breaks."""
+    """One order of execution."""
 
     def __init__(self, number: int, name: str, handle: torch.cpu.Stream, streams: RaceStreams) -> None:
         self.number = number
         self.name = name
         self.handle = handle
         """What FSDP2 knows it as."""
-        self.clock: Clock = {number: 0}
         self._streams = streams
 
     def __repr__(self) -> str:
         return f"RaceStream({self.name})"
 
     def record(self) -> RaceEvent:
-        self.learn(self._streams.host)
-        return RaceEvent(dict(self.clock), self._streams.host)
+        return self._streams.record(self, own_frames())
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, RaceEvent)
-        self.learn(event.clock)
+        self._streams.give(Wait(event.number, self.number, own_frames()))
 
     def use(self) -> AbstractContextManager[None]:
         return self._streams.using(self)
-
-    def learn(self, clock: Clock) -> None:
-        """What follows comes after this clock; an event recorded earlier does not cover it."""
-        if merge(self.clock, clock):
-            self.clock[self.number] += 1
-
-    def advance(self) -> None:
-        """Starts a step: the work of one operator."""
-        self.learn(self._streams.host)
-        self.clock[self.number] += 1
 
 
 class RaceStreams(Streams):
@@ -101,17 +105,17 @@ class RaceStreams(Streams):
     is_concurrent = True
 
     def __init__(self, *, raises: bool = False, checks_host_reads: bool = False) -> None:
-        self.races: list[StreamRace] = []
+        self.clocks = Clocks(raises=raises)
+        self.judges: list[Judge] = [self.clocks]
+        """Told of all work."""
         self.label = ""
         """Put before operators in messages, such as the action that runs."""
         self.on_resize: Callable[[int], None] | None = None
         """Told `resident_bytes` after each `resize_` of a storage."""
         self.num_operators: Counter[str] = Counter()
         """By the name of a stream: how many operators it was given, to see that a test gets there."""
-        self.host: Clock = {}
         self.checks_host_reads = checks_host_reads
-        self._raises = raises
-        self._reported: dict[tuple[Any, ...], StreamRace] = {}
+        self._events = count()
         self._streams: list[RaceStream] = []
         self._of_handle: dict[torch.cpu.Stream, RaceStream] = {}
         self._of_group: dict[str, RaceStream] = {}
@@ -120,7 +124,11 @@ class RaceStreams(Streams):
         for name, kind in Streams.__annotations__.items():
             if kind == "Stream" and name != "compute":
                 setattr(self, name, self.make(name))
-        self.memory = Memory(self._report, default=self.default.number)
+        self.storages = Storages(self.give, default=self.default.number)
+
+    @property
+    def races(self) -> list[StreamRace]:
+        return self.clocks.races
 
     @property
     def pairs(self) -> list[tuple[str, str, str]]:
@@ -173,6 +181,16 @@ class RaceStreams(Streams):
             stack.enter_context(mode)
             yield self
 
+    def give(self, work: Work) -> None:
+        """Tells the judges."""
+        for judge in self.judges:
+            judge.see(work)
+
+    def record(self, stream: RaceStream, frames: Frames = ()) -> RaceEvent:
+        event = RaceEvent(next(self._events), self)
+        self.give(Record(event.number, stream.number, frames))
+        return event
+
     def of(self, handle: torch.cpu.Stream | None) -> RaceStream:
         """The stream that stands for one of `torch.cpu`'s; for None the current one."""
         if handle is None:
@@ -189,46 +207,41 @@ class RaceStreams(Streams):
 
     def name_storage(self, tensor: Tensor, name: str) -> None:
         """How messages call the memory of a tensor."""
-        self._buffer_of(tensor).name = name
+        self.storages.buffer(_storage_of(tensor)).name = name
 
     def mark_host(self, tensor: Tensor) -> None:
         """The tensor, just made, stands for host memory, which is of no stream's pool."""
-        self.memory.mark_host(self._buffer_of(tensor))
+        self.storages.mark_host(_storage_of(tensor))
 
     def resident_bytes(self) -> int:
         """Bytes of all living storages that were ever resized."""
-        return self.memory.resident_bytes()
-
-    def _buffer_of(self, tensor: Tensor) -> Buffer:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return self.memory.buffer(local.untyped_storage())
+        return self.storages.resident_bytes()
 
     def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         if storage.device.type == "cpu" and storage.nbytes() != size:
-            stream = self.current
-            stream.learn(self.host)
-            self.memory.resize(storage, size, stream.clock, self.step(stream, "resize_"))
+            self.storages.resize(storage, size, self.step(self.current, "resize_"))
         result = resize(storage, size)
         if self.on_resize is not None:
             self.on_resize(self.resident_bytes())
         return result
 
-    # -- findings --------------------------------------------------------------------------
+    def ranges(self, tensors: list[Tensor], step: Step, *, writes: bool) -> list[Range]:
+        """The bytes of those tensors that have any."""
+        found = []
+        for tensor in tensors:
+            if tensor.numel():
+                found.append(self.storages.range(tensor, writes=writes))
+                if not tensor.untyped_storage().nbytes():  # The operator would crash.
+                    raise self.clocks.report("freed", found[-1].buffer, None, step)
+        return found
 
-    def step(self, stream: RaceStream, what: str) -> Access:
+    def step(self, stream: RaceStream, what: str) -> Step:
         """A description of what the stream does now."""
-        text = f"{self.label} {what}" if self.label else what
-        return Access(stream.number, stream.clock[stream.number], stream.name, text, own_frames())
+        return Step(stream.number, stream.name, f"{self.label} {what}" if self.label else what, own_frames())
 
-    def _report(self, kind: str, buffer: Buffer, earlier: Access | None, later: Access) -> StreamRace:
-        """Adds a race, unless the same lines raced already."""
-        key = (kind, later.stream, later.frames, earlier and (earlier.stream, earlier.frames))
-        if key not in self._reported:
-            self._reported[key] = StreamRace(kind, buffer.describe(), earlier, later)
-            self.races.append(self._reported[key])
-        if self._raises:
-            raise self._reported[key]
-        return self._reported[key]
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def _torch_cpu(streams: RaceStreams) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -241,7 +254,7 @@ def _torch_cpu(streams: RaceStreams) -> list[tuple[Any, str, Callable[..., Any]]
         streams.make(f"FSDP's {assigned[1]}" if assigned else "of torch.cpu", handle)
 
     def record(event: Any, handle: Any = None) -> None:
-        event.recorded = streams.of(handle).record()
+        event.recorded = streams.record(streams.of(handle), own_frames())
 
     def record_event(handle: Any) -> Any:
         event = events()
@@ -250,7 +263,7 @@ def _torch_cpu(streams: RaceStreams) -> list[tuple[Any, str, Callable[..., Any]]
 
     def wait_event(handle: Any, event: Any) -> None:
         if hasattr(event, "recorded"):
-            streams.of(handle).learn(event.recorded.clock)
+            streams.give(Wait(event.recorded.number, streams.of(handle).number, own_frames(), of_fsdp=True))
 
     return [
         (torch.cpu, "current_stream", lambda device=None: streams.current.handle),
@@ -271,8 +284,7 @@ class _Mode(TorchDispatchMode):
     def __init__(self, streams: RaceStreams) -> None:
         super().__init__()
         self._streams = streams
-        self._memory = streams.memory
-        self._works: dict[int, tuple[dist.Work, Clock]] = {}
+        self._works: dict[int, tuple[dist.Work, RaceEvent]] = {}
         """By identity, what is not waited for yet."""
 
     def waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,7 +293,8 @@ class _Mode(TorchDispatchMode):
         def wait_and_learn(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             result = wait(work, *args, **kwargs)
             if id(work) in self._works:
-                self._streams.current.learn(self._works.pop(id(work))[1])
+                event = self._works.pop(id(work))[1]
+                self._streams.give(Wait(event.number, self._streams.current.number, own_frames()))
             return result
 
         return wait_and_learn
@@ -301,51 +314,50 @@ class _Mode(TorchDispatchMode):
         if role is Role.COLLECTIVE:
             return self._exchange(func, args, kwargs)
         stream = self._streams.current
-        if role is Role.ALLOCATION:
-            stream.learn(self._streams.host)
-        else:
-            stream.advance()
         step = self._streams.step(stream, str(func))
         if role is Role.HOST_READ and self._streams.checks_host_reads:
-            self._memory.check_host_read(args[0], self._streams.host, step)
-        elif role in (Role.COMPUTE, Role.HOST_READ):
-            self._access(func, args, kwargs, stream, step)
+            for touched in self._streams.ranges([args[0]], step, writes=False):
+                self._streams.give(HostRead(step, touched))
+        elif role is not Role.ALLOCATION:
+            self._launch(func, args, kwargs, stream, step)
         result = func(*args, **kwargs)
-        self._produce(func, role, result, stream, step)
+        self._produce(func, role, result, step)
         return result
 
     def _exchange(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A collective; without `async_op` the current stream waits at once, so it is its own work."""
+        streams, stream = self._streams, self._streams.current
         given = name_arguments(func, args, kwargs)
-        stream = self._streams.current
         if given.get("async_op", given.get("asyncOp", True)):
-            issued = stream.record()
-            stream = self._streams.of_group(dist.ProcessGroup.unbox(given["process_group"]).group_name)
-            stream.learn(issued.clock)
-        stream.advance()
-        self._access(func, args, kwargs, stream, self._streams.step(stream, str(func)))
+            issued = streams.record(stream)
+            stream = streams.of_group(dist.ProcessGroup.unbox(given["process_group"]).group_name)
+            streams.give(Wait(issued.number, stream.number))
+        self._launch(func, args, kwargs, stream, streams.step(stream, str(func)))
         result = func(*args, **kwargs)
         for boxed in flatten(result):
             if isinstance(boxed, torch.ScriptObject):
                 work = dist.Work.unbox(boxed)
-                self._works[id(work)] = (work, dict(stream.clock))
+                self._works[id(work)] = (work, streams.record(stream))
         return result
 
-    def _access(self, func: Any, args: Any, kwargs: Any, stream: RaceStream, step: Access) -> None:
-        self._streams.num_operators[stream.name] += 1
-        read, written = split_arguments(func, args, kwargs)
-        for tensor in read:
-            self._memory.access(tensor, stream.clock, step, writes=False)
-        for tensor in written:
-            self._memory.access(tensor, stream.clock, step, writes=True)
+    def _launch(self, func: Any, args: Any, kwargs: Any, stream: RaceStream, step: Step) -> None:
+        ranges: list[Range] = []
+        if role_of(func) is not Role.FACTORY:
+            self._streams.num_operators[stream.name] += 1
+            read, written = split_arguments(func, args, kwargs)
+            for tensors, writes in ((read, False), (written, True)):
+                ranges += self._streams.ranges(tensors, step, writes=writes)
+        self._streams.give(Launch(step, tuple(ranges)))
 
-    def _produce(self, func: Any, role: Role, result: Any, stream: RaceStream, step: Access) -> None:
+    def _produce(self, func: Any, role: Role, result: Any, step: Step) -> None:
+        storages = self._streams.storages
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            is_new = not self._memory.knows(storage) and storage.nbytes() > 0
+            is_new = not storages.knows(storage) and storage.nbytes() > 0
             if is_new:
-                self._memory.allocate(storage, stream.clock, step)
+                storages.allocate(storage, storage.nbytes(), step)
             # An output that is an argument's memory unannounced: of aten's it is a view
             # (`_unsafe_view`), others may have written it (`fsdp::all_gather_copy_in`).
             if role is not Role.ALLOCATION and (is_new or getattr(func, "namespace", "") != "aten"):
-                self._memory.access(tensor, stream.clock, step, writes=True)
+                for touched in self._streams.ranges([tensor], step, writes=True):
+                    self._streams.give(Output(step, touched))

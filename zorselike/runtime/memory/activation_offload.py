@@ -265,6 +265,7 @@ class ActivationOffload:
     def forget(self) -> None:
         """Drops what an unfinished step kept."""
         for key in list(self._microbatches):
+            self.arrive(key)  # Host memory that is still read on its way back is not written again.
             self.drop(key)
         self.finish()
 

@@ -62,6 +62,11 @@ class HostBackedTensors:
     def num_bytes(self) -> int:
         return sum(self._sizes)
 
+    @property
+    def outbound(self) -> Stream:
+        """The stream that takes them to the host."""
+        return self._memory.streams.store
+
     def load(self) -> None:
         """Starts the copies to the device; users call `arrive` first."""
         assert not self.is_on_device
@@ -91,7 +96,7 @@ class HostBackedTensors:
     def store(self, written: Event) -> Event:
         """Starts the copies to the host, after `written`; gives the event of their end."""
         assert self.is_on_device
-        store = self._memory.streams.store
+        store = self.outbound
         store.wait(written)
         with store.use():
             for whole, host in zip(self._bytes(), self._host, strict=True):
@@ -173,6 +178,7 @@ class HostBackedParts(ABC):
         """After an unfinished step: to the host with what is on the device."""
         for tensors in self.host_backed():
             if tensors.is_on_device:
+                tensors.arrive(tensors.outbound)  # Perhaps nobody has waited for the load.
                 tensors.free(tensors.store(last_use))
 
     def on_host(self, key: Hashable, like: Tensor) -> Tensor | None:

@@ -105,6 +105,7 @@ class Gradients:
 
     def forget(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Drops what an unfinished step left."""
+        self.arrive(self._memory.streams.compute)
         self._release(parameters)
         for buffer, _ in self._on_host.values():
             self._memory.pool.give_back(Purpose.GRADIENT_SHARDS, buffer)
