@@ -253,7 +253,8 @@ class Assembly:
         )
         edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
         by_host = frozenset(filter(self._goes_by_host, edges))
-        self.transport = Transport(self.groups, edges, by_host=by_host, device=device)
+        streams = self.resources.memory.streams
+        self.transport = Transport(self.groups, edges, by_host=by_host, device=device, streams=streams)
         self.busy = BusyClock(device)
 
     def describe(self) -> str:

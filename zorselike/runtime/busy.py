@@ -31,7 +31,10 @@ class BusyClock:
             yield
             self._seconds += time.perf_counter() - began
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (
+            torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         begin.record()
         yield
         end.record()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import ProcessGroup
 
 Sums = tuple[float, float, float]
@@ -61,7 +61,7 @@ class SumOverRanks:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
         # A number on a GPU is ready only after the work queued before it; a thread waits for it.
-        self._thread = None if device.type == "cpu" else ThreadPoolExecutor(1, "zorselike-result")
+        self._thread = None if device.type == "cpu" else DeviceThread("result", device)
         self._last: Callable[[], Sums] | None = None
 
     def start(self, values: Tensor, *, scaled: bool = False) -> StepResult:
@@ -72,7 +72,7 @@ class SumOverRanks:
         else:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
 
             def reduce() -> Sums:
@@ -80,8 +80,7 @@ class SumOverRanks:
                 dist.all_reduce(host, group=self._group)
                 return _read(host)
 
-            future: Future[Sums] = self._thread.submit(reduce)
-            self._last = future.result
+            self._last = self._thread.submit(reduce).result
         return StepResult(self._last, scaled)
 
     def close(self) -> None:
@@ -90,7 +89,7 @@ class SumOverRanks:
             self._last()
             self._last = None
         if self._thread is not None:
-            self._thread.shutdown(wait=True)
+            self._thread.close()
 
 
 def _read(values: Tensor) -> Sums:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup
+from zorselike.runtime.memory.streams import Event, Streams
 from zorselike.runtime.model.signature import Signature, TensorSpec
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
 
@@ -104,49 +105,77 @@ _NO_MEMBER = "this process is not in the group of the transfer"
 
 
 class _StagedChannel(_Channel):
-    """Device memory over Gloo through pinned host memory: what cannot block a GPU."""
+    """Device memory over Gloo through pinned host memory: what cannot block a GPU. Copies have a stream of
+    their own, and a thread waits for them and for Gloo, so that neither compute nor the executor does."""
 
-    def __init__(self, process: int, group: ProcessGroup, device: torch.device, *, tag: int) -> None:
+    def __init__(
+        self, process: int, group: ProcessGroup, device: torch.device, *, tag: int, streams: Streams
+    ) -> None:
         super().__init__(process, group, torch.device("cpu"), tag=tag)
         self.kind = "Gloo through pinned memory"
         self._gpu = device
-        # A copy off the device ends after the compute queued before it: a thread of the
-        # channel's own waits for that, so that the executor goes on.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zorselike-stage")
+        self._streams = streams
+        self._copies = streams.make("staged copies")
+        self._thread = DeviceThread("stage", device)
 
     def send(self, tensor: Tensor) -> _Sent:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
+        host = self._make_buffer(tensor.shape, tensor.dtype)
+        self._copies.wait(self._streams.compute.record())
+        with self._copies.use():
+            host.copy_(tensor, non_blocking=True)
+        copied, held = self._copies.record(), [tensor]
 
-        def pass_on() -> _Sent:
+        def pass_on() -> None:
             copied.synchronize()
-            return super(_StagedChannel, self).send(host)
+            held.clear()  # Compute may have its memory again: nothing reads it any more.
+            super(_StagedChannel, self).send(host).wait()
 
-        started: Future[_Sent] = self._thread.submit(pass_on)
-        return _Sent(host, lambda: started.result().wait())
+        future = self._thread.submit(pass_on)
+        # What failed is not over, so that who waits hears of it.
+        return _Sent(host, future.result, lambda: future.done() and future.exception() is None)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        compute = self._streams.compute
+        host = self._make_buffer(shape, dtype)
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._gpu)
+        free = compute.record()
         wait = self._post(host)
 
-        def arrive() -> Arrived:
+        def bring() -> Event:
             wait()
-            return host.to(self._gpu, non_blocking=True), host
+            self._copies.wait(free)
+            with self._copies.use():
+                buffer.copy_(host, non_blocking=True)
+            return self._copies.record()
+
+        future = self._thread.submit(bring)
+
+        def arrive() -> Arrived:
+            compute.wait(future.result())
+            return buffer, host
 
         return arrive
 
+    def _make_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._gpu.type == "cuda")
+
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
 
 class Transport:
     """All channels of one rank; those in `by_host` go over Gloo, the others over NCCL."""
 
     def __init__(
-        self, groups: Groups, edges: Sequence[Edge], *, by_host: frozenset[Edge], device: torch.device
+        self,
+        groups: Groups,
+        edges: Sequence[Edge],
+        *,
+        by_host: frozenset[Edge],
+        device: torch.device,
+        streams: Streams,
     ) -> None:
+        self._streams = streams
         self._ranks = groups.ranks
         self._channels: dict[Edge, _Channel] = {}
         self.kinds: dict[Edge, str] = {}
@@ -175,7 +204,7 @@ class Transport:
         elif device.type == "cpu":
             channel = _Channel(process, host, device, tag=tag)
         else:
-            channel = _StagedChannel(process, host, device, tag=tag)
+            channel = _StagedChannel(process, host, device, tag=tag, streams=self._streams)
         self._channels[edge], self.kinds[edge] = channel, channel.kind
 
     def _warm_up(self, device: torch.device) -> None:

@@ -75,6 +75,10 @@ class Streams:
     def begin(self) -> None:
         """Starts a step: takes the current stream for compute."""
 
+    def make(self, name: str) -> Stream:
+        """One more stream."""
+        return self.compute
+
 
 _OVER = Event()
 """On a CPU rank everything is over as soon as it is started."""
@@ -98,7 +102,9 @@ class _CudaStream(Stream):
         self._stream = stream
 
     def record(self) -> Event:
-        return _CudaEvent(self._stream.record_event())
+        # A thread that waits for it sleeps, and does not take a core from the others.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return _CudaEvent(self._stream.record_event(event))
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
@@ -121,6 +127,9 @@ class _CudaStreams(Streams):
         self.gather, self.fetch = make(2, priority=-1)  # Urgent.
         self.load, self.load_state, self.store, self.stash, self.update = make(5)
         self.begin()
+
+    def make(self, name: str) -> Stream:
+        return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self.compute = _CudaStream(torch.cuda.current_stream(self._device))

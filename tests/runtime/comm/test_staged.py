@@ -1,0 +1,190 @@
+"""Transfers through host memory: who waits for what, and how long memory is held. Streams are recorded."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RunRanks
+from tiny import Case, adamw, module_names
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zorselike import HeteroPipeline
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.comm import transport
+from zorselike.runtime.comm.device_thread import DeviceThread
+from zorselike.runtime.comm.transport import _StagedChannel
+from zorselike.runtime.memory.streams import Event, Stream, Streams
+
+OFFLOAD = ("activations",)
+RUNTIME = Path(__file__).parents[3] / "zorselike" / "runtime"
+
+
+class Told(Event):
+    """Over when `release` says so."""
+
+    def __init__(self, stream: Recorder) -> None:
+        self.stream, self.position = stream, len(stream.log)
+        self.released = stream.released
+
+    def synchronize(self) -> None:
+        assert self.released.wait(30)
+
+
+class Recorder(Stream):
+    """What it was told, and what ran on it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log: list[Any] = []
+        self.released = threading.Event()
+
+    def record(self) -> Told:
+        self.log.append("record")
+        return Told(self)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, Told)
+        self.log.append(f"wait for {event.stream.name}")
+
+    @contextmanager
+    def use(self) -> Iterator[None]:  # type: ignore[override]
+        self.log.append("copy")
+        yield
+
+
+class Recorders(Streams):
+    def __init__(self) -> None:
+        self.compute = Recorder("compute")
+        self.made = Recorder("copies")
+
+    def make(self, name: str) -> Stream:
+        return self.made
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for another thread."""
+    while not condition():
+        time.sleep(1e-3)
+
+
+def transfer(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="gloo")
+    streams = Recorders()
+    channel = _StagedChannel(1 - rank, group, torch.device("cpu"), tag=0, streams=streams)
+    if rank == 0:
+        tensors = [torch.full((3, 2), float(number)) for number in range(3)]
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        sends = [channel.send(tensor) for tensor in tensors]
+        tensors.clear()
+        assert streams.compute.log == ["record"] * 3  # It waits for nothing.
+        assert streams.made.log == ["wait for compute", "copy", "record"] * 3
+        # Device memory is held until it is copied, host memory until it has left.
+        assert not any(sent.is_over() for sent in sends) and not any(each.expired() for each in storages)
+        dist.barrier()
+        streams.made.released.set()
+        until(lambda: all(sent.is_over() for sent in sends))
+        assert all(each.expired() for each in storages)
+        for sent in sends:
+            sent.wait()
+    else:
+        arrivals = [channel.receive((3, 2), torch.float32) for _ in range(3)]
+        assert streams.compute.log == ["record"] * 3 and streams.made.log == []  # Nothing is there to copy.
+        dist.barrier()
+        # All are brought, in order, though nobody has asked yet.
+        until(lambda: len(streams.made.log) == 9)
+        assert streams.made.log == ["wait for compute", "copy", "record"] * 3
+        for number, arrive in enumerate(arrivals):
+            tensor, host = arrive()
+            assert host is not None and host.data_ptr() != tensor.data_ptr()
+            assert tensor.eq(number).all() and host.eq(number).all()
+            assert streams.compute.log[3:] == ["wait for copies"] * (number + 1)
+    dist.barrier()
+    channel.close()
+
+
+def test_a_thread_waits_and_a_stream_of_its_own_copies(run_ranks: RunRanks) -> None:
+    run_ranks(transfer, 2)
+
+
+def fail(rank: int, world_size: int) -> None:
+    channel = _StagedChannel(0, dist.new_group(backend="gloo"), torch.device("cpu"), tag=0, streams=Streams())
+    with mock.patch.object(dist, "isend", side_effect=RuntimeError("connection closed")):
+        sent = channel.send(torch.zeros(1))
+        with pytest.raises(RuntimeError, match="connection closed"):
+            sent.wait()
+        assert not sent.is_over()
+    channel.close()
+
+
+def test_a_send_that_failed_is_not_over(run_ranks: RunRanks) -> None:
+    run_ranks(fail, 1)
+
+
+def plan() -> Plan:
+    rows = ((0, 1), (1, 3), (3, 4))
+    groups = (
+        Group((0,), tuple(Microbatch(0, *each) for each in rows), offload=("activations",)),
+        Group(
+            (1, 2),
+            tuple(Microbatch(1 + i % 2, *each) for i, each in enumerate(rows)),
+            offload=("activations",),
+        ),
+    )
+    names = module_names(3)
+    cuts = (names[:2], names[2:3], names[3:4], names[4:])
+    return Plan(4, groups, tuple(Ministage(i % 2, tuple(cut)) for i, cut in enumerate(cuts)))
+
+
+def train(rank: int, world_size: int, staged: bool) -> list[float]:
+    case = Case(plan(), 3)
+    made = partial(_StagedChannel, streams=Streams()) if staged else transport._Channel
+    with (
+        mock.patch.object(transport, "_Channel", made),
+        HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe,
+    ):
+        kinds = {*pipe._assembly.transport.kinds.values()}
+        assert kinds == {"Gloo through pinned memory" if staged else "Gloo"}
+        results = [pipe.step_global(*case.batch(step)) for step in range(3)]
+        return [number for result in results for number in (result.loss, result.grad_norm)]
+
+
+def test_a_step_over_it_is_the_same_step(run_ranks: RunRanks) -> None:
+    assert run_ranks(train, 3, True) == run_ranks(train, 3, False)
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+def test_a_thread_has_the_device_before_it_does_anything() -> None:
+    chosen: list[tuple[int, torch.device]] = []
+
+    def choose(device: torch.device) -> None:
+        chosen.append((threading.get_ident(), device))
+
+    with mock.patch.object(torch.cuda, "set_device", choose):
+        thread = DeviceThread("test", torch.device("cuda", 1))
+        own = thread.submit(threading.get_ident).result()
+        assert chosen == [(own, torch.device("cuda", 1))] and own != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            thread.submit(lambda: 1 / 0).result()
+        assert thread.submit(lambda: 7).result() == 7
+        thread.close()
+
+
+def test_no_other_thread_of_the_runtime_calls_cuda() -> None:
+    made = re.compile(r"\b(Thread|ThreadPoolExecutor)\(")
+    with_threads = {path.name for path in RUNTIME.rglob("*.py") if made.search(path.read_text())}
+    # The watch never imports torch, and pages are touched by CPU operators.
+    assert with_threads == {"device_thread.py", "watch.py", "pinned.py"}
+    assert "torch" not in (RUNTIME / "alarm" / "watch.py").read_text()
