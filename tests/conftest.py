@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ import volume
 from counted_time import CountedTime
 
 from zorselike.planner.search import budget
+
+SLOTS_ON_THE_GPU = 6
 
 budget.time = CountedTime()
 torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs where it uses them
@@ -46,13 +47,11 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests that run beside each other (`-n`) would take memory from each other there."""
-    if request.node.get_closest_marker("gpu") is None:
-        yield
-        return
-    with (Path(tempfile.gettempdir()) / f"zorselike-tests-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # Until it is closed.
+def one_of_few_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A card holds so many of the tests that run beside each other (`-n`)."""
+    with ExitStack() as stack:
+        if request.node.get_closest_marker("gpu") is not None:
+            stack.enter_context(ranks.take_slot(Path(tempfile.gettempdir()), SLOTS_ON_THE_GPU))
         yield
 
 

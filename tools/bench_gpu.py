@@ -25,13 +25,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.gpu.child import run_job
-from tools.gpu.job import Shape
+from tools.gpu.job import TINY_SHAPE, Shape
 from tools.gpu.sections import SECTIONS, GpuBench, find_ratios
 from tools.report import conclude, make_parser
-
-QUICK_CPU = Shape(
-    num_layers=4, dim=64, num_heads=4, ffn_hidden=192, vocab_size=256, sequence=16, microbatch_rows=2
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.tokens = options.tokens or ([128, 256] if is_tiny else [32_768, 65_536])
     options.ministages = min(options.ministages, 4) if is_tiny else options.ministages
     options.max_layers = 5 if is_tiny else 128
-    shape = QUICK_CPU if is_tiny else Shape()
+    shape = TINY_SHAPE if is_tiny else Shape()
     options.shape = replace(shape, num_layers=options.layers or shape.num_layers)
     return options
 

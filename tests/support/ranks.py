@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import functools
 import gc
 import io
@@ -20,10 +21,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -70,6 +72,31 @@ class RankExit:
         """The last line on standard error that is not empty, `""` if there is none."""
         lines = [line for line in self.stderr.splitlines() if line.strip()]
         return lines[-1] if lines else ""
+
+
+@contextmanager
+def take_slot(folder: Path, number: int) -> Iterator[int]:
+    """Inside, this process has one of so many slots of this user's; waits until one is free."""
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context((folder / f"zorselike-tests-{os.getuid()}-{slot}.lock").open("w"))
+            for slot in range(number)
+        ]
+        while (slot := next(filter(lambda slot: _lock(files[slot]), range(number)), None)) is None:
+            time.sleep(0.05)
+        try:
+            yield slot
+        finally:  # A process forked meanwhile has the file open too.
+            fcntl.flock(files[slot], fcntl.LOCK_UN)
+
+
+def _lock(file: IO[str]) -> bool:
+    """Whether it was free."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @dataclass

@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, RunRanks
+from ranks import RankError, RunRanks, take_slot
 
 from zorselike.errors import PlanError
 
@@ -105,3 +106,15 @@ def _skip(rank: int, world_size: int) -> None:
 def test_a_skip_on_a_rank_skips(run_ranks: RunRanks) -> None:
     with pytest.raises(pytest.skip.Exception, match="a reason"):
         run_ranks(_skip, 2, init=False)
+
+
+def test_so_many_processes_have_a_slot(tmp_path: Path) -> None:
+    with take_slot(tmp_path, 2) as first, take_slot(tmp_path, 2) as second:
+        assert {first, second} == {0, 1}
+        child = os.fork()
+        if child == 0:
+            with take_slot(tmp_path, 2):
+                os._exit(0)
+        time.sleep(0.2)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

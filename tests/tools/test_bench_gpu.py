@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.gpu.child import classify, run_job
-from tools.gpu.job import VARIANTS, Job, Measurement, Outcome, Shape, merge
+from tools.gpu.job import COMPARED, Job, Measurement, Outcome, Shape, merge
 from tools.gpu.sections import SECTIONS, GpuBench, find_ratios, is_same_loss, search_largest
 from tools.gpu.trainers import build_model, config_of, fill, make_plan
 from tools.report import list_figures, to_plain
@@ -158,7 +158,7 @@ def test_all_sections_on_made_up_jobs() -> None:
     bench, said = make_bench()
     for section in SECTIONS.values():
         section(bench)
-    assert set(bench.measured) == {(variant, n) for variant in VARIANTS if variant != "o" for n in (8, 16)}
+    assert set(bench.measured) == {(variant, n) for variant in COMPARED for n in (8, 16)}
     assert len(bench.measured["a", 16].step_s) == 2
     assert {ratio.name: ratio.value for ratio in find_ratios(bench.measured)}["c_over_a"] == 0.8
     assert [m.num_ministages for m in bench.sweep] == [1, 2, 4, 8]
@@ -214,4 +214,4 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
     names = {"b_over_a", "c_over_a", "c_over_d", "a_over_e", "peak_memory_c_over_a"}
     assert names <= found["figures"].keys()
     assert found["device"] == "CPU" and not found["bench"]["failures"]
-    assert {m["variant"] for m in found["bench"]["measured"].values()} == {*VARIANTS} - {"o"}
+    assert {m["variant"] for m in found["bench"]["measured"].values()} == {*COMPARED}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import statistics
 import tempfile
 import time
@@ -18,14 +19,16 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..report import num_cores
-from .sleeping import Device
-from slow_links.transport import LinkSleeper
+
+if TYPE_CHECKING:
+    from .sleeping import Device
+    from slow_links.transport import LinkSleeper
 
 _T = TypeVar("_T")
 EXIT_S = 10.0
@@ -99,7 +102,7 @@ def _live(
     torch.manual_seed(0)
     store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    result.send(fn(rank, *args))
+    result.send_bytes(pickle.dumps(fn(rank, *args)))  # Whole: tensors of this process outlive it so.
     dist.barrier()  # One that leaves early would break the connections of the others.
     os._exit(0)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
+import statistics
 import time
 import traceback
+from collections import Counter, defaultdict
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,14 +20,16 @@ import torch.distributed as dist
 
 from zorselike.errors import ConfigError
 from zorselike.models.flops import num_parameters
+from zorselike.profiler.program.action_costs import ActionClock
+from zorselike.runtime.memory.streams import Streams
 
 from .job import Failure, Job, Measurement, Outcome
 from .trainers import OurTrainer, Trainer, config_of, make_trainer
 
 
 def run_job(job: Job, timeout_s: float) -> Outcome:
-    """Runs a job in a new process; on a CPU in a fork of this one, which starts at once."""
-    context = multiprocessing.get_context("spawn" if job.device == "cuda" else "fork")
+    """Runs a job in a fork of this process, which starts at once; this one must not have touched CUDA."""
+    context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=_live, args=(job, sending))  # type: ignore[attr-defined]
     child.start()
@@ -53,7 +58,7 @@ def _live(job: Job, sending: Connection) -> None:
 def do(job: Job) -> Outcome:
     """The job's values, or why there are none."""
     try:
-        _prepare(job)
+        prepare(job)
         return Outcome(_train(job))
     except Exception as error:
         failure = classify(error)
@@ -74,7 +79,10 @@ def classify(error: Exception) -> Failure:
     return "host memory" if "CUDA error: out of memory" in text else "other"
 
 
-def _prepare(job: Job) -> None:
+def prepare(job: Job) -> None:
+    """Makes this process the job's only rank."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["LOCAL_RANK"] = "0"
     # Where host memory runs out, the system is to end this process and not its parent.
     with contextlib.suppress(OSError):
@@ -96,8 +104,12 @@ def _train(job: Job) -> Measurement:
     is_cuda = job.device == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    step_s = _time_on_gpu(trainer, job) if is_cuda else _time_on_cpu(trainer, job)
+    step_s = time_steps(trainer, job)
+    peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if is_cuda else (None, None)
+    loss = trainer.loss()
+    host_us = _time_actions(trainer) if isinstance(trainer, OurTrainer) else {}
     report = trainer.pipe.memory_report() if isinstance(trainer, OurTrainer) else None
+    planned_bytes = None if report is None else report.device_planned_bytes
     return Measurement(
         variant=job.variant,
         num_tokens=job.num_tokens,
@@ -105,14 +117,53 @@ def _train(job: Job) -> Measurement:
         num_layers=job.shape.num_layers,
         num_parameters=num_parameters(config_of(job.shape)),
         step_s=step_s,
-        loss=trainer.loss(),
-        device_bytes=torch.cuda.max_memory_allocated() if is_cuda else report and report.device_planned_bytes,
-        reserved_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
-        host_bytes=report and report.host_peak_bytes,
+        loss=loss,
+        device_bytes=peaks[0] if is_cuda else planned_bytes,
+        reserved_bytes=peaks[1],
+        host_bytes=None if report is None else report.host_peak_bytes,
         set_up_s=set_up_s,
         device_name=torch.cuda.get_device_name() if is_cuda else "CPU",
         memory=str(report or ""),
+        planned_bytes=planned_bytes,
+        bytes_by_stream=_count_by_stream(trainer) if is_cuda else {},
+        num_retries=torch.cuda.memory_stats().get("num_alloc_retries", 0) if is_cuda else 0,
+        host_us=host_us,
     )
+
+
+def time_steps(trainer: Trainer, job: Job) -> tuple[float, ...]:
+    """Seconds of each timed step."""
+    return _time_on_gpu(trainer, job) if job.device == "cuda" else _time_on_cpu(trainer, job)
+
+
+def _time_actions(trainer: OurTrainer) -> dict[str, float]:
+    """Microseconds that the host takes for an action in one more step, by kind, and how many there are."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    clock = ActionClock()
+    with clock.running(trainer.pipe):
+        trainer.step()
+    samples: defaultdict[str, list[float]] = defaultdict(list)
+    for each in clock.times:
+        samples[each.action.kind.value].append(1e6 * (each.end_s - each.begin_s))
+    everything = [us for own in samples.values() for us in own]
+    found = {kind: round(statistics.fmean(own), 1) for kind, own in sorted(samples.items())}
+    return found | {"mean": round(statistics.fmean(everything), 1), "number": len(everything)}
+
+
+def _count_by_stream(trainer: Trainer) -> dict[str, int]:
+    """What the allocator keeps, by the stream in whose pool it is; ours have their names."""
+    names = {torch.cuda.default_stream().cuda_stream: "default"}
+    if isinstance(trainer, OurTrainer):
+        streams = trainer.pipe._assembly.resources.memory.streams  # Nobody else asks which is which.
+        for name, kind in Streams.__annotations__.items():
+            if kind == "Stream":
+                with getattr(streams, name).use():
+                    names.setdefault(torch.cuda.current_stream().cuda_stream, name)
+    found: Counter[str] = Counter()
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        found[names.get(segment["stream"], f"other {segment['stream']:#x}")] += segment["total_size"]
+    return dict(found.most_common())
 
 
 def _time_on_gpu(trainer: Trainer, job: Job) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,6 +12,8 @@ OFFLOAD_OF = {
     "b": ("params", "activations"),
     "c": ("params", "optimizer", "activations"),
     "o": ("optimizer",),
+    "p": ("params",),
+    "s": ("activations",),
 }
 """What our variants keep in host memory."""
 VARIANTS = {
@@ -19,9 +21,13 @@ VARIANTS = {
     "b": "zorselike, offload params + activations",
     "c": "zorselike, offload everything",
     "o": "zorselike, offload optimizer",
+    "p": "zorselike, offload params",
+    "s": "zorselike, offload activations",
     "d": "FSDP2 with CPUOffloadPolicy",
     "e": "FSDP2",
 }
+COMPARED = ("a", "b", "c", "d", "e")
+"""Those of the throughput benchmark."""
 Updates = Literal["at once", "at once, clipped", "deferred"]
 Failure = Literal["", "device memory", "host memory", "time", "other"]
 
@@ -37,6 +43,12 @@ class Shape:
     vocab_size: int = 32_000
     sequence: int = 4096
     microbatch_rows: int = 1
+
+
+TINY_SHAPE = Shape(
+    num_layers=4, dim=64, num_heads=4, ffn_hidden=192, vocab_size=256, sequence=16, microbatch_rows=2
+)
+"""For a CPU."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,10 @@ class Job:
     """FSDP2 only: gathers and reduces for every microbatch, which holds most layers and is slower."""
     compiles: bool = False
     """Ours only: `torch.compile` of each layer."""
+    is_fused: bool = True
+    """Whether AdamW is one kernel for many tensors."""
+    recomputes: bool = True
+    """Ours only: each layer in its backward."""
     updates: Updates = "at once"
     """Ours only: without clipping, clipped by each ministage's norm, or by the norm of all gradients."""
 
@@ -87,6 +103,14 @@ class Measurement:
     device_name: str
     memory: str = ""
     """The memory report as a table."""
+    planned_bytes: int | None = None
+    """Device memory as our plan foretells it."""
+    bytes_by_stream: Mapping[str, int] = field(default_factory=dict)
+    """What the allocator keeps for each stream at the end."""
+    num_retries: int = 0
+    """How often the allocator gave everything back and asked again."""
+    host_us: Mapping[str, float] = field(default_factory=dict)
+    """Ours only: microseconds that the host takes for an action, by kind."""
 
     @property
     def median_s(self) -> float:

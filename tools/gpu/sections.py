@@ -11,7 +11,7 @@ from zorselike.models.flops import flops_per_token, num_parameters
 from zorselike.runtime.memory.host_room import find_host_room
 
 from ..report import Figure
-from .job import VARIANTS, Job, Measurement, Outcome, Shape, Updates, merge, spell_bytes
+from .job import COMPARED, VARIANTS, Job, Measurement, Outcome, Shape, Updates, merge, spell_bytes
 from .trainers import config_of
 
 Measured = Mapping[tuple[str, int], Measurement]
@@ -204,7 +204,7 @@ def count_flops(shape: Shape) -> int:
 def run_throughput(bench: GpuBench) -> None:
     """All variants at every number of tokens, repetitions interleaved."""
     # Largest first, since its targets are the stricter ones and time may run out.
-    keys = [(v, n) for n in sorted(bench.tokens, reverse=True) for v in VARIANTS if v != "o"]
+    keys = [(v, n) for n in sorted(bench.tokens, reverse=True) for v in COMPARED]
     _measure_in_turn(bench, keys, lambda key: bench.job(key[0], num_tokens=key[1]), bench.measured)
     same = is_same_loss(bench.measured)
     if same is not None:

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from zorselike import HeteroPipeline
 from zorselike.models.flops import parameters_by_module
 from zorselike.models.llama import Llama, LlamaConfig
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.shares import cut_in_proportion
 
 from .job import OFFLOAD_OF, Job, Shape
 
 _STD = 0.02
 _TILE_NUMBERS = 2**20 + 7
-_adamw = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.1, fused=True)
+_adamw = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.1)
 
 
 def device_of(job: Job) -> torch.device:
@@ -84,13 +84,17 @@ def make_plan(job: Job) -> Plan:
     """One rank with everything, in ministages of about equally many parameters."""
     rows, size = job.num_rows, job.shape.microbatch_rows
     microbatches = tuple(Microbatch(0, start, min(start + size, rows)) for start in range(0, rows, size))
-    group = Group((0,), microbatches, zero=2, offload=OFFLOAD_OF[job.variant], recompute="layer")
+    group = Group((0,), microbatches, zero=2, offload=OFFLOAD_OF[job.variant], recompute=_recompute_of(job))
     sizes = parameters_by_module(config_of(job.shape))
     names = list(sizes)
     ends = cut_in_proportion(list(sizes.values()), [1.0] * job.num_ministages)
     starts = (0, *ends[:-1])
     ministages = tuple(Ministage(0, tuple(names[a:b])) for a, b in zip(starts, ends, strict=True))
     return Plan(rows, (group,), ministages)
+
+
+def _recompute_of(job: Job) -> Recompute:
+    return "layer" if job.recomputes else "none"
 
 
 def make_batch(job: Job) -> tuple[Tensor, Tensor]:
@@ -122,7 +126,7 @@ class OurTrainer:
         self.pipe = HeteroPipeline(
             build_model(job),
             make_plan(job),
-            optimizer=_adamw,
+            optimizer=partial(_adamw, fused=job.is_fused),
             param_dtype=torch.bfloat16,
             compile=job.compiles,
             device=device_of(job),
@@ -158,7 +162,7 @@ class FsdpTrainer:
         self._shard(is_offloading)
         self._model.to_empty(device="cpu" if is_offloading else self._device)
         fill(self._model)
-        self._optimizer = _adamw(self._model.parameters())
+        self._optimizer = _adamw(self._model.parameters(), fused=job.is_fused)
         self._inputs, self._targets = make_batch(job)
         self._loss_sum = torch.zeros((), device=self._device)
 

@@ -1,0 +1,113 @@
+"""Three steps, resident and with everything offloaded: the first thing that must work, and where the host
+waits for the device in a step."""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zorselike import HeteroPipeline
+from zorselike.plan.plan import OFFLOAD_KINDS
+
+from ...bench.forked import run_forked
+from .part import Record
+from .training import TINY, Outcome, Training, be_deterministic, device_of, one_group, train
+
+ROOT = Path(__file__).parents[3]
+_WORDS = "synchronizing CUDA operation"
+
+
+@contextmanager
+def noting_waits(kind: str) -> Iterator[Counter[str]]:
+    """Inside, every call that makes the host wait for the device is counted by our line that made it."""
+    found: Counter[str] = Counter()
+
+    def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        if _WORDS not in str(message):
+            return
+        frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(str(ROOT))]
+        own = [frame for frame in frames if "battery" not in frame.filename] or frames
+        # A warning from the thread of backwards has no frame of ours.
+        where = (
+            f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno}" if own else f"{filename}:{lineno}"
+        )
+        found[f"{where} ({own[-1].line})" if own else where] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note  # type: ignore[assignment]
+        if kind == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            if kind == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def run_smoke(record: Record) -> None:
+    """Resident and everything offloaded are equal, finite, and the third step waits for nothing."""
+    training = TINY if record.is_small else Training(dtype=torch.bfloat16, num_steps=3)
+    ((found, waits, reports),) = run_forked(
+        _run, 1, record.settings.device, training, timeout_s=record.left_s - 3.0
+    )
+    record.put("waits", waits)
+    resident, offloaded = found
+    for name, outcome in (("resident", resident), ("all offloaded", offloaded)):
+        record.say(f"{name}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}")
+        record.check(
+            f"{name}: losses are numbers", all(map(math.isfinite, outcome.losses)), str(outcome.losses)
+        )
+    record.check(
+        "offloading changes no bit", not offloaded.differs_from(resident), offloaded.differs_from(resident)
+    )
+    for name, counts in waits.items():
+        record.say(f"calls of {name}'s third step that make the host wait: {sum(counts.values())}")
+        record.say("\n".join(f"  {times:4d} x {where}" for where, times in counts.items()))
+        if record.is_small:
+            record.leave_out(f"{name}: nothing in a step waits for the device", "there is no device here")
+        else:
+            record.check(
+                f"{name}: nothing in a step waits for the device", not counts, f"{len(counts)} lines do"
+            )
+    record.say(reports)
+
+
+def _run(rank: int, kind: str, training: Training) -> tuple[list[Outcome], dict[str, dict[str, int]], str]:
+    be_deterministic()
+    device = device_of(kind)
+    outcomes, waits = [], {}
+    reports: list[str] = []
+    for name, offload in (("resident", ()), ("all offloaded", OFFLOAD_KINDS)):
+        notes: Counter[str] = Counter()
+        watched = _Watched(kind, notes, reports)
+        outcomes.append(
+            train(training, one_group(training, offload=offload), device, around_step=watched.step)
+        )
+        waits[name] = dict(notes)
+    return outcomes, waits, "\n".join(reports)
+
+
+class _Watched:
+    """Watches the third step of a run."""
+
+    def __init__(self, kind: str, notes: Counter[str], reports: list[str]) -> None:
+        self._kind, self._notes, self._reports = kind, notes, reports
+
+    @contextmanager
+    def step(self, number: int, pipe: HeteroPipeline) -> Iterator[None]:
+        if number < 2:
+            yield
+            return
+        with noting_waits(self._kind) as found:
+            yield
+        self._notes.update(found)
+        self._reports.append(str(pipe.memory_report()))
