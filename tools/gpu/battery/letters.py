@@ -16,8 +16,6 @@ class Letter:
     parts: tuple[Part, ...]
 
 
-_PREDICTS = ("torch", "numpy", "scipy", "tqdm")
-
 LETTERS = {
     "A": Letter(
         "is it right",
@@ -66,9 +64,7 @@ LETTERS = {
         "is it foretold",
         480.0,
         (
-            Part(
-                "profile", "layers, updates, copies and the program", "foretold:run_profile", 180, _PREDICTS
-            ),
+            Part("profile", "layers, updates, copies and the program", "foretold:run_profile", 180),
             Part("resident", "one ministage, nothing recomputed", "foretold:run_resident", 75),
             Part("offloaded_4", "everything offloaded in four ministages", "foretold:run_offloaded_4", 75),
             Part("recomputed", "four ministages, layers recomputed", "foretold:run_recomputed", 75),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -23,11 +22,6 @@ from zorselike.runtime.memory.memory import HostPool, Ledger
 from ...report import num_cores
 from .part import Record
 from .training import device_of
-
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14: faults pages in at once."""
-_MADV_DONTFORK = 10
-_SAMPLE_BYTES = 2**20
 
 
 def run_machine(record: Record) -> None:
@@ -98,31 +92,27 @@ def _read_mib(path: str, names: tuple[str, ...]) -> dict[str, int]:
 def run_pinning(record: Record) -> None:
     """How fast host memory is registered with the driver, by how its pages came to be."""
     is_cuda = record.settings.device == "cuda"
-    num_bytes = min(2**33, find_host_room().num_bytes // 8) if is_cuda else 2**26
-    num_bytes -= num_bytes % 2**21
+    num_bytes = min(2**33, find_host_room().num_bytes // 8) // 2**21 * 2**21 if is_cuda else 2**26
     if is_cuda:
         device_of("cuda")
         torch.cuda.init()  # type: ignore[no-untyped-call]
     else:
-        record.say("no device: only the faulting of pages is timed")
-    ways: dict[str, Callable[[], None]] = {
-        "plain pages": lambda: _register_mapped(num_bytes, is_cuda=is_cuda),
-        "huge pages": lambda: _register_mapped(num_bytes, is_cuda=is_cuda, huge=True),
-        "plain pages, pre-faulted by one thread": lambda: _register_mapped(
-            num_bytes, is_cuda=is_cuda, threads=1
-        ),
-        "plain pages, pre-faulted by all cores": lambda: _register_mapped(
-            num_bytes, is_cuda=is_cuda, threads=num_cores()
-        ),
-        "huge pages, pre-faulted by all cores": lambda: _register_mapped(
-            num_bytes, is_cuda=is_cuda, huge=True, threads=num_cores()
-        ),
-        "our slab": lambda: _reserve_slab(num_bytes, is_cuda=is_cuda),
+        record.say("no device: only the touching of pages is timed")
+
+    def register(*, huge: bool = False, threads: int = 0) -> Callable[[], object]:
+        return lambda: _release(_make_slab(num_bytes, is_cuda=is_cuda, huge=huge, threads=threads))
+
+    cores = num_cores()
+    ways: dict[str, Callable[[], object]] = {
+        "plain pages, faulted in by the driver": register(threads=not is_cuda),
+        "huge pages, faulted in by the driver": register(huge=True, threads=not is_cuda),
+        "plain pages, touched by one thread": register(threads=1),
+        "plain pages, touched by all cores": register(threads=cores),
+        "huge pages, touched by all cores": register(huge=True, threads=cores),
+        "as the runtime makes it": lambda: _reserve(num_bytes, is_cuda=is_cuda),
     }
     if is_cuda:
-        ways["torch's pin_memory"] = lambda: _discard(
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        )
+        ways["torch's pin_memory"] = lambda: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     rates = {}
     for name, way in ways.items():
         begin_s = time.perf_counter()
@@ -132,67 +122,36 @@ def run_pinning(record: Record) -> None:
         record.put("gib_per_s", rates)
 
 
-def _discard(_: object) -> None:
-    """Nobody needs it."""
-
-
-def _reserve_slab(num_bytes: int, *, is_cuda: bool) -> None:
+def _reserve(num_bytes: int, *, is_cuda: bool) -> None:
     pool = HostPool(Ledger(), pin=is_cuda)
     pool.reserve(Purpose.OPTIMIZER_STATE, [num_bytes])
     pool.close()
 
 
-def _register_mapped(num_bytes: int, *, is_cuda: bool, huge: bool = False, threads: int = 0) -> None:
-    memory = _Mapped(num_bytes, huge=huge)
-    memory.fault(max(threads, 0 if is_cuda else 1))
-    if is_cuda:
-        memory.register()
-        memory.unregister()
-    memory.close()
-
-
-class _Mapped:
-    """Anonymous memory, registered as it is."""
-
-    def __init__(self, num_bytes: int, *, huge: bool = False) -> None:
-        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.num_bytes = num_bytes
-        holder = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(holder)
-        del holder
-
-    def fault(self, threads: int) -> None:
-        """Makes the pages be there, by so many threads."""
-        if not threads:
-            return
-        # The call holds no lock of the interpreter's, unlike a method of the map.
-        advise = ctypes.CDLL(None, use_errno=True).madvise
-        size = self.num_bytes // threads // mmap.PAGESIZE * mmap.PAGESIZE
-        cuts = [*range(0, size * threads, size), self.num_bytes]
-
-        def populate(number: int) -> None:
-            start, stop = cuts[number], cuts[number + 1]
-            place, length = ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start)
-            if advise(place, length, _MADV_POPULATE_WRITE):  # An older kernel.
-                ctypes.memset(self.address + start, 0, stop - start)
-
+def _make_slab(num_bytes: int, *, is_cuda: bool, huge: bool = False, threads: int = 0) -> torch.Tensor:
+    """Host memory, its pages touched by so many threads and then registered."""
+    slab = torch.empty(num_bytes + 2**21, dtype=torch.uint8)
+    first = -slab.data_ptr() % 2**21
+    slab = slab[first : first + num_bytes]
+    _advise(slab, mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    if threads:
+        chunks = slab.split(-(-num_bytes // threads // mmap.PAGESIZE) * mmap.PAGESIZE)
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(populate, range(threads)))
-
-    def register(self) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0))  # type: ignore[no-untyped-call]
+            list(pool.map(lambda chunk: chunk[:: mmap.PAGESIZE].zero_(), chunks))
+    if is_cuda:
+        code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
         assert code == 0, f"cudaHostRegister says {code}"
+    return slab
 
-    def unregister(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
-    def leave_out_of_forks(self) -> None:
-        self._map.madvise(_MADV_DONTFORK)
+def _release(slab: torch.Tensor) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())  # type: ignore[no-untyped-call]
 
-    def close(self) -> None:
-        self._map.close()
+
+def _advise(slab: torch.Tensor, advice: int) -> None:
+    place, length = ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.numel())
+    ctypes.CDLL(None).madvise(place, length, advice)
 
 
 # -- links and forks ------------------------------------------------------------------------
@@ -200,32 +159,23 @@ class _Mapped:
 
 def run_links(record: Record) -> None:
     """Copies each way and both at once, and what a fork takes once much is pinned."""
-    device = device_of(record.settings.device)
+    device, is_cuda = device_of(record.settings.device), record.settings.device == "cuda"
     rates = measure_host_link(device, type="this", repeats=5, source=Source("measured"))
     record.put("host_link", rates)
     gib = [rate / 2**30 for rate in (rates.to_device, rates.to_host, rates.both)]
     record.say(f"GiB/s to the device {gib[0]:.1f}, to the host {gib[1]:.1f}, both at once {gib[2]:.1f}")
-    is_cuda = record.settings.device == "cuda"
     num_bytes = min(2**34, find_host_room().num_bytes // 6 // 2**21 * 2**21) if is_cuda else 2**26
-    for leaves_out in (False, True):
-        memory = _Mapped(num_bytes)
-        memory.fault(num_cores())
-        if is_cuda:
-            memory.register()
-        if leaves_out:
-            memory.leave_out_of_forks()
-        seconds, child_mib = _time_fork()
+    for name, advice in (("pinned", mmap.MADV_DOFORK), ("pinned and left out of forks", mmap.MADV_DONTFORK)):
+        slab = _make_slab(num_bytes, is_cuda=is_cuda, threads=num_cores())
+        _advise(slab, advice)
+        seconds, tables_mib = _time_fork()
+        _advise(slab, mmap.MADV_DOFORK)
+        _release(slab)
+        record.put(name, {"fork_s": seconds, "page_tables_mib": tables_mib})
         record.say(
-            f"fork with {num_bytes / 2**30:.2f} GiB {'left out' if leaves_out else 'pinned'}: "
-            f"{seconds * 1e3:.1f} ms; the child's page tables {child_mib} MiB"
+            f"fork with {num_bytes / 2**30:.2f} GiB {name}: {seconds * 1e3:.1f} ms, the child's page tables "
+            f"{tables_mib} MiB"
         )
-        record.put(
-            "fork_left_out" if leaves_out else "fork_pinned", {"seconds": seconds, "pte_mib": child_mib}
-        )
-        if is_cuda:
-            memory.unregister()
-        memory.close()
-    record.put("max_rss_kib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _time_fork() -> tuple[float, int]:

@@ -25,7 +25,8 @@ from .part import Part, Record, Settings, SkipPart
 STACKS_S = 1.5
 """How long processes may take to write their stacks."""
 _POLL_S = 0.02
-_TAIL_CHARACTERS = 12_000
+_LOG_CHARACTERS, _STACK_CHARACTERS = 12_000, 100_000
+"""At most, of the end; several ranks with many threads each have long stacks."""
 _EMPTY: dict[str, Any] = {"lines": [], "results": {}, "checks": [], "figures": []}
 
 
@@ -65,7 +66,7 @@ def run_part(
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         found |= {"status": "failed", "reason": f"its process {how}"}
     if found["status"] in ("failed", "timed out"):
-        found["log"] = _tail(log_path)
+        found["log"] = _read_log(log_path)[-_LOG_CHARACTERS:]
     return _describe(part, limit_s, begin_s, found)
 
 
@@ -89,8 +90,8 @@ def _read(path: Path) -> dict[str, Any]:
     )
 
 
-def _tail(path: Path, start: int = 0) -> str:
-    return path.read_bytes()[start:].decode(errors="replace")[-_TAIL_CHARACTERS:]
+def _read_log(path: Path, start: int = 0) -> str:
+    return path.read_bytes()[start:].decode(errors="replace")
 
 
 # -- the part's process ---------------------------------------------------------------------
@@ -160,7 +161,7 @@ def _end(child: int, log_path: Path) -> str:
     for pid in family:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return _tail(log_path, start) or "no process wrote where it was"
+    return _read_log(log_path, start)[-_STACK_CHARACTERS:] or "no process wrote where it was"
 
 
 def _kill(child: int) -> None:
