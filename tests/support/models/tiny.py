@@ -11,6 +11,8 @@ import torch
 import torch._dynamo  # FSDP2 imports it: here once, before ranks are forked, and not in every rank.
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from zorselike import HeteroPipeline, initialize
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
@@ -185,11 +187,10 @@ def assert_same(found: Outcome, expected: Outcome, case: Case) -> None:
 
 
 def warm_up() -> None:
-    """Fills what torch keeps of shapes and modules it has seen, for ranks that are forked afterwards.
+    """Fills what torch keeps of shapes, modules and meshes it has seen, for ranks that are forked afterwards.
 
-    A group of one that communicates nothing; no backward, which would start threads where there is a GPU.
+    Groups that communicate nothing; no backward where there is a GPU, whose threads a fork would lack.
     """
-
     names = module_names(2)
     ministages = (Ministage(0, tuple(names[:2])), Ministage(0, tuple(names[2:])))
     plan = Plan(2, (Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 2))),), ministages)
@@ -197,5 +198,22 @@ def warm_up() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     pipe = HeteroPipeline(case.model(), plan, optimizer=adamw, device="cpu")
     pipe.evaluate_global(*case.batch(0))
+    if not torch.cuda.is_available():
+        pipe.step_global(*case.batch(0))
     pipe.close()
     dist.destroy_process_group()
+    for world_size in (2, 3):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+        _update_shards(case)
+        dist.destroy_process_group()
+
+
+def _update_shards(case: Case) -> None:
+    """How each operation of an optimizer is spread over a mesh takes torch long to find out."""
+    model = initialize(case.model(), seed=0)
+    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("dp",)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        optimizer.step()
