@@ -1,10 +1,12 @@
 """zorselike: training on mixed GPUs with PyTorch, every card with the share it can carry.
 
-Plans need no torch; what does is imported when first asked for.
+Plans need no torch; what does is imported when first asked for. What CUDA and its allocator read from the
+environment when they start is set here, where the user has not.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,12 @@ __all__ = [
     "__version__",
     "initialize",
 ]
+
+# Streams share hardware queues: with the usual 8 a receive that waits for its sender holds back our own copies.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # Its name until torch 2.9.
+    # Segments of fixed size that no longer fit are given back with `cudaFree`, which waits for all streams.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _WITH_TORCH = {
     "Broadcast": "zorselike.runtime.model.signature",

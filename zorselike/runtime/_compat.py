@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 
 
 def reduces_unused_parameters(module: FSDPModule) -> bool:
@@ -57,6 +58,28 @@ def release_groups(mesh: DeviceMesh) -> None:
     """Makes a mesh let go of its process groups: torch's caches of sharding decisions keep meshes
     for good, and with them sockets and threads of pipelines that are closed."""
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+def nccl_options(*, max_blocks: int) -> Any:
+    """Options of an NCCL group whose kernels occupy at most so many multiprocessors; None where torch has no
+    NCCL."""
+    if not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_blocks
+    return options
+
+
+def share_streams(roots: Sequence[FSDPModule]) -> None:
+    """Makes the last of several FSDP roots use the streams of the others, which are warm already.
+
+    Without it each has streams, and so pools of memory, of its own. Torch would give all of them new streams
+    when the last one warms up.
+    """
+    share_comm_ctx(list(roots))
+    context = roots[-1]._get_fsdp_state()._comm_ctx
+    if len(roots) > 1:
+        context.lazy_init = lambda device: None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
+from zorselike.runtime._compat import reduce_scatter_whole
 from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.comm.agreement import check_same_plan
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
@@ -309,6 +310,8 @@ class Assembly:
         own = self.plan.group_of_rank[ranks.rank]
         group = groups[own]
         process_group = _member(made[own])
+        if len(group.flat_ranks) > 1:
+            self._warm_up(process_group)
         if group.zero > 0 or len(group.flat_ranks) == 1:
             return self.groups.make_mesh([process_group], self.device.type, [])
         # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
@@ -317,6 +320,13 @@ class Assembly:
         return self.groups.make_mesh(
             [process_group, alone], self.device.type, [[process] for process in members]
         )
+
+    def _warm_up(self, group: ProcessGroup) -> None:
+        """Makes a group's communicator exist: in a first reduction, in autograd's thread and beside receives
+        that wait, making it could hang."""
+        whole = torch.zeros(group.size(), device=self.device)
+        dist.all_reduce(whole, group=group)
+        reduce_scatter_whole(torch.zeros(1, device=self.device), whole, group)
 
     def _goes_by_host(self, edge: Edge) -> bool:
         """Whether NCCL cannot serve an edge, or a blocking send on it could close a cycle."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.runtime._compat import release_groups
+from zorselike.runtime._compat import nccl_options, release_groups
 
 ProcessGroup = dist.ProcessGroup
+
+_PAIR_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,15 @@ class Groups:
     _made: list[ProcessGroup] = field(default_factory=list)
     _meshes: list[DeviceMesh] = field(default_factory=list)
 
-    def make(self, members: Sequence[int], backend: str) -> ProcessGroup | None:
+    def make_pair(self, ends: tuple[int, int]) -> ProcessGroup | None:
+        """An NCCL group for transfers from one rank to another. A posted receive occupies multiprocessors
+        until its rows come, so it gets few of them: each moves more a second than activations need."""
+        return self.make(ends, "nccl", options=nccl_options(max_blocks=_PAIR_BLOCKS))
+
+    def make(self, members: Sequence[int], backend: str, *, options: Any = None) -> ProcessGroup | None:
         """A group over ranks of the plan; every process calls, members get it."""
         processes = sorted(self.ranks.processes(members))
-        group = dist.new_group(processes, backend=backend, timeout=self.timeout)
+        group = dist.new_group(processes, backend=backend, timeout=self.timeout, pg_options=options)
         if self.ranks.rank not in members:
             return None
         assert isinstance(group, ProcessGroup)

@@ -1,8 +1,10 @@
 """Rows between groups: receives posted early, works waited in order, nothing polled.
 
-CPU ranks use Gloo. CUDA ranks use NCCL with a communicator of their own per directed pair and
-direction, and Gloo through pinned memory on the edges on which a blocking send could close a
-cycle (Zorse 5.2; the schedule's checker finds them).
+CPU ranks use Gloo. CUDA ranks use NCCL, and Gloo through pinned memory on the edges on which a blocking
+send could close a cycle (Zorse 5.2; the schedule's checker finds them), such as those that lead back to the
+first group. So two ranks have two communicators, one for activations and one for gradients. They cannot
+have one: it runs what it is given in order, and a send behind a receive that is posted early would wait for
+what the other rank computes from that send.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class Transport:
         self, edge: Edge, groups: Groups, host: ProcessGroup, *, by_host: bool, device: torch.device
     ) -> None:
         source, target, direction = edge
-        pair = None if by_host else groups.make((source, target), "nccl")
+        pair = None if by_host else groups.make_pair((source, target))
         if self._ranks.rank not in (source, target):
             return
         process = self._ranks.process_of[target if self._ranks.rank == source else source]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from zorselike.plan.plan import Group
 from zorselike.runtime.memory.activation_offload import ActivationOffload
@@ -27,6 +28,8 @@ class RankResources:
     pending_state: PendingOffloads = field(default_factory=PendingOffloads)
     deferred_frees: DeferredFrees = field(default_factory=DeferredFrees)
     """Of all ministages together; settled before each reduction and update, and at the end of a step."""
+    fsdp_roots: list[FSDPModule] = field(default_factory=list)
+    """The ministages as FSDP2 has them; they share its streams, and with them its pools of memory."""
 
     @classmethod
     def of(cls, device: torch.device, *, offloads_activations: bool = False) -> RankResources:

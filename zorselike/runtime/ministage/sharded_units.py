@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
 from zorselike.cost.sizes import is_layer
-from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure
+from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure, share_streams
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.gradients import HALF
@@ -74,6 +74,8 @@ class ShardedUnits:
         self.host_backed_masters: list[HostBackedTensors] = []
         """Host copies of the masters, one a unit, if the plan offloads optimizer state."""
         self._shard()
+        resources.fsdp_roots.append(self._fsdp_root)
+        share_streams(resources.fsdp_roots)
         self._set_prefetch()
         # With ZeRO 3 every rank gathers as its layers are called.
         gathers_as_called = self._reduces_in_backward and len(group.flat_ranks) > 1

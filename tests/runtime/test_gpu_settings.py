@@ -1,0 +1,148 @@
+"""What GPUs need, as far as a CPU can tell: that it is asked for, in the order that it is needed in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RunRanks
+from tiny import Case, adamw, module_names
+from torch.distributed.fsdp import FSDPModule
+
+from zorselike import HeteroPipeline
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime import assembly
+from zorselike.runtime.comm.ranks import Groups, Ranks
+from zorselike.runtime.comm.transport import Transport
+from zorselike.runtime.ministage.updates import default_optimizer
+
+NAMES = module_names(3)
+CUTS = (NAMES[:2], NAMES[2:3], NAMES[3:])
+
+
+def one_group(num_ranks: int, zero: int) -> Case:
+    microbatches = tuple(Microbatch(rank, rank, rank + 1) for rank in range(num_ranks))
+    group = Group(tuple(range(num_ranks)), microbatches, zero=zero)
+    return Case(Plan(num_ranks, (group,), tuple(Ministage(0, tuple(cut)) for cut in CUTS)), 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({}, "32 expandable_segments:True None"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1 expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "a:b"}, "32 a:b None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:b"}, "32 None a:b"),
+    ],
+)
+def test_the_environment_is_set_before_cuda_starts_but_what_the_user_has_set_stays(
+    given: dict[str, str], settings: str
+) -> None:
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = f"import os, zorselike; print(*(os.environ.get(name) for name in {names}))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=environment | given, text=True).split() == settings.split()
+
+
+def find_contexts(rank: int, world_size: int, zero: int) -> list[tuple[int, list[int]]]:
+    """FSDP2's context of each ministage and its streams: before a step, and after."""
+    case = one_group(world_size, zero)
+    made: list[FSDPModule] = []
+    found = []
+    with HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        made = pipe._assembly.resources.fsdp_roots
+        for step in range(2):
+            for root in made:
+                context: Any = root._get_fsdp_state()._comm_ctx
+                streams = [
+                    v for v in vars(context).values() if isinstance(v, torch.Stream | torch.cpu.Stream)
+                ]
+                found.append((id(context), [id(stream) for stream in streams]))
+            if step == 0:
+                pipe.step_global(*case.batch(0))
+    assert len(found) == 2 * len(CUTS) and found[0][1]
+    return found
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ministages_share_the_streams_of_fsdp(zero: int, run_ranks: RunRanks) -> None:
+    for found in run_ranks(find_contexts, 2, zero):
+        assert all(context == found[0] for context in found)
+
+
+def list_first_calls(rank: int, world_size: int, zero: int) -> tuple[list[str], list[str]]:
+    """Collectives before the transport opens, and those of a step."""
+    case = one_group(world_size, zero)
+    calls: list[str] = []
+    names = ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor", "all_gather_single")
+
+    def note(name: str, call: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(f"{name} {dist.get_world_size(kwargs.get('group'))}")
+            return call(*args, **kwargs)
+
+        return noted
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        calls.append("transport")
+        return Transport(*args, **kwargs)
+
+    patches = [mock.patch.object(dist, n, note(n, getattr(dist, n))) for n in names if hasattr(dist, n)]
+    with mock.patch.object(assembly, "Transport", opened):
+        for patch in patches:
+            patch.start()
+        pipe = HeteroPipeline(case.model(), case.plan, optimizer=adamw)
+        for patch in patches:
+            patch.stop()
+    pipe.close()
+    at = calls.index("transport")
+    return calls[:at], calls[at:]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_groups_reduce_once_before_any_edge_opens(zero: int, run_ranks: RunRanks) -> None:
+    for before, _ in run_ranks(list_first_calls, 2, zero):
+        assert before[0] == "all_reduce 2" and before[1].startswith("reduce_scatter")
+
+
+class _Options:
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(max_ctas=0)
+
+
+def test_transfers_between_two_ranks_get_few_multiprocessors() -> None:
+    made: list[Any] = []
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        made.append((ranks, options))
+        return mock.Mock(spec=dist.ProcessGroup)
+
+    groups = Groups(Ranks(0, (0, 1, 2)))
+    nccl = SimpleNamespace(Options=_Options)
+    with (
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(dist, "new_group", new_group),
+    ):
+        groups.make_pair((1, 0))
+        groups.make((0, 1, 2), "nccl")
+    (pair, of_pair), (everyone, of_everyone) = made
+    assert pair == [0, 1] and of_pair["backend"] == "nccl" and of_pair["pg_options"].config.max_ctas == 4
+    assert everyone == [0, 1, 2] and of_everyone["pg_options"] is None
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_the_default_optimizer_is_fused_on_a_gpu(is_on_gpu: bool) -> None:
+    class Parameter(torch.nn.Parameter):
+        is_cuda = is_on_gpu  # type: ignore[assignment]
+
+    optimizer = default_optimizer([("weight", Parameter(torch.zeros(2)))])
+    assert bool(optimizer.defaults["fused"]) is is_on_gpu
