@@ -31,7 +31,7 @@ __all__ = [
     "initialize",
 ]
 
-# Streams share hardware queues: with the usual 8 a receive that waits for its sender holds back our own copies.
+# Streams share hardware queues: with the usual 8 a receive that waits for its sender holds back our copies.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # Its name until torch 2.9.
     # Segments of fixed size that no longer fit are given back with `cudaFree`, which waits for all streams.

@@ -79,7 +79,7 @@ def share_streams(roots: Sequence[FSDPModule]) -> None:
     share_comm_ctx(list(roots))
     context = roots[-1]._get_fsdp_state()._comm_ctx
     if len(roots) > 1:
-        context.lazy_init = lambda device: None
+        context.lazy_init = lambda device: None  # type: ignore[method-assign]
 
 
 def version_of(tensor: Tensor) -> int:
