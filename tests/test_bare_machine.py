@@ -35,6 +35,7 @@ from datetime import timedelta
 from functools import partial
 
 from zorselike import Group, HeteroPipeline, Microbatch, Ministage, Plan
+from zorselike.cost.curves import fit_curve
 from zorselike.models import build_model, get_config
 from zorselike.models.workload import make_workload
 from zorselike.plan.cluster.cluster import Cluster
@@ -92,6 +93,7 @@ with join_processes(torch.device("cpu"), timeout=timedelta(seconds=60)) as proce
     profile = measure(
         job, processes, path=folder / "profile.json", cluster_path=folder / "cluster.toml", memory_bytes=None
     )
+assert fit_curve(range(1, 17), [0.1 * x**1.5 for x in range(1, 17)]).method == "pieces"  # Cubics are SciPy's.
 inputs = SimulationInputs(workload=workload, cluster=Cluster.load(folder / "cluster.toml"), profile=profile)
 simulated = inputs.simulate(plan, record=True)
 

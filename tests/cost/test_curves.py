@@ -8,13 +8,10 @@ import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import interpolate
 
-from zorselike.cost.cubics import fit_monotone, fit_spline
 from zorselike.cost.curves import CurveWarning, fit_curve, lower_envelope
 from zorselike.errors import ProfileError
 
@@ -154,32 +151,6 @@ def test_wrong_points_are_refused(rows: list[float], seconds: list[float], messa
         fit_curve(rows, seconds, name="layer on T4")
 
 
-def test_planning_needs_neither_numpy_nor_scipy() -> None:
-    code = """
-import sys
-from zorselike.cost.curves import fit_curve
-assert fit_curve([*range(1, 17)], [0.1 * x**1.5 for x in range(1, 17)]).method == 'spline'
-sys.exit(bool({'numpy', 'scipy'} & sys.modules.keys()))
-"""
+def test_scipy_is_not_imported_until_it_is_needed() -> None:
+    code = "import sys, zorselike.cost.assemble; sys.exit('scipy' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@settings(max_examples=150)
-@given(measurements())
-def test_cubics_are_those_of_scipy(points: tuple[tuple[int, ...], tuple[float, ...]]) -> None:
-    rows, seconds = points
-    if len(rows) < 4:
-        return
-    both = tuple(zip(map(float, rows), seconds, strict=True))
-    inside = [rows[0] + (rows[-1] - rows[0]) * i / 40 for i in range(41)]
-    oracles = (fit_monotone, interpolate.PchipInterpolator), (fit_spline, interpolate.CubicSpline)
-    for fit, oracle in oracles:
-        own, others = fit(both), oracle(rows, seconds)
-        expected = others(inside)
-        scale = max(abs(expected))
-        assert [own(x) for x in inside] == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9 * scale)
-        turns = others.derivative(2).roots(extrapolate=False)
-        slopes = others(np.concatenate([rows, turns[np.isfinite(turns)]]), 1)
-        steepest, least = abs(slopes).max(), slopes.min()
-        if abs(least + 1e-9 * steepest) > 1e-10 * steepest:
-            assert own.falls is bool(least < -1e-9 * steepest)

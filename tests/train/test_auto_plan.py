@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ranks
+import scipy.optimize  # noqa: F401  Its BLAS starts a thread for good, before anything is counted.
 import torch
 import torch.distributed as dist
 from profiled import free_port

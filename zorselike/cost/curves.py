@@ -12,12 +12,13 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
 from typing import Literal, get_args
 
-from zorselike.cost.cubics import Points, fit_monotone, fit_spline
-from zorselike.errors import ProfileError
+from zorselike.errors import ProfileError, describe_missing_package
 
 Method = Literal["pieces", "monotone", "spline", "line"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -130,8 +131,10 @@ def _warn_of_repair(
 
 # -- ways to go through points -------------------------------------------------------------
 
+_Points = Sequence[tuple[float, float]]
 
-def _fit_pieces(points: Points) -> _Function:
+
+def _fit_pieces(points: _Points) -> _Function:
     xs, ys = [x for x, _ in points], [y for _, y in points]
 
     def inside(x: float) -> float:
@@ -144,32 +147,58 @@ def _fit_pieces(points: Points) -> _Function:
     return inside
 
 
-def _fit_line(points: Points) -> _Function:
+def _fit_line(points: _Points) -> _Function:
     slope, intercept = linear_regression([x for x, _ in points], [y for _, y in points])
     return lambda x: intercept + slope * x
 
 
-_FITS: dict[Method, Callable[[Points], _Function]] = {
+def _fit_cubic(points: _Points, kind: Literal["PchipInterpolator", "CubicSpline"]) -> _Function:
+    try:
+        from scipy import interpolate
+    except ModuleNotFoundError as error:
+        raise ProfileError(describe_missing_package(error, "a cubic curve")) from None
+    through = getattr(interpolate, kind)(*zip(*points, strict=True))
+    return lambda x: float(through(x))
+
+
+_FITS: dict[Method, Callable[[_Points], _Function]] = {
     "pieces": _fit_pieces,
-    "monotone": fit_monotone,
-    "spline": fit_spline,
+    "monotone": partial(_fit_cubic, kind="PchipInterpolator"),
+    "spline": partial(_fit_cubic, kind="CubicSpline"),
     "line": _fit_line,
 }
 
 
-def _misses(points: Points) -> bool:
+_WITHOUT_SCIPY: tuple[Method, ...] = ("pieces", "line")
+"""What a machine chooses from where nothing but torch and NumPy is installed."""
+
+
+def _falls(points: _Points) -> bool:
+    """Whether a cubic spline through rising points falls somewhere between them."""
+    import numpy as np
+    from scipy.interpolate import CubicSpline
+
+    slope = CubicSpline(*zip(*points, strict=True)).derivative()
+    turns = slope.derivative().roots(extrapolate=False)
+    # Where pieces are straight, their whole extent is a root, reported as not a number.
+    at = np.concatenate([[x for x, _ in points], turns[np.isfinite(turns)]])
+    steepest = float(np.abs(slope(at)).max())
+    return bool((slope(at) < -1e-9 * steepest).any())
+
+
+def _misses(points: _Points) -> bool:
     """Whether the line by some points is too far from one of them."""
     line = _fit_line(points)
     return any(abs(line(x) - y) > MAX_LINE_ERROR * y for x, y in points)
 
 
-def _choose(points: Points) -> tuple[Method, float | None]:
+def _choose(points: _Points) -> tuple[Method, float | None]:
     """The way that predicts points left out best, and its mean relative error."""
     if len(points) < MIN_POINTS_TO_CHOOSE:
         return "pieces", None
     errors: dict[Method, float] = {}
-    for method in METHODS:
-        if method == "spline" and (len(points) <= MIN_SPLINE_POINTS or fit_spline(points).falls):
+    for method in METHODS if find_spec("scipy") else _WITHOUT_SCIPY:
+        if method == "spline" and (len(points) <= MIN_SPLINE_POINTS or _falls(points)):
             continue
         if method == "line" and _misses(points):
             continue
@@ -178,14 +207,14 @@ def _choose(points: Points) -> tuple[Method, float | None]:
     return best, errors[best]
 
 
-def _leave_out(points: Points, position: int, fit: Callable[[Points], _Function]) -> float:
+def _leave_out(points: _Points, position: int, fit: Callable[[_Points], _Function]) -> float:
     """The relative error at one point of a fit to the others."""
     x, y = points[position]
     found = fit([*points[:position], *points[position + 1 :]])(x)
     return abs(max(0.0, found) - y) / y if y else abs(found)
 
 
-def _slope_above(points: Points) -> float:
+def _slope_above(points: _Points) -> float:
     if len(points) == 1:
         x, y = points[0]
         return y / x if x else 0.0
