@@ -21,6 +21,7 @@ from zorselike.runtime.comm.transport import Edge, Transport, edges_of
 from zorselike.runtime.loss import Unpack
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.ministage.norm_sums import NormGroup
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.ties import TiedWeights, borrowed_names, tied_names
 from zorselike.runtime.ministage.updates import Clip, LossScale, OptimizerFactory, Updates
@@ -218,6 +219,7 @@ class Assembly:
         self.group_control = _member(hosts[own])
         """Gloo group of the ranks of this rank's group."""
         mesh = self._make_mesh()
+        joined = mesh.get_group(0) if dist.get_backend(mesh.get_group(0)) == "nccl" else None
         untie(compiled)
         self.resources = RankResources.of(device, offloads_activations="activations" in group.offload)
         self.ministages: dict[int, ShardedMinistage] = {}
@@ -239,7 +241,9 @@ class Assembly:
             ministage.warm_up()
             self.ministages[index] = ministage
         ties_group = self.groups.make(everyone, "gloo") if compiled.ties else None
-        self.ties = TiedWeights(compiled.ties, self.plan, self.ministages, ranks, ties_group)
+        self.ties = TiedWeights(
+            compiled.ties, self.plan, self.ministages, ranks, ties_group, self.resources.memory
+        )
         self.ties.synchronise()
         self.updates = Updates(
             self.ministages,
@@ -248,9 +252,9 @@ class Assembly:
             clip=clip,
             scale=scale,
             counts_replicated=group.flat_ranks[0] == ranks.rank,
-            device=device,
-            world=norms,
-            group=self.group_control,
+            memory=self.resources.memory,
+            world=NormGroup(norms, joined if len(group.flat_ranks) == self.plan.num_ranks else None),
+            group=NormGroup(self.group_control, joined),
         )
         edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
         by_host = frozenset(filter(self._goes_by_host, edges))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Microbatch
+from zorselike.runtime.memory.pinned import copy_to_device
 from zorselike.runtime.model.nested import map_tensors, tensors_in
 from zorselike.runtime.model.signature import Broadcast
 
@@ -49,8 +50,8 @@ class Batch:
         kwargs: Mapping[str, Any],
     ) -> None:
         self._index = index
-        self._inputs = None if inputs is None else tuple(t.to(device, non_blocking=True) for t in inputs)
-        self._targets = map_tensors(targets, lambda t: t.to(device, non_blocking=True))
+        self._inputs = None if inputs is None else tuple(copy_to_device(t, device) for t in inputs)
+        self._targets = map_tensors(targets, lambda t: copy_to_device(t, device))
         self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
 
     def inputs(self, number: int) -> Tensors:
@@ -97,15 +98,19 @@ def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
 
 def select_rows(value: Any, rows: Sequence[int]) -> Any:
     """Rows of a whole batch (tensor or tuple of tensors); None if there are none to select."""
-    if value is None or not rows:
-        return None
-    return map_tensors(value, lambda t: t[torch.as_tensor(rows, device=t.device)])
+    return None if value is None or not rows else take_rows(value, rows)
+
+
+def take_rows(value: Any, rows: Sequence[int]) -> Any:
+    """Rows of a whole batch, where it is."""
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    return map_tensors(value, lambda t: t[copy_to_device(index, t.device)])
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Broadcast):
-        return Broadcast(map_tensors(value.value, lambda t: t.to(device, non_blocking=True)))
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        return Broadcast(map_tensors(value.value, lambda t: copy_to_device(t, device)))
+    return copy_to_device(value, device) if isinstance(value, Tensor) else value
 
 
 def _cut(value: Any, rows: slice) -> Any:

@@ -94,9 +94,8 @@ class Loss:
             if self._work is not None:
                 self._work.wait()
             total = float(self._global_targets)
-            self._scale = torch.tensor(
-                self._loss_scale / total if total else 0.0, dtype=loss.dtype, device=self._device
-            )
+            scale = self._loss_scale / total if total else 0.0
+            self._scale = torch.full((), scale, dtype=loss.dtype, device=self._device)
         return self._scale
 
     def finish(self) -> None:

@@ -19,7 +19,7 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.assembly import Assembly, check_unit_order, compile_plan, find_ranks
-from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows
+from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
 from zorselike.runtime.comm.agreement import check_same_weights
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.host_checks import check_host_room, refuse_unfitting_plan, reserve_activations
@@ -161,7 +161,7 @@ class HeteroPipeline:
         """Rows whose inputs this rank feeds; empty unless it has the first ministage."""
         self.target_rows: list[int] = self.rows if self.plan.num_ministages - 1 in own else []
         """Rows whose targets this rank compares with; empty unless it has the last ministage."""
-        self._totals = SumOverRanks(self._assembly.totals, self.device)
+        self._totals = SumOverRanks(self._assembly.totals, self._assembly.resources.memory)
         self._trace: Trace | None = None
         """What crosses the boundaries of ministages; found at the first call."""
         self._is_closed = False
@@ -276,6 +276,8 @@ class HeteroPipeline:
         self._alarm.begin("close")
         self._totals.close()
         self._assembly.transport.close()
+        self._assembly.updates.close()
+        self._assembly.ties.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # The last copies to the host may be on their way.
         self._assembly.resources.memory.pool.close()
@@ -322,9 +324,8 @@ class HeteroPipeline:
             with nullcontext() if train else self._in_eval_mode():
                 self._executor.run(batch, loss, boundaries, train=train)
             loss.finish()
-            values = torch.stack(
-                (loss.loss_sum, loss.loss_sum.new_tensor(loss.local_targets), updates.squares())
-            )
+            num_targets = torch.full_like(loss.loss_sum, loss.local_targets)
+            values = torch.stack((loss.loss_sum, num_targets, updates.squares()))
             result = self._totals.start(values, scaled=train and self._scale is not None)
         self._alarm.idle()
         return result
@@ -425,9 +426,8 @@ class HeteroPipeline:
         """This rank's rows of a whole global batch."""
         for what, value in (("inputs", inputs), ("targets", targets)):
             check_rows(value, range(self.plan.global_batch), what, "the plan's global batch")
-        rows = torch.as_tensor(self.rows, dtype=torch.int64)
         selected = {
-            name: value[rows.to(value.device)] if isinstance(value, Tensor) else value
+            name: take_rows(value, self.rows) if isinstance(value, Tensor) else value
             for name, value in kwargs.items()
         }
         return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows), selected

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pinned import copy_to_host
 
 Sums = tuple[float, float, float]
 """Loss sum, number of targets, squared gradient norm, each over all ranks."""
@@ -58,10 +59,11 @@ class StepResult:
 class SumOverRanks:
     """Sums three numbers over all ranks, one step after the other, off the critical path."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, memory: Memory) -> None:
         self._group = group
+        self._streams = memory.streams
         # A number on a GPU is ready only after the work queued before it; a thread waits for it.
-        self._thread = None if device.type == "cpu" else DeviceThread("result", device)
+        self._thread = DeviceThread("result", memory.device) if memory.streams.is_concurrent else None
         self._last: Callable[[], Sums] | None = None
 
     def start(self, values: Tensor, *, scaled: bool = False) -> StepResult:
@@ -70,10 +72,7 @@ class SumOverRanks:
             work = dist.all_reduce(values, group=self._group, async_op=True)
             self._last = cache(lambda: (work.wait(), _read(values))[1])  # A Work may be waited for once only.
         else:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            copied.record()
+            host, copied = copy_to_host(values, self._streams.compute)
 
             def reduce() -> Sums:
                 copied.synchronize()

@@ -44,6 +44,7 @@ SETTINGS: tuple[tuple[Recompute, torch.dtype | None, float | None], ...] = (
     ("none", torch.float16, None),
 )
 """Recomputation, dtype to compute in, norm to clip to."""
+_THREAD = "another thread waits, which is not seen; see `test_host_waits.py`"
 NOT_NEEDED = {
     "busy.py: BusyClock": "only on CUDA: it measures, nothing comes after it",
     "comm/transport.py: _StagedChannel": "only on CUDA",
@@ -52,10 +53,14 @@ NOT_NEEDED = {
     "executor.py: Executor._settle: self._streams": "what is settled next waits for the update; for readers",
     "loss.py: Loss.finish": "nobody reads the sum where there was no backward",
     "memory/host_backed.py: HostBackedTensors.discard": "its next writer is the stream that wrote it",
+    "memory/pinned.py: copy_to_host": _THREAD,
     "memory/pinned.py: unpin_abandoned": "only on CUDA",
     "ministage/gradients.py: Gradients.arrive: self._memory.streams.store.wait": (
         "store waits for compute, and that for the update that has read what arrived"
     ),
+    "ministage/norm_sums.py: NormSums.start.reduce": _THREAD,
+    "ministage/ties.py: TiedWeights._pass_on": _THREAD,
+    "ministage/ties.py: TiedWeights.finish": _THREAD,
     "ministage/sharded_units.py: ShardedUnits.wait_gathered: handle.wait": "only on a CPU rank's own streams",
     "pipeline.py: HeteroPipeline.close": "only on CUDA",
     "result.py: SumOverRanks": "on CUDA another thread waits, on a CPU rank the host reads the sum",

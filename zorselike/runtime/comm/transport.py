@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup
+from zorselike.runtime.memory.pinned import copy_to_host, make_host_buffer
 from zorselike.runtime.memory.streams import Event, Streams
 from zorselike.runtime.model.signature import Signature, TensorSpec
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
@@ -121,11 +122,10 @@ class _StagedChannel(_Channel):
         self._thread = DeviceThread("stage", device)
 
     def send(self, tensor: Tensor) -> _Sent:
-        host = self._make_buffer(tensor.shape, tensor.dtype)
         self._copies.wait(self._streams.compute.record())
         with self._copies.use():
-            host.copy_(tensor, non_blocking=True)
-        copied, held = self._copies.record(), [tensor]
+            host, copied = copy_to_host(tensor, self._copies)
+        held = [tensor]
 
         def pass_on() -> None:
             copied.synchronize()
@@ -138,7 +138,7 @@ class _StagedChannel(_Channel):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
         compute = self._streams.compute
-        host = self._make_buffer(shape, dtype)
+        host = make_host_buffer(shape, dtype, self._gpu)
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._gpu)
         free = compute.record()
         wait = self._post(host)
@@ -157,9 +157,6 @@ class _StagedChannel(_Channel):
             return buffer, host
 
         return arrive
-
-    def _make_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._gpu.type == "cuda")
 
     def close(self) -> None:
         self._thread.close()

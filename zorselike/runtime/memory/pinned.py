@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
+from zorselike.runtime.memory.streams import Event, Stream
 
 _HUGE_PAGE_BYTES = 2**21
 _CHUNK_BYTES = 2**26
@@ -50,6 +51,26 @@ def make_pinned(purpose: Purpose, num_bytes: int) -> Tensor:
             "or the container's memlock, or offload less"
         )
     return slab
+
+
+def make_host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory for what comes from `device` or goes there, from torch's own pool of pinned memory. It may
+    be dropped as soon as the copy is started."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def copy_to_host(tensor: Tensor, stream: Stream) -> tuple[Tensor, Event]:
+    """A copy on the host, and the event of its end on `stream`, which is the current one."""
+    host = make_host_buffer(tensor.shape, tensor.dtype, tensor.device)
+    host.copy_(tensor, non_blocking=True)
+    return host, stream.record()
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, which this thread does not wait for: from pageable memory it would."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def unpin(slabs: Iterable[Tensor]) -> None:

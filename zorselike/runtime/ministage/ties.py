@@ -8,16 +8,18 @@ interval intersection, so the two groups may differ in size and ZeRO stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zorselike.plan.plan import Plan
+from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import ProcessGroup, Ranks
+from zorselike.runtime.memory.memory import Memory
+from zorselike.runtime.memory.pinned import copy_to_host, make_host_buffer
+from zorselike.runtime.memory.streams import Event
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.model.partition import Tie
@@ -63,8 +65,12 @@ class TiedWeights:
         ministages: Mapping[int, ShardedMinistage],
         ranks: Ranks,
         group: ProcessGroup | None,
+        memory: Memory,
     ) -> None:
         """`ministages`: this rank's; `group`: all ranks, a Gloo group of this object alone."""
+        self._device, self._streams = memory.device, memory.streams
+        is_used = bool(ties) and memory.streams.is_concurrent
+        self._thread = DeviceThread("ties", memory.device) if is_used else None
         self._ties = [
             {
                 "owner": (tie.owner_ministage, tie.owner_fqn),
@@ -77,7 +83,8 @@ class TiedWeights:
         self._ranks = ranks
         self._process_group = group
         self._ends: dict[tuple[int, str], _End] = {}
-        self._sends: list[tuple[Any, Tensor]] = []
+        self._sends: list[Callable[[], object]] = []
+        """What waits for each, and keeps its memory."""
         self._kept: dict[tuple[int, str], list[tuple[_Slice, Tensor]]] = {}
         for index, tie in enumerate(self._ties):
             for end, (number, name) in tie.items():
@@ -111,9 +118,14 @@ class TiedWeights:
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        for work, _ in self._sends:
-            work.wait()
+        for wait in self._sends:
+            wait()
         self._sends.clear()
+
+    def close(self) -> None:
+        """Ends the thread that sends, if there is one."""
+        if self._thread is not None:
+            self._thread.close()
 
     def recover(self) -> None:
         """After an unfinished step on a rank alone: drops what one end has handed to another."""
@@ -136,14 +148,27 @@ class TiedWeights:
                 if piece.source != self._ranks.rank:
                     continue
                 # A copy: the shard changes, or is freed, while the slice is on its way.
-                content = end.rows(end.read(target), piece).detach().to("cpu", copy=True)
+                rows = end.rows(end.read(target), piece).detach()
+                content, copied = copy_to_host(rows, self._streams.compute)
                 if piece.target == self._ranks.rank:
                     self._kept.setdefault((index, target), []).append((piece, content))
                 else:
                     process = self._ranks.process_of[piece.target]
-                    tag = _tag(index, target)
-                    work = dist.isend(content, process, group=self._process_group, tag=tag)
-                    self._sends.append((work, content))
+                    self._pass_on(content, copied, process, _tag(index, target))
+
+    def _pass_on(self, content: Tensor, copied: Event, process: int, tag: int) -> None:
+        def send() -> dist.Work:
+            copied.synchronize()
+            work = dist.isend(content, process, group=self._process_group, tag=tag)
+            assert work is not None
+            return work
+
+        if self._thread is None:
+            work = send()
+            self._sends.append(lambda: (work.wait(), content))
+        else:
+            future = self._thread.submit(send)
+            self._sends.append(lambda: (future.result().wait(), content))
 
     def _receive(self, ministage: int, source: str, target: str) -> None:
         for index, end in self._changing_ends(ministage, target):
@@ -152,12 +177,12 @@ class TiedWeights:
             for piece in self._slices(index, source, target):
                 if piece.target == self._ranks.rank and piece.source != self._ranks.rank:
                     shape = (piece.stop - piece.start, *end.parameter.shape[1:])
-                    buffer = torch.empty(shape, dtype=local.dtype)
+                    buffer = make_host_buffer(shape, local.dtype, self._device)
                     process = self._ranks.process_of[piece.source]
                     work = dist.irecv(buffer, process, group=self._process_group, tag=_tag(index, target))
                     assert work is not None
                     pending.append((piece, buffer, work))
-            apply = _add if target == "owner" else Tensor.copy_
+            apply = _add if target == "owner" else _take_over
             for piece, content in self._kept.pop((index, target), []):
                 apply(end.rows(local, piece), content)
             for piece, buffer, work in pending:
@@ -202,7 +227,11 @@ def _tag(index: int, target: str) -> int:
 
 
 def _add(rows: Tensor, content: Tensor) -> Tensor:
-    return rows.add_(content.to(rows.device))
+    return rows.add_(content.to(rows.device, non_blocking=True))
+
+
+def _take_over(rows: Tensor, content: Tensor) -> Tensor:
+    return rows.copy_(content, non_blocking=True)
 
 
 def borrowed_names(ties: Sequence[Tie]) -> frozenset[str]:

@@ -9,18 +9,19 @@ norm (`max_norm` with `clip="global"`), and with fp16 whether every gradient of 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zorselike.errors import ConfigError
-from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.ministage.norm_sums import NormGroup, NormSums, Total
 
 Clip = Literal["global", "ministage"]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -79,18 +80,20 @@ class Updates:
         clip: Clip,
         scale: LossScale | None,
         counts_replicated: bool,
-        device: torch.device,
-        world: ProcessGroup,
-        group: ProcessGroup,
+        memory: Memory,
+        world: NormGroup,
+        group: NormGroup,
     ) -> None:
         """`counts_replicated`: whether this rank is the one of its group whose whole gradients
-        (ZeRO 0) enter the norm; `world` and `group` are Gloo groups of this object alone.
+        (ZeRO 0) enter the norm; `world` and `group`: all ranks, and those of this rank's group.
         `scale`: what losses are multiplied by, with fp16."""
         self._ministages = ministages
         self._max_norm = max_norm
         self._clip = clip
         self._counts_replicated = counts_replicated
-        self._device = device
+        self._device = memory.device
+        # An optimizer cannot be told by the device to do nothing.
+        self._sums = NormSums(memory, decides=scale is not None)
         self._world = world
         self._group = group
         self._scale = scale
@@ -110,12 +113,19 @@ class Updates:
         if self._scale is not None:
             self._scale.begin()
         self._squares_of: dict[int, Tensor] = {}
-        self._total: Tensor | None = None
+        self._total: Total | None = None
+        """Of a global norm."""
+        self._totals: list[Total] = []
+        """Of ministages: kept, since updates read them on another stream than they were made on."""
+        self._is_scale_updated = False
 
     def squares(self) -> Tensor:
         """Sum of squares of the gradients that this rank answers for, in float64 and unscaled."""
         total = self._sum_squares()
-        return total if self._scale is None else total / self._scale.value_of_step**2
+        if self._scale is None:
+            return total
+        self._update_scale()
+        return total / self._scale.value_of_step**2
 
     def _sum_squares(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -127,7 +137,7 @@ class Updates:
     @property
     def is_skipped(self) -> bool:
         """Whether no update of this step takes place: a gradient of it overflowed on some rank."""
-        return self._scale is not None and self._total is not None and not bool(self._total.isfinite())
+        return self._scale is not None and self._total is not None and not bool(self._total.read().isfinite())
 
     def measure(self, ministage: int) -> None:
         """Takes the squares of a ministage's final gradients, which are on the device."""
@@ -145,10 +155,12 @@ class Updates:
         """Sums the squares over all ranks; deferred updates need it."""
         for ministage in self._ministages:
             self.measure(ministage)
-        self._total = self._sum_squares().to("cpu", copy=True)
-        dist.all_reduce(self._total, group=self._world)
-        if self._scale is not None:
+        self._total = self._sums.start(self._sum_squares(), self._world)
+
+    def _update_scale(self) -> None:
+        if self._scale is not None and self._total is not None and not self._is_scale_updated:
             self._scale.update(overflowed=self.is_skipped)
+            self._is_scale_updated = True
 
     def step(self, ministage: int) -> None:
         """Clips, updates and drops the gradients of one ministage."""
@@ -160,24 +172,32 @@ class Updates:
             self.measure(ministage)
             total = None
         if self._max_norm is not None and self._clip == "ministage":
-            total = self._squares_of[ministage].to("cpu", copy=True)
-            dist.all_reduce(total, group=self._group)
+            total = self._sums.start(self._squares_of[ministage], self._group)
+            self._totals.append(total)
         with owner.updating():
             if ministage in self.optimizers and not self.is_skipped:
                 factor = self._factor(total)
-                if factor != 1.0:
+                if isinstance(factor, Tensor) or factor != 1.0:
                     for grad in self._grads(ministage):
                         grad.mul_(factor)
                 self.optimizers[ministage].step()
 
-    def _factor(self, squares: Tensor | None) -> float:
-        """What gradients are multiplied by: the clipping, and the inverse of the loss scale."""
+    def _factor(self, total: Total | None) -> float | Tensor:
+        """What gradients are multiplied by: the clipping, and the inverse of the loss scale. A number, or on
+        the device where the norm is there."""
         unscaling = 1.0 if self._scale is None else 1.0 / self._scale.value_of_step
         if self._max_norm is None:
             return unscaling
-        assert squares is not None
-        norm = float(squares.sqrt()) * unscaling
-        return min(1.0, self._max_norm / (norm + _EPSILON)) * unscaling
+        assert total is not None
+        squares = total.read()
+        if total.is_on_device:
+            return (torch.full_like(squares, self._max_norm) / (squares.sqrt() + _EPSILON)).clamp(max=1.0)
+        norm = math.sqrt(float(squares)) * unscaling
+        return min(self._max_norm / (norm + _EPSILON), 1.0) * unscaling
+
+    def close(self) -> None:
+        """Ends the thread that sums, if there is one."""
+        self._sums.close()
 
     def _grads(self, ministage: int) -> list[Tensor]:
         owner = self._ministages[ministage]
