@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,11 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "THP_MEM_ALLOC_ENABLE": "1",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
 }
 """Of every part, where the caller has not said otherwise."""
+_SHORTEST_S = 40.0
+"""What a part gets at least, as long as there is time."""
 _LEAST_S = 5.0
 """With less time left, no part is started."""
 _CPU_SECONDS = 300.0
@@ -57,20 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: {letter.question} ({letter.seconds / 60:.0f} minutes)")
             print("\n".join(f"  {part.name:12} {part.limit_s:4.0f} s  {part.what}" for part in letter.parts))
         return 0
+    if not (is_first := os.environ.get("RANK", "0") == "0"):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Under torchrun one process speaks.
     packages = format_missing(find_missing())
     print(packages, flush=True)
     environment = make_environment(options.device)
     print("\n".join(f"{name}={value}" for name, value in environment.items()), flush=True)
-    if options.device == "cpu":
-        _import_once()
-    is_first = os.environ.get("RANK", "0") == "0"
     is_fine = True
     with tempfile.TemporaryDirectory(prefix="gpu-battery-") as work:
-        # Under torchrun one process writes; the others have their say in its parts.
+        # The others have their say in its parts.
         out = options.out if is_first else Path(work)
         out.mkdir(parents=True, exist_ok=True)
         for name in options.letters:
-            settings = Settings(options.device, Path(work), environment)
+            settings = Settings(options.device, Path(work), out, environment)
             is_fine = run_letter(name, LETTERS[name], settings, options, out, packages) and is_fine
     return int(not is_fine)
 
@@ -105,9 +106,10 @@ def make_environment(device: str) -> dict[str, str]:
     return own | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def _import_once() -> None:
-    """Where many parts are short, torch is imported once, here. With a GPU each part imports by itself, so
-    that imports that fail or hang are told of too."""
+def _import_once(environment: Mapping[str, str]) -> None:
+    """Imports what parts do, so that those which follow begin at once. One of them has imported it before:
+    imports that fail or hang have been told of."""
+    os.environ.update(environment)
     with contextlib.suppress(ImportError):
         import_module("tools.gpu.battery.foretold")
 
@@ -144,6 +146,8 @@ def run_letter(
         found = _run(part, settings, left_s, scale=seconds / letter.seconds, told=write)
         content["parts"].append(found)
         write()
+        if found["status"] == "passed":
+            _import_once(settings.environment)
         print(
             f"  {found['status']:9} {part.name:12} {found['seconds']:6.1f} s  {found['reason'][:150]}",
             flush=True,
@@ -162,7 +166,8 @@ def _run(part: Part, settings: Settings, left_s: float, *, scale: float, told: A
         return describe_skipped(part, f"this machine has no {' and no '.join(lacking)}")
     if left_s < _LEAST_S:
         return describe_skipped(part, "no time left")
-    limit_s = left_s if settings.is_small else min(left_s, part.limit_s * scale)
+    # A first import of torch from a slow disk takes a while.
+    limit_s = left_s if settings.is_small else min(left_s, max(_SHORTEST_S, part.limit_s * scale))
     return run_part(part, settings, limit_s, told=told)
 
 

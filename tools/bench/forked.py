@@ -12,6 +12,7 @@ import pickle
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from zorselike.text.wording import first_line
 
 from ..report import num_cores
 
@@ -69,12 +72,15 @@ def run_forked(
                     assert isinstance(each, Connection)
                     process = waiting.pop(each)
                     try:
-                        values[int(process.name)] = each.recv()
+                        value = each.recv()
                     except EOFError:
                         process.join()
                         raise RankFailedError(
                             f"rank {process.name} ended with code {process.exitcode}"
                         ) from None
+                    if isinstance(value, RankFailedError):
+                        raise value
+                    values[int(process.name)] = value
             for process in ranks.values():
                 process.join(EXIT_S)  # All are past their values: they leave together.
             return [values[rank] for rank in range(world_size)]
@@ -102,7 +108,12 @@ def _live(
     torch.manual_seed(0)
     store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    result.send_bytes(pickle.dumps(fn(rank, *args)))  # Whole: tensors of this process outlive it so.
+    try:
+        value: Any = fn(rank, *args)
+    except Exception as error:
+        traceback.print_exc()
+        value = RankFailedError(f"rank {rank}: {first_line(error)}")
+    result.send_bytes(pickle.dumps(value))  # Tensors by value: they outlive this process.
     dist.barrier()  # One that leaves early would break the connections of the others.
     os._exit(0)
 

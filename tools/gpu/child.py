@@ -27,15 +27,19 @@ from .job import Failure, Job, Measurement, Outcome
 from .trainers import OurTrainer, Trainer, config_of, make_trainer
 
 
-def run_job(job: Job, timeout_s: float) -> Outcome:
-    """Runs a job in a fork of this process, which starts at once; this one must not have touched CUDA."""
-    context = multiprocessing.get_context("fork")
+def run_job(job: Job, timeout_s: float, *, is_fresh: bool = False) -> Outcome:
+    """Runs a job in a fork of this process, which starts at once; this one must not have touched CUDA. With
+    `is_fresh` a new interpreter imports torch anew, which reads some variables only then."""
+    context = multiprocessing.get_context("spawn" if is_fresh else "fork")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=_live, args=(job, sending))  # type: ignore[attr-defined]
     child.start()
     sending.close()
     try:
         if not receiving.poll(timeout_s):
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGUSR1)  # Its stacks, see `prepare`.
+                child.join(1.0)
             return Outcome(failure="time", reason=f"not over after {timeout_s:.0f} s")
         outcome: Outcome = receiving.recv()
         return outcome

@@ -30,7 +30,7 @@ from ..child import time_steps
 from ..job import TINY_SHAPE, Job, Shape, spell_bytes
 from ..trainers import OurTrainer, config_of, make_plan
 from .part import Record, Settings
-from .trace import compare_orders, find_exposure, number_starts, record_steps
+from .trace import TRACE, compare_orders, find_exposure, number_starts, record_steps
 from .training import TINY, Outcome, Training, device_of, in_line, train
 
 _SHAPE = Shape(num_layers=16, dim=2048, num_heads=16, ffn_hidden=5504, microbatch_rows=2)
@@ -118,6 +118,7 @@ def run_profile(record: Record) -> None:
         empty = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
         profile = run_tasks(tasks, empty, processes, _profile_path(record.settings))
     record.put("overheads", profile.overheads)
+    record.keep(_profile_path(record.settings), "C-profile.json")
     unknown = [task.name for task in tasks if not task.is_known(profile)]
     record.check("everything was measured", not unknown, ", ".join(unknown))
     for times in profile.layers:
@@ -151,6 +152,8 @@ def run_case(record: Record, name: str) -> None:
         context = CudaMemory(processes.device).context_bytes() if is_cuda else 0
         events = record_steps(trainer.step, settings.work / name, job.device)
         exposure = find_exposure(events, on_gpu=is_cuda)
+        if name == "offloaded_4":
+            record.keep(settings.work / name / TRACE, f"C-{name}-trace.json.gz")
         record.put("found", {"step_s": found_s, "busy": busy, "allocated": allocated, "reserved": reserved})
         record.put("context_bytes", context)
         record.put("exposure", exposure)

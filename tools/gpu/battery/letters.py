@@ -25,12 +25,12 @@ LETTERS = {
                 "machine",
                 "versions, device, and memory before and after touching it",
                 "machine:run_machine",
-                40,
+                90,
             ),
             Part(
                 "smoke", "three steps, resident and all offloaded; where a step waits", "smoke:run_smoke", 70
             ),
-            Part("scenes", "one device equals the CPU, whatever the plan", "scenes:run_scenes", 150),
+            Part("scenes", "one device equals the CPU, whatever the plan", "scenes:run_scenes", 180),
             Part(
                 "delays",
                 "bits under random delays on every stream, and NaN in what grows",

@@ -23,6 +23,7 @@ PACKAGES = (
     Package("torch", "torch", "nothing runs"),
     Package("numpy", "numpy", "nothing runs"),
     Package("safetensors", "safetensors", "nothing here; checkpoints and Hugging Face weights elsewhere"),
+    Package("scipy", "scipy", "C: curves through measured times are straight between them"),
     Package("pytest", "pytest", "A: tests; the scenes of the same kind run without it"),
     Package("xdist", "pytest-xdist", "A: tests run one after the other instead of six beside each other"),
     Package("hypothesis", "hypothesis", "A: tests (their configuration imports it)"),

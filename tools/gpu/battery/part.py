@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -36,6 +37,8 @@ class Settings:
     device: Literal["cuda", "cpu"]
     work: Path
     """Folder that the parts of a letter share."""
+    out: Path
+    """Folder of the results."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -94,6 +97,13 @@ class Record:
         met = None if self.is_small else own.is_met
         self._content["figures"].append(to_plain(own) | {"target_text": own.target_text, "met": met})
         self._write()
+
+    def keep(self, path: Path, name: str) -> None:
+        """A file beside the results; compressed if its new name says so."""
+        data = path.read_bytes()
+        target = self.settings.out / name
+        target.write_bytes(gzip.compress(data, compresslevel=5) if target.suffix == ".gz" else data)
+        self.say(f"kept: {name}")
 
     def end(self, status: Status | None = None, reason: str = "") -> None:
         """The part is over; without a status, by its checks."""

@@ -117,7 +117,7 @@ def _compare_memory(record: Record) -> None:
     if record.is_small:
         record.leave_out(name, "a CPU's allocator does not count")
         return
-    plans = [one_group(_LARGE, offload=offload) for offload in ((), OFFLOAD_KINDS)]
+    plans = [one_group(_LARGE, offload=offload, num_ministages=6) for offload in ((), OFFLOAD_KINDS)]
     # Apart, so that the allocator of one is not the other's.
     peaks = [
         run_forked(_train_all, 1, record.settings.device, _LARGE, [plan], timeout_s=record.left_s)[0][

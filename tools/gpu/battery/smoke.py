@@ -8,7 +8,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .part import Record
 from .training import TINY, Outcome, Training, be_deterministic, device_of, one_group, train
 
 ROOT = Path(__file__).parents[3]
+_PLANS: dict[str, tuple[str, ...]] = {"resident": (), "all offloaded": OFFLOAD_KINDS}
 _WORDS = "synchronizing CUDA operation"
 
 
@@ -61,7 +63,7 @@ def run_smoke(record: Record) -> None:
     )
     record.put("waits", waits)
     resident, offloaded = found
-    for name, outcome in (("resident", resident), ("all offloaded", offloaded)):
+    for name, outcome in zip(_PLANS, found, strict=True):
         record.say(f"{name}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}")
         record.check(
             f"{name}: losses are numbers", all(map(math.isfinite, outcome.losses)), str(outcome.losses)
@@ -84,30 +86,20 @@ def run_smoke(record: Record) -> None:
 def _run(rank: int, kind: str, training: Training) -> tuple[list[Outcome], dict[str, dict[str, int]], str]:
     be_deterministic()
     device = device_of(kind)
-    outcomes, waits = [], {}
+    plans = {name: one_group(training, offload=kinds) for name, kinds in _PLANS.items()}
+    outcomes = [train(training, plan, device) for plan in plans.values()]
+    torch.use_deterministic_algorithms(False)  # Those wait more often.
+    waits: dict[str, dict[str, int]] = {}
     reports: list[str] = []
-    for name, offload in (("resident", ()), ("all offloaded", OFFLOAD_KINDS)):
-        notes: Counter[str] = Counter()
-        watched = _Watched(kind, notes, reports)
-        outcomes.append(
-            train(training, one_group(training, offload=offload), device, around_step=watched.step)
-        )
-        waits[name] = dict(notes)
-    return outcomes, waits, "\n".join(reports)
-
-
-class _Watched:
-    """Watches the third step of a run."""
-
-    def __init__(self, kind: str, notes: Counter[str], reports: list[str]) -> None:
-        self._kind, self._notes, self._reports = kind, notes, reports
 
     @contextmanager
-    def step(self, number: int, pipe: HeteroPipeline) -> Iterator[None]:
-        if number < 2:
+    def watch(name: str, step: int, pipe: HeteroPipeline) -> Iterator[None]:
+        with noting_waits(kind) if step == 2 else nullcontext(Counter()) as found:
             yield
-            return
-        with noting_waits(self._kind) as found:
-            yield
-        self._notes.update(found)
-        self._reports.append(str(pipe.memory_report()))
+        if step == 2:
+            waits[name] = dict(found)
+            reports.append(f"{name}: {pipe.memory_report()}")
+
+    for name, plan in plans.items():
+        train(training, plan, device, around_step=partial(watch, name))
+    return outcomes, waits, "\n".join(reports)

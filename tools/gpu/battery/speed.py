@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from zorselike.models.flops import flops_per_token, num_parameters
 from zorselike.runtime.memory.host_room import find_host_room
@@ -24,8 +25,8 @@ _PEER_TFLOPS = 272.0
 _PEER = "MegaTrain (arXiv 2604.05091), Qwen2.5-7B, its README's figure of 2026-04-17, one H100; not run here"
 _PEER_FACTOR = 1.3
 _H200_TFLOPS = 400.0
-_HOST_BYTES = 14.5
-"""Host memory of a parameter, everything offloaded, with room for activations."""
+_HOST_BYTES = 14.2
+"""Host memory of a parameter, everything offloaded."""
 
 
 def make_bench(record: Record, *, layers: int = 8, tokens: int = 65_536) -> GpuBench:
@@ -105,7 +106,7 @@ def run_exposure(record: Record) -> None:
 
 
 SWITCHES: Mapping[str, Mapping[str, str]] = {
-    "without expandable segments": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+    "without expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
     "with 8 hardware queues": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
     "without huge pages": {"THP_MEM_ALLOC_ENABLE": "0"},
 }
@@ -126,6 +127,7 @@ def run_switches(record: Record) -> None:
     found: dict[str, Measurement] = {}
     for name, (job, changes) in jobs.items():
         record.say(f"{name}:")
+        bench.run = partial(run_job, is_fresh=bool(changes))
         with environment(changes):
             measured = measure(bench, job)
         if measured is None:
@@ -143,7 +145,7 @@ def run_switches(record: Record) -> None:
 
 @contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Inside, processes that are forked find these variables."""
+    """Inside, new processes find these variables."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -160,7 +162,7 @@ def run_peer(record: Record) -> None:
     """A 7B model with everything offloaded, beside the figure of a system made for that."""
     bench = make_bench(record, layers=32)
     if not record.is_small:
-        bench.shape = replace(bench.shape, num_layers=_fit_layers(record, bench.shape))
+        bench.shape = replace(bench.shape, num_layers=_fit_layers(record, bench.shape, max(bench.tokens)))
         bench.num_ministages = bench.shape.num_layers // 2
     job = replace(bench.job("c"), num_warm_up=1, num_steps=1 if record.is_small else 2)
     found = bench.measure(job)
@@ -185,11 +187,12 @@ def run_peer(record: Record) -> None:
     record.figure(Figure("7b_over_megatrain_h100", tflops / _PEER_TFLOPS, target, note=_PEER))
 
 
-def _fit_layers(record: Record, shape: Shape) -> int:
+def _fit_layers(record: Record, shape: Shape, num_tokens: int) -> int:
     """Of 32, as many as host memory holds."""
     room = find_host_room()
     for layers in range(shape.num_layers, 0, -1):
         needed = _HOST_BYTES * num_parameters(config_of(replace(shape, num_layers=layers)))
+        needed += 2 * layers * num_tokens * shape.dim  # Inputs of layers, in bf16.
         if needed < 0.92 * room.num_bytes:
             break
     if layers < shape.num_layers:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zorselike import HeteroPipeline, initialize
 from zorselike.models.llama import Llama, LlamaConfig
 from zorselike.models.registry import module_names
-from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.schedule.actions import Action
@@ -79,17 +79,17 @@ def one_group(
     ranks: int = 1,
     zero: int = 2,
     offload: tuple[str, ...] = (),
-    recompute: bool = True,
+    num_ministages: int = 4,
 ) -> Plan:
-    """All ranks in one group of four ministages; with several ranks the first has most rows."""
+    """All ranks in one group; with several ranks the first has most rows."""
     if ranks == 1:
         rows = tuple(Microbatch(0, start, start + 2) for start in range(0, ROWS, 2))
     else:
         others = [Microbatch(rank, rank - 1, rank) for rank in range(1, ranks)]
         own = [Microbatch(0, start, min(start + 2, ROWS)) for start in range(ranks - 1, ROWS, 2)]
         rows = (*others, *own)
-    group = Group(tuple(range(ranks)), rows, zero=zero, offload=offload, recompute=_kind(recompute))
-    return Plan(ROWS, (group,), cut(training, 4))
+    group = Group(tuple(range(ranks)), rows, zero=zero, offload=offload, recompute="layer")
+    return Plan(ROWS, (group,), cut(training, num_ministages))
 
 
 def in_line(
@@ -101,14 +101,9 @@ def in_line(
         ranks = tuple(range(first, first + size))
         starts = [i * ROWS // (2 * size) for i in range(2 * size + 1)]
         rows = tuple(Microbatch(ranks[i % size], a, b) for i, (a, b) in enumerate(pairwise(starts)))
-        groups.append(Group(ranks, rows, zero=zero, offload=offload, recompute=_kind(True)))
+        groups.append(Group(ranks, rows, zero=zero, offload=offload, recompute="layer"))
         first += size
-    # So that replicas of a group compute rows that lie together.
     return Plan(ROWS, tuple(groups), cut(training, 2 * len(sizes), len(sizes)))
-
-
-def _kind(recompute: bool) -> Recompute:
-    return "layer" if recompute else "none"
 
 
 def name_devices(plan: Plan, kinds: Sequence[str]) -> Plan:
@@ -159,7 +154,6 @@ def train(
     plan: Plan,
     device: torch.device,
     *,
-    compiles: bool = False,
     entering: Callable[[Action], None] | None = None,
     around_step: Callable[[int, HeteroPipeline], AbstractContextManager[None]] | None = None,
 ) -> Outcome:
@@ -173,7 +167,6 @@ def train(
         param_dtype=training.dtype,
         max_norm=training.max_norm,
         device=device,
-        compile=compiles,
     )
     results = []
     with pipe.watching(entering, lambda _: None) if entering else nullcontext():
