@@ -17,7 +17,10 @@ from zorselike.models.llama import Llama
 from zorselike.models.workload import make_workload
 from zorselike.plan.plan import OFFLOAD_KINDS, Plan
 from zorselike.plan.workload import Workload
+from zorselike.profiler import tasks as profiler
+from zorselike.profiler.layers.probes import find_probes
 from zorselike.profiler.machine.device_memory import CudaMemory
+from zorselike.profiler.session import found_cluster, make_memory
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.processes.processes import Processes, join_processes
 from zorselike.simulator.inputs import SimulationInputs
@@ -87,11 +90,6 @@ def _joined(settings: Settings) -> Iterator[Processes]:
 
 def run_profile(record: Record) -> None:
     """Layers, updates, copies and the program itself, by the functions behind `zorselike profile`."""
-    from zorselike.profiler.layers.probes import find_probes
-    from zorselike.profiler.session import make_memory
-    from zorselike.profiler.tasks import Job as ProfileJob
-    from zorselike.profiler.tasks import make_tasks, run_tasks
-
     small, shape = record.is_small, make_job(record.settings, CASES["resident"]).shape
     workload = _workload(shape)
 
@@ -99,7 +97,7 @@ def run_profile(record: Record) -> None:
         with torch.device("meta"):
             return Llama(config_of(shape))
 
-    job = ProfileJob(
+    job = profiler.Job(
         workload=workload,
         build=build,
         num_tokens=shape.vocab_size,
@@ -114,9 +112,9 @@ def run_profile(record: Record) -> None:
         again=True,
     )
     with _joined(record.settings) as processes:
-        tasks = make_tasks(job, processes, make_memory(processes, None))
+        tasks = profiler.make_tasks(job, processes, make_memory(processes, None))
         empty = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
-        profile = run_tasks(tasks, empty, processes, _profile_path(record.settings))
+        profile = profiler.run_tasks(tasks, empty, processes, _profile_path(record.settings))
     record.put("overheads", profile.overheads)
     record.keep(_profile_path(record.settings), "C-profile.json")
     unknown = [task.name for task in tasks if not task.is_known(profile)]
@@ -133,10 +131,10 @@ def _profile_path(settings: Settings) -> Path:
     return settings.work / "profile.json"
 
 
-def run_case(record: Record, name: str) -> None:
-    """One plan, simulated and run."""
-    case, settings = CASES[name], record.settings
-    job = make_job(settings, case)
+def run_case(record: Record) -> None:
+    """The plan by the name of the part, simulated and run."""
+    name, settings = record.part.name, record.settings
+    job = make_job(settings, CASES[name])
     with _joined(settings) as processes:
         simulated = _simulate(record, job, processes)
         trainer = OurTrainer(job)
@@ -161,11 +159,11 @@ def run_case(record: Record, name: str) -> None:
         record.say(str(trainer.pipe.memory_report()))
         if simulated is not None:
             peak = None if reserved is None else reserved + context
-            _compare(record, name, simulated, found_s=found_s, busy=busy, peak_bytes=peak)
+            _compare(record, simulated, found_s=found_s, busy=busy, peak_bytes=peak)
             share = exposure.exposed_s / found_s
             foretold = simulated.simulation.ranks[0].exposed_copies_s / simulated.simulation.iteration_s
             record.say(f"exposed copies: {foretold:.4f} of the step foretold, {share:.4f} found")
-            _compare_order(record, simulated, name)
+            _compare_order(record, simulated)
         trainer.pipe.close()
 
 
@@ -174,8 +172,6 @@ def _simulate(record: Record, job: Job, processes: Processes) -> SimulatedPlan |
     if not path.exists():
         record.leave_out("what is foretold", "there is no profile")
         return None
-    from zorselike.profiler.session import found_cluster
-
     profile = Profile.load(path)
     inputs = SimulationInputs(
         workload=_workload(job.shape), cluster=found_cluster(processes, profile), profile=profile
@@ -192,14 +188,14 @@ def _simulate(record: Record, job: Job, processes: Processes) -> SimulatedPlan |
 
 def _compare(
     record: Record,
-    name: str,
     simulated: SimulatedPlan,
     *,
     found_s: float,
     busy: float,
     peak_bytes: int | None,
 ) -> None:
-    step_s, times = simulated.simulation.iteration_s, simulated.simulation.ranks[0]
+    name, step_s = record.part.name, simulated.simulation.iteration_s
+    times = simulated.simulation.ranks[0]
     note = f"{step_s:.4f} s foretold, {found_s:.4f} s found"
     record.figure(
         Figure(f"{name}_step_error", abs(step_s / found_s - 1), STEP_ERROR, at_most=True, note=note)
@@ -222,7 +218,7 @@ def _compare(
     )
 
 
-def _compare_order(record: Record, simulated: SimulatedPlan, name: str) -> None:
+def _compare_order(record: Record, simulated: SimulatedPlan) -> None:
     """Starts of actions in the traced step and in the simulated one: on the device where there is one."""
     simulation = simulated.simulation
     assert simulation.action_times is not None
@@ -234,7 +230,7 @@ def _compare_order(record: Record, simulated: SimulatedPlan, name: str) -> None:
         foretold = [(span.action.text, span.start_s) for span in simulation.spans]
     found = [
         (event["name"], event["ts"] / 1e6)
-        for event in read_measured(record.settings.work / name, first_pid=0)
+        for event in read_measured(record.settings.work / record.part.name, first_pid=0)
         if event.get("ph") == "X" and (event["tid"] > 0) is not record.is_small
     ]
     tolerance_s = _ORDER_TOLERANCE * simulation.iteration_s
@@ -247,26 +243,6 @@ def _compare_order(record: Record, simulated: SimulatedPlan, name: str) -> None:
         f"first inversion: {order.first_inversion or 'none'}"
     )
     record.check("the trace has actions of the simulated step", order.num_compared > 2, str(order))
-
-
-def run_resident(record: Record) -> None:
-    """One ministage, nothing recomputed."""
-    run_case(record, "resident")
-
-
-def run_recomputed(record: Record) -> None:
-    """Four ministages, each layer recomputed."""
-    run_case(record, "recomputed")
-
-
-def run_offloaded_4(record: Record) -> None:
-    """Everything offloaded, in four ministages."""
-    run_case(record, "offloaded_4")
-
-
-def run_offloaded_8(record: Record) -> None:
-    """Everything offloaded, in eight ministages."""
-    run_case(record, "offloaded_8")
 
 
 def run_shared(record: Record) -> None:

@@ -53,7 +53,7 @@ LETTERS = {
         540.0,
         (
             Part(
-                "offload", "offloading beside resident, FSDP2 and CPUOffloadPolicy", "speed:run_offload", 260
+                "offload", "offloading beside resident, FSDP2 and CPUOffloadPolicy", "speed:run_offload", 300
             ),
             Part("exposure", "which copies computing hides", "speed:run_exposure", 50),
             Part("peer", "a 7B model beside MegaTrain's figure", "speed:run_peer", 170),
@@ -65,10 +65,10 @@ LETTERS = {
         480.0,
         (
             Part("profile", "layers, updates, copies and the program", "foretold:run_profile", 180),
-            Part("resident", "one ministage, nothing recomputed", "foretold:run_resident", 75),
-            Part("offloaded_4", "everything offloaded in four ministages", "foretold:run_offloaded_4", 75),
-            Part("recomputed", "four ministages, layers recomputed", "foretold:run_recomputed", 75),
-            Part("offloaded_8", "everything offloaded in eight ministages", "foretold:run_offloaded_8", 75),
+            Part("resident", "one ministage, nothing recomputed", "foretold:run_case", 75),
+            Part("offloaded_4", "everything offloaded in four ministages", "foretold:run_case", 75),
+            Part("recomputed", "four ministages, layers recomputed", "foretold:run_case", 75),
+            Part("offloaded_8", "everything offloaded in eight ministages", "foretold:run_case", 75),
             Part("shared", "three ranks on one card over Gloo", "foretold:run_shared", 60),
         ),
     ),

@@ -54,8 +54,8 @@ class SkipPart(Exception):
 class Record:
     """What a part has found so far: in a file after every line, so that nothing is lost with its process."""
 
-    def __init__(self, path: Path, settings: Settings, limit_s: float) -> None:
-        self.settings = settings
+    def __init__(self, path: Path, part: Part, settings: Settings, limit_s: float) -> None:
+        self.part, self.settings = part, settings
         self._path, self._deadline = path, time.monotonic() + limit_s
         self._content: dict[str, Any] = {"lines": [], "results": {}, "checks": [], "figures": []}
         self._write()

@@ -104,7 +104,7 @@ def _live(part: Part, settings: Settings, limit_s: float, found_path: Path, log_
         _die_with_parent()
         _redirect(log_path)
         os.environ.update(settings.environment)
-        record = Record(found_path, settings, limit_s)
+        record = Record(found_path, part, settings, limit_s)
         try:
             find_function(part.run)(record)
             record.end()
