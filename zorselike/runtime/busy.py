@@ -10,8 +10,13 @@ import torch
 
 
 class BusyClock:
-    """Adds up the time of forwards and backwards; waiting for data is not in it, the gathers
-    inside a ZeRO 3 layer are. On a GPU by events, so that measuring waits for nothing."""
+    """Adds up the time of forwards and backwards, which on a GPU events on the compute stream tell, so that
+    measuring waits for nothing.
+
+    Waiting for other ranks' rows is not in it. What compute waits for between two layers is: gathers that
+    are late (with ZeRO 3 all that do not overlap), offloaded shards and activations that are, and on a GPU
+    the host, where it starts kernels more slowly than they run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -203,7 +203,8 @@ class HeteroPipeline:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the last step in which this rank computed; waits for it on a GPU."""
+        """Seconds of the last step in which this rank computed, as `BusyClock` counts them; waits for it on
+        a GPU."""
         return self._assembly.busy.seconds()
 
     @property
