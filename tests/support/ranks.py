@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import known_shapes
 import pytest
 import torch
 
@@ -146,6 +147,7 @@ def run_ranks(
     """
     if init:
         _warm_up()
+    shapes = Path(known_shapes.make_folder().name)
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -157,7 +159,9 @@ def run_ranks(
                 pid = os.fork()
                 if pid == 0:
                     os.close(release_fd)
-                    _run_child(fn, rank, world_size, args, folder, init, None if allow_exit else wait_fd)
+                    _run_child(
+                        fn, rank, world_size, args, folder, shapes, init, None if allow_exit else wait_fd
+                    )
                 children.append(_Child(rank, pid, folder))
             os.close(wait_fd)
             wait_fd = -1
@@ -196,6 +200,7 @@ def _run_child(
     world_size: int,
     args: tuple[Any, ...],
     folder: Path,
+    shapes: Path,
     init: bool,
     wait_fd: int | None,
 ) -> None:
@@ -206,6 +211,7 @@ def _run_child(
         os.setsid()
         _die_with_parent()
         _redirect_output(rank, folder)
+        known_shapes.share(shapes)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,16 +54,18 @@ def list_files(dataset_path: str) -> list[Path]:
 def list_standard_library() -> list[Path]:
     """The sources of Python's standard library in sorted order, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        file
-        for file in root.rglob("*.py")
-        if not _NOT_LIBRARY.intersection(file.relative_to(root).parts) and file.is_file()
-    ]
+    files = [file for folder in _library_folders(root) for file in folder.glob("*.py") if file.is_file()]
     if not files:
         raise ConfigError(
             f'[training] dataset = "stdlib": no Python sources under {root}; give dataset_path instead'
         )
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _library_folders(root: Path) -> Iterator[Path]:
+    for name, inner, _ in os.walk(root):
+        inner[:] = set(inner) - _NOT_LIBRARY  # Installed packages may be many thousand files.
+        yield Path(name)
 
 
 def read_pieces(file: Path) -> Iterator[Piece]:

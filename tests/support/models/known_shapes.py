@@ -1,0 +1,128 @@
+"""Shapes found once for all ranks of all tests: half of what building a small pipeline costs.
+
+Ranks find them alike, from the model and the plan alone. The first that needs them runs the runtime's own
+code and leaves what it found in a folder; the others take it from there. So it is for the models below, whose
+code no test changes; any other model, or one with something of its own, is traced as ever.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_MODULES = ("tiny", "torch.nn.modules.", "zorselike.models.")
+"""Where models are from whose code stays what it is."""
+_PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
+_LONGEST_WAIT_S = 5.0
+"""For the rank that finds them now; it may have been stopped."""
+
+
+@functools.cache
+def make_folder() -> tempfile.TemporaryDirectory[str]:
+    """Called in the parent, whose end removes it."""
+    return tempfile.TemporaryDirectory(prefix="shapes")
+
+
+def share(folder: Path) -> None:
+    """In a rank: what was found before is looked up from now on."""
+    pipeline = sys.modules.get("zorselike.runtime.pipeline")
+    if pipeline is None:
+        return
+    from zorselike.runtime.model.partition import _Decoder
+    from zorselike.runtime.model.tracing import Skeleton
+
+    trace_boundaries, try_tokens = pipeline.trace_boundaries, _Decoder.try_tokens
+
+    def trace_once(parts: Any, plan: Any, inputs: Any, kwargs: Mapping[str, Any], **options: Any) -> Any:
+        skeleton, what = parts[0].skeleton, None
+        if type(skeleton) in (Skeleton, _Decoder) and not kwargs:  # `torch.export` makes its graphs here.
+            whole = _describe(skeleton.whole)
+            what = whole and ("trace", whole, plan.ministages, inputs, sorted(options.items()))
+        return _once(
+            folder, what, functools.partial(trace_boundaries, parts, plan, inputs, kwargs, **options)
+        )
+
+    def try_once(decoder: Any) -> Any:
+        whole, plan = _describe(decoder.whole), decoder._plan
+        what = whole and ("try", whole, plan.ministages, plan.sequence_length)
+        return _once(folder, what, functools.partial(try_tokens, decoder))
+
+    pipeline.trace_boundaries = trace_once
+    _Decoder.try_tokens = try_once  # type: ignore[method-assign]
+
+
+def _describe(model: nn.Module) -> str | None:
+    """All that a model's shapes depend on; None for one that is not to be looked up."""
+    if torch.is_autocast_enabled("cpu"):
+        return None
+    found: list[object] = [torch.get_default_dtype()]
+    for name, module in model.named_modules():
+        kind, forward = type(module), type(module).forward
+        if not all(getattr(code, "__module__", "").startswith(_MODULES) for code in (kind, forward)):
+            return None
+        found.append((name, kind.__module__, kind.__qualname__))
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):
+                found += [(key, n, id(t), *_facts(t)) for n, t in value.items() if t is not None]
+            elif isinstance(value, _PLAIN) or type(value).__module__.startswith(_MODULES[1:]):
+                found.append((key, value))
+            elif key != "_modules" and value:
+                return None
+    return repr(_without_ids(found))
+
+
+def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device
+
+
+def _without_ids(found: list[Any]) -> list[object]:
+    """Tensors by the order in which they are met first: one that is shared has the same number again."""
+    numbers: dict[int, int] = {}
+    return [
+        (entry[0], entry[1], numbers.setdefault(entry[2], len(numbers)), *entry[3:])
+        if isinstance(entry, tuple) and entry[0] in ("_parameters", "_buffers")
+        else entry
+        for entry in found
+    ]
+
+
+def _once(folder: Path, what: object | None, find: Callable[[], Any]) -> Any:
+    """What is found is kept under the name of `what`; an error is everybody's own."""
+    if what is None:
+        return find()
+    path = folder / hashlib.sha256(repr(what).encode()).hexdigest()
+    if not path.exists():
+        with _first_of_all(path.with_suffix(".lock")):
+            if not path.exists():
+                found = find()
+                unfinished = path.with_suffix(f".{os.getpid()}")
+                unfinished.write_bytes(pickle.dumps(found))
+                unfinished.rename(path)
+                return found
+    return pickle.loads(path.read_bytes())
+
+
+@contextmanager
+def _first_of_all(path: Path) -> Iterator[None]:
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    with path.open("w") as file:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.002)
+        yield
