@@ -8,7 +8,7 @@ from dataclasses import replace
 from plans import random_plan, with_bounds
 from tiny import Case, over_model, with_groups
 
-from zorselike.plan.plan import Group, Microbatch
+from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch
 
 NUM_CASES = 60
 MAX_RANKS = 7
@@ -16,8 +16,8 @@ BOUNDED_EVERY = 4
 """One in so many has one ministage a group and bounds microbatches in flight."""
 
 
-def make_case(seed: int) -> Case:
-    """A random plan of at most seven ranks, and random things to do with it."""
+def make_case(seed: int, *, max_ranks: int = MAX_RANKS, max_ministages: int = 9) -> Case:
+    """A random plan of at most so many ranks and ministages, and random things to do with it."""
     rng = random.Random(seed)
     is_bounded = seed % BOUNDED_EVERY == 0
     while True:
@@ -30,7 +30,7 @@ def make_case(seed: int) -> Case:
             round_robin=rng.random() < 0.7,
         )
         is_worth_it = not is_bounded or (len(plan.groups) > 1 and plan.global_batch > 3)
-        if plan.num_ranks <= MAX_RANKS and plan.num_ministages <= 9 and is_worth_it:
+        if plan.num_ranks <= max_ranks and plan.num_ministages <= max_ministages and is_worth_it:
             break
     if rng.random() < 0.3:
         plan = replace(
@@ -60,6 +60,16 @@ def with_unequal_counts(group: Group, global_batch: int) -> Group:
     if singles < global_batch:
         microbatches.append(Microbatch(ranks[-1], singles, global_batch))
     return replace(group, zero=3, grad_reduce="once", microbatches=tuple(microbatches))
+
+
+def with_offload(case: Case, rng: random.Random) -> Case:
+    """Each group offloads a random part of what it may."""
+    kinds = ("optimizer",) if case.plan.bounds_in_flight else OFFLOAD_KINDS
+
+    def change(group: Group) -> Group:
+        return replace(group, offload=tuple(kind for kind in kinds if rng.random() < 0.6))
+
+    return replace(case, plan=with_groups(case.plan, change))
 
 
 CASES = [make_case(seed) for seed in range(NUM_CASES)]
