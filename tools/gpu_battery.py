@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(packages, flush=True)
     environment = make_environment(options.device)
     print("\n".join(f"{name}={value}" for name, value in environment.items()), flush=True)
+    if options.device == "cpu":
+        _import_once(environment)
     is_fine = True
     with tempfile.TemporaryDirectory(prefix="gpu-battery-") as work:
         # The others have their say in its parts.
@@ -107,8 +109,8 @@ def make_environment(device: str) -> dict[str, str]:
 
 
 def _import_once(environment: Mapping[str, str]) -> None:
-    """Imports what parts do, so that those which follow begin at once. One of them has imported it before:
-    imports that fail or hang have been told of."""
+    """Imports what parts do, so that those which follow begin at once. With a GPU one of them has imported it
+    before: imports that fail or hang have been told of."""
     os.environ.update(environment)
     with contextlib.suppress(ImportError):
         import_module("tools.gpu.battery.foretold")

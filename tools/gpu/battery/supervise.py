@@ -186,9 +186,9 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: the others would only die of it."""
+    """Whether a process has a handler for a signal, which it would else only die of; yes if nobody tells."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return not Path("/proc").exists()
+    return True
