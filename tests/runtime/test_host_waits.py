@@ -114,9 +114,6 @@ ALLOWED = {
     "ministage/ties.py: TiedWeights._pass_on.<locals>.<lambda>: thread": "at the end of a step",
     "comm/transport.py: _StagedChannel.receive.<locals>.arrive: thread": "another rank's rows, used next",
     "comm/transport.py: Transport.finish: thread": "at the end of a step",
-    "memory/host_backed.py: HostBackedTensors.arrive: event": (
-        "ZeRO 0 and 3 gather inside FSDP2, on streams that it knows alone"
-    ),
 }
 """What the host waits for, by place, and why."""
 IN_THREADS = {

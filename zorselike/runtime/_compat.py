@@ -82,6 +82,11 @@ def share_streams(roots: Sequence[FSDPModule]) -> None:
         context.lazy_init = lambda device: None  # type: ignore[method-assign]
 
 
+def gather_stream(root: FSDPModule) -> Any:
+    """The stream of the device on which gathers that FSDP starts by itself read the shards."""
+    return root._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor, or what it is a view of, has been changed in place."""
     return tensor._version

@@ -86,12 +86,10 @@ class HostBackedTensors:
             self._refill()
         self._homes, self._arrived = (stream,), None
 
-    def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
-        """Makes `stream` wait for the copies that `load` started, and with `on_host_too` this thread."""
+    def arrive(self, stream: Stream) -> None:
+        """Makes `stream` wait for the copies that `load` started."""
         if self._arrived is not None:
             stream.wait(self._arrived)
-            if on_host_too:
-                self._arrived.synchronize()
 
     def store(self, written: Event) -> Event:
         """Starts the copies to the host, after `written`; gives the event of their end."""
@@ -168,11 +166,10 @@ class HostBackedParts(ABC):
         for tensors in self.host_backed():
             tensors.load()
 
-    def arrive(self, stream: Stream, *, on_host_too: bool = False) -> None:
-        """Makes `stream` wait for what `load` started, and with `on_host_too` this thread: for streams that
-        nobody outside FSDP2 knows."""
+    def arrive(self, stream: Stream) -> None:
+        """Makes `stream` wait for what `load` started."""
         for tensors in self.host_backed():
-            tensors.arrive(stream, on_host_too=on_host_too)
+            tensors.arrive(stream)
 
     def recover(self, last_use: Event) -> None:
         """After an unfinished step: to the host with what is on the device."""

@@ -79,6 +79,10 @@ class Streams:
         """One more stream."""
         return self.compute
 
+    def of(self, handle: Any) -> Stream:
+        """One of torch's own."""
+        return self.compute
+
 
 _OVER = Event()
 """On a CPU rank everything is over as soon as it is started."""
@@ -130,6 +134,9 @@ class _CudaStreams(Streams):
 
     def make(self, name: str) -> Stream:
         return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def of(self, handle: torch.cuda.Stream) -> Stream:
+        return _CudaStream(handle)
 
     def begin(self) -> None:
         self.compute = _CudaStream(torch.cuda.current_stream(self._device))

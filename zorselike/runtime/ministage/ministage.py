@@ -85,7 +85,7 @@ class ShardedMinistage:
         self._is_inside = False
         """Whether a backward has begun and not ended."""
         self._shards_due = False
-        """Whether FSDP2 itself gathers next, on streams of its own: the shards must be there by then."""
+        """Whether FSDP2 itself gathers next, and the shards must be there by then."""
         self._updated: Event | None = None
 
     def warm_up(self) -> None:
@@ -150,7 +150,7 @@ class ShardedMinistage:
         if self._group.zero == 0:
             self._note_gathered(True)  # As layers are called, until the reduction.
         if self._shards_due:
-            self.shards.arrive(self._streams.compute, on_host_too=True)
+            self.shards.arrive(self._units.reading_stream)
             self._shards_due = False
 
     # -- update ----------------------------------------------------------------------------

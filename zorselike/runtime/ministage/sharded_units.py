@@ -17,7 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
 from zorselike.cost.sizes import is_layer
-from zorselike.runtime._compat import reduces_unused_parameters, reset_after_failure, share_streams
+from zorselike.runtime._compat import (
+    gather_stream,
+    reduces_unused_parameters,
+    reset_after_failure,
+    share_streams,
+)
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.gradients import HALF
@@ -183,6 +188,13 @@ class ShardedUnits:
             previous = current
 
     # -- gathering -------------------------------------------------------------------------
+
+    @property
+    def reading_stream(self) -> Stream:
+        """On which FSDP2 reads shards where it gathers by itself: compute where a rank has all of them, else
+        one of its own."""
+        has_all = not self._reduces_in_backward or len(self._group.flat_ranks) == 1
+        return self._streams.compute if has_all else self._streams.of(gather_stream(self._fsdp_root))
 
     def gather(self, shards_arrive: Callable[[int, Stream], None]) -> None:
         """Starts the all-gathers, one a unit, in the order in which layers compute; `shards_arrive` makes a
