@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from operator_roles import Role, role_of, tensors_in
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -227,8 +228,10 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # It comes back as operators on local tensors.
         if not all(kind in (Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented
+            return func(*args, **kwargs)
         waits, name = self._waits, func.overloadpacket.__name__
         read = tensors_in([args, kwargs])
         on_host = {id(tensor): waits.is_host(tensor) for tensor in read}

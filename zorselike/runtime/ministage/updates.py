@@ -167,6 +167,7 @@ class Updates:
         owner = self._ministages[ministage]
         if self._defers:
             assert self._total is not None, "NORM comes before deferred updates"
+            self._update_scale()
             total = self._total
         else:
             self.measure(ministage)
