@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import debug_llama
 import numpy as np
 import pytest
 import ranks
@@ -28,7 +29,6 @@ from ranks import RankExit, RunRanks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zorselike import Plan
-from zorselike.models import Decoder, build_model
 from zorselike.plan.plan import Estimates, Group, Microbatch
 from zorselike.runtime.assembly import compile_plan
 from zorselike.schedule.actions import SENDS, Action
@@ -44,15 +44,7 @@ SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.
 
 @pytest.fixture(scope="module", autouse=True)
 def what_ranks_inherit() -> None:
-    """Torch imports half of itself at the first tensor on meta; once here, and not on every rank."""
-    import torch.utils.tensorboard  # noqa: F401
-
-    build_on_meta()
-
-
-def build_on_meta() -> Decoder:
-    with torch.device("meta"):
-        return build_model("llama", "debug")
+    debug_llama.warm_up()
 
 
 def start(
@@ -208,7 +200,7 @@ def test_offload_changes_no_loss_and_traces_speak_the_schedule_s_words(
     assert out.count("optimizer state") == 2
 
     plan = Plan.load(RECIPES / "debug_cpu_offload.plan.toml")
-    actions = compile_plan(build_on_meta(), plan, defer_steps=True).step_actions
+    actions = compile_plan(debug_llama.build_on_meta(), plan, defer_steps=True).step_actions
     folder = next(tmp_path.glob("*/profile_traces/iteration_4"))
     assert len(list(folder.iterdir())) == 4
     for rank in range(4):
@@ -268,7 +260,7 @@ def test_what_a_recipe_asks_of_the_pipeline(
     request = parse_command_line(["--config", str(RECIPES / "debug_cpu.toml"), *arguments.split()])
     world = SimpleNamespace(device=torch.device("cpu"))
     plan = Plan.load(request.config.hetero.plan)
-    trainer._build_pipeline(request.config, plan, build_on_meta(), world)  # type: ignore[arg-type]
+    trainer._build_pipeline(request.config, plan, debug_llama.build_on_meta(), world)  # type: ignore[arg-type]
     assert (asked["param_dtype"], asked["compile"]) == (dtype, compiles)
 
 

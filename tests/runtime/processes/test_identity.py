@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+import debug_llama
 import pytest
 import torch
 from ranks import RunRanks
@@ -173,6 +174,7 @@ def test_a_slurm_step_meets_on_its_first_node(
 @pytest.mark.parametrize("says_where", [True, False])
 def test_plain_srun_trains(run_ranks: RunRanks, tmp_path: Path, says_where: bool) -> None:
     """Two ranks with Slurm's variables alone, through the product's entry."""
+    debug_llama.warm_up()
     job = next(number for number in range(os.getpid() % 5000, 10_000) if _is_free(20_000 + number))
     plan = tmp_path / "two.plan.toml"
     plan.write_text(
