@@ -174,6 +174,21 @@ def test_zero_0_keeps_what_it_gathered_until_the_reduction() -> None:
     assert walk(make_plan(1, zero=0), "0F0", frozen).between_steps["gathered parameters"] == 20
 
 
+@pytest.mark.parametrize(
+    ("ranks", "zero", "beside", "most"),
+    [((0, 1), 2, True, 80), ((0, 1), 2, False, 40), ((0,), 2, True, 40), ((0, 1), 3, True, 20)],
+    ids=["several on GPUs", "several on CPUs", "alone", "ZeRO 3"],
+)
+def test_whole_gradients_count_until_the_next_reduction_where_that_runs_beside(
+    ranks: tuple[int, ...], zero: int, beside: bool, most: int
+) -> None:
+    plan = make_plan(3, ranks=ranks, zero=zero)
+    own = dict.fromkeys(range(3), SIZES)
+    found = walk_memory(plan, 0, build(ScheduleSpec(plan))[0], own, reduces_beside=beside)
+    assert found.device[Purpose.GRADIENTS] == most  # Of two ministages, of one, or of a unit.
+    assert Purpose.GRADIENTS not in nonzero(found.between_steps)  # type: ignore[arg-type]
+
+
 def test_transfers_between_groups() -> None:
     groups = tuple(Group(ranks=(rank,), microbatches=(Microbatch(rank, 0, 2),)) for rank in (0, 1))
     plan = Plan(2, groups, tuple(Ministage(i % 2, (f"layers.{i}",)) for i in range(3)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from plain_costs import PlainNetwork, make_costs
@@ -239,9 +240,10 @@ def test_the_next_ministage_is_gathered_while_one_computes(cpu: bool) -> None:
     plan = one_group(2, 2, ministages=2)
     found = run(plan, forward=1.0, backward=1.0, unit_bytes=4, cpu=cpu)
     # Gathers and reductions take 2 s each, a ministage's forward and its backward 2 s; the first gather,
-    # the one at the turn and both reductions show.
-    assert found.iteration_s == 2 + 2 + 2 + 2 + 2 + 2 + 2 + 2
-    assert found.ranks[0].busy_s == 8 and found.ranks[0].exposed_communication_s == 8
+    # the one at the turn and the last reduction show, and on a CPU the one before it.
+    exposed_s = 2 + 2 + 2 + (2 if cpu else 0)
+    assert found.iteration_s == 8 + exposed_s
+    assert found.ranks[0].busy_s == 8 and found.ranks[0].exposed_communication_s == exposed_s
 
 
 @BOTH
@@ -250,7 +252,20 @@ def test_reductions_after_every_microbatch(grad_reduce: GradReduce, num_reductio
     found = run(one_group(3, 1, grad_reduce=grad_reduce), unit_bytes=4, cpu=cpu)
     # The rank with one microbatch joins the reductions of the other's.
     assert found.bytes_by_link["node 0, out"] == 2 + 2 * num_reductions
-    assert found.iteration_s == 2 + 3 + 6 + 2 * num_reductions
+    # A device goes on beside each but the last.
+    assert found.iteration_s == 2 + 3 + 6 + 2 * (num_reductions if cpu else 1)
+
+
+def test_a_reduction_waits_for_the_one_before_it() -> None:
+    """So that whole gradients of no more than two ministages are there."""
+    plan = one_group(1, 1, ministages=3)
+    found = run(plan, forward=1.0, backward=1.0, unit_bytes=16, update=1.0)
+    reductions = [span[:2] for span in spans_of(found, 0, "reduce")]
+    assert all(stop - start == 8 for start, stop in reductions)
+    assert all(later[0] >= before[1] for before, later in pairwise(reductions))
+    backwards = [span[:2] for span in spans_of(found, 0, "compute") if "B" in span[2]]
+    assert backwards[1][0] < reductions[0][1] <= backwards[2][0], "compute waits before its third"
+    assert found.iteration_s == reductions[-1][1] + 1
 
 
 def test_zero_3_hides_gathers_and_reductions_of_a_device_behind_other_units() -> None:
@@ -310,7 +325,8 @@ def test_a_computation_is_slower_while_its_rank_communicates(cpu: bool) -> None:
     # The second ministage's gather of 2 s takes 1 s of the first forward's work.
     assert spans_of(found, 0, "compute")[0][:2] == (2.0, 7.0)
     # The same again where the first one is gathered for its backward.
-    assert found.iteration_s == 2 + (8 + 1) + 8 + 2 + (16 + 1) + 2 + 16 + 2
+    # On a device the last backward beside the second one's reduction too.
+    assert found.iteration_s == 2 + (8 + 1) + 8 + 2 + (16 + 1) + 16 + 2 + (2 if cpu else 1)
 
 
 # -- host copies -------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
   over, and nobody waits for that: of each kind one ministage, the newest, counts until the next one
   is written back or it is loaded again. Shards that are the same on the host are freed at once. Of
   offloaded activations the two newest microbatches count, also beside a copy that was loaded again.
+- Whole gradients go with their reduction. On a GPU that runs beside what follows, where several ranks take
+  part and the ZeRO stage is not 3: there they count until the next reduction.
 - Gradients that an update has used up count until the next update, reduction or gradients loaded.
 - What an action adds is there before it frees anything. All copies are over when a step ends.
 - What a rank sends to another group is kept until the step ends, as Gloo keeps it; with `num_sends_kept`
@@ -112,6 +114,7 @@ def walk_memory(
     *,
     context_bytes: int = 0,
     num_sends_kept: int | None = None,
+    reduces_beside: bool = False,
 ) -> MemoryWalk:
     """What `rank` holds while it runs `actions`, a step or an evaluation that has passed `check`.
 
@@ -119,8 +122,9 @@ def walk_memory(
         sizes: of each of the rank's ministages.
         context_bytes: what is on the device whatever the rank does, such as the CUDA context.
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
+        reduces_beside: whether reductions run beside what follows, as on a GPU.
     """
-    walk = _Walk(plan, rank, actions, sizes, num_sends_kept)
+    walk = _Walk(plan, rank, actions, sizes, num_sends_kept, reduces_beside=reduces_beside)
     began = walk.holding
     walk.run()
     if walk.holding != began:  # What a step leaves for the next one.
@@ -143,6 +147,8 @@ class _Walk:
         actions: Sequence[Action],
         sizes: Mapping[int, MinistageBytes],
         num_sends_kept: int | None,
+        *,
+        reduces_beside: bool,
     ) -> None:
         group = plan.groups[plan.group_of_rank[rank]]
         own = plan.ministages_of_rank(rank)
@@ -151,6 +157,9 @@ class _Walk:
         self._rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
         self._zero = group.zero
         self._is_alone = len(group.flat_ranks) == 1
+        self._reduces_beside = reduces_beside and not self._is_alone and group.zero != 3
+        self._reducing_bytes = 0
+        """Whole gradients that the newest reduction may still read."""
         self._computed = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in COMPUTE}
         received = (a for a in actions if a.kind in RECEIVES)
         self._pieces = Counter((NEEDED_BY[a.kind], a.ministage, a.microbatch) for a in received)
@@ -219,6 +228,7 @@ class _Walk:
             self._device_bytes.append(max(during, self._record(position, 0)))
         for purpose in Purpose:
             self._settle(purpose)
+        self._settle_reduction()
         for entry in list(self._activations):
             if entry[0] in ("sent", "leaving"):
                 self._drop_activations(entry)
@@ -286,6 +296,11 @@ class _Walk:
         if purpose in self._leaving:
             self._drop(purpose, self._leaving.pop(purpose))
 
+    def _settle_reduction(self) -> None:
+        """The newest one is over."""
+        self._totals[Purpose.GRADIENTS] -= self._reducing_bytes
+        self._reducing_bytes = 0
+
     def _leave(self, purpose: Purpose, ministage: int) -> None:
         """It will be gone; the one before it is."""
         self._settle(purpose)
@@ -323,6 +338,7 @@ class _Walk:
             case Kind.REDUCE_GRAD:
                 self._gather_by_itself(i)
                 self._settle(Purpose.GRADIENT_SHARDS)
+                self._settle_reduction()
                 self._put(Purpose.GRADIENTS, i, sizes.largest_unit_gradient_bytes)
                 return self._reduction_bytes(i)
             case Kind.STEP:
@@ -437,7 +453,10 @@ class _Walk:
                     self._updated.remove(i)
 
     def _end_reduction(self, i: int) -> None:
-        self._drop(Purpose.GRADIENTS, i)
+        if self._reduces_beside:
+            self._reducing_bytes = self._held[Purpose.GRADIENTS].pop(i, 0)
+        else:
+            self._drop(Purpose.GRADIENTS, i)
         self._put(Purpose.GRADIENT_SHARDS, i, self._sizes[i].gradient_shard_bytes)
 
     def _offload_activations(self, i: int, m: int) -> None:

@@ -32,6 +32,20 @@ def reset_after_failure(root: FSDPModule) -> bool:
     return True
 
 
+def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
+    """The whole gradients that backwards have left for the reduction of an FSDP module's own parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    found = [
+        held
+        for parameter in parameters
+        if hasattr(parameter, "_unsharded_param")
+        for held in (parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad)
+    ]
+    return [gradient for gradient in found if gradient is not None]
+
+
 def all_gather_whole(
     whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:

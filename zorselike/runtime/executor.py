@@ -78,6 +78,7 @@ class Executor:
         self._resources.pending_shards.settle()
         self._resources.pending_state.settle()
         self._resources.deferred_frees.settle()
+        self._resources.reducing.settle()
         if self._resources.activations is not None:
             self._resources.activations.finish()
 

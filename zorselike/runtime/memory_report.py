@@ -80,7 +80,9 @@ def report_memory(assembly: Assembly, trace: Trace | None) -> MemoryReport:
     """The report of this rank; `trace` is None before the first step."""
     rank, ledger = assembly.ranks.rank, assembly.resources.memory.ledger
     sizes = {i: measure_ministage(ministage, assembly, trace) for i, ministage in assembly.ministages.items()}
-    walk = walk_memory(assembly.plan, rank, assembly.compiled.step_actions[rank], sizes)
+    actions = assembly.compiled.step_actions[rank]
+    is_concurrent = assembly.resources.memory.streams.is_concurrent
+    walk = walk_memory(assembly.plan, rank, actions, sizes, reduces_beside=is_concurrent)
     lines = []
     offload = assembly.resources.activations
     for purpose in walk.device:

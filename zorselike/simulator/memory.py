@@ -43,13 +43,13 @@ class MemoryWalks(Sequence[MemoryWalk]):
         """Of this rank, or of one for which everything is equal that a walk depends on."""
         costs, actions = self._costs, self._actions[rank]
         context_bytes = costs.context_bytes[rank] if costs.context_bytes else 0
-        num_sends_kept = None if costs.is_cpu and costs.is_cpu[rank] else SENDS_KEPT_BY_NCCL
+        is_cpu = bool(costs.is_cpu) and costs.is_cpu[rank]
         key = (
             self._plan.group_of_rank[rank],
             tuple(microbatch.num_rows for microbatch in self._plan.microbatches_of_rank(rank)),
             tuple(sorted(costs.sizes[rank].items())),
             context_bytes,
-            num_sends_kept,
+            is_cpu,
             tuple((a.kind, a.ministage, a.microbatch, (a.stop or 0) - (a.start or 0)) for a in actions),
         )
         if key not in self._alike:
@@ -59,6 +59,7 @@ class MemoryWalks(Sequence[MemoryWalk]):
                 actions,
                 costs.sizes[rank],
                 context_bytes=context_bytes,
-                num_sends_kept=num_sends_kept,
+                num_sends_kept=None if is_cpu else SENDS_KEPT_BY_NCCL,
+                reduces_beside=not is_cpu,
             )
         return self._alike[key]

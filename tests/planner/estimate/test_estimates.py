@@ -74,7 +74,9 @@ def test_memory_with_bounds_in_flight_is_what_the_whole_plan_needs(simulated_in_
         for g, group in enumerate(candidate.groups):
             for position in range(len(group.devices)):
                 need = bench.memory.need(candidate, g, position)
-                assert 0.95 < need.device_bytes / case.peak_bytes[rank] < 1.4
+                # More where a rank has fewer microbatches than the largest: it need not keep two sets of
+                # gradients while reductions run beside its backwards.
+                assert 0.95 < need.device_bytes / case.peak_bytes[rank] < 1.5
                 rank += 1
 
 

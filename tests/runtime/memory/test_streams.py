@@ -56,7 +56,6 @@ NOT_NEEDED = {
     "comm/transport.py: _StagedChannel": "only on CUDA",
     "comm/transport.py: Transport._warm_up": "only on CUDA",
     "comm/transport.py: Transport.take": "the channel waits",
-    "executor.py: Executor._settle: self._streams": "what is settled next waits for the update; for readers",
     "loss.py: Loss.finish": "nobody reads the sum where there was no backward",
     "memory/host_backed.py: HostBackedTensors.discard": "its next writer is the stream that wrote it",
     "memory/pinned.py: copy_to_host": _THREAD,

@@ -24,6 +24,11 @@ class Worker:
     accumulates: bool
     """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
 
+    @property
+    def reduces_beside(self) -> bool:
+        """Whether reductions run beside backwards, those of ZeRO 3 apart, which are part of them."""
+        return self.zero != 3 and not self.is_cpu
+
 
 class Copies(NamedTuple):
     """Between a device and its host for one ministage, in seconds."""
@@ -58,6 +63,7 @@ class Clock:
 
     compute: float = 0.0
     gather: float = 0.0
+    reduce: float = 0.0
     update: float = 0.0
     load: float = 0.0
     """What copies to the device, of optimizer state and activations."""
@@ -72,7 +78,7 @@ class Clock:
 
     @property
     def end(self) -> float:
-        return max(self.compute, self.update)
+        return max(self.compute, self.reduce, self.update)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class StepWork:
 
     def update_together(self, clocks: Sequence[Clock]) -> None:
         """All updates, once all gradients are there."""
-        everyone = max(clock.compute for clock in clocks)
+        everyone = max(max(clock.compute, clock.reduce) for clock in clocks)
         for clock in clocks:
             clock.compute = everyone
         for i in range(len(self.works) - 1, self.lowest_backward - 1, -1):
@@ -103,7 +109,7 @@ class StepWork:
 def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     """One step, from where each group is."""
     for clock in clocks:
-        clock.compute = clock.update = clock.end
+        clock.compute = clock.reduce = clock.update = clock.end
         clock.before = clock.compute
     last = len(step.works) - 1
     arrivals: list[float] | None = None
@@ -118,7 +124,7 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
         done = _run_phase(worker, work, clock, i, arrivals, forward=False)
         arrivals = _send(done, step.sends[i]) if i else None
         if worker.zero != 3:
-            clock.compute += worker.num_reductions * work.reduce_s
+            _reduce(worker, work, clock)
         if not step.defers:
             update(worker, work, clock, i)
     if step.defers:
@@ -181,6 +187,18 @@ def _run_phase(
     return done
 
 
+def _reduce(worker: Worker, work: Work, clock: Clock) -> None:
+    """On a device beside the next backward, once the reduction before it is over."""
+    if not worker.reduces_beside:
+        clock.compute += worker.num_reductions * work.reduce_s
+        return
+    beside_s = work.backward_s / worker.microbatches_per_device
+    clock.compute += (worker.num_reductions - 1) * max(0.0, work.reduce_s - beside_s)
+    if work.reduce_s:  # Else it is compute's own.
+        clock.compute = max(clock.compute, clock.reduce)
+        clock.reduce = clock.compute + work.reduce_s
+
+
 def _send(done: Sequence[float], seconds: float) -> list[float]:
     """When each microbatch has reached the next group."""
     if not seconds:
@@ -201,7 +219,8 @@ def update(worker: Worker, work: Work, clock: Clock, ministage: int) -> None:
         return
     # State is loaded during the backward and stored behind the update.
     clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.copies.state_s
-    clock.update = max(clock.update, clock.compute, clock.load) + work.update_s
+    reduced_s = clock.reduce if worker.reduces_beside and work.reduce_s else clock.compute
+    clock.update = max(clock.update, reduced_s, clock.load) + work.update_s
     clock.store = max(clock.store, clock.update) + work.copies.state_s
     clock.states[ministage] = clock.store
     clock.shards[ministage] = clock.update

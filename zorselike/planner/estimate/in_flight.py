@@ -47,7 +47,7 @@ def run_step_in_flight(step: StepWork, orders: Sequence[Order], clocks: Sequence
     """One step of groups that have a ministage each, from where each group is."""
     stages = []
     for i, (worker, work, clock) in enumerate(zip(step.workers, step.works, clocks, strict=True)):
-        begin = clock.compute = clock.update = clock.end
+        begin = clock.compute = clock.reduce = clock.update = clock.end
         clock.before = begin
         gathers = worker.zero in (1, 2) and work.gather_s > 0
         sends = [seconds / worker.microbatches_per_device for seconds in step.sends[i : i + 2]]
@@ -71,8 +71,9 @@ def run_step_in_flight(step: StepWork, orders: Sequence[Order], clocks: Sequence
         clock.compute = stage.ready_s
     for i in range(step.lowest_backward, len(step.works)):
         worker, work, clock = step.workers[i], step.works[i], clocks[i]
-        if worker.zero != 3 and worker.num_reductions == 1:
+        if worker.reduces_beside or (worker.zero != 3 and worker.num_reductions == 1):
             clock.compute += work.reduce_s
+            clock.reduce = clock.compute
         if not step.defers:
             update(worker, work, clock, i)
     if step.defers:
@@ -117,5 +118,5 @@ def _microbatch_s(worker: Worker, work: Work, *, forward: bool) -> float:
             return seconds + beside_s
         return max(seconds, beside_s) + work.first_unit * beside_s
     if not forward and worker.num_reductions > 1:
-        seconds += work.reduce_s
+        return max(seconds, work.reduce_s) if worker.reduces_beside else seconds + work.reduce_s
     return seconds

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 
+from zorselike.cost.catalogue import CPU
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -265,11 +266,15 @@ class CandidateBuilder:
         collective_s, counts = self._step_time.collective_s, self._table.counts.items()
         reduced_s = sum(n * collective_s("reduce_scatter", group.devices, key) for key, n in counts)
         if group.mode.zero != 3:
-            return reduced_s, 0.0
+            return (0.0, reduced_s) if self._reduces_beside(group.mode, group.devices) else (reduced_s, 0.0)
         gathered_s = sum(2 * n * collective_s("all_gather", group.devices, key) for key, n in counts)
         # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
         total_s = reduced_s + gathered_s
         return total_s / len(self._table.keys), total_s
+
+    def _reduces_beside(self, mode: Mode, devices: Sequence[int]) -> bool:
+        """Whether reductions run beside backwards, and are no part of them."""
+        return mode.zero != 3 and self._problem.device_types[devices[0]] != CPU
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -278,11 +283,13 @@ class CandidateBuilder:
         from the host where these take longer; and what they hold, of one microbatch where each goes at once
         back."""
         times = self._step_time.group_seconds(group)
-        seconds = {key: forward + backward for key, (forward, backward) in times.items()}
         times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
-        for key in seconds:
-            reduce_s = self._step_time.collective_s(group.mode.reduction, group.devices, key)
-            seconds[key] += times_reduced * reduce_s
+        seconds: dict[str, float] = {}
+        for key, (forward, backward) in times.items():
+            one_s = self._step_time.collective_s(group.mode.reduction, group.devices, key)
+            reduce_s = times_reduced * one_s
+            is_beside = self._reduces_beside(group.mode, group.devices)
+            seconds[key] = forward + (max(backward, reduce_s) if is_beside else backward + reduce_s)
         if group.mode.offload:
             seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
         tightest = self._tightest(group)

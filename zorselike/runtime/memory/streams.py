@@ -1,6 +1,7 @@
 """The streams on which one rank's device works, and the order between them.
 
-Compute is whatever stream the caller is on; gathers, copies each way and optimizer updates have their own.
+Compute is whatever stream the caller is on; gathers, reductions, copies each way and optimizer updates have
+their own.
 Rules that keep memory safe without `record_stream`, whose effect on memory depends on timing:
 
 - Memory belongs to the stream on which it was allocated. It is given back (its storage resized to
@@ -50,9 +51,11 @@ class Streams:
     """A rank's streams."""
 
     compute: Stream
-    """Forwards, backwards and reductions: the stream that was current when the step began."""
+    """Forwards and backwards: the stream that was current when the step began."""
     gather: Stream
     """All-gathers of parameters."""
+    reduce: Stream
+    """Reductions of gradients, where they are no part of a backward."""
     load: Stream
     """Parameters, host to device."""
     load_state: Stream
@@ -69,7 +72,7 @@ class Streams:
     """Whether streams run beside each other at all."""
 
     def __init__(self) -> None:
-        self.compute = self.gather = self.load = self.load_state = Stream()
+        self.compute = self.gather = self.reduce = self.load = self.load_state = Stream()
         self.store = self.fetch = self.stash = self.update = self.compute
 
     def begin(self) -> None:
@@ -129,7 +132,7 @@ class _CudaStreams(Streams):
                 yield _CudaStream(torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]
 
         self.gather, self.fetch = make(2, priority=-1)  # Urgent.
-        self.load, self.load_state, self.store, self.stash, self.update = make(5)
+        self.reduce, self.load, self.load_state, self.store, self.stash, self.update = make(6)
         self.begin()
 
     def make(self, name: str) -> Stream:

@@ -70,19 +70,21 @@ class Gradients:
         ]
         self._local: dict[str, Tensor] = {}
         self._home: Stream = self._memory.streams.compute
+        self.ready_on: Stream = self._home
+        """The stream on which a reduction has left them."""
         self._on_host: dict[str, tuple[Tensor, Tensor]] = {}
         """Host buffer, and an empty tensor with its shape and dtype."""
         self._arrived: Event | None = None
         self._entered_bytes = 0
 
-    def collect(self) -> None:
-        """After a reduction: takes what it gave."""
+    def collect(self, stream: Stream) -> None:
+        """After a reduction on `stream`: takes what it gave."""
         for unit in self._unrounded:
             self._local.update(unit.take())
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
                 self._local[name] = local_tensor(parameter.grad)
-        self._home = self._memory.streams.compute
+        self._home = self.ready_on = stream
         self._enter_ledger()
 
     def local(self, name: str) -> Tensor:
@@ -127,7 +129,7 @@ class Gradients:
     def offload(self) -> None:
         """Moves them to the host until a deferred update wants them."""
         streams, pool = self._memory.streams, self._memory.pool
-        streams.store.wait(streams.compute.record())
+        streams.store.wait(self.ready_on.record())
         pool.reserve(Purpose.GRADIENT_SHARDS, [local.nbytes for local in self._local.values()])
         with streams.store.use():
             for name, local in self._local.items():

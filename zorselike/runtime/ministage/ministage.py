@@ -155,13 +155,20 @@ class ShardedMinistage:
 
     # -- update ----------------------------------------------------------------------------
 
+    def await_reduction(self) -> None:
+        """Makes compute wait for the last reduction, whose gradients are then compute's."""
+        compute = self._streams.compute
+        if self.gradients.ready_on is not compute:
+            compute.wait(self.gradients.ready_on.record())
+            self.gradients.ready_on = compute
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, on the update stream, the optimizer's parameters have their gradients and state; then
         shards get the new values, and the gradients go."""
         self._resources.deferred_frees.settle()
         update = self._streams.update
-        update.wait(self._streams.compute.record())
+        update.wait(self.gradients.ready_on.record())
         self.state.arrive(update)
         self.gradients.arrive(update)
         if self.shards.are_away:
@@ -276,7 +283,8 @@ class ShardedMinistage:
         self._collect_reduced()
 
     def _collect_reduced(self) -> None:
-        self.gradients.collect()
+        streams = self._streams
+        self.gradients.collect(streams.reduce if self._units.reduces_beside else streams.compute)
         self._has_unreduced = False
 
     def dummy_forward(self, number: int, *, train: bool) -> None:
@@ -296,9 +304,21 @@ class ShardedMinistage:
     def reduce(self) -> None:
         """Sums the gradients over the group: one backward that touches every trainable parameter
         with a zero gradient, so that ranks with fewer or no microbatches, and parameters that a
-        step did not use, take part alike."""
+        step did not use, take part alike.
+
+        Beside the backward that follows, if other ranks take part: what FSDP2 reads is compute's, and kept
+        until the next reduction, before which compute waits for this one."""
         self._prepare_backward(reduces=True)
-        self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
+        self._resources.reducing.settle()
+        if self._units.reduces_beside:
+            compute, reduce = self._streams.compute, self._streams.reduce
+            whole = self._units.unreduced()
+            reduce.wait(compute.record())
+            with reduce.use():
+                self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
+            self._resources.reducing.add(compute, reduce.record(), whole)
+        else:
+            self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
         if self._group.zero == 0:
             self._note_gathered(False)
 

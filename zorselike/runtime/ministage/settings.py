@@ -28,6 +28,8 @@ class RankResources:
     pending_state: PendingOffloads = field(default_factory=PendingOffloads)
     deferred_frees: DeferredFrees = field(default_factory=DeferredFrees)
     """Of all ministages together; settled before each reduction and update, and at the end of a step."""
+    reducing: DeferredFrees = field(default_factory=DeferredFrees)
+    """Whole gradients of the newest reduction; settled before the next, and at the end of a step."""
     fsdp_roots: list[FSDPModule] = field(default_factory=list)
     """The ministages as FSDP2 has them; they share its streams, and with them its pools of memory."""
 

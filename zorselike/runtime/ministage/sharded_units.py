@@ -22,6 +22,7 @@ from zorselike.runtime._compat import (
     reduces_unused_parameters,
     reset_after_failure,
     share_streams,
+    unreduced_gradients,
 )
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.streams import Event, Stream
@@ -51,6 +52,10 @@ class ShardedUnits:
         self._memory = resources.memory
         self._streams = resources.memory.streams
         self._reduces_in_backward = group.zero == 3
+        self.reduces_beside = (
+            self._streams.is_concurrent and len(group.flat_ranks) > 1 and not self._reduces_in_backward
+        )
+        """Whether a reduction runs beside what is computed next."""
         self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
         recompute = group.recompute == "layer"
         unit_modules = [module.get_submodule(name) for name in unit_names]
@@ -260,6 +265,10 @@ class ShardedUnits:
             for unit in units:
                 unit.is_anchor_pass = False
         return output
+
+    def unreduced(self) -> list[Tensor]:
+        """The whole gradients that the next reduction reads."""
+        return [gradient for fsdp in self.fsdp_modules for gradient in unreduced_gradients(fsdp)]
 
     def synchronise(self, reduce_now: bool) -> None:
         """Whether the next backward reduces, frees the parameters and ends FSDP's iteration."""

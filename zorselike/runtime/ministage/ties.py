@@ -105,6 +105,9 @@ class TiedWeights:
 
     def exchange_grads(self, ministage: int) -> None:
         """As a borrower sends reduced gradients; as an owner waits for them and adds them."""
+        for held in self._ends.values():
+            if held.ministage.index == ministage:
+                held.ministage.await_reduction()
         self._send(ministage, "borrower", "owner")
         self._receive(ministage, "borrower", "owner")
 

@@ -143,18 +143,21 @@ class Updates:
         """Takes the squares of a ministage's final gradients, which are on the device."""
         if ministage in self._squares_of:
             return
+        with self._ministages[ministage].gradients.ready_on.use():
+            self._squares_of[ministage] = self._measure_now(ministage)
+
+    def _measure_now(self, ministage: int) -> Tensor:
         grads = self._grads(ministage)
         if not grads or (self._ministages[ministage].is_replicated and not self._counts_replicated):
-            squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        else:
-            # An overflow of the norm itself must not look like one of the gradients.
-            squares = torch.nn.utils.get_total_norm(grads).to(torch.float64).square()
-        self._squares_of[ministage] = squares
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        # An overflow of the norm itself must not look like one of the gradients.
+        return torch.nn.utils.get_total_norm(grads).to(torch.float64).square()
 
     def find_global_norm(self) -> None:
         """Sums the squares over all ranks; deferred updates need it."""
-        for ministage in self._ministages:
-            self.measure(ministage)
+        for number, ministage in self._ministages.items():
+            self.measure(number)
+            ministage.await_reduction()
         self._total = self._sums.start(self._sum_squares(), self._world)
 
     def _update_scale(self) -> None:
@@ -173,6 +176,7 @@ class Updates:
             self.measure(ministage)
             total = None
         if self._max_norm is not None and self._clip == "ministage":
+            owner.await_reduction()
             total = self._sums.start(self._squares_of[ministage], self._group)
             self._totals.append(total)
         with owner.updating():

@@ -47,6 +47,8 @@ class HostCopies:
         """By kind: the last offloaded memory, which is freed when the next one is offloaded."""
         self._used_gradients: list[tuple[Stream, int]] = []
         self._gradient_streams: dict[int, Stream] = {}
+        self._awaited: set[int] = set()
+        """Ministages whose reduced gradients compute has waited for, and works on."""
         self._stored_activations: dict[tuple[int, int], int] = {}
         self._loaded_activations: dict[tuple[int, int], int] = {}
         self._activations_in_flight: deque[int] = deque()
@@ -136,7 +138,7 @@ class HostCopies:
         """The update stream waits for gradients, state and shards."""
         self.free_gradients()
         update = self._streams.update
-        update.wait(self._streams.compute.record())
+        update.wait((self._streams.compute if i in self._awaited else self._streams.reduce).record())
         for task in self._loaded_for_update.pop(i, ()):
             update.wait(task)
         if i in self._offloaded_shards:
@@ -147,7 +149,13 @@ class HostCopies:
     def end_update(self, i: int, updated: int) -> None:
         self._updated[i] = updated
         self._changed.add(i)
-        self._used_gradients.append((self._gradient_streams.pop(i, self._streams.compute), updated))
+        self._used_gradients.append((self._gradient_streams.pop(i, self._streams.reduce), updated))
+
+    def await_reduction(self, i: int) -> None:
+        """The compute stream waits for it."""
+        if i not in self._awaited:
+            self._awaited.add(i)
+            self._streams.compute.wait(self._streams.reduce.record())
 
     def await_update(self, i: int) -> None:
         """The compute stream waits for it."""
@@ -178,10 +186,10 @@ class HostCopies:
         self._gradient_streams[i] = self._streams.load_state
 
     def _offload_gradients(self, i: int) -> None:
-        compute = self._streams.compute
-        self._streams.store.wait(compute.record())
+        reduce = self._streams.reduce
+        self._streams.store.wait(reduce.record())
         stored = self._store("gradients", i, self._sizes[i].gradient_shard_bytes)
-        self._used_gradients.append((compute, stored))
+        self._used_gradients.append((reduce, stored))
 
     # -- activations -----------------------------------------------------------------------
 

@@ -42,10 +42,11 @@ class Program:
         self._tasks, self._rendezvous, self._staged = tasks, rendezvous, staged
         self._labels = labels
         self._is_cpu = bool(costs.is_cpu) and costs.is_cpu[rank]
-        self.streams = Streams(tasks, rank, is_cpu=self._is_cpu)
-        self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels)
         self._group = plan.group_of_rank[rank]
         self._zero = plan.groups[self._group].zero
+        beside = self._zero != 3 and not rendezvous.is_alone[self._group]
+        self.streams = Streams(tasks, rank, is_cpu=self._is_cpu, reduces_beside=beside)
+        self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels)
         self._offloads = bool(plan.groups[self._group].offload)
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         self._shares = {i: _shares(costs, i) for i in plan.ministages_of_rank(rank)}
@@ -58,6 +59,8 @@ class Program:
         self._num_gathers: defaultdict[int, int] = defaultdict(int)
         self._gathering: dict[int, Sequence[int]] = {}
         """Gathers of a ministage, by unit, that nothing has waited for yet."""
+        self._reduced = NOTHING
+        """The newest reduction, which whole gradients wait for."""
         self._before_last_unit: tuple[int, ...] = ()
         """With ZeRO 3: tasks before the last unit of the last computation."""
 
@@ -107,6 +110,7 @@ class Program:
         compute.wait(self.streams.host.record())
         # What the update stream itself waits for from here on, such as copies of shards, delays nothing.
         compute.wait(self.streams.update.record())
+        compute.wait(self._reduced)
         self.copies.finish()
         self.end = compute.work(Work.EVENT)
         self.streams.finish()
@@ -309,9 +313,13 @@ class Program:
         self.copies.await_shards(i)
         self._wait_gathered(i)
         self.copies.free_gradients()
+        compute, reduce = self.streams.compute, self.streams.reduce
+        compute.wait(self._reduced)
+        reduce.wait(compute.record())
         task = self._rendezvous.reduce(self._group, i, action.microbatch)
         if task != NOTHING:
-            self._label("reduce", self.streams.compute.take_part(task))
+            self._label("reduce", reduce.take_part(task))
+        self._reduced = reduce.record()
 
     def _step(self, _: Action, i: int) -> None:
         self.copies.begin_update(i)
@@ -322,12 +330,15 @@ class Program:
     def _norm(self, _: Action, __: int) -> None:
         """The host waits for the device and for all ranks."""
         host = self.streams.host
+        for i in self._shares:
+            self.copies.await_reduction(i)
         host.wait(self.streams.compute.record())
         self._label("reduce", host.take_part(self._rendezvous.norm()))
 
     # -- tied weights ----------------------------------------------------------------------
 
     def _exchange_gradients(self, _: Action, i: int) -> None:
+        self.copies.await_reduction(i)
         self._send_slices(i, as_owner=False)
         self._receive_slices(i, as_owner=True)
 

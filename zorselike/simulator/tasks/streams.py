@@ -70,7 +70,8 @@ class Stream:
 class Streams:
     """A rank's streams; on a CPU rank all are its one thread."""
 
-    def __init__(self, tasks: Tasks, rank: int, *, is_cpu: bool) -> None:
+    def __init__(self, tasks: Tasks, rank: int, *, is_cpu: bool, reduces_beside: bool) -> None:
+        """`reduces_beside`: whether reductions have a stream of their own; else they are compute's."""
         self.host = Stream(tasks, rank, "host")
         self._streams: list[Stream] = []
 
@@ -81,6 +82,7 @@ class Streams:
             return self._streams[-1]
 
         self.compute, self.gather, self.update = map(make, ("compute", "gather", "update"))
+        self.reduce = make("reduce") if reduces_beside else self.compute
         self.load, self.load_state, self.store = map(make, ("load", "load_state", "store"))
         self.load_activations, self.store_activations = make("load_activations"), make("store_activations")
 
