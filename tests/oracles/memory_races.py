@@ -106,6 +106,10 @@ class Clocks:
             case _:
                 assert_never(work)
 
+    def num_before(self, stream: int, other: int) -> int:
+        """How many steps of another stream come before all that a stream is given from now on."""
+        return self._of_stream.get(stream, {}).get(other, 0)
+
     def report(self, kind: str, buffer: Buffer, earlier: Step | None, later: Step) -> StreamRace:
         """Adds a race, unless the same lines raced already."""
         key = (kind, later.stream, later.frames, earlier and (earlier.stream, earlier.frames))

@@ -314,6 +314,39 @@ def test_two_ranks(zero: int, run_ranks: RunRanks) -> None:
     assert_no_mistake(run_ranks, 2, runs)
 
 
+def watch_reductions(rank: int, world_size: int, zero: int) -> dict[str, bool]:
+    """Of each backward of a step, and of its end: whether compute has waited for the last reduction."""
+    case, streams, waits = Run(one_group(zero, world_size)).case, RaceStreams(), {}
+    num_steps = [0]
+
+    def note(text: str) -> None:
+        known = streams.clocks.num_before(streams.compute.number, streams.reduce.number)
+        waits[text] = known >= num_steps[0] > 0
+
+    def enter(action: Action) -> None:
+        if action.kind is Kind.B:
+            note(action.text)
+
+    def leave(action: Action) -> None:
+        if action.kind is Kind.REDUCE_GRAD:
+            num_steps[0] = streams.clocks.num_before(streams.reduce.number, streams.reduce.number)
+
+    with on(streams), HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        with pipe.watching(enter, leave):
+            pipe.step_global(*case.batch(0))
+        note("end")
+    return waits
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_the_next_backward_does_not_wait_for_a_reduction(zero: int, run_ranks: RunRanks) -> None:
+    for waits in run_ranks(watch_reductions, 2, zero):
+        assert len(waits) > 4
+        assert [text for text, is_waited in waits.items() if is_waited] == ["end"]
+    (alone,) = run_ranks(watch_reductions, 1, zero)
+    assert not any(alone.values()), "with nobody to reduce with it has no stream of its own"
+
+
 @pytest.mark.nightly
 def test_everything_offloaded(run_ranks: RunRanks) -> None:
     """With recomputation, in bf16, clipped, and each way of combining those; under ZeRO 2 and 3 any two."""
