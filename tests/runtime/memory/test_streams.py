@@ -316,7 +316,7 @@ def test_two_ranks(zero: int, run_ranks: RunRanks) -> None:
 
 def watch_reductions(rank: int, world_size: int, zero: int) -> dict[str, bool]:
     """Of each backward of a step, and of its end: whether compute has waited for the last reduction."""
-    case, streams, waits = Run(one_group(zero, world_size)).case, RaceStreams(), {}
+    case, streams, waits = make_run(one_group(zero, world_size)).case, RaceStreams(), {}
     num_steps = [0]
 
     def note(text: str) -> None:
@@ -432,6 +432,7 @@ SCENES: tuple[tuple[int, list[Run]], ...] = (
         [
             make_run(one_group(3, 2), EVERYTHING),
             make_run(two_groups(2), ("params", "activations"), tied=True),
+            make_run(one_group(2, 2), param_dtype=torch.bfloat16, max_norm=0.1),
         ],
     ),
 )
