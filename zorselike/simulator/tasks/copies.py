@@ -107,11 +107,9 @@ class HostCopies:
         self._streams.gather.wait(self._loaded.get(i, NOTHING))
 
     def await_shards(self, i: int) -> None:
-        """Where FSDP2 itself gathers, the host waits for them too."""
+        """Where FSDP2 itself gathers, which it does after what compute has been given."""
         if not self._gathered_by_schedule and i in self._loaded:
-            task = self._loaded.pop(i)
-            self._streams.compute.wait(task)
-            self._streams.host.wait(task)
+            self._streams.compute.wait(self._loaded.pop(i))
 
     def _store(self, kind: str, i: int, num_bytes: int) -> int:
         """Copies to the host once all is there that the stream waits for."""
