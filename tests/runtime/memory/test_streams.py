@@ -279,39 +279,86 @@ def find_all_mistakes(rank: int, world_size: int, runs: list[Run], alone: bool) 
     return mistakes
 
 
-def assert_no_mistake(run_ranks: RunRanks, num_ranks: int, runs: list[Run]) -> None:
-    assert_no_mistake_in(volume.part(runs), run_ranks, num_ranks)
-
-
-def assert_no_mistake_in(
-    runs: list[Run], run_ranks: RunRanks, num_ranks: int, *, alone: bool = False
-) -> None:
+def assert_no_mistake(run_ranks: RunRanks, num_ranks: int, runs: list[Run], *, alone: bool = False) -> None:
     mistakes = [m for own in run_ranks(find_all_mistakes, num_ranks, runs, alone, timeout=900) for m in own]
     assert not mistakes, "\n".join(mistakes[:5])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_subset_on_one_rank(zero: int, run_ranks: RunRanks) -> None:
-    runs = [
-        make_run(one_group(zero, 1), offload, *SETTINGS[(number + zero) % len(SETTINGS)])
-        for number, offload in enumerate(SUBSETS)
-    ]
-    assert_no_mistake(run_ranks, 1, runs)
+def every_subset() -> Iterator[Run]:
+    for zero, (number, offload) in product(range(4), enumerate(SUBSETS)):
+        yield make_run(one_group(zero, 1), offload, *SETTINGS[(number + zero) % len(SETTINGS)])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_two_ranks(zero: int, run_ranks: RunRanks) -> None:
+def on_two_ranks() -> Iterator[Run]:
     """Their collectives are on streams too; one rank has shown what each kind of offload does alone."""
-    some = (("optimizer", "activations"), (), ("params",), ())[zero]
-    runs = [
-        make_run(one_group(zero, 2), offload, *SETTINGS[number % 2])
-        for number, offload in enumerate((EVERYTHING, EVERYTHING, some), zero)
-    ]
-    if zero == 2:
-        runs += [make_run(one_group(2, 2, "microbatch"), EVERYTHING, *setting) for setting in SETTINGS[:2]]
-    assert_no_mistake(run_ranks, 2, runs)
+    some = (("optimizer", "activations"), (), ("params",), ())
+    for zero in range(4):
+        for number, offload in enumerate((EVERYTHING, EVERYTHING, some[zero]), zero):
+            yield make_run(one_group(zero, 2), offload, *SETTINGS[number % 2])
+    for setting in SETTINGS[:2]:
+        yield make_run(one_group(2, 2, "microbatch"), EVERYTHING, *setting)
+
+
+def all_offloaded() -> Iterator[Run]:
+    """With recomputation, in bf16, clipped, and each way of combining those; under ZeRO 2 and 3 any two."""
+    for number, setting in enumerate(product(("none", "layer"), (None, torch.bfloat16), (None, 0.1))):
+        yield make_run(one_group(2 + number.bit_count() % 2, 1), EVERYTHING, *setting)
+
+
+def over_two_groups() -> Iterator[Run]:
+    for zero, setting in zip((2, 3), SETTINGS, strict=False):
+        for tied in (False, True):
+            yield make_run(two_groups(zero), EVERYTHING, *setting, tied=tied)
+
+
+def of_a_single_ministage(num_ranks: int) -> Iterator[Run]:
+    """Whose microbatches go forward and at once backward."""
+    plans = [one_group(zero, num_ranks) for zero in range(4)] + [one_group(2, num_ranks, "microbatch")]
+    whole = (Ministage(0, tuple(name for cut in CUTS for name in cut)),)
+    for number, plan in enumerate([*plans, *plans[::-1]]):
+        yield make_run(replace(plan, ministages=whole), EVERYTHING, *SETTINGS[number % len(SETTINGS)])
+
+
+def with_odd_optimizers(num_ranks: int) -> Iterator[Run]:
+    """Whose state comes, goes and is replaced; updates run beside backwards, or after them all."""
+    names = ODD_OPTIMIZERS if num_ranks == 1 else (REPLACING, REPLACING)
+    for max_norm, name in zip(cycle((None, 0.1)), names, strict=False):
+        offload = ("params", "optimizer") if num_ranks == 1 else EVERYTHING
+        plan = one_group(1 + num_ranks, num_ranks)
+        yield make_run(plan, offload, max_norm=max_norm, optimizer=name, num_steps=3)
+
+
+def that_break_off() -> Iterator[Run]:
+    """A step with copies on their way, before any update; the next is as if it had not begun."""
+    for share, (zero, max_norm) in product((1.0, 0.97, 0.9, 0.8, 0.5, 0.3, 0.1), ((3, 0.1), (2, None))):
+        yield make_run(one_group(zero, 1), EVERYTHING, max_norm=max_norm, breaks_at=share)
+
+
+RUNS = {
+    1: [
+        *every_subset(),
+        *all_offloaded(),
+        *of_a_single_ministage(1),
+        *with_odd_optimizers(1),
+        *that_break_off(),
+    ],
+    2: [*on_two_ranks(), *over_two_groups(), *of_a_single_ministage(2), *with_odd_optimizers(2)],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", RUNS)
+def test_no_race_and_the_numbers_of_a_resident_run(num_ranks: int, run_ranks: RunRanks) -> None:
+    assert_no_mistake(run_ranks, num_ranks, volume.part(RUNS[num_ranks]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_random_plans(num_ranks: int, run_ranks: RunRanks) -> None:
+    """Equal to a single process, or where precision or optimizer are odd to the same run without offload."""
+    drawn = map(draw_run, volume.part(range(NUM_RANDOM)))
+    runs = [run for run in drawn if run.case.plan.num_ranks == num_ranks]
+    assert_no_mistake(run_ranks, num_ranks, runs, alone=True)
 
 
 def watch_reductions(rank: int, world_size: int, zero: int) -> dict[str, bool]:
@@ -345,75 +392,6 @@ def test_the_next_backward_does_not_wait_for_a_reduction(zero: int, run_ranks: R
         assert [text for text, is_waited in waits.items() if is_waited] == ["end"]
     (alone,) = run_ranks(watch_reductions, 1, zero)
     assert not any(alone.values()), "with nobody to reduce with it has no stream of its own"
-
-
-@pytest.mark.nightly
-def test_everything_offloaded(run_ranks: RunRanks) -> None:
-    """With recomputation, in bf16, clipped, and each way of combining those; under ZeRO 2 and 3 any two."""
-    settings = product(("none", "layer"), (None, torch.bfloat16), (None, 0.1))
-    runs = [
-        make_run(one_group(2 + number.bit_count() % 2, 1), EVERYTHING, *setting)
-        for number, setting in enumerate(settings)
-    ]
-    assert_no_mistake(run_ranks, 1, runs)
-
-
-@pytest.mark.nightly
-def test_two_groups(run_ranks: RunRanks) -> None:
-    runs = [
-        make_run(two_groups(zero), EVERYTHING, *setting, tied=tied)
-        for zero, setting in zip((2, 3), SETTINGS, strict=False)
-        for tied in (False, True)
-    ]
-    assert_no_mistake(run_ranks, 2, runs)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_single_ministage(num_ranks: int, run_ranks: RunRanks) -> None:
-    """Whose microbatches go forward and at once backward."""
-    plans = [one_group(zero, num_ranks) for zero in range(4)] + [one_group(2, num_ranks, "microbatch")]
-    whole = (Ministage(0, tuple(name for cut in CUTS for name in cut)),)
-    runs = [
-        make_run(replace(plan, ministages=whole), EVERYTHING, *SETTINGS[number % len(SETTINGS)])
-        for number, plan in enumerate([*plans, *plans[::-1]])
-    ]
-    assert_no_mistake(run_ranks, num_ranks, runs)
-
-
-@pytest.mark.nightly
-def test_odd_optimizers(run_ranks: RunRanks) -> None:
-    """Whose state comes, goes and is replaced; updates run beside backwards, or after them all."""
-    runs = [
-        make_run(one_group(2, 1), ("params", "optimizer"), max_norm=max_norm, optimizer=name, num_steps=3)
-        for max_norm, name in zip(cycle((None, 0.1)), ODD_OPTIMIZERS, strict=False)
-    ]
-    assert_no_mistake(run_ranks, 1, runs)
-    replacing = [
-        make_run(one_group(3, 2), EVERYTHING, max_norm=max_norm, optimizer=REPLACING, num_steps=3)
-        for max_norm in (None, 0.1)
-    ]
-    assert_no_mistake(run_ranks, 2, replacing)
-
-
-@pytest.mark.nightly
-def test_a_step_that_breaks_off(run_ranks: RunRanks) -> None:
-    """With copies on their way, before any update; the next is as if it had not begun."""
-    runs = [
-        make_run(one_group(zero, 1), EVERYTHING, max_norm=max_norm, breaks_at=share)
-        for share, (zero, max_norm) in product((1.0, 0.97, 0.9, 0.8, 0.5, 0.3, 0.1), ((3, 0.1), (2, None)))
-    ]
-    assert_no_mistake(run_ranks, 1, runs)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_random_plans(num_ranks: int, run_ranks: RunRanks) -> None:
-    """Equal to a single process, or where precision or optimizer are odd to the same run without offload."""
-    runs = [
-        run for run in map(draw_run, volume.part(range(NUM_RANDOM))) if run.case.plan.num_ranks == num_ranks
-    ]
-    assert_no_mistake_in(runs, run_ranks, num_ranks, alone=True)
 
 
 # -- what is forgotten is found --------------------------------------------------------------
