@@ -42,6 +42,11 @@ def configure(config: pytest.Config) -> None:
     settings.load_profile("volume")
 
 
+def is_full() -> bool:
+    """Whether nothing is spared."""
+    return _Volume.is_full
+
+
 def describe() -> str:
     """How to run the same cases again."""
     return "--nightly" if _Volume.is_full else f"--volume-seed {_Volume.seed}"

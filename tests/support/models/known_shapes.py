@@ -2,7 +2,8 @@
 
 Ranks find them alike, from the model and the plan alone. The first that needs them runs the runtime's own
 code and leaves what it found in a folder; the others take it from there. So it is for the models below, whose
-code no test changes; any other model, or one with something of its own, is traced as ever.
+code no test changes; any other model, or one with something of its own, is traced as ever. With `--nightly`
+every model is, on every rank.
 """
 
 from __future__ import annotations
