@@ -22,6 +22,7 @@ from zorselike.runtime import assembly
 from zorselike.runtime.comm.ranks import Groups, Ranks
 from zorselike.runtime.comm.transport import Transport
 from zorselike.runtime.ministage.updates import default_optimizer
+from zorselike.runtime.pipeline import find_patience
 
 NAMES = module_names(3)
 CUTS = (NAMES[:2], NAMES[2:3], NAMES[3:])
@@ -137,6 +138,12 @@ def test_transfers_between_two_ranks_get_few_multiprocessors() -> None:
     (pair, of_pair), (everyone, of_everyone) = made
     assert pair == [0, 1] and of_pair["backend"] == "nccl" and of_pair["pg_options"].config.max_ctas == 4
     assert everyone == [0, 1, 2] and of_everyone["pg_options"] is None
+
+
+@pytest.mark.parametrize(("devices", "seconds"), [(("cpu", "cpu"), 5), (("cpu", "cuda"), 30)])
+def test_gpus_are_given_time_to_allocate(devices: tuple[str, ...], seconds: float) -> None:
+    """Their allocator may wait for the device, and so for other ranks, with Python's lock."""
+    assert find_patience([mock.Mock(device=device) for device in devices]) == seconds
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])

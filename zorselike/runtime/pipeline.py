@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.model.signature import Signature
 from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, find_device
+from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.runtime.result import StepResult, SumOverRanks
 from zorselike.schedule.actions import Action
 
@@ -71,7 +72,8 @@ class HeteroPipeline:
         seed: of the initialisation, and with the rank of dropout.
         forbid_nonfinite_loss: end the job where a microbatch's loss is not finite (waits for the
             loss of every microbatch, so not free on a GPU).
-        silence_s: a rank that gives no sign of life for this long ends the job; None: never.
+        silence_s: a rank that gives no sign of life for this long ends the job; None: never; "auto": 5 s, and
+            30 s in a job with GPUs, whose allocator holds Python's lock while it waits for the device.
 
     Raises `PlanError` or `ConfigError`, on every rank alike, before any work starts.
     """
@@ -93,7 +95,7 @@ class HeteroPipeline:
         clip: Clip = "global",
         seed: int = 0,
         forbid_nonfinite_loss: bool = False,
-        silence_s: float | None = 5.0,
+        silence_s: float | Literal["auto"] | None = "auto",
     ) -> None:
         _check_arguments(max_norm, clip, param_dtype)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -129,6 +131,8 @@ class HeteroPipeline:
         self._forbid_nonfinite = forbid_nonfinite_loss
         self.param_dtype = dtype
         """Dtype in which layers compute; None: the model's own."""
+        if silence_s == "auto":
+            silence_s = find_patience(processes)
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
         # Another stream of random numbers on every rank, the same at every start.
         torch.manual_seed((seed * 1_000_003 + ranks.rank + 1) % 2**63)
@@ -432,6 +436,11 @@ class HeteroPipeline:
             for name, value in kwargs.items()
         }
         return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows), selected
+
+
+def find_patience(processes: Sequence[ProcessInfo]) -> float:
+    """Seconds of silence after which a rank of this job is taken for stopped."""
+    return max(30.0 if process.device == "cuda" else 5.0 for process in processes)
 
 
 def _check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype) -> None:
