@@ -37,7 +37,11 @@ def noting_waits(kind: str) -> Iterator[Counter[str]]:
     def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
         if _WORDS not in str(message):
             return
-        frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(str(ROOT))]
+        frames = [
+            frame
+            for frame in traceback.extract_stack()[:-1]
+            if frame.filename.startswith(str(ROOT)) and "site-packages" not in frame.filename
+        ]
         own = [frame for frame in frames if "battery" not in frame.filename] or frames
         # A warning from the thread of backwards has no frame of ours.
         where = (

@@ -157,6 +157,7 @@ def _end(child: int, log_path: Path) -> str:
         if _catches(pid, signal.SIGUSR1):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
+                time.sleep(STACKS_S / len(family))  # They write into one file: one after the other.
     time.sleep(STACKS_S)
     for pid in family:
         with contextlib.suppress(ProcessLookupError):

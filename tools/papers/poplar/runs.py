@@ -214,8 +214,10 @@ class Job:
 
         def peak_bytes(rank: int, rows: int) -> int:
             own = self.lay_plan(deal_rounds([(rows, rows)] * len(self.devices)))
-            walk = walk_memory(own, rank, actions[rank], sizes[rank], context_bytes=costs.context_bytes[rank])
-            return walk.device_peak_bytes
+            context_bytes = costs.context_bytes[rank]
+            return walk_memory(
+                own, rank, actions[rank], sizes[rank], context_bytes=context_bytes, reduces_beside=True
+            ).device_peak_bytes
 
         return {
             device: bisect_right(
