@@ -184,7 +184,7 @@ def test_whole_gradients_count_until_the_next_reduction_where_that_runs_beside(
 ) -> None:
     plan = make_plan(3, ranks=ranks, zero=zero)
     own = dict.fromkeys(range(3), SIZES)
-    found = walk_memory(plan, 0, build(ScheduleSpec(plan))[0], own, reduces_beside=beside)
+    found = walk_memory(plan, 0, build(ScheduleSpec(plan))[0], own, on_gpu=beside)
     assert found.device[Purpose.GRADIENTS] == most  # Of two ministages, of one, or of a unit.
     assert Purpose.GRADIENTS not in nonzero(found.between_steps)  # type: ignore[arg-type]
 

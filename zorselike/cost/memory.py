@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, SENDS, Action, Kind
-from zorselike.schedule.contract import COPIES_IN_FLIGHT
+from zorselike.schedule.contract import COPIES_IN_FLIGHT, reduces_beside
 
 REDUCTION_BUFFERS = 1
 """Copies of a unit's gradients from which FSDP2 reduces."""
@@ -114,7 +114,7 @@ def walk_memory(
     *,
     context_bytes: int = 0,
     num_sends_kept: int | None = None,
-    reduces_beside: bool = False,
+    on_gpu: bool = False,
 ) -> MemoryWalk:
     """What `rank` holds while it runs `actions`, a step or an evaluation that has passed `check`.
 
@@ -122,9 +122,9 @@ def walk_memory(
         sizes: of each of the rank's ministages.
         context_bytes: what is on the device whatever the rank does, such as the CUDA context.
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
-        reduces_beside: whether reductions run beside what follows, as on a GPU.
+        on_gpu: whether reductions may run beside what follows.
     """
-    walk = _Walk(plan, rank, actions, sizes, num_sends_kept, reduces_beside=reduces_beside)
+    walk = _Walk(plan, rank, actions, sizes, num_sends_kept, on_gpu=on_gpu)
     began = walk.holding
     walk.run()
     if walk.holding != began:  # What a step leaves for the next one.
@@ -148,7 +148,7 @@ class _Walk:
         sizes: Mapping[int, MinistageBytes],
         num_sends_kept: int | None,
         *,
-        reduces_beside: bool,
+        on_gpu: bool,
     ) -> None:
         group = plan.groups[plan.group_of_rank[rank]]
         own = plan.ministages_of_rank(rank)
@@ -157,7 +157,7 @@ class _Walk:
         self._rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
         self._zero = group.zero
         self._is_alone = len(group.flat_ranks) == 1
-        self._reduces_beside = reduces_beside and not self._is_alone and group.zero != 3
+        self._reduces_beside = reduces_beside(group.zero, len(group.flat_ranks), on_gpu=on_gpu)
         self._reducing_bytes = 0
         """Whole gradients that the newest reduction may still read."""
         self._computed = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in COMPUTE}

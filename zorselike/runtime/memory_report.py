@@ -82,7 +82,7 @@ def report_memory(assembly: Assembly, trace: Trace | None) -> MemoryReport:
     sizes = {i: measure_ministage(ministage, assembly, trace) for i, ministage in assembly.ministages.items()}
     actions = assembly.compiled.step_actions[rank]
     is_concurrent = assembly.resources.memory.streams.is_concurrent
-    walk = walk_memory(assembly.plan, rank, actions, sizes, reduces_beside=is_concurrent)
+    walk = walk_memory(assembly.plan, rank, actions, sizes, on_gpu=is_concurrent)
     lines = []
     offload = assembly.resources.activations
     for purpose in walk.device:

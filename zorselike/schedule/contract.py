@@ -12,6 +12,13 @@ COPIES_IN_FLIGHT = 2
 """Microbatches whose activations leave for the host at once and still occupy the device; one more makes the
 computation wait."""
 
+
+def reduces_beside(zero: int, num_ranks: int, *, on_gpu: bool) -> bool:
+    """Whether a ministage's reduction runs beside what follows it. ZeRO 3 reduces inside its backwards, a
+    rank alone has nobody to wait for, and a CPU rank does one thing after the other."""
+    return on_gpu and num_ranks > 1 and zero != 3
+
+
 NUM_STEPS = 2
 """Steps simulated or estimated, after which all are alike: what one step does to the next (ranks that end and
 begin early) shows in the second."""

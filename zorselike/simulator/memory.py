@@ -60,6 +60,6 @@ class MemoryWalks(Sequence[MemoryWalk]):
                 costs.sizes[rank],
                 context_bytes=context_bytes,
                 num_sends_kept=None if is_cpu else SENDS_KEPT_BY_NCCL,
-                reduces_beside=not is_cpu,
+                on_gpu=not is_cpu,
             )
         return self._alike[key]

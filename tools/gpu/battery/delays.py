@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 from unittest import mock
@@ -26,8 +27,8 @@ from .training import TINY, Outcome, Training, be_deterministic, device_of, one_
 
 SUBSETS = tuple(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in range(4)))
 ZEROS = (2, 3)
-_CYCLES = 2_000_000
-"""Of a GPU's clock: about a millisecond."""
+_SCRATCH_ELEMENTS, _MOST_PASSES = 2**26, 12
+"""What a late stream adds to, and how often: up to some milliseconds. Nobody reads it."""
 _SHARE = 0.2
 """Of streams that are made late before an action."""
 _NOT_A_NUMBER = 0xFF
@@ -47,12 +48,17 @@ class Disturbance:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
+    @cached_property
+    def _scratch(self) -> torch.Tensor:
+        return torch.zeros(_SCRATCH_ELEMENTS, device="cuda")
+
     def enter(self, _: Action) -> None:
         """Before each action: some streams get something long to do first, sometimes the host too."""
         for stream in list(self.streams.values()):
             if self._random.random() < _SHARE:
                 with torch.cuda.stream(stream):
-                    torch.cuda._sleep(self._random.randrange(_CYCLES))  # type: ignore[no-untyped-call]
+                    for _ in range(self._random.randrange(_MOST_PASSES)):
+                        self._scratch.add_(1)
                 self.num_sleeps += 1
         if self.streams and self._random.random() < _SHARE:
             time.sleep(self._random.random() * 1e-3)

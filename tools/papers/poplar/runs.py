@@ -216,7 +216,7 @@ class Job:
             own = self.lay_plan(deal_rounds([(rows, rows)] * len(self.devices)))
             context_bytes = costs.context_bytes[rank]
             return walk_memory(
-                own, rank, actions[rank], sizes[rank], context_bytes=context_bytes, reduces_beside=True
+                own, rank, actions[rank], sizes[rank], context_bytes=context_bytes, on_gpu=True
             ).device_peak_bytes
 
         return {

@@ -23,11 +23,8 @@ class Worker:
     overlap_slowdown: float
     accumulates: bool
     """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
-
-    @property
-    def reduces_beside(self) -> bool:
-        """Whether reductions run beside backwards, those of ZeRO 3 apart, which are part of them."""
-        return self.zero != 3 and not self.is_cpu
+    reduces_beside: bool
+    """Whether reductions run beside the backwards that follow them."""
 
 
 class Copies(NamedTuple):
@@ -194,9 +191,8 @@ def _reduce(worker: Worker, work: Work, clock: Clock) -> None:
         return
     beside_s = work.backward_s / worker.microbatches_per_device
     clock.compute += (worker.num_reductions - 1) * max(0.0, work.reduce_s - beside_s)
-    if work.reduce_s:  # Else it is compute's own.
-        clock.compute = max(clock.compute, clock.reduce)
-        clock.reduce = clock.compute + work.reduce_s
+    clock.compute = max(clock.compute, clock.reduce)
+    clock.reduce = clock.compute + work.reduce_s
 
 
 def _send(done: Sequence[float], seconds: float) -> list[float]:
@@ -219,7 +215,7 @@ def update(worker: Worker, work: Work, clock: Clock, ministage: int) -> None:
         return
     # State is loaded during the backward and stored behind the update.
     clock.load = max(clock.load, clock.before, clock.states[ministage]) + work.copies.state_s
-    reduced_s = clock.reduce if worker.reduces_beside and work.reduce_s else clock.compute
+    reduced_s = clock.reduce if worker.reduces_beside else clock.compute
     clock.update = max(clock.update, reduced_s, clock.load) + work.update_s
     clock.store = max(clock.store, clock.update) + work.copies.state_s
     clock.states[ministage] = clock.store

@@ -188,7 +188,7 @@ class RankMemory:
             measured,
             context_bytes=context_bytes,
             num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
-            reduces_beside=device != CPU,
+            on_gpu=device != CPU,
         )
         # What is received: joined of several pieces, and with bounds on microbatches in flight early, the
         # gradients of all of these and the inputs of those that follow.

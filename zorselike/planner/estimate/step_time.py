@@ -25,7 +25,7 @@ from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.forward_first import Clock, Copies, StepWork, Work, Worker, run_step
 from zorselike.planner.estimate.in_flight import Order, run_step_in_flight
 from zorselike.planner.problem import PlanProblem
-from zorselike.schedule.contract import NUM_STEPS
+from zorselike.schedule.contract import NUM_STEPS, reduces_beside
 from zorselike.schedule.orders.in_flight import find_needs, order_in_flight
 
 
@@ -98,13 +98,15 @@ class StepTimeEstimate:
         return candidate.ministage_of(lowest)
 
     def _make_worker(self, group: CandidateGroup, accumulates: bool) -> Worker:
+        is_cpu = self._types[group.devices[0]] == CPU
         return Worker(
-            is_cpu=self._types[group.devices[0]] == CPU,
+            is_cpu=is_cpu,
             zero=group.mode.zero,
             microbatches_per_device=group.microbatches_per_device,
             num_reductions=group.microbatches_per_device if group.mode.reduces_per_microbatch else 1,
             overlap_slowdown=self._overheads.overlap_slowdown,
             accumulates=accumulates,
+            reduces_beside=reduces_beside(group.mode.zero, len(group.devices), on_gpu=not is_cpu),
         )
 
     # -- a ministage -----------------------------------------------------------------------

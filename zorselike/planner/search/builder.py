@@ -18,6 +18,7 @@ from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
+from zorselike.schedule.contract import reduces_beside
 from zorselike.schedule.orders.in_flight import count_in_flight, least_in_flight
 from zorselike.schedule.spec import ScheduleSpec
 
@@ -274,7 +275,8 @@ class CandidateBuilder:
 
     def _reduces_beside(self, mode: Mode, devices: Sequence[int]) -> bool:
         """Whether reductions run beside backwards, and are no part of them."""
-        return mode.zero != 3 and self._problem.device_types[devices[0]] != CPU
+        is_cpu = self._problem.device_types[devices[0]] == CPU
+        return reduces_beside(mode.zero, len(devices), on_gpu=not is_cpu)
 
     # -- layers ----------------------------------------------------------------------------
 

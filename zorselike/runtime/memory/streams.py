@@ -127,12 +127,12 @@ class _CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-        def make(count: int, *, priority: int = 0) -> Iterator[_CudaStream]:
+        def several(count: int, *, priority: int = 0) -> Iterator[_CudaStream]:
             for _ in range(count):
                 yield _CudaStream(torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]
 
-        self.gather, self.fetch = make(2, priority=-1)  # Urgent.
-        self.reduce, self.load, self.load_state, self.store, self.stash, self.update = make(6)
+        self.gather, self.fetch = several(2, priority=-1)  # Urgent.
+        self.reduce, self.load, self.load_state, self.store, self.stash, self.update = several(6)
         self.begin()
 
     def make(self, name: str) -> Stream:

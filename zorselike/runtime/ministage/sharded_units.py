@@ -33,6 +33,7 @@ from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 from zorselike.runtime.ministage.shards import NamedParameters
 from zorselike.runtime.ministage.unit import CallOrder, Unit
 from zorselike.runtime.model.pruning import find_units
+from zorselike.schedule.contract import reduces_beside
 
 
 class ShardedUnits:
@@ -52,10 +53,8 @@ class ShardedUnits:
         self._memory = resources.memory
         self._streams = resources.memory.streams
         self._reduces_in_backward = group.zero == 3
-        self.reduces_beside = (
-            self._streams.is_concurrent and len(group.flat_ranks) > 1 and not self._reduces_in_backward
-        )
-        """Whether a reduction runs beside what is computed next."""
+        is_concurrent = self._streams.is_concurrent
+        self.reduces_beside = reduces_beside(group.zero, len(group.flat_ranks), on_gpu=is_concurrent)
         self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
         recompute = group.recompute == "layer"
         unit_modules = [module.get_submodule(name) for name in unit_names]

@@ -15,6 +15,7 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.checker.channels import Channel
+from zorselike.schedule.contract import reduces_beside
 from zorselike.simulator.result import Track
 from zorselike.simulator.tasks.copies import HostCopies
 from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
@@ -44,7 +45,8 @@ class Program:
         self._is_cpu = bool(costs.is_cpu) and costs.is_cpu[rank]
         self._group = plan.group_of_rank[rank]
         self._zero = plan.groups[self._group].zero
-        beside = self._zero != 3 and not rendezvous.is_alone[self._group]
+        num_ranks = len(plan.groups[self._group].flat_ranks)
+        beside = reduces_beside(self._zero, num_ranks, on_gpu=not self._is_cpu)
         self.streams = Streams(tasks, rank, is_cpu=self._is_cpu, reduces_beside=beside)
         self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels)
         self._offloads = bool(plan.groups[self._group].offload)
