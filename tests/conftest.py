@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("hypothesis"):
         item.add_marker("nightly")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

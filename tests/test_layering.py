@@ -24,6 +24,7 @@ LAYERS = [
     "cost",
     "simulator",
     "planner",
+    "checkpoint",
     "runtime",
     "profiler",
     "models",

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "oracles"))
+_TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(_TESTS / "oracles"), str(_TESTS / "support" / "checkpoints")]

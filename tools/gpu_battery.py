@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(f"{name}={value}" for name, value in environment.items()), flush=True)
     if options.device == "cpu":
         _import_once(environment)
+        import_module("torch._dynamo")  # FSDP2 imports it in every process that it first runs in.
     is_fine = True
     with tempfile.TemporaryDirectory(prefix="gpu-battery-") as work:
         # The others have their say in its parts.

@@ -17,6 +17,14 @@ class ProfileError(ValueError):
     """A profile is malformed or belongs to something else."""
 
 
+class CheckpointError(ValueError):
+    """A checkpoint is incomplete, damaged, or of something else."""
+
+
+class OtherCheckpointError(CheckpointError):
+    """A checkpoint is of another model or another optimizer, as those beside it will be."""
+
+
 class FileError(ValueError):
     """A file cannot be read or written, or does not say what it must.
 
@@ -25,7 +33,7 @@ class FileError(ValueError):
     """
 
 
-USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError)
+USER_ERRORS = (ConfigError, PlanError, ClusterError, ProfileError, CheckpointError)
 """What a program reports in one line, without a traceback."""
 
 

@@ -23,6 +23,7 @@ from zorselike.profiler.layers.in_step import (
 )
 from zorselike.profiler.layers.probes import LayerProbe, find_probes
 from zorselike.profiler.layers.row_search import TrialResult
+from zorselike.profiler.program import timing
 from zorselike.profiler.program.timing import MICROBATCHES as OF_A_RANK
 from zorselike.profiler.program.timing import ProgramBench, make_plan
 
@@ -38,6 +39,7 @@ def probes(dtype: str = "float32") -> dict[str, LayerProbe]:
 
 
 def measure(rank: int, size: int, port: int, dtype: str) -> tuple[Overheads, int]:
+    timing.WARMUPS, timing.STEPS_PER_REPEAT = 1, 2
     num_calls = 0
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -384,13 +385,27 @@ def fail_in_step(rank: int, world_size: int, what: str) -> None:
         pipe.step_global(inputs, targets)
         if what == "shape":
             pipe.step_global(inputs[:, :2], targets[:, :2])
+        elif what == "rows":
+            pipe.evaluate_global(inputs[:2], targets[:2])
+        elif what == "sum":
+            pipe._totals.start = None  # type: ignore[assignment, method-assign]
+            pipe.step_global(inputs, targets)
 
 
-@pytest.mark.parametrize(("what", "expected"), [("mean", "reduction='sum'"), ("shape", "pad to one shape")])
-def test_a_mistake_in_a_step_ends_every_rank_with_its_reason(
-    what: str, expected: str, run_ranks: RunRanks
+@pytest.mark.parametrize(
+    ("what", "place", "expected"),
+    [
+        ("mean", r"in 3F\d \(ministage 3, microbatch \d, forward\)", "reduction='sum'"),
+        ("shape", r"in step\(\) \(before its first action\)", "pad to one shape"),
+        ("rows", r"in evaluate\(\) \(its arguments\)", "has 2 rows"),
+        ("sum", r"in step\(\) \(after its last action\)", "TypeError"),
+    ],
+)
+def test_a_mistake_in_a_step_ends_every_rank_with_its_place_and_reason(
+    what: str, place: str, expected: str, run_ranks: RunRanks
 ) -> None:
     exits = run_ranks(fail_in_step, 3, what, allow_exit=True, timeout=60)
     for end in exits:
         assert end.code != 0
         assert expected in end.last_line, end.stderr[-2000:]
+        assert re.search(f"failed first, {place}: ", end.last_line), end.last_line

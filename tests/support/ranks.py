@@ -110,6 +110,7 @@ class _Child:
     ended_s: float = 0.0
     stopped: bool = False
     killed_here: bool = False
+    _report: dict[str, Any] | None = None
 
     def read(self, name: str) -> str:
         path = self.folder / f"{name}{self.rank}"
@@ -118,7 +119,9 @@ class _Child:
     def report(self) -> dict[str, Any] | None:
         """What the child wrote at its end: its value or its error; None if it wrote nothing."""
         path = self.folder / f"report{self.rank}"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
+        if self._report is None and path.exists():
+            self._report = pickle.loads(path.read_bytes())
+        return self._report
 
     def kill(self) -> None:
         self.killed_here = True

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools import bench_gpu
 from tools.gpu.child import classify, run_job
 from tools.gpu.job import COMPARED, Job, Measurement, Outcome, Shape, merge
 from tools.gpu.sections import SECTIONS, GpuBench, find_ratios, is_same_loss, search_largest
@@ -23,7 +22,6 @@ from zorselike import initialize
 from zorselike.errors import ConfigError
 from zorselike.models.llama import Llama
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "bench_gpu.py"
 TINY = Shape(num_layers=4, dim=32, num_heads=2, ffn_hidden=48, vocab_size=64, sequence=8, microbatch_rows=2)
 
 
@@ -203,15 +201,23 @@ def test_a_job_runs_in_a_process_of_its_own() -> None:
     assert run_job(replace(job, num_tokens=17), 120.0).reason.startswith("ValueError: --tokens 17")
 
 
-def test_a_tiny_run_on_the_cpu(tmp_path: Path) -> None:
+def test_the_program_on_made_up_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real ones of all these variants are a part of the battery (`test_gpu_battery.py`)."""
     path = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--tokens", "32"]
-    command += ["--only", "throughput", "--json", str(path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "speeds mean nothing" in finished.stdout
+    asked: list[Job] = []
+    monkeypatch.setattr(
+        bench_gpu, "run_job", lambda job, timeout_s: asked.append(job) or fake(job, timeout_s)
+    )
+    command = ["--device", "cpu", "--quick", "--tokens", "32", "--only", "throughput", "--json", str(path)]
+    assert bench_gpu.main(command) == 0
+    assert {(job.device, job.num_tokens, job.num_ministages, job.num_steps) for job in asked} == {
+        ("cpu", 32, 4, 2)
+    }
+    assert "speeds mean nothing" in capsys.readouterr().out
     found = json.loads(path.read_text())
     names = {"b_over_a", "c_over_a", "c_over_d", "a_over_e", "peak_memory_c_over_a"}
     assert names <= found["figures"].keys()
-    assert found["device"] == "CPU" and not found["bench"]["failures"]
+    assert found["device"] == "card" and not found["bench"]["failures"]
     assert {m["variant"] for m in found["bench"]["measured"].values()} == {*COMPARED}

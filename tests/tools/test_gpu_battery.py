@@ -221,7 +221,7 @@ PathFinder.find_spec = find_allowed
 """
 
 
-@pytest.mark.parametrize("letters", [["A"], ["C"], ["B", "multi"]], ids=" ".join)
+@pytest.mark.parametrize("letters", [["A"], ["B", "C", "multi"]], ids=" ".join)
 def test_everything_runs_on_a_cpu(letters: list[str], tmp_path: Path) -> None:
     """All but A with nothing but torch, numpy and safetensors."""
     environment = dict(os.environ)
@@ -240,7 +240,7 @@ def test_everything_runs_on_a_cpu(letters: list[str], tmp_path: Path) -> None:
         assert [part["name"] for part in content["parts"]] == [part.name for part in LETTERS[letter].parts]
         assert {part["status"] for part in content["parts"]} == {"passed"}, finished.stdout
         assert ("tyro" in content["missing"]) == is_bare
-    if letters == ["C"]:
+    if "C" in letters:
         assert {"C-profile.json", "C-offloaded_4-trace.json.gz"} <= {path.name for path in tmp_path.iterdir()}
 
 

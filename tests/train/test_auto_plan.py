@@ -278,7 +278,7 @@ def measure_twice(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
     config = replace(config, training=replace(config.training, seq_len=16, global_batch_size=2))
     shape = registry.get_config("llama", "debug")
     workload = auto_plan.make_auto_workload(config, shape, processes.infos)
-    program_timing.STEPS_PER_REPEAT = 1
+    program_timing.WARMUPS = program_timing.STEPS_PER_REPEAT = 1
     states = []
     for number in range(2):
         auto_plan.PARTS = PARTS - {"program"} if number == 0 else PARTS

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
+from zorselike import ConfigError, Group, Microbatch, Ministage, Plan, __version__, cli
+from zorselike.runtime.processes import launcher
 from zorselike.train.config.config import AUTO, Compile, Config, check_against_plan, load_plan
 from zorselike.train.config.file import dump_config, load_config, parse_command_line
 from zorselike.train.config.titan_keys import REFUSED_SECTIONS, refusal
@@ -116,7 +117,7 @@ def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
         ("[compile]\ncomponents = [3]\n", "components[0] is 3; it must be a string"),
         ('[compile]\nbackend = "aot_eager"\n', 'use "inductor"'),
         ("[compile]\nenabled = true\n", "[compile] enabled is not a key; did you mean 'enable'?"),
-        ("[checkpoint]\ninterval = 5\n", "checkpoints are not there yet"),
+        ("[checkpoint]\nlast_save_in_hf = true\n", "not read and written yet"),
         ("[training\n", "is not TOML"),
     ],
 )
@@ -134,7 +135,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[checkpoint]\nenable = true\n", "[checkpoint] enable is True; checkpoints are not there yet"),
+        ("[checkpoint]\nload_step = -2\n", "[checkpoint] load_step is -2; give a step, or -1 for the newest"),
+        ("[checkpoint]\nload_step = 5\n", "nothing is loaded without enable = true"),
+        ("[checkpoint]\nenable = true\nkeep_best = true\n", "needs [checkpoint] enable = true and [valid"),
         ("[training]\nsteps = 0\n", "[training] steps is 0; give 1 or more"),
         ("[optimizer]\nbeta2 = 1.0\n", "[optimizer] beta2 is 1.0; give one from 0 to below 1"),
         ("[lr_scheduler]\ndecay_ratio = 2.0\n", "[lr_scheduler] decay_ratio is 2.0; give one from 0 to 1"),
@@ -226,7 +229,7 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
     [
         (["--parallelism.pipeline_parallel_degree", "2"], "the plan says who computes what"),
         (["--training.local-batch-size=2"], "the plan says which rows"),
-        (["--metrics.no_enable_wandb"], "TensorBoard"),
+        (["--validation.local_batch_size=8"], "as the plan divides them"),
         (["--training.dataloader.persistent_workers"], "workers live as long as the run"),
     ],
 )
@@ -241,6 +244,33 @@ def test_an_unknown_flag_ends_with_the_nearest(capsys: pytest.CaptureFixture[str
         parse_command_line(["--training.stepz", "3"])
     assert caught.value.code == 2
     assert "--training.steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("argument", "code"), [("--training.stepz", 2), ("--help", 0), ("--version", 0)])
+def test_the_first_of_a_node_speaks_for_all(
+    rank: int, argument: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "_HEAD_START_S", 0.0)
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    for parse in (parse_command_line, cli.main):
+        try:
+            assert parse([argument]) == code
+        except SystemExit as end:
+            assert (end.code or 0) == code
+        printed = capsys.readouterr()
+        assert bool(printed.out + printed.err) == (rank == 0)
+        assert argument != "--version" or rank or printed.out == f"zorselike {__version__}\n"
+
+
+def test_torchruns_report_names_a_wrong_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        parse_command_line(["--training.stepz", "3"])
+    assert "the command line is wrong" in (tmp_path / "error.json").read_text()
 
 
 def test_help_shows_the_merged_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

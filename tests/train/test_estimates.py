@@ -71,7 +71,7 @@ def log_steps(rank: int, world_size: int, durations_s: list[float]) -> list[floa
         peak_flops=None,
         device=torch.device("cpu"),
         group=group,
-        events_folder=None,
+        writers=[],
     )
     found = []
     for step, duration_s in enumerate(durations_s, 1):

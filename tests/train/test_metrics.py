@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import math
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RunRanks
 
-from zorselike import Group, Microbatch, Ministage, Plan
+from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
 from zorselike.models import flops_per_token, get_config
-from zorselike.train.config.config import Metrics
+from zorselike.train.config.config import Config, Job, Metrics, Validation
 from zorselike.train.report import metrics
 from zorselike.train.report.metrics import MetricsLog, StepWork, sum_peak_flops, work_of_step
+from zorselike.train.report.writers import Writer, check_writers, open_writers
 
 LAYERS = tuple(f"layers.{number}" for number in range(6))
 
@@ -87,6 +93,14 @@ def log_steps(
     metrics.logger.setLevel(logging.INFO)
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
+    sent: list[tuple[int, dict[str, float]]] = []
+    finished: list[bool] = []
+    writers: list[Writer] = []
+    if rank == 0:
+        settings = Metrics(enable_wandb=True)
+        config = Config(Job(description="mine"), metrics=settings, validation=Validation(True))
+        sys.modules["wandb"] = stand_in(sent, finished)
+        writers = open_writers(config, folder=folder, rank=1, launcher_rank=0)
     log = MetricsLog(
         Metrics(log_freq=3),
         rank=1 - rank,  # The plan's rank, not the launcher's.
@@ -95,7 +109,7 @@ def log_steps(
         peak_flops=peak,
         device=torch.device("cpu"),
         group=group,
-        events_folder=folder if rank == 0 else None,
+        writers=writers,
         estimated_step_s=estimate,
     )
     log.restart()
@@ -112,8 +126,42 @@ def log_steps(
         if log.is_due(step):
             scale = None if skipped is None else 65536.0
             log.log(step, lr=0.1, busy_s=0.5 if rank else 1.0, loss_scale=scale)
+        if step in (3, 5):
+            with log.excluding():
+                clock.now += 100.0
+            log.log_validation(step, 1.0 + step, num_batches=1, seconds=100.0)
     log.close()
-    return lines, read_events(folder) if rank == 0 else {}
+    if rank == 0:
+        check_copies(folder, sent, finished)
+    return lines, read_events(folder / "tb") if rank == 0 else {}
+
+
+def stand_in(sent: list[tuple[int, dict[str, float]]], finished: list[bool]) -> Any:
+    """A `wandb` that keeps what it is told."""
+
+    def init(**arguments: Any) -> Any:
+        assert arguments["project"] == "zorselike" and arguments["notes"] == "mine"
+        assert arguments["config"]["metrics"]["enable_wandb"]
+        return SimpleNamespace(
+            log=lambda values, step: sent.append((step, values)), finish=lambda: finished.append(True)
+        )
+
+    return SimpleNamespace(init=init)
+
+
+def check_copies(folder: Path, sent: list[tuple[int, dict[str, float]]], finished: list[bool]) -> None:
+    """The CSV file and wandb have what TensorBoard has, by step."""
+    events = read_events(folder / "tb")
+    assert finished == [True]
+    for name, points in events.items():
+        assert [values[name] for _, values in sent if name in values] == pytest.approx(points)
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "3", "5", "6", "7"]
+    assert {*rows[0]} == {"step", *events}
+    for name, points in events.items():
+        assert [float(row[name]) for row in rows if row[name]] == pytest.approx(points)
+    assert [row["validation_metrics/loss"] for row in rows] == ["", "4.0", "6.0", "", ""]
 
 
 def read_events(folder: Path) -> dict[str, list[float]]:
@@ -127,6 +175,8 @@ def read_events(folder: Path) -> dict[str, list[float]]:
 def test_lines_and_events(run_ranks: RunRanks, tmp_path: Path) -> None:
     (lines, events), (others, _) = run_ranks(log_steps, 2, tmp_path, 1e9, 1.0, None)
     assert not others
+    validations = [lines.pop(2), lines.pop(2)]
+    assert validations[0] == "validate step:  3  loss:  4.00000  1 batch in 100.0 s"
     assert [re.search(r"step: +(\d+)", line)[1] for line in lines] == ["1", "3", "6", "7"]  # type: ignore[index]
     assert re.fullmatch(
         r"step:  3  loss:  2\.50000  grad_norm:  0\.7500  memory: +\d+\.\d\dGiB\(\d+\.\d\d%\)  tps: 500  "
@@ -149,6 +199,42 @@ def test_lines_and_events(run_ranks: RunRanks, tmp_path: Path) -> None:
         "memory/max_reserved(GiB)",
         "memory/max_reserved(%)",
     } <= events.keys()
+
+
+def test_a_full_disk_ends_the_numbers_there_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    written: list[int] = []
+    works = SimpleNamespace(write=lambda step, values: written.append(step), close=lambda: None)
+    log = MetricsLog.__new__(MetricsLog)
+    log._writers = [Full(), works]
+    metrics.logger.propagate = True
+    for step in (1, 2):
+        log._write(step, {})
+    log.close()
+    assert written == [1, 2]
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more numbers go to Full; the log has them: OSError: [Errno 28] No space left on device"
+    ]
+
+
+def test_wandb_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = Config(metrics=Metrics(enable_wandb=True, enable_tensorboard=False))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'zorselike\[wandb\]'"):
+        check_writers(config)
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("no API key\nand more")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
+    with pytest.raises(ConfigError, match=r"does not start: .*no API key; log in by"):
+        open_writers(config, folder=tmp_path, rank=0, launcher_rank=0)
 
 
 def test_without_known_peaks_there_is_no_mfu(run_ranks: RunRanks, tmp_path: Path) -> None:

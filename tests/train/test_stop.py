@@ -56,6 +56,20 @@ def test_all_ranks_stop_at_the_same_step(run_ranks: RunRanks) -> None:
     assert 0 < step < 100
 
 
+def receive_one(rank: int, world_size: int) -> None:
+    watch = SignalWatch()
+    os.kill(os.getpid(), signal.SIGINT)
+    while not watch.received:
+        time.sleep(0.01)
+    watch.close()
+
+
+def test_the_first_of_a_node_tells_of_a_signal(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(receive_one, 2, init=False, allow_exit=True)
+    assert first.stderr.count("SIGINT, stopping after this step") == 1
+    assert not second.stderr
+
+
 def wait_for_a_peer(rank: int, world_size: int, echo_s: float) -> None:
     stop._ECHO_S = echo_s
     group = world()

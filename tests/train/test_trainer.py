@@ -11,8 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,19 +25,19 @@ import ranks
 import torch
 from ranks import RankExit, RunRanks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from trained import RECIPES, SHORT, read_column, read_losses, train
 
 from zorselike import Plan
+from zorselike.checkpoint.folder import list_steps
+from zorselike.checkpoint.layout import step_folder
 from zorselike.plan.plan import Estimates, Group, Microbatch
 from zorselike.runtime.assembly import compile_plan
 from zorselike.schedule.actions import SENDS, Action
 from zorselike.simulator.report.measured_trace import read_measured
 from zorselike.train import trainer  # Imported once, before ranks are forked.
-from zorselike.train.__main__ import main
 from zorselike.train.config.file import load_config, parse_command_line
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
-SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,64 +45,18 @@ def what_ranks_inherit() -> None:
     debug_llama.warm_up()
 
 
-def start(
-    rank: int,
-    world_size: int,
-    port: int,
-    arguments: list[str],
-    environment: list[dict[str, str]],
-    signal_at: Path | None,
-) -> None:
-    """What torchrun does for one process."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(environment[rank] if environment else {})
-    if signal_at is not None and rank == 2:
-        threading.Thread(target=terminate_when, args=(signal_at,), daemon=True).start()
-    sys.argv = ["train", *(argument.format(rank=rank) for argument in arguments)]
-    sys.exit(main())
-
-
-def terminate_when(folder: Path) -> None:
-    """Sends SIGTERM to this process once a run has logged a step."""
-    while not any("step:" in log.read_text() for log in folder.glob("*/log.txt")):
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def train(
-    run_ranks: RunRanks,
-    recipe: str,
-    *arguments: str,
-    folder: Path,
-    num_ranks: int = 4,
-    environment: list[dict[str, str]] | None = None,
-    signal_at: Path | None = None,
-) -> list[RankExit]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = ["--config", str(RECIPES / recipe), "--job.dump_folder", str(folder), *arguments]
-    return run_ranks(
-        start, num_ranks, port, command, environment or [], signal_at, init=False, allow_exit=True
-    )
-
-
-def read_losses(folder: Path) -> list[tuple[int, float]]:
-    (log,) = folder.glob("*/log.txt")
-    return [
-        (int(step), float(loss)) for step, loss in re.findall(r"step: +(\d+) +loss: +(\S+)", log.read_text())
-    ]
-
-
 FOUR_STEPS = (*SHORT, "--training.steps", "4")
 
 
 @pytest.fixture(scope="module")
 def resident(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RankExit], Path]:
-    """A run of four steps without offload, for several tests, and the folder that it made."""
+    """A run of four steps without offload but with validation, for several tests, and its folder."""
     folder = tmp_path_factory.mktemp("resident")
-    ends = train(ranks.run_ranks, "debug_cpu.toml", *FOUR_STEPS, folder=folder)
+    held_out = tmp_path_factory.mktemp("held_out") / "held_out.txt"
+    held_out.write_text("a rose is a rose is a rose\n" * 45)  # 37 rows, of which two batches need 32.
+    validation = ["--validation.enable", "--validation.dataset_path", str(held_out), "--validation.freq", "3"]
+    pins = "--training.dataloader.pin_memory"
+    ends = train(ranks.run_ranks, "debug_cpu.toml", *FOUR_STEPS, *validation, pins, folder=folder)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
     return ends, folder
 
@@ -120,8 +72,16 @@ def test_a_run_and_what_it_leaves(
     assert all(f"{loss:8.5f}" in ends[0].stdout for _, loss in losses)
     assert losses[-1][1] < losses[0][1]
     assert "estimate" not in ends[0].stdout  # The plan has none.
+    assert "pin_memory" not in "".join(end.stderr for end in ends)
     (run,) = (entry for entry in folder.iterdir() if entry.name.startswith("debug_cpu-"))
-    assert {"config.toml", "plan.toml", "log.txt", "tb"} == {entry.name for entry in run.iterdir()}
+    names = {"config.toml", "plan.toml", "log.txt", "metrics.csv", "tb"}
+    assert names == {entry.name for entry in run.iterdir()}
+    assert "2 batches of 16 rows; 5 rows at the end fill no batch and are left out" in ends[0].stdout
+    validations = read_column(folder, "validation_metrics/loss")
+    shown = re.findall(r"validate step: .*?loss: (.{8})", ends[0].stdout)
+    assert [f"{loss:8.5f}" for loss in validations] == shown
+    assert [step for step, _ in losses] == read_column(folder, "step")
+    assert len(validations) == 2 and validations[1] < validations[0]
     assert list((run / "tb").glob("events*"))
     effective = load_config(run / "config.toml")
     assert effective.training.steps == 4
@@ -132,17 +92,28 @@ def test_a_run_and_what_it_leaves(
     ends = train(run_ranks, str(run / "config.toml"), "--hetero.plan", plan, folder=tmp_path)
     assert ends[0].code == 0, ends[0].stderr
     assert [step for step, _ in read_losses(tmp_path)] == [1, 2, 3, 4]
-    assert [loss for _, loss in read_losses(tmp_path)] == pytest.approx(
-        [loss for _, loss in losses], abs=2e-4
-    )
+    for name in ("loss_metrics/global_avg_loss", "validation_metrics/loss"):
+        assert read_column(tmp_path, name) == pytest.approx(read_column(folder, name), abs=2e-4)
 
 
 def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: Path) -> None:
     ends = train(
-        run_ranks, "debug_cpu.toml", *SHORT, "--training.steps", "100000", folder=tmp_path, signal_at=tmp_path
+        run_ranks,
+        "debug_cpu.toml",
+        *SHORT,
+        "--training.steps",
+        "100000",
+        "--checkpoint.enable",
+        folder=tmp_path,
+        environment=[{"TORCHELASTIC_RUN_ID": "1"}] * 4,
+        signal_at=tmp_path,
     )
     assert [end.code for end in ends] == [128 + signal.SIGTERM] * 4, ends[0].stderr
-    assert re.search(r"stopped by SIGTERM after \d+ of 100000 steps", ends[0].stdout)
+    stopped = re.search(r"stopped by SIGTERM after (\d+) of 100000 steps", ends[0].stdout)
+    assert stopped is not None
+    assert [path.name for path in list_steps(tmp_path / "checkpoint")] == [step_folder(int(stopped[1]))]
+    assert f"the same command goes on from step {stopped[1]}" in ends[0].stdout
+    assert "ended in order: what torchrun prints below" in ends[0].stdout.splitlines()[-1]
 
 
 def test_nodes_may_come_up_in_any_order(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -191,7 +162,10 @@ def test_offload_changes_no_loss_and_traces_speak_the_schedule_s_words(
     ]
     ends = train(run_ranks, "debug_cpu_offload.toml", *FOUR_STEPS, *profiling, folder=tmp_path)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
-    assert read_losses(tmp_path) == read_losses(resident[1])
+    assert not any("USDT" in end.stderr or "Profiler" in end.stderr for end in ends)
+    # Bit for bit, and validation in the other run alone.
+    for name in ("loss_metrics/global_avg_loss", "grad_norm"):
+        assert read_column(tmp_path, name) == read_column(resident[1], name)
 
     out = ends[0].stdout
     assert out.count("updates wait for all gradients of a step, since max_norm clips") == 1
@@ -289,6 +263,7 @@ def make_token_files(folder: Path) -> str:
         ("three processes", 3, "is for 4 ranks, but 3 processes run"),
         ("global batch", 1, "global_batch_size = 99, but the plan"),
         ("no data", 4, "contains no .txt, .jsonl or .bin file"),
+        ("little to validate", 4, "do not fill the plan's global batch of 16; give more"),
         ("too long", 1, "has 2048 positions"),
         ("other data", 4, "reads other data than the others"),
         ("no such model", 1, "llama has no flavor 'debgu': did you mean 'debug'?"),
@@ -314,9 +289,12 @@ def test_bad_input_ends_all_ranks_with_the_mend(
     recipe.write_text(text)
     (tmp_path / "debug_cpu.plan.toml").write_text(plan)
     (tmp_path / "empty").mkdir()
+    little = tmp_path / "little.txt"
+    little.write_text("a" * 2000)
     arguments = {
         "global batch": ["--training.global_batch_size", "99"],
         "no data": ["--training.dataset_path", str(tmp_path / "empty")],
+        "little to validate": ["--validation.enable", "--validation.dataset_path", str(little)],
         "too long": ["--training.seq_len", "4096"],
         "other data": ["--training.dataset_path", make_token_files(tmp_path)],
         "no such model": ["--model.flavor", "debgu"],

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import tyro
 
+from zorselike.cli.checkpoint.command import CheckpointCommand
 from zorselike.cli.doctor import Doctor
 from zorselike.cli.plan.command import PlanCommand
 from zorselike.cli.profile import ProfileCommand
@@ -22,7 +23,8 @@ from zorselike.cli.show import Show
 from zorselike.cli.simulate import Simulate
 from zorselike.errors import USER_ERRORS
 from zorselike.runtime.processes.identity import find_identity
-from zorselike.runtime.processes.launcher import report_mistake
+from zorselike.runtime.processes.launcher import is_first_of_node, parse_once, report_mistake
+from zorselike.version import __version__
 
 _MAX_WARNINGS = 3
 """How many warnings of one category are printed."""
@@ -31,6 +33,7 @@ _INTERRUPTED = 130
 _PIPE_CLOSED = 141
 """Exit code of a command whose output is no longer read."""
 COMMANDS: dict[str, type[Command]] = {
+    "checkpoint": CheckpointCommand,
     "doctor": Doctor,
     "plan": PlanCommand,
     "profile": ProfileCommand,
@@ -42,25 +45,35 @@ COMMANDS: dict[str, type[Command]] = {
 class Command(Protocol):
     """A parsed command line."""
 
-    def run(self) -> None:
-        """Runs the command and prints its result; raises errors that a user can correct."""
+    def run(self) -> int | None:
+        """Runs the command and prints its result; raises errors that a user can correct. Returns an exit code
+        where it is not 0."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (by default `sys.argv`); returns 2 after an error that the user can correct, 130
     after Ctrl-C, 141 if the output is no longer read."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        if is_first_of_node():
+            print(f"zorselike {__version__}")
+        return 0
     app = tyro.extras.SubcommandApp()
     for name, command_type in COMMANDS.items():
         app.command(name=name)(command_type)
-    command: Command = app.cli(
-        prog="zorselike",
-        description="Training on mixed GPUs. Training itself is torchrun -m zorselike.train.",
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
+    command: Command = parse_once(
+        lambda prints: app.cli(
+            prog="zorselike",
+            description="Training on mixed GPUs; `--version` says which version this is. Training itself is "
+            "torchrun -m zorselike.train.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
+            console_outputs=prints,
+        )
     )
     try:
         with _plain_warnings():
-            command.run()
+            code = command.run()
         sys.stdout.flush()
     except USER_ERRORS as error:
         report_mistake(error)
@@ -72,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has closed the pipe; Python would flush once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
-    return 0
+    return code or 0
 
 
 @contextmanager

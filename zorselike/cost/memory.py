@@ -176,6 +176,8 @@ class _Walk:
         """By ministage; activations are in `_activations`."""
         self._activations: dict[_Entry, int] = {}
         self._totals: dict[Purpose, int] = dict.fromkeys(Purpose, 0)
+        self._all_bytes = 0
+        """Their sum."""
         self._leaving: dict[Purpose, int] = {}
         """The ministage that was written back, or whose gradients were used up, last."""
         self._leaving_microbatches: deque[_Entry] = deque()
@@ -196,7 +198,7 @@ class _Walk:
             if ministage not in self._away[Purpose.OPTIMIZER_STATE]:
                 self._put(Purpose.OPTIMIZER_STATE, ministage, self._sizes[ministage].state_bytes)
             if ministage in self._away[Purpose.PARAMETER_SHARDS]:
-                self._totals[Purpose.PARAMETER_SHARDS] += self._sizes[ministage].kept_shard_bytes
+                self._hold(Purpose.PARAMETER_SHARDS, self._sizes[ministage].kept_shard_bytes)
             else:
                 self._put(Purpose.PARAMETER_SHARDS, ministage, self._sizes[ministage].shard_bytes)
 
@@ -237,12 +239,13 @@ class _Walk:
 
     def _record(self, position: int, working: int) -> int:
         """The device's bytes now; `working` come and go with the action."""
-        held = sum(self._totals.values()) + working
-        self._peaks[Purpose.WORKING_SET] = max(working, self._peaks[Purpose.WORKING_SET])
+        held = self._all_bytes + working
+        if working > self._peaks[Purpose.WORKING_SET]:
+            self._peaks[Purpose.WORKING_SET] = working
         if held > self._peak:
             self._peak, self._peak_position = held, position
             self._at_peak = self._totals | {Purpose.WORKING_SET: working}
-            self._holders = {purpose: tuple(sorted(own)) for purpose, own in self._held.items() if own}
+            self._holders = {purpose: tuple(own) for purpose, own in self._held.items() if own}
         return held
 
     def report(self, context_bytes: int) -> MemoryWalk:
@@ -256,7 +259,7 @@ class _Walk:
             host=host,
             device_bytes=tuple(num_bytes + context_bytes for num_bytes in self._device_bytes),
             at_peak=self._at_peak,
-            holders=self._holders,
+            holders={purpose: tuple(sorted(own)) for purpose, own in self._holders.items()},
             between_steps=dict(self._totals),
             context_bytes=context_bytes,
             peak_position=position,
@@ -285,11 +288,16 @@ class _Walk:
     def _hold(self, purpose: Purpose, num_bytes: int) -> None:
         total = self._totals[purpose] + num_bytes
         self._totals[purpose] = total
+        self._all_bytes += num_bytes
         if total > self._peaks[purpose]:
             self._peaks[purpose] = total
 
+    def _free(self, purpose: Purpose, num_bytes: int) -> None:
+        self._totals[purpose] -= num_bytes
+        self._all_bytes -= num_bytes
+
     def _drop(self, purpose: Purpose, ministage: int) -> None:
-        self._totals[purpose] -= self._held[purpose].pop(ministage, 0)
+        self._free(purpose, self._held[purpose].pop(ministage, 0))
 
     def _settle(self, purpose: Purpose) -> None:
         """What was leaving is gone."""
@@ -298,7 +306,7 @@ class _Walk:
 
     def _settle_reduction(self) -> None:
         """The newest one is over."""
-        self._totals[Purpose.GRADIENTS] -= self._reducing_bytes
+        self._free(Purpose.GRADIENTS, self._reducing_bytes)
         self._reducing_bytes = 0
 
     def _leave(self, purpose: Purpose, ministage: int) -> None:
@@ -313,7 +321,7 @@ class _Walk:
 
     def _drop_activations(self, entry: _Entry) -> int:
         num_bytes = self._activations.pop(entry, 0)
-        self._totals[Purpose.ACTIVATIONS] -= num_bytes
+        self._free(Purpose.ACTIVATIONS, num_bytes)
         return num_bytes
 
     def _num_rows(self, microbatch: int) -> int:

@@ -31,6 +31,8 @@ from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.partition import Split, Tie, find_ties, partition
 from zorselike.runtime.model.pruning import plan_module
 from zorselike.runtime.processes.world import ProcessInfo, check_world, describe_process, gather_world
+from zorselike.runtime.state.inventory import Inventory
+from zorselike.runtime.state.pipeline_state import PipelineState
 from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
 from zorselike.schedule.checker.check import CheckReport, check
@@ -205,6 +207,7 @@ class Assembly:
         max_norm: float | None,
         clip: Clip,
         seed: int,
+        skip_init: bool,
     ) -> None:
         self.compiled, self.plan = compiled, compiled.plan
         self.ranks, self.processes, self.device = ranks, processes, device
@@ -221,13 +224,15 @@ class Assembly:
         mesh = self._make_mesh()
         joined = mesh.get_group(0) if dist.get_backend(mesh.get_group(0)) == "nccl" else None
         untie(compiled)
-        self.resources = RankResources.of(device, offloads_activations="activations" in group.offload)
+        self.resources = RankResources.of(
+            device, offloads_activations="activations" in group.offload, seed=seed
+        )
         self.ministages: dict[int, ShardedMinistage] = {}
         for index in self.plan.ministages_of_rank(ranks.rank):
             settings = MinistageSettings(
                 group=group,
                 mesh=mesh,
-                materialise=partial(initialize_unit, seed=seed, device=device, root=model),
+                materialise=partial(initialize_unit, seed=seed, device=device, root=model, skips=skip_init),
                 modules=self.plan.ministages[index].modules,
                 receives_grad=index > compiled.spec.lowest_backward,
                 param_dtype=param_dtype,
@@ -256,6 +261,18 @@ class Assembly:
             world=NormGroup(norms, joined if len(group.flat_ranks) == self.plan.num_ranks else None),
             group=NormGroup(self.group_control, joined),
         )
+        owner_of = {tie.borrower_fqn: tie.owner_fqn for tie in compiled.ties}
+        modules = [part.module for part in compiled.parts]
+        self.state = PipelineState(
+            self.plan,
+            ranks,
+            Inventory.of(modules, compiled.state, owner_of, param_dtype),
+            self.ministages,
+            self.updates.optimizers,
+            owner_of=owner_of,
+            names=[name for state in compiled.state for name in state],
+            control=self.control,
+        )
         edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
         by_host = frozenset(filter(self._goes_by_host, edges))
         streams = self.resources.memory.streams
@@ -282,29 +299,6 @@ class Assembly:
         for cycle in compiled.report.cycles:
             lines.append(f"  a blocking send could close this cycle, so it goes over Gloo: {cycle}")
         return "\n".join(lines)
-
-    def gather_full_state(self) -> dict[str, Tensor]:
-        """`{global name: CPU tensor}` of all parameters and persistent buffers on rank 0, `{}`
-        elsewhere; collective. One ministage is whole at a time on a rank that gives it."""
-        ranks = self.ranks
-        state: dict[str, Tensor] = {}
-        for index, described_state in enumerate(self.compiled.state):
-            giver = self.plan.group_of(index).flat_ranks[0]
-            whole: dict[str, Tensor] = {}
-            if index in self.ministages:
-                whole = self.ministages[index].gather_state(self.group_control, ranks.process_of[giver])
-            for name, described in described_state.items():
-                if ranks.rank == 0:
-                    if giver != 0:
-                        whole[name] = torch.empty(described.shape, dtype=described.dtype)
-                        dist.recv(whole[name], ranks.process_of[giver], group=self.control)
-                    state[name] = whole.pop(name)
-                elif ranks.rank == giver:
-                    dist.send(whole.pop(name).contiguous(), ranks.process_of[0], group=self.control)
-        for tie in self.compiled.ties:
-            if tie.owner_fqn in state:  # The borrower's copy may be rounded.
-                state[tie.borrower_fqn] = state[tie.owner_fqn]
-        return state
 
     def _make_mesh(self) -> DeviceMesh:
         """The mesh of this rank's group; every process creates every group, in one order."""

@@ -156,6 +156,8 @@ class Executor:
             with _grad_mode(trains):
                 ministage.dummy_forward(number, train=trains)
             return
+        if self._resources.random is not None:
+            self._resources.random.begin(self._own[number].start if run.train else None)
         kwargs = run.batch.kwargs(number, self._parts[index].accepts)
         carries_grad = [spec.requires_grad for spec in run.boundaries[index].tensors]
         with _grad_mode(trains), ministage.keeping(number, train=trains):

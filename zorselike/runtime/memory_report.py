@@ -10,6 +10,7 @@ import torch
 from zorselike.cost.memory import MinistageBytes, walk_memory
 from zorselike.cost.purposes import Purpose
 from zorselike.runtime.assembly import Assembly
+from zorselike.runtime.memory.memory import CHECKPOINT_COPIES
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments
 from zorselike.runtime.model.boundaries import Trace
@@ -108,7 +109,7 @@ def report_memory(assembly: Assembly, trace: Trace | None) -> MemoryReport:
         device_planned_bytes=walk.device_peak_bytes,
         device_peak_bytes=torch.cuda.max_memory_allocated(assembly.device) if on_gpu else None,
         host_planned_bytes=walk.host_peak_bytes,
-        host_peak_bytes=sum(ledger.peak(purpose, "host") for purpose in Purpose),
+        host_peak_bytes=sum(ledger.peak(purpose, "host") for purpose in (*Purpose, CHECKPOINT_COPIES)),
     )
 
 

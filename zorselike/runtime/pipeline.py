@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from zorselike.errors import ConfigError
+from zorselike.errors import CheckpointError, ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.assembly import Assembly, check_unit_order, compile_plan, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
+from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import check_same_weights
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.host_checks import check_host_room, refuse_unfitting_plan, reserve_activations
@@ -29,7 +29,6 @@ from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.updates import (
     Clip,
     LossScale,
-    LRSchedulers,
     OptimizerFactory,
     default_optimizer,
     defers_updates,
@@ -44,7 +43,7 @@ from zorselike.runtime.result import StepResult, SumOverRanks
 from zorselike.schedule.actions import Action
 
 
-class HeteroPipeline:
+class HeteroPipeline(Stateful):
     """Trains `model` as `plan` divides it, with the numbers of a single process.
 
     Every rank constructs it with the same arguments, after `torch.distributed` is initialised
@@ -69,7 +68,8 @@ class HeteroPipeline:
         max_norm: clip gradients to this norm: of the whole model with `clip="global"`, which
             defers all updates to the end of the step (as fp16 does), of each ministage with
             `clip="ministage"`.
-        seed: of the initialisation, and with the rank of dropout.
+        seed: of the initialisation, and of dropout, which no plan with the same microbatches changes.
+        skip_init: leave the parameters of a model on the meta device without values: `load` comes first.
         forbid_nonfinite_loss: end the job where a microbatch's loss is not finite (waits for the
             loss of every microbatch, so not free on a GPU).
         silence_s: a rank that gives no sign of life for this long ends the job; None: never; "auto": 5 s, and
@@ -94,6 +94,7 @@ class HeteroPipeline:
         max_norm: float | None = None,
         clip: Clip = "global",
         seed: int = 0,
+        skip_init: bool = False,
         forbid_nonfinite_loss: bool = False,
         silence_s: float | Literal["auto"] | None = "auto",
     ) -> None:
@@ -134,8 +135,6 @@ class HeteroPipeline:
         if silence_s == "auto":
             silence_s = find_patience(processes)
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
-        # Another stream of random numbers on every rank, the same at every start.
-        torch.manual_seed((seed * 1_000_003 + ranks.rank + 1) % 2**63)
         try:
             self._assembly = Assembly(
                 compiled,
@@ -150,6 +149,7 @@ class HeteroPipeline:
                 max_norm=max_norm,
                 clip=clip,
                 seed=seed,
+                skip_init=skip_init,
             )
             self._executor = Executor(self._assembly, self._alarm.enter)
         except Exception as error:
@@ -165,6 +165,7 @@ class HeteroPipeline:
         """Rows whose inputs this rank feeds; empty unless it has the first ministage."""
         self.target_rows: list[int] = self.rows if self.plan.num_ministages - 1 in own else []
         """Rows whose targets this rank compares with; empty unless it has the last ministage."""
+        self._checkpoints = Checkpoints(self._assembly, self._scale, seed, must_load=skip_init)
         self._totals = SumOverRanks(self._assembly.totals, self._assembly.resources.memory)
         self._trace: Trace | None = None
         """What crosses the boundaries of ministages; found at the first call."""
@@ -181,29 +182,25 @@ class HeteroPipeline:
         in the order of these lists; None where a list is empty. `kwargs`: tensors `[len(rows), ...]` on every
         rank, or `Broadcast(value)`; each ministage gets those that its `forward` names.
         """
-        return self._run(inputs, targets, kwargs, train=True)
+        return self._run("step", inputs, targets, kwargs)
 
     def step_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """`step` for callers that hold the whole global batch on every rank."""
-        return self._run(*self._select(inputs, targets, kwargs), train=True)
+        return self._run("step", *self._select("step", inputs, targets, kwargs))
 
     def evaluate(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """The loss over one global batch without training: forward only, modules in eval mode for
         its time, and the next step as it would have been without it."""
-        return self._run(inputs, targets, kwargs, train=False)
+        return self._run("evaluate", inputs, targets, kwargs)
 
     def evaluate_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """`evaluate` for callers that hold the whole global batch on every rank."""
-        return self._run(*self._select(inputs, targets, kwargs), train=False)
+        return self._run("evaluate", *self._select("evaluate", inputs, targets, kwargs))
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
         """The local optimizers by ministage."""
         return self._assembly.updates.optimizers
-
-    def lr_schedulers(self, factory: Callable[[Optimizer], LRScheduler]) -> LRSchedulers:
-        """One scheduler per local optimizer, stepped together after each step."""
-        return LRSchedulers(self.optimizers, factory)
 
     @property
     def busy_s(self) -> float:
@@ -233,18 +230,6 @@ class HeteroPipeline:
                 yield
             finally:
                 self._is_loaded = False
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Collective: `{name: CPU tensor}` of the whole model on rank 0 of the plan (`pipe.rank == 0`),
-        `{}` elsewhere. What trains comes from its fp32 master weights where it has them; what is frozen,
-        as it computes."""
-        self._refuse_unusable()
-        with torch.inference_mode(False), self._failing_together():
-            self._alarm.begin("full_state_dict")
-            self._alarm.enter("full_state_dict")
-            state = self._assembly.gather_full_state()
-        self._alarm.idle()
-        return state
 
     @contextmanager
     def watching(self, enter: Callable[[Action], None], leave: Callable[[Action], None]) -> Iterator[None]:
@@ -279,6 +264,7 @@ class HeteroPipeline:
             self._refuse_unusable()
         self._is_closed = True
         self._alarm.begin("close")
+        self._checkpoints.close()
         self._totals.close()
         self._assembly.transport.close()
         self._assembly.updates.close()
@@ -297,7 +283,7 @@ class HeteroPipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Closes; after an error between steps tells the other ranks why, and all end."""
+        """Closes; after an error tells the other ranks why, and all end."""
         if isinstance(error, Exception) and not self._is_closed:
             self._alarm.fail(error)
         elif error is None:
@@ -305,14 +291,19 @@ class HeteroPipeline:
 
     # -- internal --------------------------------------------------------------------------
 
-    def _run(self, inputs: Any, targets: Any, kwargs: dict[str, Any], *, train: bool) -> StepResult:
-        self._refuse_unusable()
-        feeds = as_tensors(inputs, "inputs") if self.input_rows else None
-        self._check_rows(feeds, targets, kwargs)
-        check_kwargs(kwargs, self._assembly.compiled.parts)
-        self._alarm.begin("step" if train else "evaluate")
+    def _run(
+        self, call: Literal["step", "evaluate"], inputs: Any, targets: Any, kwargs: dict[str, Any]
+    ) -> StepResult:
+        train = call == "step"
+        with self._locating(call):
+            self._refuse_unusable()
+            feeds = as_tensors(inputs, "inputs") if self.input_rows else None
+            self._check_rows(feeds, targets, kwargs)
+            check_kwargs(kwargs, self._assembly.compiled.parts)
+        self._alarm.begin(call)
         # A caller's no_grad or inference_mode around a call is no part of it.
         with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
+            self._alarm.enter(f"{call}() (before its first action)")
             boundaries = self._bind(feeds, kwargs).boundaries
             count = float(self._count_fn(targets)) if self.target_rows else 0.0
             batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
@@ -326,14 +317,39 @@ class HeteroPipeline:
             )
             updates = self._assembly.updates
             updates.begin()
-            with nullcontext() if train else self._in_eval_mode():
+            with self._training() if train else self._in_eval_mode():
                 self._executor.run(batch, loss, boundaries, train=train)
+            self._alarm.enter(f"{call}() (after its last action)")
             loss.finish()
             num_targets = torch.full_like(loss.loss_sum, loss.local_targets)
             values = torch.stack((loss.loss_sum, num_targets, updates.squares()))
             result = self._totals.start(values, scaled=train and self._scale is not None)
+        if train:
+            self._checkpoints.count_step()
         self._alarm.idle()
         return result
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        random = self._assembly.resources.random
+        assert random is not None
+        with random.of_step(self._checkpoints.num_steps):
+            yield
+
+    @contextmanager
+    def _alone(self, what: str, *, needs_values: bool = True) -> Iterator[None]:
+        self._refuse_unusable(needs_values=needs_values)
+        refused: CheckpointError | None = None
+        with torch.inference_mode(False), self._failing_together():
+            self._alarm.begin(what)
+            self._alarm.enter(what)
+            try:
+                yield
+            except CheckpointError as error:  # The same on every rank: nobody waits for another.
+                refused = error
+        self._alarm.idle()
+        if refused is not None:
+            raise refused
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
@@ -359,13 +375,27 @@ class HeteroPipeline:
                 self._recover(error)
             raise
 
-    def _refuse_unusable(self) -> None:
+    @contextmanager
+    def _locating(self, call: str) -> Iterator[None]:
+        """A mistake in a call's arguments is the caller's to catch; if it ends this rank, all learn where."""
+        try:
+            yield
+        except Exception as error:
+            self._alarm.locate(error, f"{call}() (its arguments)")
+            raise
+
+    def _refuse_unusable(self, *, needs_values: bool = True) -> None:
         if self._is_loaded:
             raise ConfigError("inside `with pipe.loaded():` nothing else runs; leave the block first")
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
         if self._is_broken:
             raise ConfigError("this pipeline failed in the middle of a step; build another one")
+        if self._checkpoints.must_load and needs_values:
+            raise ConfigError(
+                "this pipeline has no values: it was built with skip_init=True, or a load failed half-way; "
+                "load a checkpoint that is complete"
+            )
 
     def _recover(self, error: Exception) -> None:
         """A rank alone may go on with another step, if FSDP2 lets go of this one."""
@@ -426,11 +456,12 @@ class HeteroPipeline:
         return self._loss_fn(outputs, targets)
 
     def _select(
-        self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]
+        self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
         """This rank's rows of a whole global batch."""
-        for what, value in (("inputs", inputs), ("targets", targets)):
-            check_rows(value, range(self.plan.global_batch), what, "the plan's global batch")
+        with self._locating(call):
+            for what, value in (("inputs", inputs), ("targets", targets)):
+                check_rows(value, range(self.plan.global_batch), what, "the plan's global batch")
         selected = {
             name: take_rows(value, self.rows) if isinstance(value, Tensor) else value
             for name, value in kwargs.items()

@@ -113,8 +113,15 @@ class WarmupStableDecay:
 
 
 def build_lr_scheduler_factory(
-    config: LRSchedulerConfig, *, steps: int
+    config: LRSchedulerConfig, *, steps: int, steps_before: int = 0
 ) -> Callable[[torch.optim.Optimizer], LRScheduler]:
-    """The factory that `HeteroPipeline.lr_schedulers` calls for each ministage's optimizer."""
+    """The factory that `HeteroPipeline.lr_schedulers` calls for each ministage's optimizer, after so many
+    steps of the schedule."""
     factor = WarmupStableDecay.of(config, steps=steps)
-    return lambda optimizer: LambdaLR(optimizer, factor)
+
+    def build(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        for group in optimizer.param_groups:  # As torch wants it of a schedule that goes on.
+            group["initial_lr"] = group["lr"]
+        return LambdaLR(optimizer, factor, last_epoch=steps_before - 1)
+
+    return build

@@ -118,6 +118,7 @@ def agree_on_data(processes: Processes, read: Callable[[], T], *, describe: Call
 
 def set_up_logging(rank: int) -> None:
     """Rank 0 logs everything, on standard output; the others only what is wrong."""
+    logging.raiseExceptions = False  # A log that no longer fits on the disk: no traceback a line.
     handler = logging.StreamHandler(sys.stdout)
     style = PlainFormatter if not sys.stdout.isatty() else logging.Formatter
     who = "" if rank == 0 else f"rank {rank} - "

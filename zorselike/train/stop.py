@@ -1,11 +1,13 @@
-"""SIGTERM and Ctrl-C end a run at a step boundary, the same one on every rank.
+"""SIGTERM, Ctrl-C and SIGUSR1 end a run at a step boundary, the same one on every rank. (Slurm sends SIGUSR1
+before a time limit, if told to by `--signal=USR1@300`.)
 
 Python runs a signal handler only between two instructions, not while the main thread waits in Gloo. But the
 interpreter writes the signal's number into a file descriptor at once, so a thread that reads it learns of the
 signal in any case.
 
 torchrun forwards SIGTERM and Ctrl-C to its processes and kills those that are still running 30 s later, so a
-step must be shorter than that to be finished.
+step must be shorter than that to be finished. Whatever they return, it then prints a traceback of its own and
+exits with code 1; all that a run can do is to say so before.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from zorselike.runtime.processes.launcher import is_first_of_node
+
+WHAT_TORCHRUN_PRINTS = (
+    "the run has ended in order: what torchrun prints below, a traceback with SignalException or "
+    "ChildFailedError, is how it reports a signal"
+)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ECHO_S = 2.0
 """Seconds within which a repeated signal is an echo: launchers may forward one that this process also got."""
 
@@ -64,9 +72,11 @@ class SignalWatch:
         if self.received:
             print(f"zorselike: {name} again, stopping now", file=sys.stderr, flush=True)
             os._exit(128 + number)
+        if is_first_of_node():  # A launcher tells all of them.
+            text = f"zorselike: {name}, stopping after this step (again: stop now)"
+            print(text, file=sys.stderr, flush=True)
         self._received_at = time.monotonic()
         self.received = number
-        print(f"zorselike: {name}, stopping after this step (again: stop now)", file=sys.stderr, flush=True)
 
 
 class StopVote:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import time
@@ -14,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 
 from zorselike.cost.catalogue import peak_flops
-from zorselike.errors import ConfigError, PlanError
+from zorselike.errors import CheckpointError, ConfigError, PlanError
 from zorselike.models import Decoder, DecoderConfig, get_config
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
@@ -26,6 +28,7 @@ from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.processes import Processes
 from zorselike.train.auto.files import AutoFiles, name_written_plan
 from zorselike.train.auto.plan import find_auto_plan
+from zorselike.train.checkpoints import RunCheckpoints, will_load
 from zorselike.train.config.config import Config, check_against_plan
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import build_on_meta, find_param_dtype
@@ -39,7 +42,9 @@ from zorselike.train.report.memory import describe_deferral, describe_fullest
 from zorselike.train.report.metrics import MetricsLog, sum_peak_flops, work_of_step
 from zorselike.train.report.profiling import profiler
 from zorselike.train.report.run_folder import open_run_folder
-from zorselike.train.stop import SignalWatch, StopVote
+from zorselike.train.report.writers import check_writers, open_writers
+from zorselike.train.stop import WHAT_TORCHRUN_PRINTS, SignalWatch, StopVote
+from zorselike.train.validation import Validation, open_validation_corpus
 
 logger = logging.getLogger("zorselike")
 
@@ -59,6 +64,7 @@ def run(request: Request, plan: Plan | None) -> int:
         if find_identity().rank == 0:
             print(_describe_dry_run(request, plan, shape))
         return 0
+    check_writers(config)
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
@@ -86,32 +92,61 @@ def _train(
     corpus = agree_on_data(
         world, lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
     )
-    with _build_pipeline(config, plan, build_on_meta(config), world) as pipe:
+    held_out = open_validation_corpus(
+        config, corpus, global_batch=plan.global_batch, vocab_size=shape.vocab_size, world=world
+    )
+    refused: CheckpointError | None = None
+    skips_init = any(world.gather(will_load(config)))
+    with _build_pipeline(config, plan, build_on_meta(config), world, skip_init=skips_init) as pipe:
         folder = open_run_folder(config, plan, world, recipe=request.config_path, beside_plan=beside_plan)
         if config.job.print_config:
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
         logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
         _log_deferral(config, pipe, world)
-        signal_number = _run_steps(config, pipe, corpus, shape, world, folder)
+        try:
+            signal_number = _run_steps(config, pipe, corpus, held_out, shape, world, folder)
+        except CheckpointError as error:  # Every rank raises it: none waits for another.
+            refused = error
+    if refused is not None:
+        raise refused
     return 128 + signal_number if signal_number else 0
 
 
 def _run_steps(
-    config: Config, pipe: HeteroPipeline, corpus: Corpus, shape: DecoderConfig, world: Processes, folder: Path
+    config: Config,
+    pipe: HeteroPipeline,
+    corpus: Corpus,
+    held_out: Corpus | None,
+    shape: DecoderConfig,
+    world: Processes,
+    folder: Path,
 ) -> int:
-    """Runs all steps; returns 0, or the signal that stopped the run, on every rank alike."""
+    """Runs all steps, with validation where there is a `held_out` corpus; returns 0, or the signal that
+    stopped the run, on every rank alike."""
+    model = f"{config.model.name} {config.model.flavor}"
+    alike = {"model": model, "data": corpus.fingerprint()}
+    alike |= {"seq_len": str(config.training.seq_len), "seed": str(config.debug.seed)}
+    checkpoints = RunCheckpoints(config, pipe, world, alike)
+    checkpoints.go_on()
+    before, steps = pipe.num_steps, config.training.steps
+    if before >= steps or checkpoints.is_finished():
+        logger.info("all of [training] steps = %d are taken; nothing is left to train", steps)
+        return 0
     dataset = StepDataset(
         corpus,
         global_batch=pipe.plan.global_batch,
         seed=config.debug.seed,
         input_rows=pipe.input_rows,
         target_rows=pipe.target_rows,
+        rows_before=pipe.rows_seen,
     )
-    loader = RowLoader(dataset, config.training.dataloader)
+    loader = RowLoader(dataset, config.training.dataloader, device=world.device)
     metrics = _build_metrics(config, pipe, shape, world, folder)
-    steps, began = config.training.steps, time.perf_counter()
-    schedulers = pipe.lr_schedulers(build_lr_scheduler_factory(config.lr_scheduler, steps=steps))
+    began = time.perf_counter()
+    schedulers = pipe.lr_schedulers(
+        build_lr_scheduler_factory(config.lr_scheduler, steps=steps, steps_before=before)
+    )
     rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
     if pipe.loss_scale is not None:
         # torch mistakes a skipped first step for a schedule that is ahead of its optimizer.
@@ -124,10 +159,13 @@ def _run_steps(
         _collecting_garbage(config.training.gc_freq) as collect,
     ):
         vote = StopVote(watch, world.control)
+        validation = None
+        if held_out is not None:
+            validation = Validation(config, held_out, pipe, metrics=metrics, vote=vote)
         batches = iter(loader)
         batch = next(batches)
         metrics.restart()
-        for step in range(1, steps + 1):
+        for step in range(before + 1, steps + 1):
             metrics.begin_step()
             vote.open()
             result = pipe.step(*batch)
@@ -135,7 +173,7 @@ def _run_steps(
             schedulers.step()  # Also after a skipped step: the rate depends on the step alone.
             batch = metrics.wait_for_data(batches)  # While a GPU still computes.
             collect(step)
-            if step == 1:
+            if step == before + 1:
                 # Before metrics reset the device's peak.
                 reports = world.gather(pipe.memory_report())
                 logger.info("%s", describe_fullest(pipe.plan, reports))
@@ -146,12 +184,21 @@ def _run_steps(
             profile(result)
             if signal_number:
                 break
+            is_validated = validation is not None and validation.is_due(step)
+            loss = validation.run(step) if validation is not None and is_validated else math.nan
+            with metrics.excluding():
+                checkpoints.save_if_due(step, validation_loss=loss)
+        checkpoints.save_last(is_finished=not signal_number)
     comparison = compare_with_estimates(pipe.plan.estimates, world.gather(metrics.facts()))
     if comparison is not None:
         logger.info("%s", comparison)
     how = f"stopped by {signal.Signals(signal_number).name}" if signal_number else "finished"
     seconds = time.perf_counter() - began
     logger.info("%s after %d of %d steps and %.1f s; see %s", how, step, steps, seconds, folder)
+    if signal_number and config.checkpoint.enable:
+        logger.info("the same command goes on from step %d", step)
+    if signal_number and dist.is_torchelastic_launched():
+        logger.info("%s", WHAT_TORCHRUN_PRINTS)
     return signal_number
 
 
@@ -203,7 +250,9 @@ def _compile(config: Config, plan: Plan, model: Decoder) -> CompiledPlan:
     return compile_plan(model, plan, defer_steps=defers, param_dtype=dtype)
 
 
-def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: Processes) -> HeteroPipeline:
+def _build_pipeline(
+    config: Config, plan: Plan, model: Decoder, world: Processes, *, skip_init: bool = False
+) -> HeteroPipeline:
     with _naming_plan_file(config):
         return HeteroPipeline(
             model,
@@ -215,6 +264,7 @@ def _build_pipeline(config: Config, plan: Plan, model: Decoder, world: Processes
             max_norm=config.training.max_norm or None,
             clip=config.hetero.clip,
             seed=config.debug.seed,
+            skip_init=skip_init,
         )
 
 
@@ -240,10 +290,6 @@ def _build_metrics(
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     dtype = str(pipe.param_dtype or torch.float32).removeprefix("torch.")
     peak = sum_peak_flops(peak_flops(name, dtype), group=world.control)
-    events = folder / config.metrics.save_tb_folder
-    if config.metrics.save_for_all_ranks:
-        events = events / f"rank_{pipe.rank}"
-    writes = config.metrics.enable_tensorboard and (world.rank == 0 or config.metrics.save_for_all_ranks)
     return MetricsLog(
         config.metrics,
         rank=pipe.rank,
@@ -252,7 +298,7 @@ def _build_metrics(
         peak_flops=peak,
         device=world.device,
         group=world.control,
-        events_folder=events if writes else None,
+        writers=open_writers(config, folder=folder, rank=pipe.rank, launcher_rank=world.rank),
         estimated_step_s=pipe.plan.estimates.iteration_s,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, cycle, product
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -53,6 +54,7 @@ SETTINGS: tuple[tuple[Recompute, torch.dtype | None, float | None], ...] = (
 _THREAD = "another thread waits, which is not seen; see `test_host_waits.py`"
 NOT_NEEDED = {
     "busy.py: BusyClock": "only on CUDA: it measures, nothing comes after it",
+    "checkpoints.py: ": "the thread that saves says when it is done",
     "comm/transport.py: _StagedChannel": "only on CUDA",
     "comm/transport.py: Transport._warm_up": "only on CUDA",
     "comm/transport.py: Transport.take": "the channel waits",
@@ -68,6 +70,11 @@ NOT_NEEDED = {
     "ministage/ties.py: TiedWeights.finish": _THREAD,
     "ministage/sharded_units.py: ShardedUnits.wait_gathered: handle.wait": "only on a CPU rank's own streams",
     "pipeline.py: HeteroPipeline.close": "only on CUDA",
+    "state/exchange.py: exchange": "for other ranks: what travels is in host memory",
+    "state/save.py: ": "the thread that saves says when it is done",
+    "state/snapshot.py: Snapshot.read": _THREAD,
+    "state/snapshot.py: Snapshot.take": _THREAD,
+    "state/snapshot.py: _await: taken.wait": _THREAD,
     "result.py: SumOverRanks": "on CUDA another thread waits, on a CPU rank the host reads the sum",
 }
 """What can be left out without a race that the detector sees, by the start of its name, and why."""
@@ -84,6 +91,8 @@ class Run:
     """Of the odd ones; else AdamW."""
     breaks_at: float | None = None
     """A step precedes the last that breaks off after this share of its actions before the first update."""
+    saves: bool = False
+    """A save begins before the last step, and is written beside it."""
 
     @property
     def resident(self) -> Run:
@@ -108,11 +117,12 @@ def make_run(
     optimizer: str = "",
     num_steps: int = 2,
     breaks_at: float | None = None,
+    saves: bool = False,
 ) -> Run:
     """All groups offload and recompute alike; an evaluation precedes the second step."""
     plan = with_groups(plan, lambda group: replace(group, offload=offload, recompute=recompute))
     case = Case(plan, NUM_LAYERS, tied=tied, max_norm=max_norm, evaluate_before=(1,), num_steps=num_steps)
-    return Run(case, param_dtype, optimizer=optimizer, breaks_at=breaks_at)
+    return Run(case, param_dtype, optimizer=optimizer, breaks_at=breaks_at, saves=saves)
 
 
 def draw_run(seed: int) -> Run:
@@ -173,21 +183,26 @@ def break_off(pipe: HeteroPipeline, batch: tuple[Tensor, Tensor], share: float) 
 
 def train(run: Run) -> Outcome:
     """Some steps, with an evaluation in between."""
-    case = run.case
-    with HeteroPipeline(
-        case.model(),
-        case.plan,
-        optimizer=ODD_OPTIMIZERS[run.optimizer] if run.optimizer else adamw,
-        param_dtype=run.param_dtype,
-        max_norm=case.max_norm,
-        clip=run.clip,
-        seed=case.seed,
-    ) as pipe:
+    case, save = run.case, None
+    with (
+        TemporaryDirectory() as folder,
+        HeteroPipeline(
+            case.model(),
+            case.plan,
+            optimizer=ODD_OPTIMIZERS[run.optimizer] if run.optimizer else adamw,
+            param_dtype=run.param_dtype,
+            max_norm=case.max_norm,
+            clip=run.clip,
+            seed=case.seed,
+        ) as pipe,
+    ):
         results = []
         for step in range(case.num_steps):
             batch = case.batch(step)
             if step in case.evaluate_before:
                 results.append(pipe.evaluate_global(*batch))
+            if run.saves and step == case.num_steps - 1:
+                save = pipe.save(folder, wait=False)
             if run.breaks_at is not None and step == case.num_steps - 1:
                 break_off(pipe, batch, run.breaks_at)
             results.append(pipe.step_global(*batch))
@@ -196,6 +211,7 @@ def train(run: Run) -> Outcome:
         ):  # Whoever reads the weights after a step need not wait.
             for tensor in state_tensors(pipe):
                 tensor.sum()
+        assert save is None or save.wait()
         numbers = [number for result in results for number in (result.loss, result.grad_norm)]
         with pipe.loaded():
             moments = [tensor.clone() for tensor in state_tensors(pipe)]
@@ -334,6 +350,14 @@ def that_break_off() -> Iterator[Run]:
         yield make_run(one_group(zero, 1), EVERYTHING, max_norm=max_norm, breaks_at=share)
 
 
+def that_save(num_ranks: int) -> Iterator[Run]:
+    """What is on the device is copied beside the next step, and its updates wait for that."""
+    plans = [one_group(zero, num_ranks) for zero in range(4)]
+    for plan, offload in zip(plans, ((), ("params",), ("optimizer",), EVERYTHING), strict=True):
+        yield make_run(plan, offload, param_dtype=torch.bfloat16 if offload else None, saves=True)
+    yield make_run(one_group(2, num_ranks), optimizer=REPLACING, num_steps=3, saves=True)
+
+
 RUNS = {
     1: [
         *every_subset(),
@@ -341,8 +365,15 @@ RUNS = {
         *of_a_single_ministage(1),
         *with_odd_optimizers(1),
         *that_break_off(),
+        *that_save(1),
     ],
-    2: [*on_two_ranks(), *over_two_groups(), *of_a_single_ministage(2), *with_odd_optimizers(2)],
+    2: [
+        *on_two_ranks(),
+        *over_two_groups(),
+        *of_a_single_ministage(2),
+        *with_odd_optimizers(2),
+        *that_save(2),
+    ],
 }
 
 
@@ -401,6 +432,7 @@ SCENES: tuple[tuple[int, list[Run]], ...] = (
         1,
         [
             make_run(one_group(2, 1), num_steps=1),
+            make_run(one_group(2, 1), saves=True),
             make_run(one_group(2, 1), EVERYTHING, "layer", torch.bfloat16, 0.1),
             make_run(one_group(2, 1), EVERYTHING, optimizer=REPLACING, num_steps=3, breaks_at=0.5),
         ],

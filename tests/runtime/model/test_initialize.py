@@ -305,6 +305,29 @@ def test_buffers_outside_the_state_dict_are_recomputed(values: Tensor, in_place:
         assert torch.equal(table, values)
 
 
+def test_skipping_initialises_buffers_alone() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 4))
+            self.other = nn.Linear(4, 3)
+            self.register_buffer("angles", torch.empty(5), persistent=False)
+
+        def reset_parameters(self) -> None:
+            nn.init.trunc_normal_(self.weight)
+            self.weight.data.mul_(2.0)
+            self.weight.view(-1)[:2].zero_()
+            with torch.no_grad():
+                self.angles.copy_(torch.arange(5.0))
+
+    with torch.device("meta"):
+        module = Own()
+    initialize_unit(module, "own", seed=0, device="cpu", skips=True)
+    for parameter in module.parameters():
+        assert bool(parameter.isnan().all())
+    assert module.angles.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_what_nothing_initialises_is_named() -> None:
     class Gain(nn.Module):
         def __init__(self) -> None:

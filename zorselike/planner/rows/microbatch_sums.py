@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import add
+
+import numpy as np
 
 ROUND_OFF = 1e-12
 """Times that differ by less, relative to them, are equal: sums of the same numbers in another order."""
@@ -18,12 +19,12 @@ def sum_microbatches(seconds: tuple[float, ...], num_rows: int) -> tuple[float, 
         seconds: of a microbatch of 1, 2, ... rows, as many as fit at once; they do not fall. Then neither
             do the sums, in floating point too: a row can be left out of any sum that contains it.
     """
-    least = [0.0]
+    each, least = np.array(seconds[:num_rows]), np.zeros(num_rows + 1)
     for n in range(1, num_rows + 1):
-        size = min(len(seconds), n)
-        # seconds[0] + least[n - 1], seconds[1] + least[n - 2], ...
-        least.append(min(map(add, seconds[:size], least[n - size :][::-1]), default=float("inf")))
-    return tuple(least)
+        size = min(len(each), n)
+        # each[0] + least[n - 1], each[1] + least[n - 2], ...
+        least[n] = (each[:size] + least[n - size : n][::-1]).min(initial=np.inf)
+    return tuple(least.tolist())
 
 
 def pick_sizes(seconds: Sequence[float], least: Sequence[float], num_rows: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -126,32 +126,35 @@ def share_per_microbatch(
         return max(time, hidden_s) + collective_s
 
     costs = [replace(cost, seconds=cost.seconds[: _room(cost, num_rows)]) for cost in costs]
-    times = _mix_rounds(list_rounds(costs, num_rows), num_rows, cost_s)
+    rounds = tuple(list_rounds(costs, num_rows))
+    times: Sequence[float] = _mix_rounds(rounds, tuple(cost_s(time) for time, _ in rounds), num_rows)
     kinds = Counter((cost.seconds, _room(cost, num_rows)) for cost in costs)
     if cover(kinds, Counter(times)) < num_rows:
         times = fill_rounds(kinds, num_rows, cost_s)
     return share_in_rounds(costs, times, num_rows)
 
 
+@lru_cache(maxsize=1024)
 def _mix_rounds(
-    rounds: Sequence[tuple[float, int]], num_rows: int, cost_s: Callable[[float], float]
-) -> list[float]:
-    """Times of the cheapest rounds that cover the batch, by time and rows of a round."""
-    costs = np.array([cost_s(time) for time, _ in rounds])
+    rounds: tuple[tuple[float, int], ...], costs_s: tuple[float, ...], num_rows: int
+) -> tuple[float, ...]:
+    """Times of the cheapest rounds that cover the batch, by time and rows of a round, and what it costs; the
+    same come again for each group of as many alike."""
+    costs = np.array(costs_s)
     rows = np.array([own for _, own in rounds])
     most = int(rows[-1])
     least = np.zeros(most + num_rows + 1)
     """Seconds for 0, 1, ... rows, from position `most` on; fewer than none take nothing."""
     for n in range(most + 1, most + num_rows + 1):
         least[n] = (costs + least[n - rows]).min()
-    times = []
+    times: list[float] = []
     left = num_rows
     while left > 0:
         reached = costs + least[most + left - rows] <= least[most + left] * (1 + ROUND_OFF)
         longest = int(np.flatnonzero(reached)[-1])
         times.append(rounds[longest][0])
         left -= rounds[longest][1]
-    return times
+    return tuple(times)
 
 
 # -- parts that the paper's ways share -----------------------------------------------------

@@ -19,7 +19,7 @@ from zorselike.errors import ConfigError
 from zorselike.runtime._compat import Store
 from zorselike.runtime.alarm.failure import Failure, describe_failure, reason_of
 from zorselike.runtime.alarm.heartbeat import Page, join
-from zorselike.runtime.alarm.watch import Limits, Watch, Whereabouts
+from zorselike.runtime.alarm.watch import PLACE_OF_ERROR, Limits, Watch, Whereabouts
 from zorselike.schedule.actions import Action
 
 SILENCE_VARIABLE = "ZORSELIKE_SILENCE_S"
@@ -125,6 +125,10 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         if whereabouts.page is not None:
             whereabouts.page.write("")
 
+    def locate(self, error: BaseException, place: str) -> None:
+        """Says where an error arose that the caller may catch: it counts if the error ends the rank."""
+        setattr(error, PLACE_OF_ERROR, place)
+
     def fail(self, error: BaseException | str) -> None:
         """Ends all ranks because this one failed: rank 0 names the first failure, and this does not return.
 
@@ -136,7 +140,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             watch.report(error)
             watch.join()  # Ends with the process, unless rank 0 has left already.
         if isinstance(error, BaseException):
-            failure = Failure(self.rank, self._whereabouts.place, reason_of(error))
+            failure = Failure(self.rank, self._whereabouts.place_of(error), reason_of(error))
             error.add_note(describe_failure(failure))
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ from zorselike.runtime.alarm.heartbeat import Message, Page, Peer
 
 START_UP = "start-up"
 """The first label of every rank."""
+PLACE_OF_ERROR = "zorselike_place"
+"""Attribute of an error that says where it arose, if that is not what its rank is at."""
 
 _EXIT_CODE = 1
 _ECHO_WAIT_S = 1.0
@@ -65,6 +67,10 @@ class Whereabouts:
     def place(self) -> str:
         label = self.label  # Once: the working thread may change it in between.
         return "" if label is None else str(label)
+
+    def place_of(self, error: BaseException | str) -> str:
+        """Where an error arose that ends this rank."""
+        return getattr(error, PLACE_OF_ERROR, self.place)
 
 
 @dataclass
@@ -132,7 +138,9 @@ class Watch(threading.Thread):
             if isinstance(error, BaseException) and not is_printed:
                 self._own_traceback = "".join(traceback.format_exception(error))
             reason = reason_of(error)
-            self._own_failure = Failure(self._rank, self._whereabouts.place, reason, is_echo(reason))
+            self._own_failure = Failure(
+                self._rank, self._whereabouts.place_of(error), reason, is_echo(reason)
+            )
         self.wake()
 
     def leave(self, *, binding: bool) -> None:

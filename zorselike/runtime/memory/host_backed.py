@@ -178,6 +178,10 @@ class HostBackedParts(ABC):
                 tensors.arrive(tensors.outbound)  # Perhaps nobody has waited for the load.
                 tensors.free(tensors.store(last_use))
 
+    def is_away(self, key: Hashable) -> bool:
+        """Whether a tensor is on the host alone."""
+        return any(key in tensors and not tensors.is_on_device for tensors in self.host_backed())
+
     def on_host(self, key: Hashable, like: Tensor) -> Tensor | None:
         """The host's values of a tensor that looks like `like`; None where there is none, or it is on the
         device."""

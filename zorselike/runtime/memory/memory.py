@@ -17,13 +17,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.host_room import find_host_room
 from zorselike.runtime.memory.pinned import make_pinned, unpin, unpin_abandoned
 from zorselike.runtime.memory.streams import Streams
 
 Place = Literal["device", "host"]
+
+CHECKPOINT_COPIES = "copies for checkpoints"
+"""What host buffers may be for beside the purposes of the memory model."""
 
 _ALIGNMENT = 64
 """Bytes: where each buffer of a slab begins."""
@@ -33,24 +35,24 @@ class Ledger:
     """Bytes held on the device and on the host; the offload code enters what it allocates and frees."""
 
     def __init__(self) -> None:
-        self._held: defaultdict[tuple[Purpose, Place], int] = defaultdict(int)
-        self._peaks: defaultdict[tuple[Purpose, Place], int] = defaultdict(int)
+        self._held: defaultdict[tuple[str, Place], int] = defaultdict(int)
+        self._peaks: defaultdict[tuple[str, Place], int] = defaultdict(int)
 
-    def hold(self, purpose: Purpose, place: Place, num_bytes: int) -> None:
+    def hold(self, purpose: str, place: Place, num_bytes: int) -> None:
         """Enters an allocation."""
         key = (purpose, place)
         self._held[key] += num_bytes
         self._peaks[key] = max(self._peaks[key], self._held[key])
 
-    def drop(self, purpose: Purpose, place: Place, num_bytes: int) -> None:
+    def drop(self, purpose: str, place: Place, num_bytes: int) -> None:
         """Enters a free."""
         self._held[purpose, place] -= num_bytes
         assert self._held[purpose, place] >= 0, f"{purpose} on the {place} freed twice"
 
-    def held(self, purpose: Purpose, place: Place) -> int:
+    def held(self, purpose: str, place: Place) -> int:
         return self._held[purpose, place]
 
-    def peak(self, purpose: Purpose, place: Place) -> int:
+    def peak(self, purpose: str, place: Place) -> int:
         return self._peaks[purpose, place]
 
     @property
@@ -65,12 +67,12 @@ class HostPool:
     def __init__(self, ledger: Ledger, *, pin: bool) -> None:
         self._ledger = ledger
         self._pin = pin
-        self._free: defaultdict[tuple[Purpose, int], list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._slabs: list[Tensor] = []
         if pin:
             weakref.finalize(self, unpin_abandoned, self._slabs, os.getpid()).atexit = False
 
-    def reserve(self, purpose: Purpose, sizes: Sequence[int]) -> None:
+    def reserve(self, purpose: str, sizes: Sequence[int]) -> None:
         """Makes room for buffers of these sizes (bytes) at once, beside what is free already.
 
         Raises `ConfigError`, with the numbers, if the host does not have that much.
@@ -86,7 +88,7 @@ class HostPool:
         for size, start in zip(missing, accumulate(rounded, initial=0), strict=False):
             self._free[purpose, size].append(slab[start : start + size])
 
-    def take(self, purpose: Purpose, num_bytes: int) -> Tensor:
+    def take(self, purpose: str, num_bytes: int) -> Tensor:
         """A buffer of bytes, `uint8 [num_bytes]`."""
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -94,7 +96,7 @@ class HostPool:
             self.reserve(purpose, [num_bytes])
         return self._free[purpose, num_bytes].pop()
 
-    def give_back(self, purpose: Purpose, buffer: Tensor) -> None:
+    def give_back(self, purpose: str, buffer: Tensor) -> None:
         """Lets a buffer be taken again; the caller has ordered its last use before the next."""
         if buffer.numel():
             self._free[purpose, buffer.numel()].append(buffer)
@@ -107,7 +109,7 @@ class HostPool:
         while self._slabs:
             self._slabs.pop().untyped_storage().resize_(0)
 
-    def _allocate(self, purpose: Purpose, num_bytes: int) -> Tensor:
+    def _allocate(self, purpose: str, num_bytes: int) -> Tensor:
         room = find_host_room()
         if num_bytes > room.num_bytes:
             raise ConfigError(

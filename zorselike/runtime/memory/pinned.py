@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.streams import Event, Stream
 
@@ -29,7 +28,7 @@ _CHUNK_BYTES = 2**26
 _MAX_THREADS = 16
 
 
-def make_pinned(purpose: Purpose, num_bytes: int) -> Tensor:
+def make_pinned(purpose: str, num_bytes: int) -> Tensor:
     """Bytes `uint8 [num_bytes]`, rounded up to whole pages; end with `unpin`. Raises `ConfigError` if the
     driver does not lock so many."""
     num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

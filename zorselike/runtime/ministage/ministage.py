@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
 from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.purposes import Purpose
-from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.memory.streams import Event
+from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.gradients import Gradients
 from zorselike.runtime.ministage.optimizer_state import OptimizerState
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.sharded_units import ShardedUnits
-from zorselike.runtime.ministage.sharding import gather_rows, local_tensor
+from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.ministage.shards import Shards
 from zorselike.runtime.ministage.unit import enter
 
@@ -55,9 +53,10 @@ class ShardedMinistage:
         self._streams = resources.memory.streams
         self._gathered_by_schedule = group.zero in (1, 2)
         self._reduces_in_backward = group.zero == 3
-        self._dtypes = {name: p.dtype for name, p in module.named_parameters()}
-        """Dtype of each parameter in the model as given, by global name."""
         self._units = ShardedUnits(module, unit_names, settings, resources)
+        self.sharded = {name: parameter for unit in self._units.named for name, parameter in unit}
+        """Parameters as this rank holds them, by global name. (FSDP2 puts whole ones in their places in the
+        module, and leaves them there after some passes.)"""
         self.state = OptimizerState(
             self._units.masters,
             self._units.host_backed_masters,
@@ -87,6 +86,8 @@ class ShardedMinistage:
         self._shards_due = False
         """Whether FSDP2 itself gathers next, and the shards must be there by then."""
         self._updated: Event | None = None
+        self.before_change: Callable[[Stream], None] | None = None
+        """Called before a stream changes values: makes it wait for a copy that is being taken."""
 
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
@@ -168,6 +169,7 @@ class ShardedMinistage:
         shards get the new values, and the gradients go."""
         self._resources.deferred_frees.settle()
         update = self._streams.update
+        self._await_copy(update)
         update.wait(self.gradients.ready_on.record())
         self.state.arrive(update)
         self.gradients.arrive(update)
@@ -186,9 +188,8 @@ class ShardedMinistage:
     def _publish(self) -> None:
         """Rounds the master weights into the shards."""
         if self.state.masters:
-            sharded = dict(self.module.named_parameters())
             for name, master in self.state.masters.items():
-                local_tensor(sharded[name].detach()).copy_(local_tensor(master.detach()))
+                local_tensor(self.sharded[name].detach()).copy_(local_tensor(master.detach()))
 
     def offload_state(self) -> None:
         """Starts the optimizer state's way to the host after the update."""
@@ -324,34 +325,11 @@ class ShardedMinistage:
 
     # -- parameters ------------------------------------------------------------------------
 
-    def gather_state(self, group: ProcessGroup, giver: int) -> dict[str, Tensor]:
-        """Collective over the ministage's ranks: `{name: whole CPU tensor}` on process `giver`,
-        `{}` elsewhere, in the dtypes that the model was given in. `group` is their Gloo group."""
-        first_name: dict[int, str] = {}
-        own_name = {
-            name: first_name.setdefault(id(parameter), name)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False)
-        }
-        state = {}
-        for name, tensor in self.module.state_dict().items():
-            known = own_name.get(name, name)
-            local = self._value_on_host(known, tensor.detach())
-            is_sharded = isinstance(tensor, DTensor) and not self.is_replicated
-            whole = gather_rows(local, tensor.shape[0] if is_sharded else None, group, giver)
-            if whole is not None:
-                state[name] = whole.to(self._dtypes.get(known, whole.dtype))
-        return state
-
-    def _value_on_host(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of this rank's values of a parameter (its master weight, if it has one) or buffer."""
-        master = self.state.masters.get(name)
-        local = local_tensor(tensor if master is None else master.detach())
-        found = (self.shards if master is None else self.state).on_host(name, local)
-        return (local if found is None else found).to("cpu", copy=True)
-
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Everything is on the device inside, for those who look at it, or change it, between steps."""
+        self._await_copy(self._streams.compute)
+        self.reshard()  # Some evaluations leave parameters whole, and the next pass would not gather anew.
         shards_away, state_away = self.shards.are_away, not self.state.is_on_device
         if shards_away:
             self.shards.load()
@@ -367,12 +345,17 @@ class ShardedMinistage:
                 self._publish()
             done = compute.record()
             if shards_away:
-                self.shards.note_update(done)
+                self.shards.note_update(done, frozen_too=True)
                 self.shards.offload(done)
-            if state_away:
+            self.state.find_moments()  # Somebody may have given the optimizer others.
+            if self.state.offloads:
                 self.state.offload(done)
             self._resources.pending_shards.settle()
             self._resources.pending_state.settle()
+
+    def _await_copy(self, stream: Stream) -> None:
+        if self.before_change is not None:
+            self.before_change(stream)
 
     @property
     def is_replicated(self) -> bool:

@@ -48,7 +48,8 @@ class OptimizerState(HostBackedParts):
         self._moments: HostBackedTensors | None = None
         self._moment_ids: frozenset[int] = frozenset()
         self._memory, self._pending = resources.memory, resources.pending_state
-        self._offload = offload
+        self.offloads = offload
+        """Whether it is on the host between updates."""
         self._entered_bytes = 0
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -59,7 +60,7 @@ class OptimizerState(HostBackedParts):
 
     def _copy_loaded_state(self, optimizer: Optimizer) -> None:
         """A loaded state may be the caller's own tensors, whose memory is not ours to give up."""
-        if self._offload:
+        if self.offloads:
             for state in optimizer.state.values():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
@@ -86,7 +87,7 @@ class OptimizerState(HostBackedParts):
         """After an update: takes in moments that are new."""
         moments = dict(self._find())
         ids = frozenset(map(id, moments.values()))
-        if not self._offload:
+        if not self.offloads:
             num_bytes = sum(moment.nbytes for moment in moments.values())
             self._memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes - self._entered_bytes)
             self._entered_bytes = num_bytes

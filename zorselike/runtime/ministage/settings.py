@@ -15,6 +15,7 @@ from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.memory.host_backed import DeferredFrees, PendingOffloads
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import make_streams
+from zorselike.runtime.ministage.random_numbers import RandomNumbers
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,21 @@ class RankResources:
     """Of all ministages together; settled before each reduction and update, and at the end of a step."""
     reducing: DeferredFrees = field(default_factory=DeferredFrees)
     """Whole gradients of the newest reduction; settled before the next, and at the end of a step."""
+    random: RandomNumbers | None = None
+    """What seeds modules before they compute."""
     fsdp_roots: list[FSDPModule] = field(default_factory=list)
     """The ministages as FSDP2 has them; they share its streams, and with them its pools of memory."""
 
     @classmethod
-    def of(cls, device: torch.device, *, offloads_activations: bool = False) -> RankResources:
+    def of(
+        cls, device: torch.device, *, offloads_activations: bool = False, seed: int | None = None
+    ) -> RankResources:
         memory = Memory.of(device, make_streams(device))
-        return cls(memory, ActivationOffload(memory) if offloads_activations else None)
+        return cls(
+            memory,
+            ActivationOffload(memory) if offloads_activations else None,
+            random=None if seed is None else RandomNumbers(seed, device),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

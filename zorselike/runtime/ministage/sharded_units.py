@@ -66,6 +66,7 @@ class ShardedUnits:
                 recompute=recompute and is_layer(name),
                 compiles=settings.compiles and is_layer(name),
                 activations=resources.activations,
+                random=resources.random,
             )
             for name, unit in zip(unit_names, unit_modules, strict=True)
         ]
@@ -75,6 +76,8 @@ class ShardedUnits:
             unit_modules,
             recompute=recompute and not unit_names,
             activations=resources.activations,
+            random=resources.random,
+            random_name=next(iter(settings.modules), ""),
         )
         self._root.chain(self._units)
         self._prefixes = {id(m): prefix for prefix, m in reversed(list(module.named_modules()))}

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-
-from zorselike.runtime.comm.ranks import ProcessGroup
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -42,18 +39,3 @@ def local_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     chunks = whole.detach().chunk(mesh.size(dimension))
     index = mesh.get_local_rank(dimension)
     return chunks[index] if index < len(chunks) else whole.detach()[:0]
-
-
-def gather_rows(local: Tensor, num_rows: int | None, group: ProcessGroup, giver: int) -> Tensor | None:
-    """The whole of a tensor of `num_rows` rows on process `giver`, out of CPU copies of what each rank
-    holds; collective. `num_rows` None: every rank holds all of it. (`DTensor.full_tensor` caches meshes
-    across pipelines, with groups that a closed one has destroyed.)"""
-    is_giver = dist.get_rank() == giver
-    if num_rows is None:
-        return local if is_giver else None
-    num_ranks = dist.get_world_size(group)
-    padded = local.new_zeros((-(-num_rows // num_ranks), *local.shape[1:]))
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in range(num_ranks)] if is_giver else None
-    dist.gather(padded, parts, dst=giver, group=group)
-    return None if parts is None else torch.cat(parts)[:num_rows]

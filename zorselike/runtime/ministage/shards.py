@@ -38,6 +38,7 @@ class Shards(HostBackedParts):
         `kept`: those that stay there. If `offload`, the others leave now."""
         memory, self._pending = resources.memory, resources.pending_shards
         self._updated: Event | None = None
+        self._frozen_changed = False
         self._units: list[_UnitShards] = []
         compute = memory.streams.compute
         leaving: set[str] = set()
@@ -80,9 +81,9 @@ class Shards(HostBackedParts):
             if not unit.changing.is_on_device:
                 unit.changing.make_room(stream)
 
-    def note_update(self, updated: Event) -> None:
+    def note_update(self, updated: Event, *, frozen_too: bool = False) -> None:
         """They have other values once `updated` is over."""
-        self._updated = updated
+        self._updated, self._frozen_changed = updated, frozen_too
 
     def offload(self, last_use: Event) -> None:
         """Frees them after `last_use`; what an update has changed goes to the host first."""
@@ -92,14 +93,17 @@ class Shards(HostBackedParts):
             return
         updated, self._updated = self._updated, None
         changed = [unit.changing for unit in self._units]
+        if self._frozen_changed:
+            changed += [unit.frozen for unit in self._units]
         gone = updated
         for tensors in changed:
             gone = tensors.store(updated)
         self._pending.add(changed, gone)
-        for unit in self._units:
+        for unit in self._units if not self._frozen_changed else ():
             if unit.frozen.is_on_device:
                 unit.frozen.free(last_use)
+        self._frozen_changed = False
 
     def recover(self, last_use: Event) -> None:
         super().recover(last_use)
-        self._updated = None
+        self._updated, self._frozen_changed = None, False

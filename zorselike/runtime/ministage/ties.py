@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zorselike.plan.holdings import rows_held
 from zorselike.plan.plan import Plan
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import ProcessGroup, Ranks
@@ -89,7 +90,7 @@ class TiedWeights:
         for index, tie in enumerate(self._ties):
             for end, (number, name) in tie.items():
                 if number in ministages:
-                    parameter = dict(ministages[number].module.named_parameters())[name]
+                    parameter = ministages[number].sharded[name]
                     first_row, _ = self._holders(number, parameter.shape[0])[ranks.rank]
                     self._ends[index, end] = _End(ministages[number], name, parameter, first_row)
 
@@ -213,16 +214,8 @@ class TiedWeights:
                     yield _Slice(source_rank, target_rank, first, last)
 
     def _holders(self, ministage: int, num_rows: int) -> dict[int, tuple[int, int]]:
-        """Rows of dimension 0 that each rank of a ministage's group holds: FSDP2 shards as
-        `torch.chunk` does, over processes in ascending order."""
-        group = self._plan.group_of(ministage)
-        if group.zero == 0:
-            return dict.fromkeys(group.flat_ranks, (0, num_rows))
-        ranks = sorted(group.flat_ranks, key=lambda rank: self._ranks.process_of[rank])
-        size = -(-num_rows // len(ranks))
-        return {
-            rank: (min(i * size, num_rows), min((i + 1) * size, num_rows)) for i, rank in enumerate(ranks)
-        }
+        """Rows of dimension 0 that each rank of a ministage's group holds."""
+        return rows_held(self._plan, ministage, num_rows, process_of=self._ranks.process_of)
 
 
 def _tag(index: int, target: str) -> int:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.activation_offload import ActivationOffload
+from zorselike.runtime.ministage.random_numbers import RandomNumbers
 
 Forward = Callable[..., Any]
 
@@ -29,7 +30,10 @@ class Unit:
         recompute: bool,
         compiles: bool = False,
         activations: ActivationOffload | None = None,
+        random: RandomNumbers | None = None,
+        random_name: str = "",
     ) -> None:
+        """`random_name`: under which it draws random numbers, if they are to be seeded."""
         inside_others = {id(m) for other in nested for m in other.modules()}
         self.name = name
         self.module = module
@@ -46,6 +50,7 @@ class Unit:
         self.is_anchor_pass = False
         self._recomputes = recompute
         self._activations = activations
+        self._random, self._random_name = random, random_name or name
         forward: Forward = module.forward
         # One graph a row count: of graphs that fit several, a layer might be computed again by another
         # than computed it, which may save other tensors or in another order.
@@ -87,6 +92,8 @@ class Unit:
         return outputs
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        if self._random is not None:
+            self._random.enter(self._random_name)
         activations = self._activations
         if activations is None or not activations.is_keeping:
             if self._recomputes:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.memory import Memory
@@ -66,6 +65,14 @@ class LossScale:
         if self._num_good == GROWTH_INTERVAL:
             self.value *= GROWTH
             self._num_good = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What the next step depends on."""
+        return {"value": self.value, "num_good": self._num_good}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restores what `state_dict` gave."""
+        self.value, self._num_good = state["value"], int(state["num_good"])
 
 
 class Updates:
@@ -223,35 +230,6 @@ def _refuse_closure(optimizer: Optimizer) -> None:
             f"optimizer: {type(optimizer).__name__}.step needs a closure that evaluates the model again, "
             "which a pipeline cannot; use one that steps on gradients, such as torch.optim.AdamW"
         )
-
-
-class LRSchedulers:
-    """One learning-rate scheduler per local optimizer, stepped together."""
-
-    def __init__(
-        self, optimizers: Mapping[int, Optimizer], factory: Callable[[Optimizer], LRScheduler]
-    ) -> None:
-        self.schedulers = {ministage: factory(optimizer) for ministage, optimizer in optimizers.items()}
-
-    def step(self) -> None:
-        """Steps every scheduler once."""
-        for scheduler in self.schedulers.values():
-            scheduler.step()
-
-    def get_last_lr(self) -> list[float]:
-        """The learning rates of the first local optimizer's groups; [] on a rank without one."""
-        for scheduler in self.schedulers.values():
-            return [float(rate) for rate in scheduler.get_last_lr()]
-        return []
-
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """State of each scheduler by ministage."""
-        return {ministage: scheduler.state_dict() for ministage, scheduler in self.schedulers.items()}
-
-    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Restores what `state_dict` gave."""
-        for ministage, scheduler in self.schedulers.items():
-            scheduler.load_state_dict(state[ministage])
 
 
 def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:

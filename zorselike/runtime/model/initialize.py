@@ -16,12 +16,14 @@ import copy
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from zorselike.errors import ConfigError
@@ -53,6 +55,7 @@ def initialize_unit(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     root: nn.Module | None = None,
+    skips: bool = False,
 ) -> None:
     """Materialises and initialises the submodule `module` of a model, in place.
 
@@ -61,6 +64,9 @@ def initialize_unit(
     it, a unit inside a module that initialises itself as a whole gets the weights it would get there, and the
     `_init_weights(module)` of a Hugging Face model is used, module by module, instead of `init_weights`.
 
+    With `skips` parameters on the meta device get memory and no values (NaN where there is one), for those
+    who load theirs; buffers are initialised.
+
     Parameters and buffers that are not on the meta device keep their values and are moved. Tensors
     used twice stay one tensor. The caller's random numbers are not touched.
     Raises `ConfigError` for a parameter or buffer that nothing initialises.
@@ -68,7 +74,7 @@ def initialize_unit(
     if root is None and not fqn:
         root = module
     callback: Callback | None = getattr(root, "_init_weights", None)
-    unit = _Unit(module, root=root, seed=seed, device=torch.device(device), dtype=dtype)
+    unit = _Unit(module, root=root, seed=seed, device=torch.device(device), dtype=dtype, skips=skips)
     if unit.has_pending(module):
         # The CPU context overrides a caller's `with torch.device("meta")`.
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -77,7 +83,7 @@ def initialize_unit(
                 unit.initialise(module, fqn, callback)
             else:
                 whole = copy.deepcopy(root.get_submodule(owner))
-                initialize_unit(whole, owner, seed=seed, device="cpu", dtype=dtype)
+                initialize_unit(whole, owner, seed=seed, device="cpu", dtype=dtype, skips=skips)
                 unit.take_values(whole.get_submodule(fqn.removeprefix(f"{owner}.")))
     unit.move_rest()
 
@@ -99,12 +105,14 @@ class _Unit:
         seed: int,
         device: torch.device,
         dtype: torch.dtype | None,
+        skips: bool,
     ) -> None:
         self._module = module
         self._scope = [module] if root is None else [module, root]
         self._seed = seed
         self._device = device
         self._dtype = dtype
+        self._skips = skips
         self._pending = {id(t): (t, self._final_dtype(t)) for _, t in _named_tensors(module) if t.is_meta}
         """Tensors without values yet, held so that none gets the `id` of another, and their last dtypes."""
 
@@ -157,11 +165,13 @@ class _Unit:
                 _mark_blank(blank)
                 self._replace(tensor, _like(tensor, blank))
         torch.default_generator.manual_seed(unit_seed(self._seed, fqn))
-        method()
+        skipped = _Skipped(t for _, t in _named_tensors(module, recurse=recurse) if id(t) in self._pending)
+        with skipped if self._skips else nullcontext():
+            method()
         for stand_in, original in lent:
             self._replace(stand_in, original)
         for _, tensor in list(_named_tensors(module, recurse=recurse)):
-            if id(tensor) in self._pending and not _is_blank(tensor):
+            if id(tensor) in self._pending and (id(tensor) in skipped.written or not _is_blank(tensor)):
                 self._finish(tensor, tensor.detach())
 
     def _finish(self, tensor: Tensor, values: Tensor) -> None:
@@ -196,6 +206,28 @@ class _Unit:
             return tensor.dtype
         _, final = self._pending.get(id(tensor)) or (tensor, self._final_dtype(tensor))
         return torch.float64 if final == torch.float64 else torch.float32
+
+
+class _Skipped(TorchFunctionMode):
+    """Inside, nothing is written in place to the parameters among `tensors`, however it comes to them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._owners = {t.untyped_storage().data_ptr(): t for t in tensors if isinstance(t, nn.Parameter)}
+        self.written: set[int] = set()
+        """Identities of parameters that would have been written to."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, named = getattr(func, "__name__", ""), kwargs or {}
+        target = args[0] if args else named.get("tensor")  # As `torch.nn.init` passes it on.
+        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor):
+            owner = self._owners.get(target.untyped_storage().data_ptr())
+            if owner is not None:
+                self.written.add(id(owner))
+                return target
+        return func(*args, **named)
 
 
 def _initialisers(

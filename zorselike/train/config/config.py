@@ -25,16 +25,13 @@ Share = Annotated[float, Must(lambda share: 0 <= share <= 1, "give one from 0 to
 Beta = Annotated[float, Must(lambda beta: 0 <= beta < 1, "give one from 0 to below 1")]
 Budget = Annotated[str, Must(lambda text: (parse_time(text) or 0) > 0, 'write seconds, such as "30s"')]
 A_PLAN = Must(bool, f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"')
-NO_CHECKPOINTS = Must(
-    lambda enabled: not enabled,
-    "checkpoints are not there yet; set it to false, and the run trains without them",
-)
+STEP_OR_NEWEST = Must(lambda step: step >= -1, "give a step, or -1 for the newest")
 
 
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = "./outputs"
-    """Folder that holds one folder a run: its configuration, plan, log and TensorBoard events."""
+    """Folder that holds one folder a run: its configuration, plan, log and metrics."""
     description: str = ""
     """What this job is, for people; printed at the start."""
     print_config: bool = False
@@ -126,8 +123,38 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: Annotated[bool, NO_CHECKPOINTS] = False
-    """Checkpoints are not there yet: `true` is refused."""
+    enable: bool = False
+    """Save the run every `interval` steps, at its end, and where a signal stops it; and go on from the newest
+    complete checkpoint in `folder`, under whatever plan."""
+    folder: str = "checkpoint"
+    """Folder of checkpoints inside `[job] dump_folder`, one `step-N` each; the job's runs share it."""
+    interval: Positive = 500
+    """Steps from one save to the next."""
+    load_step: Annotated[int, STEP_OR_NEWEST] = -1
+    """Step to go on from, the last there is; -1: the newest that is complete."""
+    initial_load_path: str = ""
+    """Where `folder` has no checkpoint yet: one to begin with, a `step-N` or a folder of them."""
+    initial_load_model_only: bool = True
+    """Begin with its model alone; `false` goes on with its optimizer, its step and its place in the data."""
+    keep_latest_k: Natural = 10
+    """Older checkpoints than so many are deleted; 0 keeps all."""
+    keep_every: Natural = 0
+    """Never delete those of steps that are multiples of it (ours, not TorchTitan's); 0: no such steps."""
+    keep_best: bool = False
+    """Save whenever a validation finds the lowest loss so far, and keep that one (ours)."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """`async` copies the state to host memory, pinned for GPUs, and writes it beside the next steps
+    (TorchTitan's default is `disabled`: training waits for the disk); both its modes are the same here."""
+    enable_first_step_checkpoint: bool = False
+    """Save after the first step too."""
+    last_save_model_only: bool = False
+    """At the end of the last step keep the model alone: `model-step-N` beside the checkpoints, safetensors
+    under the model's own names in `export_dtype`. (TorchTitan's default is true. A run that is prolonged goes
+    on from the checkpoint before.)"""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the exported model's numbers."""
+    upload: str = ""
+    """Copy every checkpoint to an object store too (ours): `s3://bucket/run`, `gs://...`, by fsspec."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +176,8 @@ class Compile:
 @dataclass(frozen=True)
 class Metrics:
     log_freq: Positive = 10
-    """Steps between log lines and between TensorBoard points; the first step is always logged."""
+    """Steps between log lines, and between points of `metrics.csv` and TensorBoard; the first step is always
+    logged."""
     enable_tensorboard: bool = True
     """Write TensorBoard events into the run's folder (TorchTitan's default is off)."""
     disable_color_printing: bool = False
@@ -158,6 +186,23 @@ class Metrics:
     """Folder of the events inside the run's folder."""
     save_for_all_ranks: bool = False
     """Write events of every rank, each into a folder `rank_N`, not those of rank 0 alone."""
+    enable_wandb: bool = False
+    """Send the same numbers to Weights & Biases, from rank 0 (`pip install 'zorselike[wandb]'`). The
+    variables WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME name the run."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    enable: bool = False
+    """Compute the loss over validation data every `freq` steps and at the end."""
+    dataset: Literal["stdlib"] = "stdlib"
+    """Built-in text, read unless `dataset_path` is given."""
+    dataset_path: str = ""
+    """Text or token files, as in `[training]`; give some that training does not read."""
+    freq: Positive = 10
+    """Steps from one validation to the next."""
+    steps: Annotated[int, Must(lambda steps: steps == -1 or steps > 0, "give 1 or more, or -1 for all")] = -1
+    """Global batches of each validation, always the first of the data; -1: all of it."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +266,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
@@ -251,6 +297,16 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
             f'has, since [hetero] plan = "{AUTO}" has no plan that says it'
+        )
+    checkpoint = config.checkpoint
+    for key, unused in (("load_step", -1), ("initial_load_path", "")):
+        if getattr(checkpoint, key) != unused and not checkpoint.enable:
+            raise ConfigError(
+                f"[checkpoint] {key} = {getattr(checkpoint, key)!r}: nothing is loaded without enable = true"
+            )
+    if checkpoint.keep_best and not (checkpoint.enable and config.validation.enable):
+        raise ConfigError(
+            "[checkpoint] keep_best = true: needs [checkpoint] enable = true and [validation] enable = true"
         )
     for key in ("profile", "cluster"):
         if hetero.plan != AUTO and getattr(hetero, key):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zorselike.errors import ConfigError, FileError
+from zorselike.runtime.processes.launcher import is_first_of_node, parse_once
 from zorselike.text.dataclass_tables import list_keys, read_dataclass
 from zorselike.text.document import parse_text
 from zorselike.text.files import read_text
@@ -20,12 +21,14 @@ from zorselike.text.toml import format_table
 from zorselike.text.wording import suggest
 from zorselike.train.config.config import AUTO, Config, check_config
 from zorselike.train.config.titan_keys import REFUSED_VALUES, refusal
+from zorselike.version import __version__
 
 _PATH_KEYS = (
     ("hetero", "plan"),
     ("hetero", "profile"),
     ("hetero", "cluster"),
     ("training", "dataset_path"),
+    ("validation", "dataset_path"),
     ("model", "hf_assets_path"),
 )
 
@@ -40,6 +43,9 @@ class CommandLine(Config):
     dry_run: bool = False
     """Build everything without memory, devices or processes; print plan, ranks and schedule; exit."""
 
+    version: bool = False
+    """Print the version of zorselike; exit."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -53,8 +59,8 @@ class Request:
 def parse_command_line(arguments: Sequence[str] | None = None) -> Request:
     """The merged and checked configuration of a command line (`sys.argv` unless given).
 
-    `--help` prints every key with its merged value and exits, and so does tyro, with code 2,
-    for a flag that does not exist.
+    `--help` prints every key with its merged value and exits, `--version` the version, and tyro exits with
+    code 2 for a flag that does not exist; each prints on the first process of a node alone.
 
     Raises:
         ConfigError: An unknown, refused, mistyped or impossible key, or an unreadable file.
@@ -66,13 +72,20 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Request:
     path = _find_config_path(arguments)
     base = Config() if path is None else load_config(path)
     sections = {field.name: getattr(base, field.name) for field in fields(Config)}
-    parsed = tyro.cli(
-        CommandLine,
-        prog="python -m zorselike.train",
-        args=arguments,
-        default=CommandLine(**sections, config=str(path or "")),
-        use_underscores=True,
+    parsed = parse_once(
+        lambda prints: tyro.cli(
+            CommandLine,
+            prog="python -m zorselike.train",
+            args=arguments,
+            default=CommandLine(**sections, config=str(path or "")),
+            use_underscores=True,
+            console_outputs=prints,
+        )
     )
+    if parsed.version:
+        if is_first_of_node():
+            print(f"zorselike {__version__}")
+        raise SystemExit(0)
     config = Config(**{field.name: getattr(parsed, field.name) for field in fields(Config)})
     check_config(config)
     return Request(config=config, config_path=path, dry_run=parsed.dry_run)

@@ -8,17 +8,11 @@ REFUSED_SECTIONS: dict[str, str] = {
     "memory_estimation": "use --dry-run, which builds everything without memory",
     "fault_tolerance": "not supported; ranks fail together, with the reason of the one that failed first",
     "experimental": "not supported; use HeteroPipeline from a script of your own (recipes/train_by_hand.py)",
-    "validation": "not supported yet; HeteroPipeline.evaluate serves a script of your own",
 }
 """Whole sections."""
 
-_CHECKPOINT = "checkpoints are not there yet; remove the key"
-_CHECKPOINT_KEYS = (
-    "enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
-    "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype "
-    "async_mode keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint "
-    "create_seed_checkpoint load_only"
-)
+_ROWS = "rows are read and computed as the plan divides them; remove the key"
+_HUGGING_FACE = "Hugging Face's formats are not read and written yet; remove the key"
 _RECOMPUTE = 'the plan\'s groups say recompute = "none" or "layer"; remove the key'
 _RECOMPUTE_KEYS = (
     "selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
@@ -36,7 +30,6 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
         "enable_memory_snapshot": "not supported yet; remove the key",
         "save_memory_snapshot_folder": "not supported yet; remove the key",
     },
-    "metrics": {"enable_wandb": "not supported; TensorBoard events are (enable_tensorboard); remove the key"},
     "model": {
         "tokenizer_path": "use hf_assets_path",
         "converters": "not supported yet; remove the key",
@@ -58,7 +51,20 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
     "training.dataloader": {
         "persistent_workers": "rows never end, so workers live as long as the run; remove the key"
     },
-    "checkpoint": dict.fromkeys(_CHECKPOINT_KEYS.split(), _CHECKPOINT),
+    "validation": {
+        "local_batch_size": _ROWS,
+        "seq_len": "rows have the length of [training] seq_len; remove the key",
+        "dataloader": _ROWS,
+    },
+    "checkpoint": {
+        "enable_ft_dataloader_checkpoints": "what has been read is the number of rows alone; remove the key",
+        "initial_load_in_hf": _HUGGING_FACE,
+        "initial_load_in_hf_quantized": _HUGGING_FACE,
+        "last_save_in_hf": _HUGGING_FACE,
+        "exclude_from_loading": "initial_load_model_only leaves out all but the model; remove the key",
+        "create_seed_checkpoint": "[debug] seed gives every plan the same weights; remove the key",
+        "load_only": "use zorselike checkpoint, or interval larger than steps; remove the key",
+    },
     "activation_checkpoint": dict.fromkeys(_RECOMPUTE_KEYS.split(), _RECOMPUTE),
     "comm": {
         "train_timeout_seconds": "a rank that dies or falls silent ends the job within seconds by itself "

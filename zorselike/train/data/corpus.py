@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,22 +108,26 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def open_corpus(config: Config, *, vocab_size: int) -> Corpus:
-    """The corpus that `[training]` names, tokenized first if necessary.
+def open_corpus(
+    config: Config, *, vocab_size: int, section: Literal["training", "validation"] = "training"
+) -> Corpus:
+    """The corpus that a section names, tokenized first if necessary.
 
     Args:
         config: the job's configuration.
         vocab_size: vocabulary size of the model.
+        section: which data; rows are as long, and token files of the same type, in both.
 
     Raises:
         ConfigError: no data, data of the wrong kind, or tokens outside of the model's vocabulary.
     """
     training = config.training
-    if training.dataset_path:
-        source = f"[training] dataset_path = {training.dataset_path}"
-        files = list_files(training.dataset_path)
+    data = training if section == "training" else config.validation
+    if data.dataset_path:
+        source = f"[{section}] dataset_path = {data.dataset_path}"
+        files = list_files(data.dataset_path, section=section)
     else:
-        source = f'[training] dataset = "{training.dataset}"'
+        source = f'[{section}] dataset = "{data.dataset}"'
         files = list_standard_library()
     if files[0].suffix == TOKEN_SUFFIX:
         dtype: str = training.dataset_dtype

@@ -1,7 +1,7 @@
 """Batches for one rank: in every step the inputs and targets of its rows.
 
-What is read depends on (seed, step) and the rank's rows of the global batch. The loader's state is the step
-alone, so it serves any plan and any number of workers.
+What is read depends on the seed, on how many rows all steps before have read, and on the rank's rows of the
+global batch; so a run goes on under any plan, with any number of workers.
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ class StepDataset(Dataset[Batch | ConfigError]):
         corpus: Corpus,
         *,
         global_batch: int,
-        seed: int,
+        seed: int | None,
         input_rows: Sequence[int],
         target_rows: Sequence[int],
+        rows_before: int = 0,
     ) -> None:
+        """`seed`: of the order of rows; None: the corpus's own. `rows_before`: how many of the order were
+        read before the first step of this dataset, whatever the global batch was then."""
         self._corpus = corpus
         self._global_batch = global_batch
         self._seed = seed
+        self._rows_before = rows_before
         self._input_rows = tuple(input_rows)
         self._target_rows = tuple(target_rows)
 
@@ -68,20 +72,25 @@ class StepDataset(Dataset[Batch | ConfigError]):
         return _stack(inputs), _stack(targets)
 
     def _read(self, step: int, row: int) -> np.ndarray:
-        position = step * self._global_batch + row
-        return self._corpus.read_row(row_at(position, num_rows=self._corpus.num_rows, seed=self._seed))
+        position = self._rows_before + step * self._global_batch + row
+        if self._seed is not None:
+            position = row_at(position, num_rows=self._corpus.num_rows, seed=self._seed)
+        return self._corpus.read_row(position)
 
 
 class RowLoader:
-    """Endless batches of one rank, from any step on.
+    """Endless batches of one rank.
 
     Only one iteration at a time: another one, or `close`, ends the workers of the previous.
     """
 
-    def __init__(self, dataset: StepDataset, settings: DataLoader) -> None:
+    def __init__(
+        self, dataset: StepDataset, settings: DataLoader, *, device: torch.device | None = None
+    ) -> None:
+        """`device`: where batches go, the CPU if None; memory is pinned for GPUs alone."""
         self._dataset = dataset
+        self._pins = settings.pin_memory and device is not None and device.type == "cuda"
         self._settings = settings
-        self._next_step = 0
         self._batches: Generator[Batch] | None = None
         # Before multiprocessing's own exit handler, which waits for workers that ignore SIGTERM.
         atexit.register(self.close)
@@ -97,19 +106,10 @@ class RowLoader:
             self._batches.close()
             self._batches = None
 
-    def state_dict(self) -> dict[str, int]:
-        """The step of the next batch, independent of plan and workers."""
-        return {"step": self._next_step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration starts at the state's step."""
-        self._next_step = state["step"]
-
     def _read(self) -> Generator[Batch]:
         for batch in self._build_loader():
             if isinstance(batch, ConfigError):
                 raise batch
-            self._next_step += 1
             yield batch
 
     def _build_loader(self) -> StatefulDataLoader[Batch | ConfigError]:
@@ -120,22 +120,19 @@ class RowLoader:
             return StatefulDataLoader(
                 self._dataset,
                 batch_size=None,
-                sampler=_StepSampler(self._next_step),
+                sampler=_StepSampler(),
                 num_workers=settings.num_workers,
-                pin_memory=settings.pin_memory,
+                pin_memory=self._pins,
                 prefetch_factor=(settings.prefetch_factor or 2) if workers else None,
                 worker_init_fn=_prepare_worker if workers else None,
             )
 
 
 class _StepSampler(Sampler[int]):
-    """Steps from `start` on."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
+    """Steps without end."""
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.count(self._start)
+        return itertools.count()
 
 
 def _stack(rows: Sequence[np.ndarray]) -> Tensor | None:

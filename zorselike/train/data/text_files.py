@@ -26,13 +26,13 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-def list_files(dataset_path: str) -> list[Path]:
-    """The text or token files that `[training] dataset_path` names; a folder's in sorted order.
+def list_files(dataset_path: str, *, section: str = "training") -> list[Path]:
+    """The text or token files that a section's `dataset_path` names; a folder's in sorted order.
 
     Raises:
         ConfigError: there is no such file, none of a known kind, or text beside token files.
     """
-    where = f"[training] dataset_path = {dataset_path}"
+    where = f"[{section}] dataset_path = {dataset_path}"
     known = (*TEXT_SUFFIXES, TOKEN_SUFFIX)
     path = Path(dataset_path).expanduser()
     if path.is_file():
@@ -56,9 +56,7 @@ def list_standard_library() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for folder in _library_folders(root) for file in folder.glob("*.py") if file.is_file()]
     if not files:
-        raise ConfigError(
-            f'[training] dataset = "stdlib": no Python sources under {root}; give dataset_path instead'
-        )
+        raise ConfigError(f'dataset = "stdlib": no Python sources under {root}; give dataset_path instead')
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 

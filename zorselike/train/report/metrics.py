@@ -1,4 +1,4 @@
-"""Log lines and TensorBoard events: TorchTitan's names, and `hetero/...` for what it lacks.
+"""Log lines and numbers for files: TorchTitan's names, and `hetero/...` for what it lacks.
 
 Two things differ from TorchTitan because devices differ: tokens per second and TFLOP/s are those of
 the whole job, and utilization is over the sum of the devices' peaks.
@@ -10,10 +10,11 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from zorselike.models import DecoderConfig, flops_per_token, forward_flops_by_module
 from zorselike.plan.plan import Plan
 from zorselike.runtime.result import StepResult
+from zorselike.text.wording import count, first_line
 from zorselike.train.config.config import Metrics as MetricsConfig
 from zorselike.train.report import colors
 from zorselike.train.report.estimates import RankFacts
 from zorselike.train.report.memory import count_out_of_memory, read_footprint, read_peak, reset_peak
+from zorselike.train.report.writers import VALIDATION_LOSS, Writer
 
 logger = logging.getLogger("zorselike")
 
@@ -74,7 +77,7 @@ class RankReport:
 
 
 class MetricsLog:
-    """Counts steps and writes a log line and events every `log_freq` of them.
+    """Counts steps and writes a log line and numbers every `log_freq` of them.
 
     Every rank has one and calls the same methods at the same steps; rank 0 prints.
     """
@@ -89,7 +92,7 @@ class MetricsLog:
         peak_flops: float | None,
         device: torch.device,
         group: dist.ProcessGroup,
-        events_folder: Path | None,
+        writers: Sequence[Writer],
         estimated_step_s: float | None = None,
     ) -> None:
         """
@@ -98,7 +101,7 @@ class MetricsLog:
             steps: number of steps of the whole run, for the time left.
             peak_flops: sum over all ranks; `None` if one is unknown.
             group: a Gloo group of all ranks, used between steps only.
-            events_folder: folder of this rank's TensorBoard events; `None` for none.
+            writers: where this rank's numbers go.
             estimated_step_s: the plan's estimate, to compare the run with.
         """
         self._log_freq, self._steps, self._rank = config.log_freq, steps, rank
@@ -111,11 +114,7 @@ class MetricsLog:
         self._num_steady_steps = 0
         self._steady_s = 0.0
         self._footprint_bytes: int | None = None
-        self._writer = None
-        if events_folder is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(events_folder), max_queue=1000)
+        self._writers = list(writers)
         self.restart()
 
     def restart(self) -> None:
@@ -140,6 +139,13 @@ class MetricsLog:
         self._data_s += time.perf_counter() - asked
         return batch
 
+    @contextmanager
+    def excluding(self) -> Iterator[None]:
+        """What takes place inside does not count as time of steps."""
+        before = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - before
+
     def is_due(self, step: int) -> bool:
         """Whether a step, counted from 1, is logged."""
         return step == 1 or step % self._log_freq == 0 or step == self._steps
@@ -161,13 +167,19 @@ class MetricsLog:
             values |= {"hetero/loss_scale": loss_scale, "hetero/num_skipped_steps": self._num_skipped}
         if dist.get_rank() == 0:
             left_s = (self._steps - step) * interval_s / len(self._results)
-            line = self._format_line(step, loss, grad_norm, values, reports, left_s)
-            logger.info(line if self._has_colors else colors.remove_colors(line))
-        if self._writer is not None:
-            head = {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr}
-            for name, value in (head | values).items():
-                self._writer.add_scalar(name, value, step)
+            self._say(self._format_line(step, loss, grad_norm, values, reports, left_s))
+        self._write(step, {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr} | values)
         self.restart()
+
+    def log_validation(self, step: int, loss: float, *, num_batches: int, seconds: float) -> None:
+        """Writes the loss over the validation data after `step`."""
+        if dist.get_rank() == 0:
+            self._say(
+                f"{colors.YELLOW}validate step: {step:2}  "
+                f"{colors.GREEN}loss: {loss:8.5f}  "
+                f"{colors.RESET}{count(num_batches, 'batch')} in {seconds:.1f} s"
+            )
+        self._write(step, {VALIDATION_LOSS: loss})
 
     def facts(self) -> RankFacts:
         """This rank's measurements over all logged steps."""
@@ -175,10 +187,16 @@ class MetricsLog:
         return RankFacts(self._rank, step_s, self._footprint_bytes)
 
     def close(self) -> None:
-        """Flushes and closes the events."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Flushes and closes what was written."""
+        for writer in self._writers:
+            _works(writer, writer.close)
+        self._writers = []
+
+    def _say(self, line: str) -> None:
+        logger.info(line if self._has_colors else colors.remove_colors(line))
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._writers = [each for each in self._writers if _works(each, partial(each.write, step, values))]
 
     def _update_facts(self, interval_s: float) -> None:
         if self._is_steady:
@@ -265,3 +283,14 @@ def sum_peak_flops(peak: float | None, *, group: dist.ProcessGroup) -> float | N
     total = torch.tensor(math.nan if peak is None else peak, dtype=torch.float64)
     dist.all_reduce(total, group=group)
     return None if total.isnan() else float(total)
+
+
+def _works(writer: Writer, act: Callable[[], None]) -> bool:
+    """Does it; a full disk, or a service that is gone, ends the numbers there and not the run."""
+    try:
+        act()
+    except Exception as error:
+        what = type(writer).__name__.removesuffix("Writer")
+        logger.warning("no more numbers go to %s; the log has them: %s", what, first_line(error))
+        return False
+    return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,9 @@ from zorselike.train.report.trace import write_readable
 
 logger = logging.getLogger("zorselike")
 
+_SILENT = "6"
+"""Above every kind of message of torch's profiler; those on begin and end (USDT) are the highest, 5."""
+
 
 @contextmanager
 def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable[[StepResult], None]]:
@@ -24,11 +29,14 @@ def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable
     No Gloo operation may be running when a trace ends: torch would record its end in memory that is freed
     with the trace. So the caller must have waited for its own operations, and the step's sums are waited for.
 
-    Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`.
+    Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`. torch's profiler is silent
+    unless the environment variable `KINETO_LOG_LEVEL` says otherwise: 4 shows errors, and where traces begin.
     """
     if not config.enable_profiling:
         yield lambda result: None
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
 
     def write(finished: profile) -> None:
         target = folder / config.save_traces_folder / f"iteration_{finished.step_num}"

@@ -1,4 +1,4 @@
-"""The folder of a run: its merged configuration, plan, log and events."""
+"""The folder of a run: its merged configuration, plan, log and metrics."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def open_run_folder(
             config,
             hetero=replace(config.hetero, plan="plan.toml"),
             training=replace(config.training, dataset_path=_absolute(config.training.dataset_path)),
+            validation=replace(config.validation, dataset_path=_absolute(config.validation.dataset_path)),
+            checkpoint=replace(
+                config.checkpoint, initial_load_path=_absolute(config.checkpoint.initial_load_path)
+            ),
             model=replace(config.model, hf_assets_path=_absolute(config.model.hf_assets_path)),
         )
         origin = recipe or "the command line"

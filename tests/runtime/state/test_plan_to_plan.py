@@ -1,0 +1,139 @@
+"""What one plan has saved another goes on from, as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import make_case, with_offload
+from plans import random_plan
+from ranks import run_ranks
+from saved import contents
+from tiny import Case, module_names, with_groups
+from volume import part
+
+from zorselike import HeteroPipeline
+from zorselike.checkpoint.layout import step_folder
+from zorselike.plan.plan import Ministage, Plan
+
+NUM_PAIRS = 60
+STEPS_BEFORE, STEPS_AFTER = 2, 3
+MAX_RANKS = 5
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run that is saved under one plan, and goes on under another."""
+
+    saved: Case
+    loaded: Case
+    param_dtype: torch.dtype | None
+    in_background: bool
+
+
+def make_pair(seed: int) -> Pair:
+    rng = random.Random(seed)
+    case = make_case(seed, max_ranks=MAX_RANKS)
+    other = replace(case, plan=other_plan(case, rng))
+    if rng.random() < 0.5:
+        case, other = with_offload(case, rng), with_offload(other, rng)
+    dtype = rng.choice((None, None, None, torch.bfloat16, torch.float16))
+    return Pair(case, other, dtype, in_background=rng.random() < 0.5)
+
+
+def other_plan(case: Case, rng: random.Random) -> Plan:
+    """Another random plan for the same model and batch."""
+    names = module_names(case.num_layers)
+    while True:
+        plan = random_plan(rng, max_groups=3, max_ranks_per_group=3, max_ministages_per_group=3, max_rows=10)
+        fits = plan.num_ranks <= MAX_RANKS and plan.num_ministages <= len(names)
+        if fits and plan.global_batch == case.plan.global_batch:
+            break
+    count = plan.num_ministages
+    cuts = [0, *sorted(rng.sample(range(1, len(names)), count - 1)), len(names)]
+    ministages = tuple(
+        Ministage(m.group, tuple(names[cuts[i] : cuts[i + 1]])) for i, m in enumerate(plan.ministages)
+    )
+    return with_groups(replace(plan, ministages=ministages), lambda group: replace(group, offload=()))
+
+
+def build(case: Case, pair: Pair, **options: Any) -> HeteroPipeline:
+    model = case.model() if pair.param_dtype is None else case.model().float()
+    return HeteroPipeline(
+        model,
+        case.plan,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1),
+        max_norm=case.max_norm,
+        seed=case.seed,
+        param_dtype=pair.param_dtype,
+        **options,
+    )
+
+
+def halve(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def save_and_go_on(rank: int, size: int, pair: Pair, folder: Path) -> tuple[list[float], Any]:
+    with build(pair.saved, pair) as pipe:
+        schedulers = pipe.lr_schedulers(halve)
+        losses = []
+        for step in range(STEPS_BEFORE + STEPS_AFTER):
+            if step == STEPS_BEFORE:
+                pipe.evaluate_global(*pair.saved.batch(98))  # It leaves parameters whole, under some plans.
+                save = pipe.save(folder, extra={"step": step}, wait=not pair.in_background)
+            losses.append(pipe.step_global(*pair.saved.batch(step)).loss)
+            schedulers.step()
+        assert save is not None
+        assert save.wait() == folder / step_folder(STEPS_BEFORE)
+        return losses[STEPS_BEFORE:], pipe.full_state_dict()
+
+
+def load_and_go_on(
+    rank: int, size: int, pair: Pair, case: Case, folder: Path, *, trained_before: bool
+) -> tuple[list[float], Any]:
+    """`trained_before`: what is loaded takes the place of another state."""
+    with build(case, pair, skip_init=not trained_before) as pipe:
+        schedulers = pipe.lr_schedulers(halve)
+        if trained_before:
+            pipe.step_global(*case.batch(99))
+            schedulers.step()
+            pipe.evaluate_global(*case.batch(98))
+        loaded = pipe.load(folder)
+        assert (loaded.step, loaded.extra) == (STEPS_BEFORE, {"step": STEPS_BEFORE})
+        assert pipe.rows_seen == STEPS_BEFORE * case.plan.global_batch
+        if not trained_before:
+            schedulers = pipe.lr_schedulers(halve)  # Those that are made later go on too.
+        pipe.save(folder / f"again-{trained_before}", extra=loaded.extra)
+        losses = []
+        for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+            losses.append(pipe.step_global(*case.batch(step)).loss)
+            schedulers.step()
+        return losses, pipe.full_state_dict()
+
+
+def check(pair: Pair, folder: Path) -> None:
+    expected = run_ranks(save_and_go_on, pair.saved.plan.num_ranks, pair, folder)
+    saved = contents(folder)
+    for case, again in ((pair.loaded, False), (pair.saved, True)):
+        load = partial(load_and_go_on, trained_before=again)
+        found = run_ranks(load, case.plan.num_ranks, pair, case, folder)
+        assert contents(folder / f"again-{again}") == saved
+        losses, state = found[0]
+        if again:  # The same plan: the same bits.
+            assert losses == expected[0][0]
+        elif pair.param_dtype is None:
+            assert losses == pytest.approx(expected[0][0], rel=1e-12)
+        for name, tensor in expected[0][1].items() if again or pair.param_dtype is None else ():
+            largest = tensor.abs().max().clamp_min(1e-30)
+            assert (state[name] - tensor).abs().max() / largest <= (0 if again else 1e-10), name
+
+
+@pytest.mark.parametrize("seed", part(range(NUM_PAIRS), least=6))
+def test_another_plan_goes_on_exactly(seed: int, tmp_path: Path) -> None:
+    check(make_pair(seed), tmp_path)

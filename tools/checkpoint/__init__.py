@@ -1,0 +1,1 @@
+"""What is done to checkpoints and their writers by `torture_checkpoint.py`."""

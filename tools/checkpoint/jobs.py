@@ -1,0 +1,133 @@
+"""Whole jobs of several ranks: one is killed anywhere in its saves, and a job of another plan goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zorselike import HeteroPipeline, Plan
+from zorselike.models import build_model
+from zorselike.plan.plan import Group, Microbatch, Ministage
+
+from .calls import count_calls, disturbed, kill_at
+from .subject import Share, Subject, Tally
+
+STEPS = 4
+NAMES = ("tok_embeddings", "layers.0", "layers.1", "norm", "output")
+BEFORE = Plan(
+    4,
+    (
+        Group((0, 2), (Microbatch(0, 0, 1), Microbatch(2, 1, 4))),
+        Group((1,), (Microbatch(1, 0, 4),), offload=("optimizer",)),
+    ),
+    (Ministage(0, NAMES[:2]), Ministage(1, NAMES[2:])),
+)
+AFTER = Plan(
+    4,
+    (Group((1,), (Microbatch(1, 0, 2), Microbatch(1, 2, 4))), Group((0,), (Microbatch(0, 0, 4),))),
+    (Ministage(0, NAMES[:3]), Ministage(1, NAMES[3:])),
+)
+TOLERANCE = 1e-10
+"""Of losses, in fp64."""
+
+
+def kill_jobs(_: Subject, scratch: Path, share: Share) -> Tally:
+    """Every rank is killed before and after each call that changes the disk; the job that follows must go on
+    from what is complete, with the losses of one that never stopped."""
+    tally = Tally("jobs")
+    (scratch / "whole").mkdir()
+    codes = _run(BEFORE, scratch / "whole")
+    assert codes == [0] * BEFORE.num_ranks, f"the undisturbed job ended with {codes}"
+    expected = _read_losses(scratch / "whole")
+    cases = [
+        (rank, number, how)
+        for rank in range(BEFORE.num_ranks)
+        for number in range(json.loads((scratch / "whole" / f"calls-{rank}").read_text()))
+        for how in ("before", "after")
+    ]
+    for rank, number, how in share.of(cases):
+        folder = scratch / "job"
+        folder.mkdir()
+        codes = _run(BEFORE, folder, killed=(rank, number, how))
+        fault = None if codes[rank] == -9 and 0 not in codes else f"the ranks ended with {codes}"
+        tally.add(f"rank {rank} killed {how} call {number}", fault or _find_fault(folder, expected))
+        shutil.rmtree(folder)
+    return tally
+
+
+def _find_fault(folder: Path, expected: dict[int, float]) -> str | None:
+    codes = _run(AFTER, folder)
+    if codes != [0] * AFTER.num_ranks:
+        return f"the next job ended with {codes}"
+    for step, loss in _read_losses(folder).items():
+        if abs(loss - expected[step]) > TOLERANCE:
+            return f"step {step} has the loss {loss}, not {expected[step]}"
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    left = [name for name in names if "." in name]
+    return f"{left} is left" if left else None
+
+
+def _run(plan: Plan, folder: Path, *, killed: tuple[int, int, str] | None = None) -> list[int]:
+    """A job; its ranks' exit codes."""
+    (folder / "store").unlink(missing_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pids = []
+    for rank in range(plan.num_ranks):
+        pid = os.fork()
+        if not pid:
+            try:
+                _be_rank(plan, rank, folder, killed)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _be_rank(plan: Plan, rank: int, folder: Path, killed: tuple[int, int, str] | None) -> None:
+    os.dup2(os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), plan.num_ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.num_ranks)
+    with torch.device("meta"):
+        model = build_model("llama", "debug", num_layers=2, vocab_size=32, max_seq_len=8).double()
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    # Beside other work a rank may be silent for long; that one was killed its connection says.
+    with HeteroPipeline(model, plan, optimizer=optimizer, silence_s=60.0) as pipe:
+        if pipe.checkpoint_steps(folder / "checkpoints"):
+            pipe.load(folder / "checkpoints")
+        if killed is not None and killed[0] == rank:
+            with disturbed(kill_at(killed[1], killed[2])):
+                _train(pipe, folder)
+        elif killed is None:
+            calls = count_calls(lambda: _train(pipe, folder))
+            (folder / f"calls-{rank}").write_text(json.dumps(len(calls)))
+        else:
+            _train(pipe, folder)
+
+
+def _train(pipe: HeteroPipeline, folder: Path) -> None:
+    """Saves after every step, beside the next."""
+    losses = {}
+    for step in range(pipe.num_steps, STEPS):
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randint(32, (4, 9), generator=generator)
+        losses[step] = pipe.step_global(rows[:, :-1], rows[:, 1:]).loss
+        save = pipe.save(folder / "checkpoints", wait=False)
+        if save is not None and step == STEPS - 1:
+            save.wait()
+    if pipe.rank == 0:
+        (folder / "losses").write_text(json.dumps(losses))
+
+
+def _read_losses(folder: Path) -> dict[int, float]:
+    losses: dict[str, float] = json.loads((folder / "losses").read_text())
+    return {int(step): loss for step, loss in losses.items()}

@@ -1,0 +1,135 @@
+"""Exports a checkpoint's weights as safetensors files of whole tensors, as Hugging Face's libraries lay
+them out: `model.safetensors`, or numbered files and an index."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from zorselike.checkpoint.blocks import dtype_of, read_blocks
+from zorselike.checkpoint.dtypes import FLOATS, decode, encode
+from zorselike.checkpoint.manifest import Manifest
+from zorselike.checkpoint.read import SlicesReader, read_manifest
+from zorselike.checkpoint.slices import Slice, SlicesWriter, make_folders, sync_folder, write_file
+from zorselike.checkpoint.verify import OnBytes
+from zorselike.errors import CheckpointError
+from zorselike.plan.holdings import VALUE, Box
+
+AS_IN_MODEL = "model"
+"""Instead of a dtype: each tensor in the one that the model was given in."""
+SHARD_BYTES = 5 * 10**9
+
+_INDEX = "model.safetensors.index.json"
+
+
+def list_shards(
+    manifest: Manifest,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    aliases: bool = False,
+) -> list[list[Slice]]:
+    """The tensors of each file; see `export`."""
+    names = [*manifest.tensors, *(manifest.aliases if aliases else ())]
+    shards: list[list[Slice]] = []
+    room = 0
+    for name in names:
+        tensor = manifest.tensors[manifest.aliases.get(name, name)]
+        wanted = tensor.model_dtype if dtype == AS_IN_MODEL else dtype
+        if wanted not in FLOATS or tensor.dtype not in FLOATS:  # Counts and masks stay what they are.
+            wanted = tensor.dtype
+        one = Slice(Box.whole(name, VALUE, tensor.shape), wanted, tensor.shape)
+        if not shards or one.num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(one)
+        room -= one.num_bytes
+    return shards or [[]]
+
+
+def export(
+    root: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    aliases: bool = False,
+    progress: OnBytes | None = None,
+) -> list[Path]:
+    """Writes the weights, every byte read against its checksum, one block of rows at a time; returns the
+    files.
+
+    Args:
+        root: a step's folder.
+        target: folder to make; it is there when all of it is.
+        dtype: of floating-point tensors, by its name in safetensors or `AS_IN_MODEL`; None: as saved, which
+            for a model in half precision is the fp32 master.
+        max_shard_bytes: of a file, unless one tensor alone is larger.
+        aliases: whether tied weights are written under each of their names.
+        progress: is told of bytes written.
+
+    Raises:
+        CheckpointError: What was saved is incomplete or damaged, or there is something at the target.
+        OSError: The target cannot be written.
+    """
+    manifest = read_manifest(root)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: is there already; name a folder that is to be made")
+    shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=aliases)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        make_folders(partial)
+        with closing(SlicesReader(root, manifest)) as reader:
+            for name, shard in zip(names, shards, strict=True):
+                _write(
+                    reader, manifest, SlicesWriter(partial, name, shard, says_where=False), shard, progress
+                )
+        if len(shards) > 1:
+            _write_index(partial, names, shards)
+            names.append(_INDEX)
+        sync_folder(partial)
+        os.rename(partial, target)  # noqa: PTH104
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return [target / name for name in names]
+
+
+def _write(
+    reader: SlicesReader,
+    manifest: Manifest,
+    writer: SlicesWriter,
+    shard: Sequence[Slice],
+    progress: OnBytes | None,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.abort)
+        for one in shard:
+            name = manifest.aliases.get(one.box.name, one.box.name)
+            saved = dtype_of(manifest, name, VALUE)
+            for content in read_blocks(reader, Box.whole(name, VALUE, one.shape), saved):
+                if saved != one.dtype:
+                    content = encode(decode(content, saved), one.dtype)
+                writer.append(content.data)
+                if progress is not None:
+                    progress(content.nbytes)
+            if not one.num_bytes:
+                writer.append(memoryview(b""))
+        writer.finish()
+
+
+def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[Slice]]) -> None:
+    files = {one.entry: name for name, shard in zip(names, shards, strict=True) for one in shard}
+    total = sum(one.num_bytes for shard in shards for one in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    write_file(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())

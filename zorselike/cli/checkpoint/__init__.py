@@ -1,0 +1,1 @@
+"""`zorselike checkpoint`: what checkpoints hold, whether they are whole, and into other forms and back."""

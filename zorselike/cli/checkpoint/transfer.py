@@ -1,0 +1,87 @@
+"""`zorselike checkpoint export` and `import`: weights as safetensors files of whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from zorselike.checkpoint.export import AS_IN_MODEL, export, list_shards
+from zorselike.checkpoint.imported import import_files, list_files
+from zorselike.checkpoint.read import read_manifest
+from zorselike.cli.checkpoint.paths import CheckpointPath, find_checkpoint, show_bytes_done
+from zorselike.cli.options import read_size
+from zorselike.errors import CheckpointError
+from zorselike.text.wording import count
+
+_DTYPES = {
+    "saved": None,
+    "model": AS_IN_MODEL,
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float64": "F64",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a checkpoint's weights as safetensors files of whole tensors, under the model's own names."""
+
+    path: CheckpointPath
+    """A step's folder; of a folder of checkpoints the newest complete one."""
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    """Folder to make: model.safetensors in it, or several files and model.safetensors.index.json."""
+
+    dtype: Literal["saved", "model", "float32", "bfloat16", "float16", "float64"] = "saved"
+    """Of floating-point weights. saved: as they are in the checkpoint, which for a model in half precision is
+    the fp32 master; model: as the model was given."""
+
+    max_shard_size: str = "5GB"
+    """Size of a file, unless one tensor alone is larger."""
+
+    aliases: bool = False
+    """Write tied weights under each of their names."""
+
+    def run(self) -> None:
+        root = find_checkpoint(self.path)
+        max_shard_bytes = read_size("checkpoint export", "--max-shard-size", self.max_shard_size)
+        assert max_shard_bytes is not None
+        dtype = _DTYPES[self.dtype]
+        shards = list_shards(
+            read_manifest(root), dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=self.aliases
+        )
+        total = sum(one.num_bytes for shard in shards for one in shard)
+        with show_bytes_done(f"export {root.name}", total) as progress:
+            files = export(
+                root,
+                Path(self.target),
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                aliases=self.aliases,
+                progress=progress,
+            )
+        print(f"{root} exported to:")
+        for file in files:
+            print(f"  {file}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Make a checkpoint of weights in safetensors files, under the model's own names. Training begins with it
+    at step 0."""
+
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES... FOLDER")]
+    """Safetensors files, or folders of them; last the folder of checkpoints, which is made if need be."""
+
+    def run(self) -> None:
+        if len(self.paths) < 2:
+            raise CheckpointError("checkpoint import: give one or more safetensors files, then a folder")
+        *files, folder = map(Path, self.paths)
+        sizes = (path.stat().st_size for path in list_files(files) if path.is_file())
+        with show_bytes_done("import", sum(sizes)) as progress:
+            root = import_files(files, folder, progress=progress)
+        print(f"{count(len(read_manifest(root).tensors), 'tensor')} imported to {root}")

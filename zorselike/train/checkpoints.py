@@ -1,0 +1,253 @@
+"""`[checkpoint]`: when a run is saved, from what it goes on, and what is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zorselike.checkpoint.export import export
+from zorselike.checkpoint.folder import (
+    Checkpoint,
+    check_all_files,
+    check_files_here,
+    examine,
+    list_steps,
+    prune,
+    remove_step,
+    set_aside,
+)
+from zorselike.checkpoint.layout import step_folder
+from zorselike.checkpoint.upload import upload
+from zorselike.errors import CheckpointError
+from zorselike.runtime.checkpoints import Loaded
+from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.runtime.processes.processes import Processes
+from zorselike.runtime.state.save import Save
+from zorselike.text.wording import list_few
+from zorselike.train.config.config import Config
+
+logger = logging.getLogger("zorselike")
+
+_EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class RunCheckpoints:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self, config: Config, pipe: HeteroPipeline, world: Processes, facts: Mapping[str, Any]
+    ) -> None:
+        """`facts`: what a run that goes on must have alike, for people to read; JSON."""
+        self._config, self._settings = config, config.checkpoint
+        self._pipe, self._world = pipe, world
+        self._facts = facts
+        self.folder = checkpoint_folder(config)
+        self._on_its_way: tuple[Save, dict[str, Any]] | None = None
+        """And the best validation once it is there."""
+        self._best: dict[str, Any] = {}
+        """Step and loss of the best validation that is saved, as far as this rank knows."""
+        self._lowest: dict[str, Any] = {}
+        """The same of all validations, saved or not: alike on every rank, so that all begin to save by it."""
+        self._rejected: set[Path] = set()
+        """Checkpoints that could not be loaded."""
+        self._saved_step: int | None = None
+        """The newest that is saved."""
+
+    # -- at the start ----------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Loads what the run goes on from: its own newest checkpoint, or what it is told to begin with, if
+        there is either. Collective.
+
+        Raises:
+            CheckpointError: There are checkpoints, and none of them can be loaded; or going on from an older
+                one would write over newer ones. On every rank alike.
+        """
+        settings = self._settings
+        if not settings.enable:
+            return
+        self._pipe.claim_checkpoints(self.folder)  # Now, not at the first save.
+        steps = self._pipe.checkpoint_steps(self.folder)
+        if settings.load_step >= 0:
+            if settings.load_step not in steps:
+                raise CheckpointError(
+                    f"[checkpoint] load_step = {settings.load_step}: {self.folder} has "
+                    f"{list_few([str(step) for step in steps]) if steps else 'no checkpoint'}"
+                )
+            newer = [step for step in steps if step > settings.load_step]
+            if newer:
+                raise CheckpointError(
+                    f"[checkpoint] load_step = {settings.load_step}, but {self.folder} has newer ones (step "
+                    f"{newer[0]}): move them away, or branch off into another [checkpoint] folder with "
+                    f'initial_load_path = "{self.folder / step_folder(settings.load_step)}" and '
+                    "initial_load_model_only = false"
+                )
+            self._take(self._pipe.load(self.folder / step_folder(settings.load_step), options=False))
+        elif steps:
+            self._take(self._pipe.load(self.folder, options=False))
+        elif settings.initial_load_path:
+            path = Path(settings.initial_load_path).expanduser()
+            loaded = self._pipe.load(path, model_only=settings.initial_load_model_only, options=False)
+            if settings.initial_load_model_only:
+                logger.info("begins with the model of %s (step %d)", loaded.path, loaded.step)
+            else:
+                self._take(loaded)
+
+    def _take(self, loaded: Loaded) -> None:
+        for path, reason in loaded.skipped:
+            logger.warning("passed over: %s", reason)
+            self._rejected.add(path)
+        for key, value in self._facts.items():
+            saved = loaded.extra.get(key, value)
+            if saved != value:
+                logger.warning("%s: %s was %s there and is %s here", loaded.path, key, saved, value)
+        if loaded.path.parent == self.folder:
+            self._best = self._lowest = dict(loaded.extra.get("best", {}))
+            self._saved_step = loaded.step
+        logger.info(
+            "goes on from %s: step %d, %s rows seen", loaded.path, loaded.step, f"{self._pipe.rows_seen:,}"
+        )
+
+    # -- between steps ---------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save begins after so many steps."""
+        settings = self._settings
+        first = settings.enable_first_step_checkpoint and step == 1
+        return settings.enable and (first or step % settings.interval == 0)
+
+    def save_if_due(self, step: int, *, validation_loss: float) -> None:
+        """Begins a save, and says how the last one ended; collective. A save that fails is no reason to stop.
+        `validation_loss`: of a validation after this step; nan if there was none."""
+        if not self._settings.enable:
+            return
+        if self._on_its_way is not None and self._on_its_way[0].finished.is_set():
+            self._report()
+        lowest = self._lowest.get("loss", float("inf"))
+        is_best = self._settings.keep_best and validation_loss < lowest  # Not where it is nan.
+        if is_best:
+            self._lowest = {"step": step, "loss": validation_loss}
+        if step == self._config.training.steps:
+            return  # `save_last` saves it, or the model alone.
+        if is_best or self.is_due(step):
+            self._begin(waits=self._settings.async_mode == "disabled")
+            if self._settings.async_mode == "disabled":
+                self._report()
+
+    def save_last(self, *, is_finished: bool) -> None:
+        """Saves at the end of a run, or where a signal stopped it, unless that step is saved; collective.
+
+        Raises:
+            CheckpointError: It could not be saved; on every rank alike.
+        """
+        if not self._settings.enable:
+            return
+        if self._on_its_way is not None:
+            self._report()
+        is_new = self._saved_step != self._pipe.num_steps
+        if is_new:
+            self._begin(waits=True)
+            self._report(must_succeed=True)
+        if is_finished and self._settings.last_save_model_only:
+            alone = is_new and self._best.get("step") != self._pipe.num_steps
+            self._world.from_first(lambda: self._export(alone=alone))
+
+    def is_finished(self) -> bool:
+        """Whether an earlier run has taken all steps and kept the model alone."""
+        settings = self._settings
+        path = self._exported_at(self._config.training.steps)
+        return settings.enable and settings.last_save_model_only and path.is_dir()
+
+    def _begin(self, *, waits: bool) -> None:
+        step = self._pipe.num_steps
+        best = self._lowest if self._lowest.get("step") == step else self._best
+        path = self.folder / step_folder(step)
+        if path in self._rejected:
+            with suppress(OSError):  # Another rank may have been first.
+                set_aside(path)
+        save = self._pipe.save(
+            self.folder,
+            extra={**self._facts, "best": best},
+            wait=False,
+            copy=not waits,
+            after=self._tidy,
+        )
+        if save is None:
+            logger.warning(
+                "step %d is not saved, since the save before it is still on its way: a larger [checkpoint] "
+                "interval or a faster disk helps",
+                step,
+            )
+        else:
+            self._on_its_way = save, best
+
+    def _report(self, *, must_succeed: bool = False) -> None:
+        """Waits for the save on its way, and says how it ended."""
+        assert self._on_its_way is not None
+        (save, best), self._on_its_way = self._on_its_way, None
+        try:
+            path = save.wait()
+        except CheckpointError as error:
+            if must_succeed:
+                newest = "none" if self._saved_step is None else f"step {self._saved_step}"
+                raise CheckpointError(
+                    f"the run ended after step {save.step}, which could not be saved: {error}; the newest "
+                    f"that is saved: {newest}, from which the same command goes on"
+                ) from error
+            if self._pipe.rank == 0:
+                logger.warning("step %d is not saved, older ones are as they were: %s", save.step, error)
+            return
+        self._saved_step, self._best = save.step, best
+        mebibytes = save.num_bytes / 2**20
+        logger.info("saved %s: %.1f MiB by rank 0, in %.1f s", path, mebibytes, save.seconds)
+        for warning in save.warnings:
+            logger.warning("%s: %s", path, warning)
+
+    def _export(self, *, alone: bool) -> None:
+        """Writes the newest checkpoint's model as one would hand it on; `alone`: and deletes the rest."""
+        path, target = (
+            self.folder / step_folder(self._pipe.num_steps),
+            self._exported_at(self._pipe.num_steps),
+        )
+        try:
+            export(path, target, dtype=_EXPORT_DTYPES[self._settings.export_dtype], aliases=True)
+            if alone:
+                remove_step(path)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error
+        logger.info("exported %s", target)
+
+    # -- in the thread that saves ----------------------------------------------------------
+
+    def _tidy(self, path: Path) -> None:
+        """Deletes what need not be kept, and copies the new one to where it is wanted."""
+        settings = self._settings
+        if settings.keep_latest_k:
+            best = self._best.get("step")
+            holds_all = isinstance(examine(path), Checkpoint)  # Else nodes do not share a disk.
+            prune(
+                self.folder,
+                keep_latest=settings.keep_latest_k,
+                keep_every=settings.keep_every or None,
+                keep=() if best is None else (self.folder / step_folder(best),),
+                check=check_all_files if holds_all else check_files_here,
+            )
+        if settings.upload:
+            upload(path, settings.upload)
+
+    def _exported_at(self, step: int) -> Path:
+        return self.folder / f"model-{step_folder(step)}"
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """The folder of a job's checkpoints, which all its runs share."""
+    return Path(config.job.dump_folder) / config.checkpoint.folder
+
+
+def will_load(config: Config) -> bool:
+    """Whether a run of this recipe begins with a checkpoint, as far as this rank sees."""
+    settings = config.checkpoint
+    return settings.enable and bool(settings.initial_load_path or list_steps(checkpoint_folder(config)))

@@ -1,0 +1,126 @@
+"""Where a run's numbers go beside its log: a CSV file, TensorBoard events, wandb; all by the same names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from zorselike.errors import ConfigError
+from zorselike.text.wording import first_line
+from zorselike.train.config.config import Config
+
+VALIDATION_LOSS = "validation_metrics/loss"
+
+Values = Mapping[str, float]
+
+
+class Writer(Protocol):
+    """Takes numbers of a step by name; steps never go back, and one may come again with further numbers."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Errors are for the caller to judge: numbers are worth less than the run."""
+
+    def close(self) -> None:
+        """Flushes and ends."""
+
+
+class CsvWriter:
+    """One line a step; the first and `later` name the columns, and what has none is left out."""
+
+    def __init__(self, path: Path, *, later: Sequence[str] = ()) -> None:
+        self._file = path.open("wb")
+        self._later = later
+        self._columns: list[str] = []
+        self._row: dict[str, float] = {}
+        self._row_start = 0
+
+    def write(self, step: int, values: Values) -> None:
+        if not self._columns:
+            self._columns = ["step", *values, *(name for name in self._later if name not in values)]
+            self._file.write(f"{','.join(self._columns)}\n".encode())
+        if self._row.get("step") == step:
+            self._file.seek(self._row_start)
+            self._file.truncate()
+        else:
+            self._row = {"step": step}
+            self._row_start = self._file.tell()
+        self._row |= values
+        cells = (str(self._row.get(name, "")) for name in self._columns)
+        self._file.write(f"{','.join(cells)}\n".encode())
+        self._file.flush()  # For who watches, and for a run that is killed.
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardWriter:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder), max_queue=1000)
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class WandbWriter:
+    """A run of Weights & Biases, named by TorchTitan's variables `WANDB_PROJECT`, `WANDB_TEAM` and
+    `WANDB_RUN_NAME`; all others that wandb knows count too (`WANDB_MODE=offline`)."""
+
+    def __init__(self, config: Config, *, folder: Path) -> None:
+        import wandb
+
+        try:
+            self._run = wandb.init(
+                entity=os.environ.get("WANDB_TEAM"),
+                project=os.environ.get("WANDB_PROJECT", "zorselike"),
+                name=os.environ.get("WANDB_RUN_NAME", folder.name),
+                notes=config.job.description or None,
+                dir=str(folder),
+                config=asdict(config),
+            )
+        except Exception as error:  # Its errors have no common class.
+            raise ConfigError(
+                f"[metrics] enable_wandb: wandb does not start: {first_line(error)}; log in by "
+                "`wandb login`, or set WANDB_MODE=offline"
+            ) from error
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_writers(config: Config) -> None:
+    """Raises `ConfigError` for a package that is missing, before anything starts."""
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        raise ConfigError(
+            "[metrics] enable_wandb needs the package wandb, which is not installed: "
+            "pip install 'zorselike[wandb]'"
+        )
+
+
+def open_writers(config: Config, *, folder: Path, rank: int, launcher_rank: int) -> list[Writer]:
+    """What this process writes: rank 0 of the launcher everything, others events if they are asked for.
+
+    Raises:
+        ConfigError: wandb does not start.
+    """
+    settings, writers = config.metrics, list[Writer]()
+    if launcher_rank == 0:
+        writers.append(CsvWriter(folder / "metrics.csv", later=[VALIDATION_LOSS] * config.validation.enable))
+    if settings.enable_tensorboard and (launcher_rank == 0 or settings.save_for_all_ranks):
+        events = folder / settings.save_tb_folder
+        writers.append(TensorBoardWriter(events / f"rank_{rank}" if settings.save_for_all_ranks else events))
+    if settings.enable_wandb and launcher_rank == 0:
+        writers.append(WandbWriter(config, folder=folder))
+    return writers

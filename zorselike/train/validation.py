@@ -1,0 +1,117 @@
+"""The loss over validation data, between training steps and without a trace in them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.runtime.processes.processes import Processes
+from zorselike.text.wording import count
+from zorselike.train.config.config import Config
+from zorselike.train.data.corpus import Corpus, open_corpus
+from zorselike.train.data.loader import StepDataset
+from zorselike.train.processes import agree_on_data
+from zorselike.train.report.metrics import MetricsLog
+from zorselike.train.stop import StopVote
+
+logger = logging.getLogger("zorselike")
+
+
+def open_validation_corpus(
+    config: Config, training: Corpus, *, global_batch: int, vocab_size: int, world: Processes
+) -> Corpus | None:
+    """The corpus of `[validation]`, the same on every rank; None if that is not enabled. Collective.
+
+    Raises:
+        ConfigError: as for the training data, or it does not fill a global batch.
+        ClusterError: as for the training data.
+    """
+    if not config.validation.enable:
+        return None
+    corpus = agree_on_data(
+        world,
+        lambda: open_corpus(config, vocab_size=vocab_size, section="validation"),
+        describe=Corpus.fingerprint,
+    )
+    if corpus.num_rows < global_batch:
+        raise ConfigError(
+            f"{corpus.source}: {count(corpus.num_rows, 'row')} of validation data do not fill the plan's "
+            f"global batch of {global_batch}; give more"
+        )
+    if world.rank == 0 and corpus.fingerprint() == training.fingerprint():
+        logger.warning(
+            "%s: the validation data are the training data; give others by dataset_path", corpus.source
+        )
+    return corpus
+
+
+class Validation:
+    """Evaluates the first global batches of a corpus, in its own order: every time the same rows, whatever
+    the plan. Every rank has one and calls it at the same steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        pipe: HeteroPipeline,
+        *,
+        metrics: MetricsLog,
+        vote: StopVote,
+    ) -> None:
+        """
+        Args:
+            config: `[validation]`, and the steps of the whole run, after which comes the last validation.
+            corpus: at least a global batch of rows.
+            vote: a signal to stop ends a validation early.
+        """
+        settings = config.validation
+        self._freq, self._steps = settings.freq, config.training.steps
+        self._pipe, self._metrics, self._vote = pipe, metrics, vote
+        size = pipe.plan.global_batch
+        whole = corpus.num_rows // size
+        self._num_batches = whole if settings.steps == -1 else min(settings.steps, whole)
+        self._batches = StepDataset(
+            corpus, global_batch=size, seed=None, input_rows=pipe.input_rows, target_rows=pipe.target_rows
+        )
+        batches = count(self._num_batches, "batch")
+        left_out = corpus.num_rows - whole * size if self._num_batches == whole else 0
+        logger.info(
+            "validation every %d steps: %s: %s, %s of %d rows%s",
+            self._freq,
+            corpus.source,
+            corpus.fingerprint(),
+            batches,
+            size,
+            f"; {count(left_out, 'row')} at the end fill no batch and are left out" if left_out else "",
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Whether validation follows a step, counted from 1."""
+        return step % self._freq == 0 or step == self._steps
+
+    def run(self, step: int) -> float:
+        """The mean loss over the valid targets of all batches, on every rank, written to log and metrics as
+        of `step`; nan if a signal to stop came before its end. Collective."""
+        with self._metrics.excluding():
+            began, is_stopped = time.perf_counter(), False
+            results = []
+            for index in range(self._num_batches):
+                self._vote.open()
+                batch = self._batches[index]
+                if isinstance(batch, ConfigError):
+                    raise batch
+                results.append(self._pipe.evaluate(*batch))
+                is_stopped = self._vote.close() != 0
+                if is_stopped:  # The next step will be the last.
+                    break
+            num_targets = sum(result.num_targets for result in results)
+            loss = sum(result.loss * result.num_targets for result in results if result.num_targets)
+            loss = loss / num_targets if num_targets else math.nan
+            seconds = time.perf_counter() - began
+        if is_stopped:
+            return math.nan
+        self._metrics.log_validation(step, loss, num_batches=len(results), seconds=seconds)
+        return loss
