@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +27,11 @@ from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder
 from zorselike.errors import CheckpointError, ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.ministage.sharding import local_tensor
+from zorselike.runtime.state import snapshot
 from zorselike.runtime.state.schedulers import LRSchedulers, merge_schedules
+from zorselike.runtime.state.snapshot import Snapshot
 
 RANKS = 3
 PLAN = Plan(
@@ -159,6 +164,57 @@ def test_without_room_for_copies_training_waits(run_ranks: RunRanks, tmp_path: P
     for warnings in run_ranks(save_without_room, RANKS, tmp_path):
         assert ["no room for a copy" in warning for warning in warnings] == [True]
     assert contents(tmp_path / "tight") == contents(tmp_path / "roomy")
+
+
+# -- beside the next step ------------------------------------------------------------------------------
+
+
+def save_late(rank: int, size: int, folder: Path) -> None:
+    """Rank 1 begins to copy while a ministage's shards have come for its forward, and copies when they have
+    left again and the first update waits."""
+    names = ["tok_embeddings", *(f"layers.{i}" for i in range(5)), "norm", "output"]
+    groups = tuple(Group((r,), (Microbatch(r, 0, 4),), offload=("optimizer", "params")) for r in range(2))
+    case = Case(Plan(4, groups, tuple(Ministage(i % 2, (name,)) for i, name in enumerate(names))), 5)
+    loaded, copying, updating, taken = (threading.Event() for _ in range(4))
+    load, take, written, await_ = HostBackedTensors.load, Snapshot.take, snapshot._written, snapshot._await
+
+    def take_late(self: Snapshot) -> None:
+        assert loaded.wait(20)
+        take(self)
+        taken.set()
+
+    def written_late(part: Any, values: torch.Tensor) -> torch.Tensor:
+        copying.set()
+        assert updating.wait(20)
+        return written(part, values)
+
+    def await_noted(*args: Any) -> None:
+        updating.set()
+        assert taken.wait(20)
+        await_(*args)
+
+    def load_and_hold(self: HostBackedTensors) -> None:
+        load(self)
+        loaded.set()
+        assert copying.wait(20)
+
+    with contextlib.ExitStack() as stack, HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        pipe.step_global(*case.batch(0))
+        pipe.save(folder / "still")
+        if rank == 1:
+            patches = {"_written": written_late, "_await": await_noted}
+            stack.enter_context(mock.patch.multiple(snapshot, **patches))
+            stack.enter_context(mock.patch.object(Snapshot, "take", take_late))
+            stack.enter_context(mock.patch.object(HostBackedTensors, "load", load_and_hold))
+        save = pipe.save(folder / "beside", wait=False)
+        pipe.step_global(*case.batch(1))
+        assert save is not None
+        save.wait()
+
+
+def test_what_is_offloaded_is_saved_as_it_was_however_late(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(save_late, 2, tmp_path)
+    assert contents(tmp_path / "beside") == contents(tmp_path / "still")
 
 
 # -- what cannot be loaded ----------------------------------------------------------------------------

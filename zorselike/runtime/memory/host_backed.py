@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from torch import Tensor
 from zorselike.cost.purposes import Purpose
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event, Stream
+
+
+class Located(NamedTuple):
+    """Where a tensor's values are."""
+
+    values: Tensor
+    is_away: bool = False
+    """On the host, not on the device."""
+    left: Event | None = None
+    """Then the copy that brought them there, after which they are whole."""
+
+    def whole(self) -> Tensor:
+        """The values, once they are whole."""
+        if self.left is not None:
+            self.left.synchronize()
+        return self.values
 
 
 class HostBackedTensors:
@@ -131,17 +147,14 @@ class HostBackedTensors:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._number_of
 
-    def host_copy(self, key: Hashable, like: Tensor) -> Tensor:
-        """The host's values of tensor `key`, which looks like `like` and is not on the device; waits
-        for them."""
+    def host_copy(self, key: Hashable, like: Tensor) -> Located:
+        """The host's values of tensor `key`, which looks like `like` and is not on the device."""
         assert not self.is_on_device
         if key not in self._number_of:
-            return torch.empty_like(like, device="cpu")
-        if self._left is not None:
-            self._left.synchronize()
+            return Located(torch.empty_like(like, device="cpu"), is_away=True)
         values = self._host[self._number_of[key]].view(like.dtype)
         offset = values.storage_offset() + like.storage_offset()
-        return values.as_strided(like.size(), like.stride(), offset)
+        return Located(values.as_strided(like.size(), like.stride(), offset), is_away=True, left=self._left)
 
     def _refill(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):
@@ -178,17 +191,12 @@ class HostBackedParts(ABC):
                 tensors.arrive(tensors.outbound)  # Perhaps nobody has waited for the load.
                 tensors.free(tensors.store(last_use))
 
-    def is_away(self, key: Hashable) -> bool:
-        """Whether a tensor is on the host alone."""
-        return any(key in tensors and not tensors.is_on_device for tensors in self.host_backed())
-
-    def on_host(self, key: Hashable, like: Tensor) -> Tensor | None:
-        """The host's values of a tensor that looks like `like`; None where there is none, or it is on the
-        device."""
+    def locate(self, key: Hashable, tensor: Tensor) -> Located:
+        """Where the values of one of them are, or of a tensor that never moves."""
         for tensors in self.host_backed():
             if key in tensors and not tensors.is_on_device:
-                return tensors.host_copy(key, like)
-        return None
+                return tensors.host_copy(key, tensor)
+        return Located(tensor)
 
 
 class PendingOffloads:

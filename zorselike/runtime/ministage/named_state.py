@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zorselike.errors import ConfigError
 from zorselike.plan.holdings import VALUE, Box, Rows
+from zorselike.runtime.memory.host_backed import HostBackedParts, Located
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.plain_values import from_plain, to_plain
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
@@ -40,11 +41,8 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Of the whole tensor."""
     dtype: torch.dtype
-    read: Callable[[], Tensor]
-    """This rank's values: the live tensor, on the device, or the host copy of what is offloaded, for which it
-    waits."""
-    is_away: Callable[[], bool]
-    """Whether that is a host copy."""
+    locate: Callable[[], Located]
+    """Where this rank's values are: the live tensor, or the host copy of what is offloaded. Between steps."""
 
 
 class Numbers(NamedTuple):
@@ -104,9 +102,7 @@ class NamedState:
                 buffer = self.ministage.module.get_buffer(name)
                 # A copy: a forward may change it in place.
                 content, whole = buffer.detach().clone(), Box.whole(name, VALUE, buffer.shape)
-                parts.append(
-                    Part(whole, whole, whole.stops, buffer.dtype, partial(_same, content), lambda: False)
-                )
+                parts.append(Part(whole, whole, whole.stops, buffer.dtype, partial(Located, content)))
         return parts
 
     def options(self) -> dict[str, dict[str, Any]]:
@@ -222,23 +218,16 @@ class NamedState:
         return (state if name in state.masters else self.ministage.shards), name
 
     def _part(
-        self, name: str, kind: str, shape: tuple[int, ...], source: Tensor, place: Any, key: Any
+        self, name: str, kind: str, shape: tuple[int, ...], source: Tensor, place: HostBackedParts, key: Any
     ) -> Part:
         """`place`: what may have it in host memory, by `key`."""
-        local = local_tensor(source.detach())
-
-        def read() -> Tensor:
-            found: Tensor | None = place.on_host(key, local)
-            return local if found is None else found
-
         held, written = self._held(shape[0]), self._written(shape[0])
         return Part(
             Box.of_rows(name, kind, shape, held),
             Box.of_rows(name, kind, shape, written),
             shape,
             source.dtype,
-            read,
-            partial(place.is_away, key),
+            partial(place.locate, key, local_tensor(source.detach())),
         )
 
     def _moments(self) -> Iterator[Part]:
@@ -268,7 +257,3 @@ class NamedState:
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
         names = self._names()
         return [names[id(parameter)] for parameter in group["params"]]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -113,4 +113,4 @@ class PipelineState:
 def _read_own(own: Mapping[str, Part], box: Box) -> Tensor:
     assert box.kind == VALUE
     part = own[box.name]
-    return part_of(box, part.held, part.read()).to("cpu")
+    return part_of(box, part.held, part.locate().whole()).to("cpu")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zorselike.errors import ConfigError
 from zorselike.plan.holdings import Box
+from zorselike.runtime.memory.host_backed import Located
 from zorselike.runtime.memory.memory import CHECKPOINT_COPIES, Memory
 from zorselike.runtime.memory.pinned import copy_to_host
 from zorselike.runtime.memory.streams import Event, Stream
@@ -57,7 +58,7 @@ class Snapshot:
             for i in self.order
         }
         # Found now: the next step moves what is offloaded, and in the middle of that it is nowhere whole.
-        self._sources = {i: [(_values(part), part.is_away()) for part in self._parts[i]] for i in self.order}
+        self._sources = {i: [part.locate() for part in self._parts[i]] for i in self.order}
         self._options = {} if model_only else {i: states[i].options() for i in self.order}
         self._numbers = {} if model_only else {i: states[i].numbers() for i in self.order}
         self._counted: dict[int, Tensor] = {}
@@ -85,10 +86,10 @@ class Snapshot:
         `failure`."""
         try:
             for i in self.order:
-                for (values, is_away), copy in zip(self._sources[i], self._targets(i), strict=self.is_staged):
-                    if not self._queues or is_away:
-                        copy.copy_(values)
                 if self.is_staged:
+                    for part, source, copy in self._copies(i):
+                        if not self._queues or source.is_away:
+                            copy.copy_(_written(part, source.whole()))
                     self.release(i)
             for i in self.order:
                 self._copied[i].synchronize()
@@ -100,11 +101,9 @@ class Snapshot:
     def _queue(self, ministage: int) -> None:
         """Starts what a device copies by itself."""
         if self._queues:
-            for (values, is_away), copy in zip(
-                self._sources[ministage], self._targets(ministage), strict=True
-            ):
-                if not is_away:
-                    copy.copy_(values, non_blocking=True)
+            for part, source, copy in self._copies(ministage):
+                if not source.is_away:
+                    copy.copy_(_written(part, source.values), non_blocking=True)
         counted = [tensor for _, tensor in self._numbers[ministage].on_device] if self._numbers else []
         if counted:
             stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in counted])
@@ -116,8 +115,8 @@ class Snapshot:
             yield from self._targets(ministage)
             return
         with self._stream.use():
-            for part in self._parts[ministage]:
-                values = _values(part).to("cpu", non_blocking=True)
+            for part, source in zip(self._parts[ministage], self._sources[ministage], strict=True):
+                values = _written(part, source.whole()).to("cpu", non_blocking=True)
                 self._stream.record().synchronize()
                 yield values.contiguous()
 
@@ -158,6 +157,10 @@ class Snapshot:
             return None
         return {i: pool.take(CHECKPOINT_COPIES, size) for i, size in sizes.items()}
 
+    def _copies(self, ministage: int) -> Iterator[tuple[Part, Located, Tensor]]:
+        """What is copied, where it is, and where to."""
+        return zip(self._parts[ministage], self._sources[ministage], self._targets(ministage), strict=True)
+
     def _targets(self, ministage: int) -> Iterator[Tensor]:
         if self._buffers is None:
             return
@@ -183,6 +186,6 @@ def _num_bytes(part: Part) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _values(part: Part) -> Tensor:
-    """What this rank writes of it."""
-    return part_of(part.written, part.held, part.read())
+def _written(part: Part, values: Tensor) -> Tensor:
+    """What this rank writes of the values that it holds."""
+    return part_of(part.written, part.held, values)
