@@ -13,9 +13,10 @@ import pytest
 from checkpoint_files import make_manifest, make_tensors, save, whole_box, write_file, write_files
 
 from zorselike.checkpoint.folder import commit, make_partial
-from zorselike.checkpoint.layout import CHUNK_BYTES, slices_file
+from zorselike.checkpoint.layout import CHUNK_BYTES, MANIFEST, slices_file, step_folder
 from zorselike.checkpoint.read import read_manifest
 from zorselike.checkpoint.verify import Fault, verify
+from zorselike.errors import CheckpointError
 from zorselike.plan.holdings import VALUE, Box
 
 TENSORS = make_tensors()
@@ -109,7 +110,11 @@ def test_tensors_that_are_not_there_once_are_named(tmp_path: Path) -> None:
     files = tuple(
         write_file(partial, slices_file("model", rank), own, tensors) for rank, own in enumerate(boxes)
     )
-    root = commit(partial, make_manifest(1, files, {("a.w", VALUE): tensors["a.w", VALUE]}))
+    manifest = make_manifest(1, files, {("a.w", VALUE): tensors["a.w", VALUE]})
+    with pytest.raises(CheckpointError, match=r"a\.w: some of it was saved twice"):
+        commit(partial, manifest)
+    (partial / MANIFEST).write_text(manifest.to_text())
+    root = partial.rename(tmp_path / step_folder(1))
     assert whole.shape == (7, 5)
     assert verify(root) == [
         Fault("manifest.json", "a.w", "some of it was saved twice"),

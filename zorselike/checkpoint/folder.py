@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from zorselike.checkpoint.coverage import refuse_gaps
 from zorselike.checkpoint.layout import LEASE, MANIFEST, leftover_of, partial_folder, step_folder, step_of
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
@@ -81,11 +82,12 @@ def commit(partial: Path, manifest: Manifest, *, check: Check = check_all_files)
     the same step that is not complete, as `check` says, is moved aside and kept.
 
     Raises:
-        CheckpointError: There is a complete one of that step; or the manifest contradicts itself or holds
-            what is not JSON.
+        CheckpointError: There is a complete one of that step; or the manifest contradicts itself, lacks a
+            part of a tensor or holds what is not JSON.
         OSError: Something cannot be written.
     """
     target = partial.parent / step_folder(manifest.step)
+    refuse_gaps(manifest)
     text = manifest.to_text().encode()
     write_file(partial / MANIFEST, text)
     sync_folder(partial)  # Those inside it were synced by who wrote there.

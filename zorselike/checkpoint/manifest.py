@@ -262,7 +262,7 @@ class Manifest:
         lines = []
         for key, value in table.items():
             if key not in ("tensors", "files"):
-                _check_json(value, key)
+                check_json(value, key)
             lines.append(f'"{key}": {json.dumps(value, separators=(",", ":"), default=dict)}')
         body = ",\n".join(lines) + "\n}\n"
         return _first_line(hashlib.sha256(body.encode()).hexdigest()) + body
@@ -364,16 +364,16 @@ def _parse(text: str) -> Mapping[str, Any]:
     return {key: value for key, value in table.items() if key not in ("format", "version", "sha256")}
 
 
-def _check_json(value: object, where: str) -> None:
-    """Raises `CheckpointError` for what JSON would not give back equal."""
+def check_json(value: object, where: str) -> None:
+    """Raises `CheckpointError`, which says `where`, for what JSON would not give back equal."""
     if isinstance(value, Mapping):
         for key, own in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(f"{where} has the key {show_value(key)}; keys in JSON are strings")
-            _check_json(own, join(where, key))
+            check_json(own, join(where, key))
     elif isinstance(value, list | tuple):
         for i, own in enumerate(value):
-            _check_json(own, f"{where}[{i}]")
+            check_json(own, f"{where}[{i}]")
     elif value is not None and not isinstance(value, str | int | float):
         raise CheckpointError(f"{where} is a {type(value).__name__}; only what JSON has is saved there")
     elif isinstance(value, float) and not math.isfinite(value):

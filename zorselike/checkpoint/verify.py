@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorselike.checkpoint.layout import CHUNK_BYTES, MANIFEST, entry_name
-from zorselike.checkpoint.manifest import FileRecord, Manifest, SliceRecord
+from zorselike.checkpoint.coverage import find_gaps
+from zorselike.checkpoint.layout import CHUNK_BYTES, MANIFEST
+from zorselike.checkpoint.manifest import FileRecord, Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
 from zorselike.errors import CheckpointError
-from zorselike.plan.holdings import VALUE, Box, subtract
 
 OnBytes = Callable[[int], object]
 """Called with numbers of bytes that have been dealt with."""
@@ -37,7 +37,8 @@ def verify(root: Path, *, progress: OnBytes | None = None) -> list[Fault]:
         manifest = read_manifest(root)
     except CheckpointError as error:
         return [Fault(MANIFEST, None, str(error).removeprefix(f"{root / MANIFEST}: "))]
-    faults = [*_find_gaps(manifest), *_find_strangers(root, manifest)]
+    gaps = (Fault(MANIFEST, entry, fault) for entry, fault in find_gaps(manifest))
+    faults = [*gaps, *_find_strangers(root, manifest)]
     reader = SlicesReader(root, manifest)
     try:
         for file in manifest.files:
@@ -96,26 +97,3 @@ def _find_strangers(root: Path, manifest: Manifest) -> Iterator[Fault]:
         name = path.relative_to(root).as_posix()
         if name not in known and not path.is_dir():
             yield Fault(name, None, "is no part of the checkpoint; nothing reads it")
-
-
-def _find_gaps(manifest: Manifest) -> Iterator[Fault]:
-    """Tensors of which something is missing or there twice."""
-    for name, tensor in manifest.tensors.items():
-        for kind in {VALUE: None} | dict.fromkeys(manifest.kinds_of(name)):
-            records = [record for _, record in manifest.slices_of(name, kind)]
-            shape = records[0].shape if records else tensor.shape
-            fault = _find_gap(Box(name, kind, (0,) * len(shape), shape), records)
-            if fault is not None:
-                yield Fault(MANIFEST, entry_name(name, kind), fault)
-
-
-def _find_gap(whole: Box, records: list[SliceRecord]) -> str | None:
-    missing = [whole] if whole.num_elements else []
-    for record in records:
-        parts = [(part, part.intersect(record.box)) for part in missing]
-        missing = [rest for part, common in parts for rest in (subtract(part, common) if common else [part])]
-    if missing:
-        return f"nobody saved what is from {missing[0].starts} to {missing[0].stops}"
-    if sum(record.box.num_elements for record in records) > whole.num_elements:
-        return "some of it was saved twice"
-    return None

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder, step_of
+from zorselike.checkpoint.manifest import check_json
 from zorselike.errors import CheckpointError, ConfigError, OtherCheckpointError
 from zorselike.plan.holdings import Box
 from zorselike.runtime.assembly import Assembly
@@ -102,9 +103,10 @@ class Checkpoints:
             return None
         schedule, failure = None, None
         try:
+            check_json(extra, "extra")
             schedule = None if self._schedulers is None or model_only else self._schedulers.state_dict()
-        except ConfigError as error:
-            failure = error
+        except (CheckpointError, ConfigError) as error:
+            failure, extra = error, {}
         facts = RunFacts(
             step=self.num_steps,
             rows_seen=self.rows_seen,
@@ -112,10 +114,9 @@ class Checkpoints:
             loss_scale=None if self._scale is None else self._scale.state_dict(),
             schedule=schedule,
             extra=extra,
+            model_only=model_only,
         )
-        return saver.start(
-            folder.absolute(), facts, model_only=model_only, stages=stages, after=after, failure=failure
-        )
+        return saver.start(folder.absolute(), facts, stages=stages, after=after, failure=failure)
 
     def load(self, path: Path, *, model_only: bool, options: bool) -> Loaded:
         """Fills the pipeline from a step's folder, or from the newest of a folder of them that is complete;
@@ -217,7 +218,7 @@ class Stateful(ABC):
         plan goes on from it. Collective; the disk need not be shared by nodes.
 
         Args:
-            extra: what to keep beside: whatever JSON can say.
+            extra: what to keep beside: whatever JSON can say, the same on all ranks that give something.
             model_only: leave out the optimizer's state.
             wait: until it is on the disk. If not, it is written beside the next steps, and the `Save` says
                 when it is done; while one is on its way no other begins: None is returned.
@@ -231,7 +232,7 @@ class Stateful(ABC):
         """
         with self._alone("save"):
             save = self._checkpoints.save(
-                Path(folder),
+                Path(folder).expanduser(),
                 extra=extra,
                 model_only=model_only,
                 stages=not wait if copy is None else copy,
@@ -255,13 +256,13 @@ class Stateful(ABC):
                 a checkpoint has been loaded.
         """
         with self._alone("load", needs_values=False):
-            return self._checkpoints.load(Path(path), model_only=model_only, options=options)
+            return self._checkpoints.load(Path(path).expanduser(), model_only=model_only, options=options)
 
     def checkpoint_steps(self, folder: str | Path) -> list[int]:
         """Steps of the checkpoints in a folder, complete or not, that any rank sees, newest first;
         collective."""
         with self._alone("checkpoint_steps", needs_values=False):
-            return self._checkpoints.list_steps(Path(folder))
+            return self._checkpoints.list_steps(Path(folder).expanduser())
 
     def claim_checkpoints(self, folder: str | Path) -> None:
         """Makes this job the one that saves into a folder, as the first `save` would; makes the folder.
@@ -271,7 +272,7 @@ class Stateful(ABC):
             CheckpointError: On every rank: another job does, or nothing can be written there.
         """
         with self._alone("claim_checkpoints", needs_values=False):
-            self._checkpoints.claim(Path(folder))
+            self._checkpoints.claim(Path(folder).expanduser())
 
     def state_boxes(self) -> list[Box]:
         """Which parts of which tensors this rank holds, values and optimizer state."""

@@ -23,13 +23,13 @@ from tiny import DIM, VOCABULARY, Case, adamw
 from torch import nn
 
 from zorselike import HeteroPipeline
-from zorselike.checkpoint.folder import list_steps
+from zorselike.checkpoint.folder import commit, list_steps
 from zorselike.checkpoint.layout import step_folder
 from zorselike.errors import CheckpointError, ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.ministage.sharding import local_tensor
-from zorselike.runtime.state import snapshot
+from zorselike.runtime.state import save, snapshot
 from zorselike.runtime.state.schedulers import LRSchedulers, merge_schedules
 from zorselike.runtime.state.snapshot import Snapshot
 
@@ -106,7 +106,10 @@ def fail_to_save(rank: int, size: int, folder: Path) -> list[str]:
             del optimizer.param_groups[0]["strange"]
         assert sorted(path.name for path in folder.iterdir()) == ["file", "lease.json", step_folder(1)]
         said.append(refused(lambda: pipe.save(folder, model_only=rank == 2)))
-        pipe.save(folder)
+        said.append(refused(lambda: pipe.save(folder, extra={"seen": rank + 1})))
+        said.append(refused(lambda: pipe.save(folder, extra={"seen": {rank}})))
+        pipe.save(folder, extra={"seen": 7} if rank == 1 else {})
+        assert pipe.load(folder).extra == {"seen": 7}
         pipe.step_global(*CASE.batch(3))
     assert [path.name for path in Path.cwd().iterdir()] == ["kept"]
     return said
@@ -114,7 +117,8 @@ def fail_to_save(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_a_save_that_fails_says_why_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
     for said in run_apart(fail_to_save, RANKS, tmp_path):
-        full, in_background, no_folder, strange, unlike = said
+        full, in_background, no_folder, strange, unlike, unlike_extra, no_json = said
+        assert "different extra" in unlike_extra and "extra.seen is a set" in no_json
         assert "different model_only" in unlike
         for error in (full, in_background):
             assert "rank 1" in error and error.endswith("No space left on device")
@@ -314,6 +318,34 @@ def test_nodes_need_not_share_a_disk(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(Exception, match=r"no rank sees .*rank-00001"):
         run_apart(partial(train_on_own_disk, loads=True), RANKS, tmp_path)
+
+
+def fail_on_one_disk(rank: int, size: int, folder: Path) -> list[str]:
+    """Rank 0 on one disk, the others on another; first that one's commit fails, then rank 0's."""
+    node = folder / ("first" if rank == 0 else "second")
+    node.mkdir(exist_ok=True)
+    said = []
+    with build() as pipe:
+        for failing in (1, 0):
+            lost = OSError(errno.EIO, "lost", f"disk {failing}")
+            with mock.patch.object(
+                save, "commit", **({"side_effect": lost} if rank == failing else {"side_effect": commit})
+            ):
+                said.append(refused(lambda: pipe.save(node / "checkpoints")))
+            assert rank == 2 or list_steps(node / "checkpoints") == []  # Who committed there deletes it.
+        pipe.save(node / "checkpoints")
+    return said
+
+
+def test_all_disks_have_a_checkpoint_or_none(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for said in run_ranks(fail_on_one_disk, RANKS, tmp_path):
+        assert [f"disk {failing}: lost" in error for failing, error in zip((1, 0), said, strict=True)] == [
+            True
+        ] * 2
+    for node in ("first", "second"):
+        assert sorted(path.name for path in (tmp_path / node / "checkpoints").iterdir() if path.is_dir()) == [
+            step_folder(0)
+        ]
 
 
 # -- random numbers -----------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zorselike.checkpoint.coverage import refuse_gaps
+from zorselike.checkpoint.layout import MANIFEST
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
 from zorselike.errors import CheckpointError, OtherCheckpointError
@@ -154,8 +156,9 @@ class Loader:
         own, error = None, None
         try:
             own = read_manifest(self._path)
+            refuse_gaps(own)  # Now: others would wait for what nobody has.
         except CheckpointError as found:
-            error = str(found)
+            own, error = None, str(found) if own is None else f"{self._path / MANIFEST}: {found}"
         text = "" if own is None else own.to_text()
         said = self._gather((error, hashlib.sha256(text.encode()).hexdigest()))
         seers = [rank for rank, (error, _) in enumerate(said) if error is None]

@@ -9,6 +9,7 @@ into one of the same name on their own disk, which the first of them completes.
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import threading
 import time
@@ -22,14 +23,16 @@ import torch
 import torch.distributed as dist
 
 from zorselike.checkpoint.folder import (
+    Check,
     check_all_files,
     check_files_here,
     commit,
     make_partial,
     remove_partial,
     remove_partials,
+    remove_step,
 )
-from zorselike.checkpoint.layout import slices_file
+from zorselike.checkpoint.layout import slices_file, step_folder
 from zorselike.checkpoint.lease import Lease
 from zorselike.checkpoint.manifest import Manifest, TensorRecord
 from zorselike.checkpoint.slices import Slice, SlicesWriter
@@ -65,13 +68,15 @@ class RunFacts:
     schedule: Mapping[str, Any] | None = None
     """Of this rank's learning-rate schedulers."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    model_only: bool = False
+    """Whether the optimizer's state is left out."""
 
 
 class Save:
     """A checkpoint on its way to the disk."""
 
-    def __init__(self, step: int, folder: Path) -> None:
-        self.step, self.folder = step, folder
+    def __init__(self, step: int, folder: Path, after: AfterCommit | None = None) -> None:
+        self.step, self.folder, self.after = step, folder, after
         self.path: Path | None = None
         """Of the checkpoint, once it is there."""
         self.error: str | None = None
@@ -138,26 +143,25 @@ class Saver:
         folder: Path,
         facts: RunFacts,
         *,
-        model_only: bool,
         stages: bool,
         after: AfterCommit | None,
-        failure: ConfigError | None,
+        failure: CheckpointError | ConfigError | None,
     ) -> Save:
         """Begins to save into an absolute path, or where there is a `failure`, to say so; collective. Without
         `stages`, and where the host has no room for copies, it returns when all is written, else when the
         next step may begin. `after` is called in the thread of each rank that completed a folder, with it."""
-        save = Save(facts.step, folder)
+        save = Save(facts.step, folder, after)
         try:
             if failure is not None:
                 raise failure
-            snapshot = self._take(self._state.ministages, model_only=model_only, stages=stages)
-        except ConfigError as error:
-            snapshot = self._take({}, model_only=model_only, stages=stages)
+            snapshot = self._take(self._state.ministages, model_only=facts.model_only, stages=stages)
+        except (CheckpointError, ConfigError) as error:
+            snapshot = self._take({}, model_only=facts.model_only, stages=stages)
             snapshot.failure = error
         if stages and not snapshot.is_staged:
             save.warnings.append("this host has no room for a copy of the state: training waits for the disk")
         self._newest = save
-        self._thread.submit(lambda: self._save(save, snapshot, facts, model_only=model_only, after=after))
+        self._thread.submit(lambda: self._save(save, snapshot, facts))
         if not snapshot.is_staged:
             save.finished.wait()
         return save
@@ -179,20 +183,12 @@ class Saver:
 
     # -- in the thread ---------------------------------------------------------------------
 
-    def _save(
-        self,
-        save: Save,
-        snapshot: Snapshot,
-        facts: RunFacts,
-        *,
-        model_only: bool,
-        after: AfterCommit | None,
-    ) -> None:
+    def _save(self, save: Save, snapshot: Snapshot, facts: RunFacts) -> None:
         began = time.perf_counter()
         try:
             if snapshot.is_staged:
                 snapshot.take()  # First: updates wait for it.
-            self._write_all(save, snapshot, facts, model_only=model_only, after=after)
+            self._write_all(save, snapshot, facts)
         except Exception as error:
             # A collective of this thread has failed: another rank has gone.
             save.error = f"saving step {save.step} was interrupted: {first_line(error)}"
@@ -201,37 +197,32 @@ class Saver:
             save.seconds = time.perf_counter() - began
             save.finished.set()
 
-    def _write_all(
-        self,
-        save: Save,
-        snapshot: Snapshot,
-        facts: RunFacts,
-        *,
-        model_only: bool,
-        after: AfterCommit | None,
-    ) -> None:
+    def _write_all(self, save: Save, snapshot: Snapshot, facts: RunFacts) -> None:
         told = self._broadcast(self._open(save) if self._rank == _LEADER else None)
         if told["error"] is not None:
             save.error = told["error"]
             return
-        report: dict[str, Any] = {"rank": self._rank, "error": None, "model_only": model_only}
         partial = save.folder / told["partial"]
-        try:
-            report |= self._write(partial, snapshot) | {"schedule": facts.schedule}
-            save.num_bytes = sum(file.num_bytes for file in report["files"])
-        except Exception as error:
-            report["error"] = self._describe(error)
+        report = self._report(partial, snapshot, facts)
+        save.num_bytes = sum(file.num_bytes for file in report["files"])
         reports = self._gather(report)
-        verdict: dict[str, Any] = {}
-        if self._rank == _LEADER:
-            verdict = self._decide(partial, reports, facts, model_only=model_only)
+        manifest, verdict = self._prepare(reports, facts) if self._rank == _LEADER else (None, None)
         verdict = self._broadcast(verdict)
-        save.error = verdict["error"]
-        if save.error is None:
-            save.path = save.folder / verdict["path"]
-            self._complete(save, partial, verdict, after)
-        else:
-            remove_partial(partial)  # The leader's is gone already.
+        is_completing = self._rank in verdict["completing"]
+        if is_completing and manifest is None:
+            manifest = Manifest.from_text(verdict["text"])
+        save.error = verdict["error"] or self._commit_everywhere(
+            partial, manifest, check=check_files_here if verdict["text"] else check_all_files
+        )
+        if save.error is not None:
+            remove_partial(partial)
+            return
+        save.path = save.folder / step_folder(save.step)
+        if save.after is not None and is_completing:
+            try:
+                save.after(save.path)
+            except Exception as error:
+                save.warnings.append(self._describe(error))
 
     def _hold(self, folder: Path) -> None:
         """As the leader: makes sure that nobody else saves there."""
@@ -249,6 +240,23 @@ class Saver:
         except Exception as error:
             return {"error": self._describe(error), "partial": None}
         return {"error": None, "partial": partial.name}
+
+    def _report(self, partial: Path, snapshot: Snapshot, facts: RunFacts) -> dict[str, Any]:
+        """Writes this rank's files; returns what the leader is told."""
+        report: dict[str, Any] = {
+            "rank": self._rank,
+            "error": None,
+            "files": [],
+            "model_only": facts.model_only,
+            # Who gives nothing leaves it to the others.
+            "extra": json.dumps(facts.extra, sort_keys=True) if facts.extra else None,
+            "schedule": facts.schedule,
+        }
+        try:
+            report |= self._write(partial, snapshot)
+        except Exception as error:
+            report["error"] = self._describe(error)
+        return report
 
     def _write(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Writes this rank's files; returns what the manifest says of them."""
@@ -292,44 +300,51 @@ class Saver:
             ],
         }
 
-    def _decide(
-        self, partial: Path, reports: Sequence[Mapping[str, Any]], facts: RunFacts, *, model_only: bool
-    ) -> dict[str, Any]:
-        """As the leader: commits if all ranks have written, else says whose reason stands."""
+    def _prepare(
+        self, reports: Sequence[Mapping[str, Any]], facts: RunFacts
+    ) -> tuple[Manifest | None, dict[str, Any]]:
+        """As the leader: the manifest, unless a rank has failed; and what all ranks are told: whose reason
+        stands, which of them commit, and the manifest's text for those that do not have it."""
         failed = [report for report in reports if report["error"] is not None]
         try:
-            if len({report["model_only"] for report in reports}) > 1:
-                raise CheckpointError("ranks passed different model_only to save; all must pass the same")
+            for name in ("model_only", "extra"):
+                if len({report[name] for report in reports} - {None}) > 1:
+                    raise CheckpointError(f"ranks passed different {name} to save; all must pass the same")
             if failed:
                 raise CheckpointError(failed[0]["error"])
-            manifest = self._make_manifest(reports, facts, model_only=model_only)
-            self._leases[partial.parent].check()
-            (partial / _SHARED).unlink()
-            is_shared = all(report["shared"] for report in reports)
-            path = commit(partial, manifest, check=check_all_files if is_shared else check_files_here)
+            manifest = self._make_manifest(reports, facts)
+            foreign = {report["node"]: report["rank"] for report in reversed(reports) if not report["shared"]}
+            text = manifest.to_text() if foreign else ""
         except Exception as error:
-            remove_partial(partial)
-            return {"error": str(error) if failed else self._describe(error)}
-        foreign = {report["node"]: report["rank"] for report in reversed(reports) if not report["shared"]}
-        text = manifest.to_text() if foreign else ""
-        return {"error": None, "path": path.name, "manifest": text, "completing": list(foreign.values())}
+            return None, {"error": str(error) if failed else self._describe(error), "completing": []}
+        return manifest, {"error": None, "completing": [_LEADER, *foreign.values()], "text": text}
 
-    def _complete(
-        self, save: Save, partial: Path, verdict: Mapping[str, Any], after: AfterCommit | None
-    ) -> None:
-        """What follows on every disk: the folder of a disk that the leader does not see, and `after`."""
-        is_completing = self._rank in verdict["completing"]
+    def _commit_everywhere(self, partial: Path, manifest: Manifest | None, *, check: Check) -> str | None:
+        """Makes it a checkpoint on every disk or on none, the leader's last; why not. `manifest`: of a rank
+        that does this for its disk."""
+        own = None
+        if manifest is not None and self._rank != _LEADER:
+            own = self._commit(partial, manifest, check)
+        errors = [error for error in self._gather(own) if error is not None]
+        if manifest is not None and self._rank == _LEADER:
+            own = errors[0] if errors else self._commit(partial, manifest, check)
+        error: str | None = self._broadcast(own)
+        if error is not None and own is None and manifest is not None:
+            remove_step(partial.parent / step_folder(manifest.step))
+        return error
+
+    def _commit(self, partial: Path, manifest: Manifest, check: Check) -> str | None:
+        """Here; why not."""
         try:
-            if is_completing:
-                commit(partial, Manifest.from_text(verdict["manifest"]), check=check_files_here)
-            if after is not None and (is_completing or self._rank == _LEADER):
-                after(save.folder / verdict["path"])
+            if self._rank == _LEADER:
+                self._leases[partial.parent].check()
+                (partial / _SHARED).unlink()
+            commit(partial, manifest, check=check)
         except Exception as error:
-            save.warnings.append(self._describe(error))
+            return self._describe(error)
+        return None
 
-    def _make_manifest(
-        self, reports: Sequence[Mapping[str, Any]], facts: RunFacts, *, model_only: bool
-    ) -> Manifest:
+    def _make_manifest(self, reports: Sequence[Mapping[str, Any]], facts: RunFacts) -> Manifest:
         inventory = self._state.inventory
         optimizers = [OptimizerFacts(*entry) for report in reports for entry in report["optimizer"]]
         return Manifest(
@@ -344,11 +359,11 @@ class Saver:
             },
             files=tuple(file for report in reports for file in report["files"]),
             aliases=dict(inventory.aliases),
-            optimizer=None if model_only else describe_optimizers(optimizers),
+            optimizer=None if facts.model_only else describe_optimizers(optimizers),
             loss_scale=facts.loss_scale,
             schedule=merge_schedules([report["schedule"] for report in reports]),
             plan=self._state.plan.to_text(),
-            extra=facts.extra,
+            extra=next((json.loads(own) for report in reports if (own := report["extra"])), {}),
             versions={
                 "zorselike": __version__,
                 "torch": str(torch.__version__),
@@ -370,13 +385,13 @@ class Saver:
         return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
-        """Of all ranks, in order, on the leader."""
+        """Of all ranks, in order, on the leader, [] elsewhere."""
         process = self._state.ranks.process_of[_LEADER]
         found: list[Any] | None = None
         if self._rank == _LEADER:
             found = [None] * self._state.ranks.world_size
-        dist.gather_object(value, found, dst=process, group=self._group)
-        return sorted(found or [], key=lambda report: report["rank"])
+        dist.gather_object((self._rank, value), found, dst=process, group=self._group)
+        return [own for _, own in sorted(found or [], key=lambda entry: entry[0])]
 
 
 def describe_optimizers(optimizers: Sequence[OptimizerFacts]) -> dict[str, Any]:
