@@ -12,7 +12,7 @@ from checkpoint_files import make_tensors, save
 
 from zorselike.checkpoint.folder import find_newest
 from zorselike.checkpoint.read import read_manifest
-from zorselike.checkpoint.upload import upload
+from zorselike.checkpoint.upload import check_target, upload
 from zorselike.checkpoint.verify import verify
 from zorselike.errors import CheckpointError
 
@@ -94,3 +94,13 @@ def test_nodes_copy_what_they_have(root: Path, tmp_path: Path, store: fsspec.Abs
 def test_a_store_that_is_not_there_is_named(root: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing://x/step-00000007: could not be opened: "):
         upload(root, "nothing://x")
+    with pytest.raises(CheckpointError, match=r"nothing://x: cannot be opened: "):
+        check_target("nothing://x")
+
+
+def test_a_target_is_tried_and_left_as_it_was(tmp_path: Path, store: fsspec.AbstractFileSystem) -> None:
+    check_target(URL)
+    assert store.find("/") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file: cannot be written to: "):
+        check_target(f"file://{tmp_path}/file")

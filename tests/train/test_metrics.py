@@ -8,10 +8,12 @@ import math
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from zorselike.models import flops_per_token, get_config
 from zorselike.train.config.config import Config, Job, Metrics, Validation
 from zorselike.train.report import metrics
 from zorselike.train.report.metrics import MetricsLog, StepWork, sum_peak_flops, work_of_step
-from zorselike.train.report.writers import Writer, check_writers, open_writers
+from zorselike.train.report.writers import CsvWriter, Writer, check_writers, open_writers
 
 LAYERS = tuple(f"layers.{number}" for number in range(6))
 
@@ -201,26 +203,42 @@ def test_lines_and_events(run_ranks: RunRanks, tmp_path: Path) -> None:
     } <= events.keys()
 
 
-def test_a_full_disk_ends_the_numbers_there_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_numbers_there_and_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     class Full:
         def write(self, step: int, values: Mapping[str, float]) -> None:
-            raise OSError(28, "No space left on device")
+            if step != 3:
+                raise OSError(28, "No space left on device")
 
         def close(self) -> None:
             raise OSError(28, "No space left on device")
 
     written: list[int] = []
-    works = SimpleNamespace(write=lambda step, values: written.append(step), close=lambda: None)
+    works = Mock(write=lambda step, values: written.append(step))
     log = MetricsLog.__new__(MetricsLog)
-    log._writers = [Full(), works]
+    log._writers = {Full(): True, works: True}
     metrics.logger.propagate = True
-    for step in (1, 2):
+    for step in (1, 2, 3, 4):
         log._write(step, {})
     log.close()
-    assert written == [1, 2]
+    assert written == [1, 2, 3, 4]
     assert [record.getMessage() for record in caplog.records] == [
-        "no more numbers go to Full; the log has them: OSError: [Errno 28] No space left on device"
-    ]
+        "no numbers go to Full for now; the log has them: OSError: [Errno 28] No space left on device"
+    ] * 2
+
+
+def test_rows_that_were_not_written_whole_are_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    writer = CsvWriter(path)
+    file = writer._file
+    for step, room in ((1, 100), (2, 3), (2, 100), (3, 0), (4, 100)):
+        writer._file = SimpleNamespace(  # type: ignore[assignment]
+            seek=file.seek, truncate=file.truncate, write=lambda own, n=room: file.write(own[:n]), name="x"
+        )
+        with suppress(OSError):
+            writer.write(step, {"loss": 2.5})
+    writer._file = file
+    writer.close()
+    assert path.read_text() == "step,loss\n1,2.5\n2,2.5\n4,2.5\n"
 
 
 def test_wandb_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

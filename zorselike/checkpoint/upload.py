@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from zorselike.checkpoint.layout import MANIFEST
 from zorselike.checkpoint.read import read_manifest
 from zorselike.errors import CheckpointError, describe_missing_package
 from zorselike.text.wording import first_line
+
+_TRY = b"whether a store keeps what it is given"
 
 
 def upload(path: Path, url: str) -> bool:
@@ -64,6 +67,27 @@ def upload(path: Path, url: str) -> bool:
     except Exception as error:  # Each store has errors of its own.
         raise CheckpointError(f"{target}: could not be {doing}: {first_line(error)}") from None
     return is_complete
+
+
+def check_target(url: str) -> None:
+    """Raises `CheckpointError` unless something can be written under a URL and read back; leaves nothing."""
+    name = f"{url.rstrip('/')}/zorselike-{uuid.uuid4().hex[:8]}.try"
+    doing = "opened"
+    try:
+        store, path = _open(name)
+        doing = "written to"
+        store.makedirs(path.rpartition("/")[0], exist_ok=True)
+        store.pipe_file(path, _TRY)
+        doing = "read from"
+        found = store.cat_file(path)
+        doing = "deleted from"
+        store.rm_file(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # Each store has errors of its own.
+        raise CheckpointError(f"{url}: cannot be {doing}: {first_line(error)}") from None
+    if found != _TRY:
+        raise CheckpointError(f"{url}: gives back other bytes than were written")
 
 
 def _open(url: str) -> tuple[Any, str]:

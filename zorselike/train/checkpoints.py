@@ -20,7 +20,7 @@ from zorselike.checkpoint.folder import (
     set_aside,
 )
 from zorselike.checkpoint.layout import step_folder
-from zorselike.checkpoint.upload import upload
+from zorselike.checkpoint.upload import check_target, upload
 from zorselike.errors import CheckpointError
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
@@ -70,6 +70,8 @@ class RunCheckpoints:
         if not settings.enable:
             return
         self._pipe.claim_checkpoints(self.folder)  # Now, not at the first save.
+        if settings.upload:
+            self._world.from_first(lambda: check_target(settings.upload))
         steps = self._pipe.checkpoint_steps(self.folder)
         if settings.load_step >= 0:
             if settings.load_step not in steps:
@@ -170,7 +172,7 @@ class RunCheckpoints:
                 set_aside(path)
         save = self._pipe.save(
             self.folder,
-            extra={**self._facts, "best": best},
+            extra={**self._facts, "best": best} if self._pipe.rank == 0 else {},
             wait=False,
             copy=not waits,
             after=self._tidy,

@@ -456,6 +456,9 @@ def test_schedulers_go_on_with_other_groups_of_parameters() -> None:
         two.step()
     assert len({*expected.values()}) == 2
     assert merge_schedules([None, state]) == state
+    other = LRSchedulers({0: OneState(["a"])}, lambda own: torch.optim.lr_scheduler.StepLR(own, 2))  # type: ignore[dict-item]
+    why = refused(lambda: other.load_state_dict(state), ConfigError)
+    assert "SequentialLR(LinearLR, CosineAnnealingLR), and this job has StepLR" in why
 
 
 # -- what a user changes between steps ---------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zorselike.errors import ConfigError
 from zorselike.runtime.ministage.named_state import NamedState
 from zorselike.runtime.ministage.plain_values import from_plain, to_plain
 
@@ -53,10 +54,18 @@ class LRSchedulers:
                 for number, names in enumerate(self._states[i].group_names()):
                     for name in names:
                         of.setdefault(name, {})[path] = plain[number]
-        return {"common": common, "of": of}
+        kinds = {_kind_of(scheduler) for scheduler in self.schedulers.values()}
+        return {"kind": " or ".join(sorted(kinds)), "common": common, "of": of}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave, and the learning rates that were last set."""
+        """Restores what `state_dict` gave, and the learning rates that were last set. `ConfigError` if that
+        is of other schedulers."""
+        for kind in map(_kind_of, self.schedulers.values()):
+            if state.get("kind", kind) != kind:
+                raise ConfigError(
+                    f"the checkpoint's learning rates were scheduled by {state['kind']}, and this job has "
+                    f"{kind}: use that one, or load with options=False"
+                )
         for i, scheduler in self.schedulers.items():
             groups = self._states[i].group_names()
             own: list[Mapping[str, Any]] = [
@@ -84,7 +93,13 @@ def merge_schedules(states: Sequence[Mapping[str, Any] | None]) -> dict[str, Any
     if not found:
         return None
     of = {name: entries for state in found for name, entries in state["of"].items()}
-    return {"common": found[0]["common"], "of": of}
+    return {"kind": found[0]["kind"], "common": found[0]["common"], "of": of}
+
+
+def _kind_of(scheduler: LRScheduler) -> str:
+    """Its class, with those of schedulers inside it."""
+    inner = ", ".join(map(_kind_of, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}({inner})" if inner else type(scheduler).__name__
 
 
 def _is_of_groups(path: str) -> bool:

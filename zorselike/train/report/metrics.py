@@ -114,7 +114,8 @@ class MetricsLog:
         self._num_steady_steps = 0
         self._steady_s = 0.0
         self._footprint_bytes: int | None = None
-        self._writers = list(writers)
+        self._writers = dict.fromkeys(writers, True)
+        """And whether each took the last numbers."""
         self.restart()
 
     def restart(self) -> None:
@@ -188,15 +189,16 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flushes and closes what was written."""
-        for writer in self._writers:
-            _works(writer, writer.close)
-        self._writers = []
+        for writer, worked in self._writers.items():
+            _works(writer, writer.close, worked=worked)
+        self._writers = {}
 
     def _say(self, line: str) -> None:
         logger.info(line if self._has_colors else colors.remove_colors(line))
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        self._writers = [each for each in self._writers if _works(each, partial(each.write, step, values))]
+        for writer, worked in self._writers.items():
+            self._writers[writer] = _works(writer, partial(writer.write, step, values), worked=worked)
 
     def _update_facts(self, interval_s: float) -> None:
         if self._is_steady:
@@ -285,12 +287,14 @@ def sum_peak_flops(peak: float | None, *, group: dist.ProcessGroup) -> float | N
     return None if total.isnan() else float(total)
 
 
-def _works(writer: Writer, act: Callable[[], None]) -> bool:
-    """Does it; a full disk, or a service that is gone, ends the numbers there and not the run."""
+def _works(writer: Writer, act: Callable[[], None], *, worked: bool) -> bool:
+    """Does it; a full disk, or a service that is gone, costs numbers there and does not end the run. Says so
+    once, until it works again."""
     try:
         act()
     except Exception as error:
-        what = type(writer).__name__.removesuffix("Writer")
-        logger.warning("no more numbers go to %s; the log has them: %s", what, first_line(error))
+        if worked:
+            what = type(writer).__name__.removesuffix("Writer")
+            logger.warning("no numbers go to %s for now; the log has them: %s", what, first_line(error))
         return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -32,26 +33,27 @@ class CsvWriter:
     """One line a step; the first and `later` name the columns, and what has none is left out."""
 
     def __init__(self, path: Path, *, later: Sequence[str] = ()) -> None:
-        self._file = path.open("wb")
+        self._file = path.open("wb", buffering=0)  # For who watches, and for a run that is killed.
         self._later = later
         self._columns: list[str] = []
         self._row: dict[str, float] = {}
-        self._row_start = 0
+        self._row_start = self._end = 0
+        """Where the newest row begins, and ends: what comes after that was not written whole."""
 
     def write(self, step: int, values: Values) -> None:
         if not self._columns:
             self._columns = ["step", *values, *(name for name in self._later if name not in values)]
-            self._file.write(f"{','.join(self._columns)}\n".encode())
-        if self._row.get("step") == step:
-            self._file.seek(self._row_start)
-            self._file.truncate()
-        else:
-            self._row = {"step": step}
-            self._row_start = self._file.tell()
+        if self._row.get("step") != step:
+            self._row, self._row_start = {"step": step}, self._end
         self._row |= values
-        cells = (str(self._row.get(name, "")) for name in self._columns)
-        self._file.write(f"{','.join(cells)}\n".encode())
-        self._file.flush()  # For who watches, and for a run that is killed.
+        lines = [] if self._row_start else [",".join(self._columns)]
+        lines.append(",".join(str(self._row.get(name, "")) for name in self._columns))
+        content = "".join(f"{line}\n" for line in lines).encode()
+        self._file.seek(self._row_start)
+        self._file.truncate()
+        if self._file.write(content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        self._end = self._row_start + len(content)
 
     def close(self) -> None:
         self._file.close()
