@@ -48,20 +48,24 @@ def test_ls_shows_all_with_their_state(capsys: pytest.CaptureFixture[str], folde
     manifest = replace(make_manifest(5, write_files(partial, TENSORS), TENSORS), optimizer=None)
     commit(partial, manifest)
     set_aside(save(folder, 4, TENSORS))
+    (folder / "model-step-00000020").mkdir()
+    (folder / "model-step-00000020" / "model.safetensors").write_bytes(bytes(2**21))
     head, *lines = run(capsys, "ls", folder).splitlines()
     assert head.split() == ["step", "saved", "size", "files", "state"]
     assert [line.split()[0].partition(".")[0] for line in lines] == [
         "step-00000020",
         "step-00000010",
         "step-00000005",
+        "model-step-00000020",
         "step-00000030",
         "step-00000004",
     ]
     assert "model/rank-" in lines[0] and lines[0].endswith("is missing")
     assert lines[1].endswith("complete") and "2026-01-02T03:04:05+00:00" in lines[1]
     assert lines[2].endswith("complete, model only")
-    assert lines[3].endswith("its writer died, or is still writing")
-    assert "was set aside" in lines[4]
+    assert lines[3].split()[1:] == "2.0 MiB 1 the model alone, handed on".split()
+    assert lines[4].endswith("its writer died, or is still writing")
+    assert "was set aside" in lines[5]
 
 
 def test_where_nothing_is_every_command_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

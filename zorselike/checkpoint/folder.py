@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorselike.checkpoint.coverage import refuse_gaps
-from zorselike.checkpoint.layout import LEASE, MANIFEST, leftover_of, partial_folder, step_folder, step_of
+from zorselike.checkpoint.layout import (
+    LEASE,
+    MANIFEST,
+    is_model_folder,
+    leftover_of,
+    partial_folder,
+    step_folder,
+    step_of,
+)
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
 from zorselike.checkpoint.slices import make_folders, sync_folder, write_file
@@ -147,6 +155,11 @@ def list_leftovers(folder: Path, *kinds: str) -> list[tuple[int, Path]]:
     """Steps and folders that are beside committed ones, of kinds of `layout.leftover_of`."""
     found = [(leftover_of(path.name), path) for path in _list(folder)]
     return [(own[0], path) for own, path in found if own is not None and own[1] in kinds]
+
+
+def list_models(folder: Path) -> list[Path]:
+    """Models that runs have handed on, newest first."""
+    return [path for path in reversed(_list(folder)) if is_model_folder(path.name)]
 
 
 def locate(path: Path) -> tuple[Path, tuple[Skipped, ...]]:

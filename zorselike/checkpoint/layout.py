@@ -47,12 +47,22 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 """Bytes of an element, by the name of its dtype in safetensors."""
 
 _STEP = re.compile(r"step-([0-9]{8,})")
+_MODEL = re.compile(r"model-step-[0-9]{8,}")
 _BESIDE = re.compile(r"step-([0-9]{8,})\.(partial|removed|replaced)-[0-9a-f]+")
 _SLICES = re.compile(r"(model|optim)/rank-[0-9]{5,}\.safetensors")
 
 
 def step_folder(step: int) -> str:
     return f"step-{step:08}"
+
+
+def model_folder(step: int) -> str:
+    """Of a model that a run has handed on: whole tensors, beside the checkpoints."""
+    return f"model-{step_folder(step)}"
+
+
+def is_model_folder(name: str) -> bool:
+    return _MODEL.fullmatch(name) is not None
 
 
 def partial_folder(step: int, token: str) -> str:

@@ -19,7 +19,7 @@ from zorselike.checkpoint.folder import (
     remove_step,
     set_aside,
 )
-from zorselike.checkpoint.layout import step_folder
+from zorselike.checkpoint.layout import model_folder, step_folder
 from zorselike.checkpoint.upload import check_target, upload
 from zorselike.errors import CheckpointError
 from zorselike.runtime.checkpoints import Loaded
@@ -241,7 +241,7 @@ class RunCheckpoints:
             upload(path, settings.upload)
 
     def _exported_at(self, step: int) -> Path:
-        return self.folder / f"model-{step_folder(step)}"
+        return self.folder / model_folder(step)
 
 
 def checkpoint_folder(config: Config) -> Path:

@@ -18,6 +18,7 @@ from zorselike.checkpoint.folder import (
     Checkpoint,
     examine,
     list_leftovers,
+    list_models,
     list_steps,
 )
 from zorselike.checkpoint.manifest import Manifest
@@ -134,6 +135,10 @@ def list_folder(folder: Path) -> str:
             table.append((path.name, manifest.saved_at, size, str(len(manifest.files)), state))
         else:
             table.append((path.name, "", "", "", found.reason.removeprefix(f"{path}").lstrip("/: ")))
+    for path in list_models(folder):
+        files = [file for file in path.iterdir() if file.is_file()]
+        size = show_bytes(sum(file.stat().st_size for file in files))
+        table.append((path.name, "", size, str(len(files)), "the model alone, handed on"))
     for kind, state in _STATES.items():
         table += [(path.name, "", "", "", state) for _, path in list_leftovers(folder, kind)]
     if len(table) == 1:
