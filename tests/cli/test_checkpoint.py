@@ -63,7 +63,7 @@ def test_ls_shows_all_with_their_state(capsys: pytest.CaptureFixture[str], folde
     assert "model/rank-" in lines[0] and lines[0].endswith("is missing")
     assert lines[1].endswith("complete") and "2026-01-02T03:04:05+00:00" in lines[1]
     assert lines[2].endswith("complete, model only")
-    assert lines[3].split()[1:] == "2.0 MiB 1 the model alone, handed on".split()
+    assert lines[3].split()[1:] == ["2.0", "MiB", "1", "the", "model", "alone,", "handed", "on"]
     assert lines[4].endswith("its writer died, or is still writing")
     assert "was set aside" in lines[5]
 

@@ -18,14 +18,13 @@ from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
 from zorselike.checkpoint.slices import Slice, SlicesWriter, make_folders, sync_folder, write_file
 from zorselike.checkpoint.verify import OnBytes
+from zorselike.checkpoint.whole_files import INDEX, WEIGHTS
 from zorselike.errors import CheckpointError
 from zorselike.plan.holdings import VALUE, Box
 
 AS_IN_MODEL = "model"
 """Instead of a dtype: each tensor in the one that the model was given in."""
 SHARD_BYTES = 5 * 10**9
-
-_INDEX = "model.safetensors.index.json"
 
 
 def list_shards(
@@ -82,7 +81,7 @@ def export(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: is there already; name a folder that is to be made")
     shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=aliases)
-    names = ["model.safetensors"]
+    names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -95,7 +94,7 @@ def export(
                 )
         if len(shards) > 1:
             _write_index(partial, names, shards)
-            names.append(_INDEX)
+            names.append(INDEX)
         sync_folder(partial)
         os.rename(partial, target)  # noqa: PTH104
         sync_folder(target.parent)
@@ -132,4 +131,4 @@ def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[S
     files = {one.entry: name for name, shard in zip(names, shards, strict=True) for one in shard}
     total = sum(one.num_bytes for shard in shards for one in shard)
     index = {"metadata": {"total_size": total}, "weight_map": files}
-    write_file(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())

@@ -244,7 +244,8 @@ class Stateful(ABC):
 
     def load(self, path: str | Path, *, model_only: bool = False, options: bool = True) -> Loaded:
         """Goes on from a checkpoint that any plan has saved: `folder/step-N`, or the newest in `folder` that
-        is complete. Collective.
+        is complete. Or, with `model_only`, from safetensors files of whole tensors, one or several with an
+        index, under the model's names: every rank reads its own rows of them. Collective.
 
         Args:
             model_only: take over the model alone, as for a new run.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zorselike.checkpoint.coverage import refuse_gaps
 from zorselike.checkpoint.layout import MANIFEST
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
+from zorselike.checkpoint.whole_files import holds_weights, read_weights
 from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.plan.holdings import VALUE, Box, Copy, copies
 from zorselike.runtime.state.dtypes import bytes_of, named_dtype
@@ -155,7 +157,7 @@ class Loader:
     def _agree_on_manifest(self) -> Manifest:
         own, error = None, None
         try:
-            own = read_manifest(self._path)
+            own = read_weights(self._path) if holds_weights(self._path) else read_manifest(self._path)
             refuse_gaps(own)  # Now: others would wait for what nobody has.
         except CheckpointError as found:
             own, error = None, str(found) if own is None else f"{self._path / MANIFEST}: {found}"
@@ -169,15 +171,21 @@ class Loader:
                 f"{self._path}: nodes have different checkpoints under this name; keep one of them"
             )
         if len(seers) < len(said):
-            box = [text]
+            box = [own]
             first = self._state.ranks.process_of[seers[0]]
             dist.broadcast_object_list(box, first, self._state.control, device=torch.device("cpu"))
-            text = box[0]
-        return own if own is not None else Manifest.from_text(text)
+            own = box[0]
+        assert own is not None
+        return own
 
     def _under_own_names(self, manifest: Manifest) -> Manifest:
         """Which of its names a tied weight is saved under depends on the plan."""
         here = self._state.inventory.all_tensors
+        own = self._state.inventory.aliases
+        if twice := {name for name in own if name in manifest.tensors and own[name] in manifest.tensors}:
+            # Somebody else may write a tied weight under each of its names.
+            tensors = {name: tensor for name, tensor in manifest.tensors.items() if name not in twice}
+            manifest = replace(manifest, tensors=tensors)
         missing = {name: manifest.aliases.get(name) for name in here if name not in manifest.tensors}
         return manifest.renamed({old: new for new, old in missing.items() if old and old not in here})
 
