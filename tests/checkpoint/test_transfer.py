@@ -216,3 +216,25 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space left"):
         import_files([tmp_path / "m.safetensors"], tmp_path / "folder")
     assert list((tmp_path / "folder").iterdir()) == []
+
+
+# -- as Hugging Face's libraries want it --------------------------------------------------------------
+
+
+def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"torch_dtype": "float16", "hidden_size": 5}')
+    (model / "tokenizer.json").write_text("{}")
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json", "old.safetensors", "x.bin"):
+        (model / name).write_text("weights of before")
+    files = export(root, tmp_path / "out", dtype="BF16", like=model)
+    assert [path.name for path in files] == ["model.safetensors", "config.json", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in files)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "dtype": "bfloat16",
+        "hidden_size": 5,
+    }
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        export(root, tmp_path / "other", like=tmp_path)
+    assert not (tmp_path / "other").exists()

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -25,6 +25,10 @@ from zorselike.plan.holdings import VALUE, Box
 AS_IN_MODEL = "model"
 """Instead of a dtype: each tensor in the one that the model was given in."""
 SHARD_BYTES = 5 * 10**9
+
+_CONFIG = "config.json"
+_COMPANIONS = frozenset((".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"))
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def list_shards(
@@ -59,6 +63,7 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     aliases: bool = False,
+    like: Path | None = None,
     progress: OnBytes | None = None,
 ) -> list[Path]:
     """Writes the weights, every byte read against its checksum, one block of rows at a time; returns the
@@ -71,15 +76,19 @@ def export(
             for a model in half precision is the fp32 master.
         max_shard_bytes: of a file, unless one tensor alone is larger.
         aliases: whether tied weights are written under each of their names.
+        like: a folder of Hugging Face's libraries, of the same model: all that it has beside weights
+            (`config.json`, the tokenizer's files) is copied, so that `from_pretrained` takes the target.
         progress: is told of bytes written.
 
     Raises:
-        CheckpointError: What was saved is incomplete or damaged, or there is something at the target.
+        CheckpointError: What was saved is incomplete or damaged, there is something at the target, or `like`
+            has no `config.json`.
         OSError: The target cannot be written.
     """
     manifest = read_manifest(root)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: is there already; name a folder that is to be made")
+    copied = [] if like is None else _list_companions(like)
     shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=aliases)
     names = [WEIGHTS]
     if len(shards) > 1:
@@ -95,6 +104,12 @@ def export(
         if len(shards) > 1:
             _write_index(partial, names, shards)
             names.append(INDEX)
+        for path in copied:
+            content = path.read_bytes()
+            if path.name == _CONFIG:
+                content = _say_dtype(path, content, {one.dtype for shard in shards for one in shard})
+            write_file(partial / path.name, content)
+            names.append(path.name)
         sync_folder(partial)
         os.rename(partial, target)  # noqa: PTH104
         sync_folder(target.parent)
@@ -102,6 +117,27 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return [target / name for name in names]
+
+
+def _list_companions(folder: Path) -> list[Path]:
+    """Files that say what a model and its tokenizer are."""
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"{folder}: has no {_CONFIG}: name the folder that the model came from")
+    found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != INDEX)
+    return [path for path in found if path.suffix in _COMPANIONS and not path.name.endswith(".index.json")]
+
+
+def _say_dtype(path: Path, content: bytes, dtypes: Collection[str]) -> bytes:
+    """A model's config, which says in which dtype it is loaded."""
+    try:
+        config = dict(json.loads(content))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is no JSON: {error}") from None
+    known = [_DTYPES[dtype] for dtype in dtypes if dtype in _DTYPES]
+    if len(known) == 1:
+        config.pop("torch_dtype", None)  # As it was called before.
+        config["dtype"] = known[0]
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _write(

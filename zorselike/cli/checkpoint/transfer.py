@@ -47,6 +47,10 @@ class Export:
     aliases: bool = False
     """Write tied weights under each of their names."""
 
+    like: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the Hugging Face model that was trained: its config and tokenizer files are copied, so that
+    transformers' from_pretrained takes TARGET as it is."""
+
     def run(self) -> None:
         root = find_checkpoint(self.path)
         max_shard_bytes = read_size("checkpoint export", "--max-shard-size", self.max_shard_size)
@@ -63,6 +67,7 @@ class Export:
                 dtype=dtype,
                 max_shard_bytes=max_shard_bytes,
                 aliases=self.aliases,
+                like=None if self.like is None else Path(self.like),
                 progress=progress,
             )
         print(f"{root} exported to:")
