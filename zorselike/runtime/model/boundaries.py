@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -170,6 +171,20 @@ def run_parts(
                 for t in tensors
             )
     return outputs, recorders
+
+
+def compare_calls(
+    parts: Sequence[ModelPart], whole: Recorder, records: Sequence[Recorder], hint: str
+) -> None:
+    """Raises `ConfigError` unless the parts together called the same units as the whole model did, in that
+    order, with arguments of the same shapes."""
+    calls = [(i, call) for i, recorder in enumerate(records) for call in recorder.calls]
+    for entry, expected in zip_longest(calls, whole.calls):
+        index, found = entry or (len(parts) - 1, None)
+        if found != expected:
+            this = f"'{found.name}' with {found.arguments}" if found else "nothing more"
+            that = f"'{expected.name}' with {expected.arguments}" if expected else "nothing more"
+            raise ConfigError(f"{parts[index].name} calls {this} where the whole model calls {that}; {hint}")
 
 
 def run_module(

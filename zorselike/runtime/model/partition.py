@@ -10,7 +10,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor, nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_modules
-from zorselike.runtime.model.boundaries import name_ministage, run_module, run_parts
+from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
+from zorselike.runtime.model.causal_lm import is_causal_lm
+from zorselike.runtime.model.decoder_cut import CannotCut, cut_causal_lm
 from zorselike.runtime.model.export import Exporter
 from zorselike.runtime.model.part import Keywords, ModelPart
 from zorselike.runtime.model.pruning import (
@@ -74,7 +75,10 @@ def partition(
     loose = loose_parameters(model, plan)
     alone = len(plan.ministages) == 1
     _check_modules(
-        model, plan, allow_loose=alone or split != "decoder", any_order=callable(split) or split == "export"
+        model,
+        plan,
+        allow_loose=alone or split != "decoder",
+        any_order=callable(split) or split == "export" or is_causal_lm(model),
     )
     if callable(split):
         return _split_by_user(model, plan, split, unpack)
@@ -82,6 +86,12 @@ def partition(
         return _split_by_export(model, plan, unpack, why_needed="")
     if split == "decoder":
         return _split_by_pruning(model, plan, unpack, skeleton=_Decoder(plan))
+    if is_causal_lm(model):
+        try:
+            return cut_causal_lm(model, plan, unpack)
+        except CannotCut as error:
+            if not alone:
+                return _split_by_export(model, plan, unpack, why_needed=str(error))
     if alone:
         return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
     order = sequential_order(model, plan)
@@ -254,7 +264,7 @@ class _Decoder(Skeleton):
             self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True
         )
         hint = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
-        self._compare_calls(recorder, records, hint)
+        compare_calls(self.model_parts, recorder, records, hint)
         outside = sum((r.outside for r in records), Counter())
         for name in recorder.outside.keys() | outside.keys():
             if outside[name] != recorder.outside[name]:
@@ -264,16 +274,6 @@ class _Decoder(Skeleton):
                     f"{count(outside[name], 'time')}; {hint}"
                 )
         self._proven = (inputs, kwargs)
-
-    def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], hint: str) -> None:
-        calls = [(i, call) for i, recorder in enumerate(parts) for call in recorder.calls]
-        for entry, expected in zip_longest(calls, whole.calls):
-            index, found = entry or (len(parts) - 1, None)
-            if found != expected:
-                where = self.model_parts[index].name
-                this = f"'{found.name}' with {found.arguments}" if found else "nothing more"
-                that = f"'{expected.name}' with {expected.arguments}" if expected else "nothing more"
-                raise ConfigError(f"{where} calls {this} where the whole model calls {that}; {hint}")
 
 
 # -- the user's own ------------------------------------------------------------------------
