@@ -279,6 +279,12 @@ class Assembly:
         self.transport = Transport(self.groups, edges, by_host=by_host, device=device, streams=streams)
         self.busy = BusyClock(device)
 
+    def take_calls(self, trace: Trace) -> None:
+        """Before the first step: refuses what `check_unit_order` does, and prepares for the rest."""
+        check_unit_order(self.compiled, trace)
+        for index, ministage in self.ministages.items():
+            ministage.note_sources(trace.sources[index])
+
     def describe(self) -> str:
         """A table: the plan, the parameters of each ministage, and the transport of this rank's channels."""
         compiled = self.compiled

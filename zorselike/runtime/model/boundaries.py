@@ -57,6 +57,8 @@ class Trace:
     """Entry i enters ministage i; the last entry is what the last ministage returns."""
     unit_calls: tuple[tuple[str, ...], ...]
     """Names of the units of each ministage in the order of their calls."""
+    sources: tuple[frozenset[str], ...]
+    """Of these, which are given nothing that carries a gradient, such as embeddings."""
     layer_inputs: tuple[tuple[InputBytes, ...], ...]
     """What the numbered layers of each ministage are given, each tensor once: what recomputation keeps."""
 
@@ -113,6 +115,9 @@ def trace_boundaries(
     return Trace(
         boundaries=tuple(boundaries),
         unit_calls=tuple(tuple(call.name for call in recorder.calls) for recorder in calls),
+        sources=tuple(
+            frozenset(call.name for call in recorder.calls if not call.carries_grad) for recorder in calls
+        ),
         layer_inputs=tuple(
             _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
         ),

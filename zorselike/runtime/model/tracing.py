@@ -122,6 +122,8 @@ class UnitCall:
     arguments: str
     input_bytes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """`(identity, bytes)` of each tensor that it was given."""
+    carries_grad: bool = field(default=True, compare=False)
+    """Whether one of them carries a gradient."""
 
 
 class Recorder(TorchFunctionMode):
@@ -168,7 +170,9 @@ class Recorder(TorchFunctionMode):
                 tensors = tensors_in((args, kwargs))
                 self._given += tensors
                 given = tuple((id(tensor), tensor.nbytes) for tensor in tensors)
-                self.calls.append(UnitCall(name, f"{_describe(args)} {_describe(kwargs)}", given))
+                arguments = f"{_describe(args)} {_describe(kwargs)}"
+                carries_grad = any(tensor.requires_grad for tensor in tensors)
+                self.calls.append(UnitCall(name, arguments, given, carries_grad))
             self._active.append(name)
 
         return enter
