@@ -269,8 +269,8 @@ class ShardedUnits:
         return output
 
     def note_sources(self, names: Collection[str]) -> None:
-        """Units that get nothing that carries a gradient. A rank without a microbatch must reduce in the order
-        in which the backwards of the others do."""
+        """Units that get nothing that carries a gradient: where a rank has no microbatch it must reduce in
+        the order of the others' backwards."""
         for unit in self._units:
             unit.is_source = self._reduces_in_backward and unit.name in names
 

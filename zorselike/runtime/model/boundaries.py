@@ -206,6 +206,8 @@ def run_module(
         hint = ""
         if "leaf Variable" in str(error):
             hint = "; it changes its input in place: write x = x + y instead of x += y"
+        elif "'NoneType' object" in str(error):
+            hint = "; a module of another ministage is None here, and this forward does not skip it"
         raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
 
 

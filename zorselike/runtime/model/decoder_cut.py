@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
             "model: gradient checkpointing is on, and what is recomputed is the plan's to say: call "
             'model.gradient_checkpointing_disable() and set recompute = "layer" in the plan\'s groups'
         )
+    config: Any = model.config
+    if getattr(config, "layerdrop", 0):
+        raise ConfigError(
+            f"model: config.layerdrop = {config.layerdrop} leaves out layers at random, and a ministage "
+            "cannot know what others left out; set it to 0 before the model is built"
+        )
     skeleton = _DecoderSkeleton(model, plan.sequence_length)
     flow = skeleton.flow
     dealt = _deal(flow, plan)
@@ -72,13 +79,17 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
     skeleton.starts = tuple(own[0] for own in dealt[1:])
     skeleton.require_cuts(flow)
     parts, light = [], []
-    for index, own in enumerate(dealt):
+    for index, (own, following) in enumerate(zip_longest(dealt, dealt[1:])):
         module = make_ministage(model, own, flow, skeleton.forms)
         light.append(with_light_layers(module, skeleton.decoder, skeleton.forms))
         accepts = Keywords.of(module.forward)
         for copy in (module, light[index]):
             _set_forward(
-                copy, flow, entry=own[0] if index else None, has_next=own is not dealt[-1], unpack=unpack
+                copy,
+                flow,
+                entry=own[0] if index else None,
+                exit=following[0] if following else None,
+                unpack=unpack,
             )
         units = separate_units(module, find_units(module, plan.ministages[index].modules))
         parts.append(ModelPart(index, module, units, accepts, name_ministage(plan, index), skeleton))
@@ -93,11 +104,11 @@ def _set_forward(
     flow: Flow,
     *,
     entry: str | None = None,
-    has_next: bool = False,
+    exit: str | None = None,
     unpack: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
     module.forward = MinistageForward(  # type: ignore[method-assign]
-        module, entry=entry, has_next=has_next, embedding_width=flow.embedding_width, unpack=unpack
+        module, entry=entry, exit=exit, embedding_width=flow.embedding_width, unpack=unpack
     )
     return module
 
@@ -141,6 +152,7 @@ class _DecoderSkeleton(Skeleton):
         self.decoder = decoder
         probed, self.forms = with_one_layer_of_each_class(model, decoder)
         (fake,) = fake_copies([probed], self.mode)
+        fake.eval()  # In training some families leave out layers at random.
         config: Any = fake.config
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = _TRACEABLE_EXPERTS

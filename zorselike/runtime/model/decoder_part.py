@@ -33,16 +33,21 @@ from zorselike.text.wording import count
 class _Reached(Exception):
     """Ends a ministage's forward where the next ministage begins."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, name: str, hidden: Tensor) -> None:
         super().__init__()
+        self.name = name
         self.hidden = hidden
 
 
 class _Next(nn.Module):
     """In the place of a module of a later ministage."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Reached(hidden_states(args, kwargs))
+        raise _Reached(self._name, hidden_states(args, kwargs))
 
 
 class _EarlierLayer(nn.Module):
@@ -83,7 +88,7 @@ def make_ministage(
     for position, name in enumerate(flow.order):
         module = model.get_submodule(name)
         if position >= stop:
-            new[name] = _Next()
+            new[name] = _Next(name)
         elif position < start and type(module) in forms:
             new[name] = _EarlierLayer(module, forms[type(module)])
         elif position < start:
@@ -100,16 +105,17 @@ class MinistageForward:
         module: nn.Module,
         *,
         entry: str | None,
-        has_next: bool,
+        exit: str | None,
         embedding_width: int,
         unpack: Callable[[Any], Any] | None,
     ) -> None:
-        """`entry`: the module that is given what enters; None for the first ministage. `unpack`: of what the
-        model returns; its logits if None."""
+        """`entry`: the module that is given what enters; None for the first ministage. `exit`: the module of
+        the next ministage that is given what leaves; None for the last. `unpack`: of what the model returns;
+        its logits if None."""
         self._module = module
         self._inner: Callable[..., Any] = module.forward
         self._entry = entry
-        self._has_next = has_next
+        self._exit = exit
         self._embedding_width = embedding_width
         self._unpack = unpack
         self._first_argument = next(iter(signature(module.forward).parameters))
@@ -127,9 +133,11 @@ class MinistageForward:
             try:
                 output = self._inner(**inputs, **kwargs)
             except _Reached as reached:
-                return reached.hidden
-        if self._has_next:
-            raise ConfigError(f"a forward left out the first module of the next ministage{_LAYER_DROP}")
+                if reached.name == self._exit:
+                    return reached.hidden
+                output = None
+        if self._exit is not None:
+            raise ConfigError(f"a forward left out '{self._exit}'; {_LAYER_DROP}")
         return _logits_of(output) if self._unpack is None else self._unpack(output)
 
     @contextmanager
@@ -157,12 +165,10 @@ class MinistageForward:
         finally:
             hook.remove()
         if num_calls != 1:
-            raise ConfigError(f"a forward ran '{self._entry}' {count(num_calls, 'time')}{_LAYER_DROP}")
+            raise ConfigError(f"a forward ran '{self._entry}' {count(num_calls, 'time')}; {_LAYER_DROP}")
 
 
-_LAYER_DROP = (
-    "; every module must run once for every microbatch: turn off layer dropout (config.layerdrop = 0)"
-)
+_LAYER_DROP = "every module must run once for every microbatch: turn off layer dropout (config.layerdrop = 0)"
 
 
 def _logits_of(output: Any) -> Any:

@@ -97,6 +97,8 @@ class Skeleton:
         self.mode = make_fake_mode()
         self.whole: nn.Module = nn.Module()
         self.parts: list[nn.Module] = []
+        self.note = ""
+        """What whoever trains such a model should know."""
 
     @property
     def probe_rows(self) -> tuple[int, int]:
