@@ -14,6 +14,7 @@ from zorselike.plan import ConfigError, Group, Microbatch, Ministage, Plan, Plan
 from zorselike.version import __version__
 
 if TYPE_CHECKING:
+    from zorselike.runtime.model.decoder_cut import list_modules
     from zorselike.runtime.model.initialize import initialize
     from zorselike.runtime.model.signature import Broadcast
     from zorselike.runtime.pipeline import HeteroPipeline
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "__version__",
     "initialize",
+    "list_modules",
 ]
 
 # Streams share hardware queues: with the usual 8 a receive that waits for its sender holds back our copies.
@@ -41,6 +43,7 @@ _WITH_TORCH = {
     "Broadcast": "zorselike.runtime.model.signature",
     "HeteroPipeline": "zorselike.runtime.pipeline",
     "initialize": "zorselike.runtime.model.initialize",
+    "list_modules": "zorselike.runtime.model.decoder_cut",
 }
 
 

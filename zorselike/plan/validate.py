@@ -65,7 +65,8 @@ def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) ->
     for s, name in planned:
         if name not in position:
             raise PlanError(
-                f"ministages[{s}].modules: the model has no module {name!r}{suggest(name, names)}"
+                f"ministages[{s}].modules: the model has no module {name!r}"
+                f"{suggest(name, names) or f'; it has {list_few(names)}'}"
             )
     for (_, before), (s, name) in pairwise(planned):
         if position[name] < position[before]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,8 @@ from zorselike.schedule.build import build
 from zorselike.schedule.checker.check import CheckReport, check
 from zorselike.schedule.spec import ScheduleSpec
 from zorselike.text.wording import count
+
+logger = logging.getLogger("zorselike")
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,8 @@ class Assembly:
         skip_init: bool,
     ) -> None:
         self.compiled, self.plan = compiled, compiled.plan
+        if compiled.parts[0].skeleton.note and ranks.rank == 0:
+            logger.warning(compiled.parts[0].skeleton.note)
         self.ranks, self.processes, self.device = ranks, processes, device
         self.groups = Groups(ranks)
         everyone = range(self.plan.num_ranks)
@@ -278,6 +283,12 @@ class Assembly:
         streams = self.resources.memory.streams
         self.transport = Transport(self.groups, edges, by_host=by_host, device=device, streams=streams)
         self.busy = BusyClock(device)
+
+    def take_calls(self, trace: Trace) -> None:
+        """Before the first step: refuses what `check_unit_order` does, and prepares for the rest."""
+        check_unit_order(self.compiled, trace)
+        for index, ministage in self.ministages.items():
+            ministage.note_sources(trace.sources[index])
 
     def describe(self) -> str:
         """A table: the plan, the parameters of each ministage, and the transport of this rank's channels."""

@@ -17,7 +17,7 @@ from zorselike.errors import CheckpointError, ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
-from zorselike.runtime.assembly import Assembly, check_unit_order, compile_plan, find_ranks
+from zorselike.runtime.assembly import Assembly, compile_plan, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import check_same_weights
@@ -436,7 +436,7 @@ class HeteroPipeline(Stateful):
                 trainable=compiled.spec.trains,
                 param_dtype=self.param_dtype,
             )
-            check_unit_order(compiled, trace)
+            self._assembly.take_calls(trace)
             if any(group.offload for group in self.plan.groups):
                 reserve_activations(self._assembly, trace)
                 check_host_room(self._assembly)

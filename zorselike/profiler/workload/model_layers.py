@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Ministage, Plan
+from zorselike.runtime.model.causal_lm import is_causal_lm
+from zorselike.runtime.model.decoder_cut import list_modules
 from zorselike.runtime.model.pruning import find_units, join
 from zorselike.text.wording import list_few
 
@@ -19,12 +22,16 @@ Structure = tuple[Any, ...]
 def find_layers(model: nn.Module) -> tuple[str, ...]:
     """Names of the modules with parameters between which the model may be cut, in its own order.
 
-    Members of lists and dictionaries of modules and of an `nn.Sequential` that repeats itself, wherever
-    they are; beside them the modules around which no such list is.
+    Of a causal LM of `transformers` those that `list_modules` names; else members of lists and dictionaries
+    of modules and of an `nn.Sequential` that repeats itself, wherever they are; beside them the modules
+    around which no such list is.
 
     Raises:
         ConfigError: The model has no parameters in modules.
     """
+    if is_causal_lm(model):
+        with suppress(ConfigError):
+            return list_modules(model)
     names = tuple(_find_below(model, ""))
     if not names:
         raise ConfigError(

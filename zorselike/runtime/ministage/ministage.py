@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -287,6 +287,10 @@ class ShardedMinistage:
         streams = self._streams
         self.gradients.collect(streams.reduce if self._units.reduces_beside else streams.compute)
         self._has_unreduced = False
+
+    def note_sources(self, names: Collection[str]) -> None:
+        """Before the first step: which units are given nothing that carries a gradient."""
+        self._units.note_sources(names)
 
     def dummy_forward(self, number: int, *, train: bool) -> None:
         """Joins a ZeRO 3 microbatch's gathers without computing."""

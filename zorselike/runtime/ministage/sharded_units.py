@@ -6,7 +6,7 @@ of its reductions. What each call yields, and the traps, were measured (tests co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -267,6 +267,12 @@ class ShardedUnits:
             for unit in units:
                 unit.is_anchor_pass = False
         return output
+
+    def note_sources(self, names: Collection[str]) -> None:
+        """Units that get nothing that carries a gradient: where a rank has no microbatch it must reduce in
+        the order of the others' backwards."""
+        for unit in self._units:
+            unit.is_source = self._reduces_in_backward and unit.name in names
 
     def unreduced(self) -> list[Tensor]:
         """The whole gradients that the next reduction reads."""

@@ -48,6 +48,8 @@ class Unit:
         self.trains = any(p.requires_grad for p in self.parameters())
         self.anchors_real_forwards = False
         self.is_anchor_pass = False
+        self.is_source = False
+        """Whether nothing that it is given carries a gradient."""
         self._recomputes = recompute
         self._activations = activations
         self._random, self._random_name = random, random_name or name
@@ -73,11 +75,16 @@ class Unit:
         return [p for p in self.parameters() if p.requires_grad]
 
     def chain(self, units: Sequence[Unit]) -> None:
-        """Makes an anchor pass through this unit (a ministage's root) pass through `units` in order."""
+        """Makes an anchor pass through this unit (a ministage's root) pass through `units` in order; beside
+        each other through sources, since FSDP2 reduces what got no gradient to hand on after all others."""
 
         def pass_through(x: Tensor) -> Tensor:
+            entered = x
             for unit in units:
-                x = unit.module(x)
+                if unit.is_source and x is not entered:
+                    x = x + unit.module(entered.detach())
+                else:
+                    x = unit.module(x)
             return x
 
         self._pass_through = pass_through

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Trace:
     """Entry i enters ministage i; the last entry is what the last ministage returns."""
     unit_calls: tuple[tuple[str, ...], ...]
     """Names of the units of each ministage in the order of their calls."""
+    sources: tuple[frozenset[str], ...]
+    """Of these, which are given nothing that carries a gradient, such as embeddings."""
     layer_inputs: tuple[tuple[InputBytes, ...], ...]
     """What the numbered layers of each ministage are given, each tensor once: what recomputation keeps."""
 
@@ -112,6 +115,9 @@ def trace_boundaries(
     return Trace(
         boundaries=tuple(boundaries),
         unit_calls=tuple(tuple(call.name for call in recorder.calls) for recorder in calls),
+        sources=tuple(
+            frozenset(call.name for call in recorder.calls if not call.carries_grad) for recorder in calls
+        ),
         layer_inputs=tuple(
             _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
         ),
@@ -172,6 +178,20 @@ def run_parts(
     return outputs, recorders
 
 
+def compare_calls(
+    parts: Sequence[ModelPart], whole: Recorder, records: Sequence[Recorder], hint: str
+) -> None:
+    """Raises `ConfigError` unless the parts together called the same units as the whole model did, in that
+    order, with arguments of the same shapes."""
+    calls = [(i, call) for i, recorder in enumerate(records) for call in recorder.calls]
+    for entry, expected in zip_longest(calls, whole.calls):
+        index, found = entry or (len(parts) - 1, None)
+        if found != expected:
+            this = f"'{found.name}' with {found.arguments}" if found else "nothing more"
+            that = f"'{expected.name}' with {expected.arguments}" if expected else "nothing more"
+            raise ConfigError(f"{parts[index].name} calls {this} where the whole model calls {that}; {hint}")
+
+
 def run_module(
     module: nn.Module, tensors: Sequence[Tensor], kwargs: Mapping[str, Any], where: str, recorder: Recorder
 ) -> Any:
@@ -186,6 +206,8 @@ def run_module(
         hint = ""
         if "leaf Variable" in str(error):
             hint = "; it changes its input in place: write x = x + y instead of x += y"
+        elif "'NoneType' object" in str(error):
+            hint = "; a module of another ministage is None here, and this forward does not skip it"
         raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
 
 

@@ -50,6 +50,12 @@ class Exporter(Skeleton):
         self._held = [_names_held(module) for module in self.modules]
         for index, module in enumerate(self.modules):
             module.forward = ExportedForward(module, self, index)  # type: ignore[method-assign]
+        because = f" ({why_needed})" if why_needed else ""
+        self.note = (
+            f"{type(model).__name__} is cut by torch.export{because}: each ministage is one FSDP unit, which "
+            "ZeRO 3 gathers and recomputation recomputes as a whole, layers are not compiled, attention gets "
+            "a mask where is_causal would do, and every step must have the first one's shapes and arguments"
+        )
         self._bound: tuple[Signature, KwargSpecs, torch.dtype | None] | None = None
         self._flows: dict[tuple[int, bool | None], Flow] = {}
         self._graphs: dict[tuple[int, int, bool | None, torch.device], StageGraph] = {}
@@ -188,8 +194,9 @@ class Exporter(Skeleton):
             found = map_leaves(kwargs.get(name), lambda x: tuple(x.shape) if isinstance(x, Tensor) else x)
             if found != expected:
                 raise ConfigError(
-                    f"{name}= is {found}, but the model's graphs were made for {expected}; pass the same "
-                    "values and shapes in every step, or pass split="
+                    f"{name}= {_tell(found)}, and {_tell(expected)} in the first step, for which "
+                    "torch.export made this model's graphs; give the same arguments, of the same shapes, in "
+                    "every step (a mask of ones masks nothing), or pass split="
                 )
 
     def _refuse(self, reason: str) -> ConfigError:
@@ -262,6 +269,10 @@ class _Flat(nn.Module):
         # Export forbids new attributes on a module, not on what is no module.
         vars(self)["returns_tuple"] = isinstance(output, tuple)
         return as_model_output(output, "the last ministage")
+
+
+def _tell(value: Any) -> str:
+    return "is left out" if value is None else f"is {value}"
 
 
 def _mark_start(*_: Any) -> None:

@@ -10,7 +10,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor, nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_modules
-from zorselike.runtime.model.boundaries import name_ministage, run_module, run_parts
+from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
+from zorselike.runtime.model.causal_lm import is_causal_lm
+from zorselike.runtime.model.decoder_cut import CannotCut, cut_causal_lm, list_modules
 from zorselike.runtime.model.export import Exporter
 from zorselike.runtime.model.part import Keywords, ModelPart
 from zorselike.runtime.model.pruning import (
@@ -33,7 +34,7 @@ from zorselike.runtime.model.pruning import (
 )
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, make_kwargs
 from zorselike.runtime.model.tracing import Recorder, Skeleton, fake_copies
-from zorselike.text.wording import count, first_line, list_few
+from zorselike.text.wording import count, first_line, list_few, show_modules
 
 Split = Callable[[nn.Module, tuple[str, ...]], nn.Module] | Literal["decoder", "export"]
 """`(model, module names of one ministage) -> nn.Module`, or the way to insist on."""
@@ -57,13 +58,14 @@ def partition(
     """Divides a model into the plan's ministages, all of them.
 
     Without `split`, a plan of one ministage takes the model as it is; an `nn.Sequential`, nested ones too, is
-    cut between its children; a model on TorchTitan's convention, where missing parts are `None` and their
-    input passes through, loses what other ministages have (tried out on fake token ids, and proven to call
-    what the whole model calls); any other is cut by `torch.export` when its inputs are known.
-    `split="decoder"` and `split="export"` insist on one of the last two; a callable makes each ministage's
-    module itself, with parameters under their global names. Modules are planned in the order in which the
-    model registers them; for export and a callable, in the order in which it runs them. `unpack` turns the
-    model's output into a tensor or a tuple of tensors.
+    cut between its children; a causal LM of `transformers` between its decoder layers; a model on
+    TorchTitan's convention, where missing parts are `None` and their input passes through, loses what other
+    ministages have (tried out on fake token ids, and proven to call what the whole model calls); any other is
+    cut by `torch.export` when its inputs are known. `split="decoder"` and `split="export"` insist on one of
+    the last two; a callable makes each ministage's module itself, with parameters under their global names.
+    Modules are planned in the order in which the model registers them; for a causal LM, export and a
+    callable, in the order in which it runs them. `unpack` turns the model's output into a tensor or a tuple
+    of tensors.
 
     Raises `PlanError` where plan and model disagree, `ConfigError` where the model cannot be
     trained in pieces or `split` is wrong.
@@ -71,16 +73,26 @@ def partition(
     if not callable(split) and split not in (None, "decoder", "export"):
         raise ConfigError(f"split = {split!r} is neither 'decoder', 'export' nor a function")
     refuse_batch_statistics(model)
+    if split is None and is_causal_lm(model):
+        return _split_causal_lm(model, plan, unpack)
     loose = loose_parameters(model, plan)
     alone = len(plan.ministages) == 1
     _check_modules(
-        model, plan, allow_loose=alone or split != "decoder", any_order=callable(split) or split == "export"
+        model,
+        plan,
+        allow_loose=alone or split != "decoder",
+        any_order=callable(split) or split == "export",
     )
     if callable(split):
         return _split_by_user(model, plan, split, unpack)
     if split == "export":
         return _split_by_export(model, plan, unpack, why_needed="")
     if split == "decoder":
+        if is_causal_lm(model):
+            raise ConfigError(
+                f"split='decoder' is for models that skip missing modules, which {type(model).__name__} does "
+                "not; leave split out: a causal LM of transformers is cut between its decoder layers"
+            )
         return _split_by_pruning(model, plan, unpack, skeleton=_Decoder(plan))
     if alone:
         return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
@@ -218,6 +230,29 @@ def _split_by_pruning(
     return parts
 
 
+# -- a causal LM of transformers -----------------------------------------------------------
+
+
+def _split_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None) -> list[ModelPart]:
+    try:
+        _check_modules(model, plan, allow_loose=True, any_order=True)
+    except PlanError as error:
+        raise PlanError(f"{error}{_name_modules(model)}") from error
+    try:
+        return cut_causal_lm(model, plan, unpack)
+    except CannotCut as error:
+        if len(plan.ministages) == 1:
+            return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
+        return _split_by_export(model, plan, unpack, why_needed=str(error))
+
+
+def _name_modules(model: nn.Module) -> str:
+    try:
+        return f"; in the order they run in, this model has {show_modules(list_modules(model))}"
+    except ConfigError:
+        return ""
+
+
 # -- TorchTitan's convention ---------------------------------------------------------------
 
 
@@ -254,7 +289,7 @@ class _Decoder(Skeleton):
             self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True
         )
         hint = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
-        self._compare_calls(recorder, records, hint)
+        compare_calls(self.model_parts, recorder, records, hint)
         outside = sum((r.outside for r in records), Counter())
         for name in recorder.outside.keys() | outside.keys():
             if outside[name] != recorder.outside[name]:
@@ -264,16 +299,6 @@ class _Decoder(Skeleton):
                     f"{count(outside[name], 'time')}; {hint}"
                 )
         self._proven = (inputs, kwargs)
-
-    def _compare_calls(self, whole: Recorder, parts: Sequence[Recorder], hint: str) -> None:
-        calls = [(i, call) for i, recorder in enumerate(parts) for call in recorder.calls]
-        for entry, expected in zip_longest(calls, whole.calls):
-            index, found = entry or (len(parts) - 1, None)
-            if found != expected:
-                where = self.model_parts[index].name
-                this = f"'{found.name}' with {found.arguments}" if found else "nothing more"
-                that = f"'{expected.name}' with {expected.arguments}" if expected else "nothing more"
-                raise ConfigError(f"{where} calls {this} where the whole model calls {that}; {hint}")
 
 
 # -- the user's own ------------------------------------------------------------------------

@@ -151,6 +151,25 @@ def copy_shallow(module: nn.Module) -> nn.Module:
     return copy
 
 
+def replace_modules(model: nn.Module, new: Mapping[str, nn.Module]) -> nn.Module:
+    """The model with other modules under some names: it and the modules around those are shallow copies, all
+    others are the model's own."""
+    top = copy_shallow(model)
+    copies = {"": top}
+
+    def copy_of(name: str) -> nn.Module:
+        if name not in copies:
+            above, _, key = name.rpartition(".")
+            around = copy_of(above)
+            copies[name] = around._modules[key] = copy_shallow(around.get_submodule(key))
+        return copies[name]
+
+    for name, module in new.items():
+        above, _, key = name.rpartition(".")
+        copy_of(above)._modules[key] = module
+    return top
+
+
 def copy_tree(module: nn.Module) -> nn.Module:
     """A module and all below it as other modules around the same parameters and buffers."""
     copies: dict[int, nn.Module] = {}

@@ -97,6 +97,8 @@ class Skeleton:
         self.mode = make_fake_mode()
         self.whole: nn.Module = nn.Module()
         self.parts: list[nn.Module] = []
+        self.note = ""
+        """What whoever trains such a model should know."""
 
     @property
     def probe_rows(self) -> tuple[int, int]:
@@ -122,6 +124,8 @@ class UnitCall:
     arguments: str
     input_bytes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """`(identity, bytes)` of each tensor that it was given."""
+    carries_grad: bool = field(default=True, compare=False)
+    """Whether one of them carries a gradient."""
 
 
 class Recorder(TorchFunctionMode):
@@ -168,7 +172,9 @@ class Recorder(TorchFunctionMode):
                 tensors = tensors_in((args, kwargs))
                 self._given += tensors
                 given = tuple((id(tensor), tensor.nbytes) for tensor in tensors)
-                self.calls.append(UnitCall(name, f"{_describe(args)} {_describe(kwargs)}", given))
+                arguments = f"{_describe(args)} {_describe(kwargs)}"
+                carries_grad = any(tensor.requires_grad for tensor in tensors)
+                self.calls.append(UnitCall(name, arguments, given, carries_grad))
             self._active.append(name)
 
         return enter

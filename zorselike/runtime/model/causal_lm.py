@@ -1,0 +1,78 @@
+"""What a causal LM of Hugging Face's `transformers` is made of: decoder layers, and what is around them.
+
+Known by what every such model offers, never by its class, so `transformers` itself is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zorselike.runtime.model.pruning import join
+
+_OFFERS = (
+    "config",
+    "base_model_prefix",
+    "get_input_embeddings",
+    "get_output_embeddings",
+    "_no_split_modules",
+)
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether a model is one of `transformers` with a head for tokens, or is wrapped around one."""
+    return all(hasattr(model, name) for name in _OFFERS) and model.get_output_embeddings() is not None  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The modules between which a causal LM may be cut, by their names in the model."""
+
+    layers: tuple[str, ...]
+    """Members of the one list of decoder layers."""
+    others: tuple[str, ...]
+    """Modules with parameters outside that list (embeddings, norm, head), as they are registered."""
+
+
+def find_decoder(model: nn.Module) -> Decoder | str:
+    """The parts of a causal LM, or the reason why it has none to cut between."""
+    kinds = _layer_classes(model)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+        if all(type(member).__name__ in kinds for member in module)
+    ]
+    if len(lists) != 1:
+        found = " and ".join(f"'{name}'" for name, _ in lists) or "no list"
+        return f"{found} of {' or '.join(sorted(kinds)) or 'layers'} found where one is needed"
+    ((where, members),) = lists
+    layers = tuple(join(where, key) for key in members._modules)
+    others = tuple(_outside(model, "", where))
+    if len({id(model.get_submodule(name)) for name in (*layers, *others)}) < len(layers) + len(others):
+        return "one module is used under several names"
+    placed = {id(p) for name in (*layers, *others) for p in model.get_submodule(name).parameters()}
+    loose = [name for name, p in model.named_parameters() if id(p) not in placed]
+    return f"'{loose[0]}' is in no module" if loose else Decoder(layers, others)
+
+
+def _layer_classes(model: nn.Module) -> set[str]:
+    """Names of the classes that must not be split over devices: those of the decoder layers."""
+    names: Any = model._no_split_modules
+    return {names} if isinstance(names, str) else set(names or ())
+
+
+def _outside(module: nn.Module, fqn: str, where: str) -> Iterator[str]:
+    for key, child in module.named_children():
+        name = join(fqn, key)
+        if where.startswith(f"{name}."):
+            yield from _outside(child, name, where)
+        elif name == where or next(child.parameters(), None) is None:
+            continue
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict):  # never called itself
+            yield from _outside(child, name, where)
+        else:
+            yield name
