@@ -132,6 +132,8 @@ def test_whole_nodes_go_before_parts(capsys: pytest.CaptureFixture[str], asked: 
         (["offload=none", "ministages=4"], Fixed(offload=(), ministages=4)),
         (["offload=params,optimizer"], Fixed(offload=("params", "optimizer"))),
         (["rows_per_microbatch=2", "grad_reduce=once"], Fixed(rows_per_microbatch=2, grad_reduce="once")),
+        (["overlap_grad_reduce=false"], Fixed(overlap_grad_reduce=False)),
+        (["overlap_grad_reduce=true"], Fixed(overlap_grad_reduce=True)),
         (["in_flight=bounded"], Fixed(bounds_in_flight=True)),
         (["in_flight=unbounded"], Fixed(bounds_in_flight=False)),
         (["groups=type"], Fixed(groups=((0,), (1, 2)))),

@@ -175,16 +175,23 @@ def test_zero_0_keeps_what_it_gathered_until_the_reduction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "zero", "beside", "most"),
-    [((0, 1), 2, True, 80), ((0, 1), 2, False, 40), ((0,), 2, True, 40), ((0, 1), 3, True, 20)],
-    ids=["several on GPUs", "several on CPUs", "alone", "ZeRO 3"],
+    ("ranks", "zero", "overlap", "on_gpu", "most"),
+    [
+        ((0, 1), 2, True, True, 80),
+        ((0, 1), 2, False, True, 40),
+        ((0, 1), 2, True, False, 40),
+        ((0,), 2, True, True, 40),
+        ((0, 1), 3, True, True, 20),
+    ],
+    ids=["several on GPUs", "that wait for it", "several on CPUs", "alone", "ZeRO 3"],
 )
 def test_whole_gradients_count_until_the_next_reduction_where_that_runs_beside(
-    ranks: tuple[int, ...], zero: int, beside: bool, most: int
+    ranks: tuple[int, ...], zero: int, overlap: bool, on_gpu: bool, most: int
 ) -> None:
     plan = make_plan(3, ranks=ranks, zero=zero)
+    plan = replace(plan, groups=(replace(plan.groups[0], overlap_grad_reduce=overlap),))
     own = dict.fromkeys(range(3), SIZES)
-    found = walk_memory(plan, 0, build(ScheduleSpec(plan))[0], own, on_gpu=beside)
+    found = walk_memory(plan, 0, build(ScheduleSpec(plan))[0], own, on_gpu=on_gpu)
     assert found.device[Purpose.GRADIENTS] == most  # Of two ministages, of one, or of a unit.
     assert Purpose.GRADIENTS not in nonzero(found.between_steps)  # type: ignore[arg-type]
 

@@ -96,6 +96,25 @@ def test_bounds_on_microbatches_in_flight_are_kept():
     assert len({plan.fingerprint, other.fingerprint, Plan.parse(BY_HAND).fingerprint}) == 3
 
 
+def test_waiting_for_reductions_is_kept_and_tells_plans_apart_where_it_makes_a_difference():
+    text = BY_HAND.replace("offload = []", "overlap_grad_reduce = false")
+    plan, beside = Plan.parse(text), Plan.parse(BY_HAND)
+    assert [group.overlap_grad_reduce for group in plan.groups] == [False, True]
+    assert Plan.parse(plan.format()) == plan
+    assert plan.format().count("overlap_grad_reduce") == 1
+    assert "overlap_grad_reduce" not in beside.format()  # As plans were written before.
+    assert plan.fingerprint != beside.fingerprint
+    for same in ("zero = 2", "zero = 3"):  # A rank alone waits for nobody, ZeRO 3 reduces in its backwards.
+        one = text.replace("zero = 2", same).replace("false", "true")
+        other = one.replace("overlap_grad_reduce = true", "overlap_grad_reduce = false")
+        is_same = Plan.parse(one).fingerprint == Plan.parse(other).fingerprint
+        assert is_same == (same == "zero = 3")
+    alone = BY_HAND.replace("shares =", "overlap_grad_reduce = false\nshares =")
+    assert Plan.parse(alone).fingerprint == beside.fingerprint
+    with pytest.raises(PlanError, match=r"overlap_grad_reduce is 1; it must be true or false"):
+        Plan.parse(text.replace("= false", "= 1"))
+
+
 def test_a_plan_by_hand_is_read_with_its_shares(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(BY_HAND)

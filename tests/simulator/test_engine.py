@@ -37,6 +37,7 @@ def one_group(
     zero: int = 2,
     offload: tuple[str, ...] = (),
     grad_reduce: GradReduce = "once",
+    overlap_grad_reduce: bool = True,
 ) -> Plan:
     """One group; rank `r` has `counts[r]` microbatches of one row."""
     owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
@@ -46,6 +47,7 @@ def one_group(
         zero=zero,
         offload=offload,
         grad_reduce=grad_reduce,
+        overlap_grad_reduce=overlap_grad_reduce,
     )
     return Plan(
         len(owners), (group,), tuple(Ministage(0, (f"layers.{i}",)) for i in range(ministages))
@@ -266,6 +268,20 @@ def test_a_reduction_waits_for_the_one_before_it() -> None:
     backwards = [span[:2] for span in spans_of(found, 0, "compute") if "B" in span[2]]
     assert backwards[1][0] < reductions[0][1] <= backwards[2][0], "compute waits before its third"
     assert found.iteration_s == reductions[-1][1] + 1
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_device_waits_for_reductions_where_the_plan_says_so(zero: int) -> None:
+    plan = one_group(1, 1, ministages=3, zero=zero, overlap_grad_reduce=False)
+    found = run(plan, forward=1.0, backward=1.0, unit_bytes=16, update=1.0)
+    reductions = [span[:2] for span in spans_of(found, 0, "reduce")]
+    backwards = [span[:2] for span in spans_of(found, 0, "compute") if "B" in span[2]]
+    assert len(reductions) == 3
+    assert all(later[0] >= before[1] for before, later in zip(reductions, backwards[1:], strict=False))
+    beside = run(replace(plan, groups=(replace(plan.groups[0], overlap_grad_reduce=True),)), unit_bytes=16)
+    assert found.iteration_s > beside.iteration_s
+    on_cpus = [run(own, unit_bytes=16, cpu=True).iteration_s for own in (plan, one_group(1, 1, ministages=3))]
+    assert zero == 0 or on_cpus[0] == on_cpus[1]
 
 
 def test_zero_3_hides_gathers_and_reductions_of_a_device_behind_other_units() -> None:

@@ -24,8 +24,9 @@ def random_plan(
     """A valid plan drawn from `rng`: the same state gives the same plan.
 
     Microbatches are ragged and differ by rank and by group, ranks may have no rows, rank
-    numbers may interleave between groups, and `zero`, `grad_reduce`, `recompute` and `offload`
-    differ by group. Modules are `layers.0`, `layers.1`, ..., one to three a ministage.
+    numbers may interleave between groups, and `zero`, `grad_reduce`, `overlap_grad_reduce`,
+    `recompute` and `offload` differ by group. Modules are `layers.0`, `layers.1`, ..., one to three
+    a ministage.
 
     Args:
         rng: where all randomness comes from.
@@ -97,10 +98,12 @@ def _random_group(rng: random.Random, ranks: tuple[int, ...], global_batch: int)
         grad_reduce=rng.choice(reduces),
         recompute=rng.choice(recomputes),
     )
-    # Drawn from a generator of its own, so that the rest of a seed's plan is what it was before.
+    # Drawn from generators of their own, so that the rest of a seed's plan is what it was before.
+    overlap = random.Random(f"overlap {ranks}{group.microbatches}").random() < 0.6
     offload_rng = random.Random(f"{ranks}{group.microbatches}")
     wanted = offload_rng.random() < 0.5
-    return replace(group, offload=tuple(k for k in OFFLOAD_KINDS if wanted and offload_rng.random() < 0.6))
+    offload = tuple(k for k in OFFLOAD_KINDS if wanted and offload_rng.random() < 0.6)
+    return replace(group, offload=offload, overlap_grad_reduce=overlap)
 
 
 def _random_microbatches(

@@ -7,8 +7,8 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
   over, and nobody waits for that: of each kind one ministage, the newest, counts until the next one
   is written back or it is loaded again. Shards that are the same on the host are freed at once. Of
   offloaded activations the two newest microbatches count, also beside a copy that was loaded again.
-- Whole gradients go with their reduction. On a GPU that runs beside what follows, where several ranks take
-  part and the ZeRO stage is not 3: there they count until the next reduction.
+- Whole gradients go with their reduction. Where that runs beside what follows (`schedule/contract.py`) they
+  count until the next reduction.
 - Gradients that an update has used up count until the next update, reduction or gradients loaded.
 - What an action adds is there before it frees anything. All copies are over when a step ends.
 - What a rank sends to another group is kept until the step ends, as Gloo keeps it; with `num_sends_kept`
@@ -157,7 +157,9 @@ class _Walk:
         self._rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
         self._zero = group.zero
         self._is_alone = len(group.flat_ranks) == 1
-        self._reduces_beside = reduces_beside(group.zero, len(group.flat_ranks), on_gpu=on_gpu)
+        self._reduces_beside = reduces_beside(
+            group.zero, len(group.flat_ranks), overlap=group.overlap_grad_reduce, on_gpu=on_gpu
+        )
         self._reducing_bytes = 0
         """Whole gradients that the newest reduction may still read."""
         self._computed = {(a.kind, a.ministage, a.microbatch) for a in actions if a.kind in COMPUTE}

@@ -65,6 +65,7 @@ def _explain_settings(group: Group) -> str:
     ]
     named = show_numbers(group.flat_ranks) if len(group.flat_ranks) == len(ranks) else ", ".join(ranks)
     reduce = "per microbatch" if group.reduces_per_microbatch else "once per step"
+    reduce += " and waited for" if group.waits_for_reductions else ""
     settings = [
         f"{'rank' if len(group.flat_ranks) == 1 else 'ranks'} {named}",
         f"ZeRO {group.zero}",

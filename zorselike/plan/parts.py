@@ -19,6 +19,12 @@ OFFLOAD_IN_FLIGHT = ("optimizer",)
 """Of these, what a plan that bounds microbatches in flight may offload."""
 
 
+def may_overlap_reduction(zero: int, num_ranks: int) -> bool:
+    """Whether a ministage's reduction could run beside what follows it. ZeRO 3 reduces inside its backwards,
+    and a rank alone has nobody to wait for."""
+    return zero != 3 and num_ranks > 1
+
+
 @dataclass(frozen=True, order=True)
 class Microbatch:
     """Rows `[start, stop)` of the global batch that `rank` computes at once."""
@@ -44,6 +50,10 @@ class Group:
     microbatches: tuple[Microbatch, ...]
     zero: Annotated[int, OneOf((0, 1, 2, 3))] = 2
     grad_reduce: GradReduce = "once"
+    overlap_grad_reduce: bool = True
+    """Whether on GPUs a ministage's reduction runs beside what follows it, where there is such a thing
+    (`schedule/contract.py`). Then its whole gradients are held until the next reduction; else the device
+    waits for the reduction, and they go with it."""
     offload: tuple[Annotated[str, OneOf(OFFLOAD_KINDS)], ...] = ()
     recompute: Recompute = "none"
     max_in_flight: Positive | None = None
@@ -60,6 +70,12 @@ class Group:
     def reduces_per_microbatch(self) -> bool:
         """Whether gradients are reduced after every microbatch (always with ZeRO 3)."""
         return self.zero == 3 or self.grad_reduce == "microbatch"
+
+    @property
+    def waits_for_reductions(self) -> bool:
+        """Whether the plan says that nothing runs beside a reduction, where on a GPU something could."""
+        may_overlap = may_overlap_reduction(self.zero, len(self.flat_ranks))
+        return may_overlap and not self.overlap_grad_reduce
 
     @cached_property
     def microbatches_by_rank(self) -> dict[int, tuple[Microbatch, ...]]:

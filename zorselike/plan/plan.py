@@ -126,6 +126,7 @@ class Plan(Document):
         """Twelve hex digits that change with anything that changes what is computed where.
 
         Neither where the plan came from (fingerprints, estimates) nor how it is written (the order of
-        devices or of offload kinds, `grad_reduce` beside ZeRO 3) makes a difference.
+        devices or of offload kinds, `grad_reduce` beside ZeRO 3, `overlap_grad_reduce` there and of a rank
+        alone) makes a difference.
         """
         return fingerprint_plan(self)

@@ -77,6 +77,8 @@ def format_plan(plan: Plan) -> str:
         lines += ["", *format_estimates(plan.estimates)]
     for group in plan.groups:
         table = write_dataclass(group)
+        if group.overlap_grad_reduce:
+            del table["overlap_grad_reduce"]  # Plans of before it stay what they were.
         rows = {"microbatches": [list(row.values()) for row in table.pop("microbatches")]}
         lines += ["", "[[groups]]", *format_table(table)]
         lines += ["# [rank, first row, row after the last] in processing order", *format_table(rows)]
@@ -107,8 +109,9 @@ def fingerprint_plan(plan: Plan) -> str:
                 "reduces_per_microbatch": group.reduces_per_microbatch,
                 "offload": sorted(group.offload),
                 "recompute": group.recompute,
-                # Absent where there is none, so that plans of before it keep their fingerprints.
+                # Absent where they say nothing, so that plans of before them keep their fingerprints.
                 **({} if group.max_in_flight is None else {"max_in_flight": group.max_in_flight}),
+                **({"overlap_grad_reduce": False} if group.waits_for_reductions else {}),
             }
             for group in plan.groups
         ],

@@ -33,6 +33,8 @@ class Fixed:
     """At most, on every rank."""
     zero: int | None = None
     grad_reduce: GradReduce | None = None
+    overlap_grad_reduce: bool | None = None
+    """Of groups where it makes a difference (`Group.overlap_grad_reduce`)."""
     recompute: Recompute | None = None
     offload: tuple[str, ...] | None = None
     """Offload of every group; `()` for none."""

@@ -1,5 +1,7 @@
 """Numbers that the runtime follows and that the memory model, the simulator and the planner foresee."""
 
+from zorselike.plan.parts import may_overlap_reduction
+
 RECEIVES_AHEAD = 2
 """Receives are posted this many computations before the one that needs them: enough to keep a
 link busy during a computation without holding a whole ministage's inputs early."""
@@ -13,10 +15,16 @@ COPIES_IN_FLIGHT = 2
 computation wait."""
 
 
-def reduces_beside(zero: int, num_ranks: int, *, on_gpu: bool) -> bool:
-    """Whether a ministage's reduction runs beside what follows it. ZeRO 3 reduces inside its backwards, a
-    rank alone has nobody to wait for, and a CPU rank does one thing after the other."""
-    return on_gpu and num_ranks > 1 and zero != 3
+def reduces_beside(zero: int, num_ranks: int, *, overlap: bool, on_gpu: bool) -> bool:
+    """Whether a ministage's reduction runs beside what follows it. A CPU rank does one thing after the other.
+
+    Args:
+        zero: stage of the group.
+        num_ranks: of the group.
+        overlap: what the plan says (`Group.overlap_grad_reduce`).
+        on_gpu: whether its ranks have streams.
+    """
+    return overlap and on_gpu and may_overlap_reduction(zero, num_ranks)
 
 
 NUM_STEPS = 2

@@ -24,6 +24,7 @@ class Options:
     recompute: Recompute
     offload: tuple[str, ...]
     rows_per_microbatch: int
+    overlap_grad_reduce: bool = True
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def make_plan(problem: PlanProblem, shape: Shape, options: Options) -> Plan:
             ),
             zero=options.zero,
             grad_reduce=options.grad_reduce,
+            overlap_grad_reduce=options.overlap_grad_reduce,
             offload=options.offload,
             recompute=options.recompute,
         )

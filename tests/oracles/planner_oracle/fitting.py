@@ -32,8 +32,9 @@ def count_tries(problem: PlanProblem) -> int:
 def find_fit(problem: PlanProblem) -> SimulatedPlan | None:
     """A plan that fits every device and host, each group with options of its own; None where there is none.
 
-    Time and money are not looked at. One row at once, and ZeRO 2 and 3 only unless another stage is fixed:
-    larger microbatches and lower stages never need less.
+    Time and money are not looked at. One row at once, ZeRO 2 and 3 only, and nothing beside reductions,
+    unless that is fixed otherwise: larger microbatches, lower stages and overlapped reductions never need
+    less.
     """
     for shape in list_shapes(problem):
         try:
@@ -60,6 +61,7 @@ def list_options(fixed: Fixed) -> Iterator[Options]:
                 recompute=recompute,
                 offload=offload,
                 rows_per_microbatch=1,
+                overlap_grad_reduce=bool(fixed.overlap_grad_reduce),
             )
 
 

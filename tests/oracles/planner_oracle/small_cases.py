@@ -67,6 +67,7 @@ def _draw(rng: random.Random) -> SmallCase:
         fixed=Fixed(
             zero=options.zero,
             grad_reduce=options.grad_reduce,
+            overlap_grad_reduce=options.overlap_grad_reduce,
             recompute=options.recompute,
             offload=options.offload,
             rows_per_microbatch=options.rows_per_microbatch,

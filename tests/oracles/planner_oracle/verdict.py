@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from zorselike.plan.parts import may_overlap_reduction
 from zorselike.plan.plan import Plan
 from zorselike.planner.answer import PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
@@ -151,6 +152,9 @@ def _examine_fixed(problem: PlanProblem, plan: Plan) -> Iterator[str]:
             yield f"group {g}: microbatches of {rows} rows, fixed are {fixed.rows_per_microbatch} at most"
         if fixed.offload is not None and {*group.offload} != {*fixed.offload}:
             yield f"group {g}: offloads {group.offload}, fixed is {fixed.offload}"
+        may_overlap = may_overlap_reduction(group.zero, len(group.flat_ranks))
+        if may_overlap and fixed.overlap_grad_reduce not in (None, group.overlap_grad_reduce):
+            yield f"group {g}: overlap_grad_reduce is {group.overlap_grad_reduce}, fixed is another"
         reduces = "microbatch" if group.reduces_per_microbatch else "once"
         for key, value, wanted_value in (
             ("zero", group.zero, fixed.zero),

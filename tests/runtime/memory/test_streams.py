@@ -28,14 +28,17 @@ from stand_in import RaceStreams, StreamRace
 from stream_work import Trace, Work, without
 from tiny import Case, adamw, module_names, train_single, with_groups
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from waits import ordering_places, place_of
 
 from zorselike import HeteroPipeline
+from zorselike.cost import MinistageBytes, Purpose, walk_memory
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.memory.memory import HostPool
 from zorselike.runtime.ministage import settings
 from zorselike.runtime.ministage.updates import Clip
+from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.actions import Action, Kind
 
 NUM_LAYERS = 3
@@ -140,11 +143,17 @@ def draw_run(seed: int) -> Run:
     )
 
 
-def one_group(zero: int, num_ranks: int, grad_reduce: GradReduce = "once") -> Plan:
+def one_group(zero: int, num_ranks: int, grad_reduce: GradReduce = "once", *, overlap: bool = True) -> Plan:
     """Three microbatches; on two ranks two and one."""
     rows = ((0, 1), (1, 3), (3, 4))
     microbatches = tuple(Microbatch(i % num_ranks, *rows[i]) for i in range(len(rows)))
-    group = Group(tuple(range(num_ranks)), microbatches, zero=zero, grad_reduce=grad_reduce)
+    group = Group(
+        tuple(range(num_ranks)),
+        microbatches,
+        zero=zero,
+        grad_reduce=grad_reduce,
+        overlap_grad_reduce=overlap,
+    )
     return Plan(4, (group,), tuple(Ministage(0, tuple(cut)) for cut in CUTS))
 
 
@@ -313,6 +322,9 @@ def on_two_ranks() -> Iterator[Run]:
             yield make_run(one_group(zero, 2), offload, *SETTINGS[number % 2])
     for setting in SETTINGS[:2]:
         yield make_run(one_group(2, 2, "microbatch"), EVERYTHING, *setting)
+    for zero in range(3):
+        yield make_run(one_group(zero, 2, overlap=False), (EVERYTHING, ())[zero % 2], *SETTINGS[zero % 2])
+    yield make_run(one_group(2, 2, "microbatch", overlap=False), EVERYTHING, *SETTINGS[1])
 
 
 def all_offloaded() -> Iterator[Run]:
@@ -392,9 +404,10 @@ def test_random_plans(num_ranks: int, run_ranks: RunRanks) -> None:
     assert_no_mistake(run_ranks, num_ranks, runs, alone=True)
 
 
-def watch_reductions(rank: int, world_size: int, zero: int) -> dict[str, bool]:
+def watch_reductions(rank: int, world_size: int, zero: int, overlap: bool) -> dict[str, bool]:
     """Of each backward of a step, and of its end: whether compute has waited for the last reduction."""
-    case, streams, waits = make_run(one_group(zero, world_size)).case, RaceStreams(), {}
+    plan = one_group(zero, world_size, overlap=overlap)
+    case, streams, waits = make_run(plan).case, RaceStreams(), {}
     num_steps = [0]
 
     def note(text: str) -> None:
@@ -418,11 +431,60 @@ def watch_reductions(rank: int, world_size: int, zero: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_the_next_backward_does_not_wait_for_a_reduction(zero: int, run_ranks: RunRanks) -> None:
-    for waits in run_ranks(watch_reductions, 2, zero):
+    for waits in run_ranks(watch_reductions, 2, zero, True):
         assert len(waits) > 4
         assert [text for text, is_waited in waits.items() if is_waited] == ["end"]
-    (alone,) = run_ranks(watch_reductions, 1, zero)
+    (alone,) = run_ranks(watch_reductions, 1, zero, True)
     assert not any(alone.values()), "with nobody to reduce with it has no stream of its own"
+    for waits in run_ranks(watch_reductions, 2, zero, False):
+        assert not any(waits.values()), "where the plan says so either"
+
+
+def count_whole_gradients(rank: int, world_size: int, run: Run) -> list[tuple[str, int]]:
+    """Of each action of a step that computes or reduces: how many ministages' whole gradients the rank holds
+    after it."""
+    case, streams = run.case, RaceStreams()
+    held: dict[int, list[StorageWeakRef]] = {}
+    counts: list[tuple[str, int]] = []
+    with on(streams), HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        ministages = pipe._assembly.ministages
+
+        def leave(action: Action) -> None:
+            i = action.ministage
+            if i is None or action.kind not in (Kind.F, Kind.B, Kind.REDUCE_GRAD):
+                return
+            if action.kind is Kind.B:
+                whole = ministages[i]._units.unreduced()
+                held[i] = [StorageWeakRef(gradient.untyped_storage()) for gradient in whole]
+            there = [any(not storage.expired() for storage in own) for own in held.values()]
+            counts.append((action.text, sum(there)))
+
+        with pipe.watching(lambda action: None, leave):
+            pipe.step_global(*case.batch(0))
+    return counts
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_whole_gradients_are_there_as_long_as_the_memory_model_says(zero: int, run_ranks: RunRanks) -> None:
+    """Until the next reduction where reductions run beside backwards, else until their own."""
+    for overlap, most, after in ((True, 2, 1), (False, 1, 0)):
+        run = make_run(one_group(zero, 2, overlap=overlap))
+        for counts in run_ranks(count_whole_gradients, 2, run):
+            assert max(number for _, number in counts) == most
+            reductions = {number for text, number in counts if "REDUCE" in text}
+            assert reductions == {after}
+        sizes = MinistageBytes(
+            gathered_bytes=0,
+            shard_bytes=0,
+            gradient_bytes=8,
+            gradient_shard_bytes=0,
+            state_bytes=0,
+            largest_unit_gradient_bytes=8,
+        )
+        plan = run.case.plan
+        lists = build(ScheduleSpec(plan))
+        walk = walk_memory(plan, 0, lists[0], dict.fromkeys(range(len(CUTS)), sizes), on_gpu=True)
+        assert walk.device[Purpose.GRADIENTS] == most * sizes.gradient_bytes
 
 
 # -- what is forgotten is found --------------------------------------------------------------

@@ -15,7 +15,7 @@ from zorselike.schedule.orders.order import Around, Order, find_around
 
 def one_group(*, zero: int, grad_reduce: GradReduce = "once", offload: tuple[str, ...] = ()) -> Plan:
     """One rank with two microbatches and two ministages."""
-    group = Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 2)), zero, grad_reduce, offload)
+    group = Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 2)), zero, grad_reduce, offload=offload)
     return Plan(2, (group,), (Ministage(0, ("a",)), Ministage(0, ("b",)))).validate()
 
 

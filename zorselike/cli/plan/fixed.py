@@ -22,6 +22,7 @@ KEYS = (
     "ministages",
     "rows_per_microbatch",
     "grad_reduce",
+    "overlap_grad_reduce",
     "in_flight",
 )
 
@@ -60,6 +61,7 @@ def read_fixed(
         given[key] = value
     groups = given.get("groups")
     offload = given.get("offload")
+    overlap = _read_word("overlap_grad_reduce", given, ("true", "false"))
     in_flight = _read_word("in_flight", given, ("bounded", "unbounded"))
     return Fixed(
         groups=None if groups is None else _read_groups(groups, cluster, devices, spans_regions),
@@ -67,6 +69,7 @@ def read_fixed(
         rows_per_microbatch=_read_number("rows_per_microbatch", given),
         zero=_read_number("zero", given, most=3),
         grad_reduce=_read_word("grad_reduce", given, get_args(GradReduce)),
+        overlap_grad_reduce=None if overlap is None else overlap == "true",
         recompute=_read_word("recompute", given, get_args(Recompute)),
         offload=None if offload is None else _read_offload(offload),
         bounds_in_flight=None if in_flight is None else in_flight == "bounded",

@@ -18,6 +18,7 @@ class Mode:
     grad_reduce: GradReduce = "once"
     recompute: Recompute = "none"
     offload: tuple[str, ...] = ()
+    overlap_grad_reduce: bool = True
 
     @property
     def reduces_per_microbatch(self) -> bool:
@@ -37,12 +38,15 @@ class Mode:
     @property
     def complexity(self) -> int:
         """What a person has to think of: of two modes that are equally fast the lesser is preferred."""
-        return 4 * self.reduces_per_microbatch + 2 * (self.recompute == "layer") + 2 * len(self.offload)
+        often, recomputes = self.reduces_per_microbatch, self.recompute == "layer"
+        return 4 * often + 2 * recomputes + 2 * len(self.offload) + (not self.overlap_grad_reduce)
 
     def __str__(self) -> str:
         parts = [f"ZeRO {self.zero}"]
         if self.grad_reduce == "microbatch":
             parts.append("reduced per microbatch")
+        if not self.overlap_grad_reduce:
+            parts.append("waits for reductions")
         if self.recompute == "layer":
             parts.append("recomputed")
         if self.offload:
@@ -61,12 +65,20 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 def list_families(fixed: Fixed) -> tuple[Family, ...]:
     """All modes that what the user fixed leaves: those that do nothing twice first, then those that recompute
     layers or offload activations or both, then with gathers or reductions of every microbatch. A fixed
-    offload that is none of the usual sets is taken as it is."""
+    offload that is none of the usual sets is taken as it is.
+
+    All let reductions run beside what follows, unless that is fixed otherwise: where memory has no room for
+    it, the builder of candidates lets a group wait."""
     sets = (_OFFLOADS, _STASHING) if fixed.offload is None else ((fixed.offload,),)
     often: tuple[tuple[GradReduce, tuple[int, ...]], ...] = (("once", (0, 1, 2)), ("microbatch", (2, 3)))
     families = []
     for (grad_reduce, stages), offloads, recompute in product(often, sets, _RECOMPUTE):
-        modes = (Mode(zero, grad_reduce, recompute, offload) for offload in offloads for zero in stages)
+        overlap = fixed.overlap_grad_reduce is not False
+        modes = (
+            Mode(zero, grad_reduce, recompute, offload, overlap or zero == 3)
+            for offload in offloads
+            for zero in stages
+        )
         families.append(tuple(mode for mode in modes if _keeps(mode, fixed)))
     return tuple(family for family in families if family)
 

@@ -73,6 +73,7 @@ def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable)
                 microbatches=rows,
                 zero=group.mode.zero,
                 grad_reduce=group.mode.grad_reduce,
+                overlap_grad_reduce=group.mode.overlap_grad_reduce,
                 offload=group.mode.offload,
                 recompute=group.mode.recompute,
                 max_in_flight=group.max_in_flight,

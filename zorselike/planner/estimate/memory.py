@@ -205,10 +205,12 @@ class RankMemory:
         return Need(peak + added, host_bytes)
 
     def _list_actions(self, plan: Plan) -> Sequence[Action]:
-        """The device's actions, the same whatever layers the ministages have."""
+        """The device's actions, the same whatever layers the ministages have, and whatever waits for
+        reductions."""
         spec = self._problem.setting.make_spec(plan)
         owners = tuple(ministage.group for ministage in plan.ministages)
-        key = (owners, plan.groups, spec.trainable, spec.ties)
+        groups = tuple(replace(group, overlap_grad_reduce=True) for group in plan.groups)
+        key = (owners, groups, spec.trainable, spec.ties)
         if key not in self._lists:
             self._lists[key] = build(spec)[0]
         return self._lists[key]
@@ -225,8 +227,17 @@ class RankMemory:
         # A device that holds shards only joins what others do.
         has_rows, others = (sizes, 0) if sizes else (_take_few(max(group.sizes, key=len))[0], ranks[-1])
         mode = group.mode
-        settings = mode.zero, mode.grad_reduce, mode.offload, mode.recompute
-        groups = [Group(ranks, _microbatches(others, has_rows), *settings)]
+        groups = [
+            Group(
+                ranks,
+                _microbatches(others, has_rows),
+                zero=mode.zero,
+                grad_reduce=mode.grad_reduce,
+                overlap_grad_reduce=mode.overlap_grad_reduce,
+                offload=mode.offload,
+                recompute=mode.recompute,
+            )
+        ]
         if has_rest:
             groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
         return Plan(sum(has_rows), tuple(groups), tuple(ministages))

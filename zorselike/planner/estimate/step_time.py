@@ -106,7 +106,12 @@ class StepTimeEstimate:
             num_reductions=group.microbatches_per_device if group.mode.reduces_per_microbatch else 1,
             overlap_slowdown=self._overheads.overlap_slowdown,
             accumulates=accumulates,
-            reduces_beside=reduces_beside(group.mode.zero, len(group.devices), on_gpu=not is_cpu),
+            reduces_beside=reduces_beside(
+                group.mode.zero,
+                len(group.devices),
+                overlap=group.mode.overlap_grad_reduce,
+                on_gpu=not is_cpu,
+            ),
         )
 
     # -- a ministage -----------------------------------------------------------------------

@@ -84,6 +84,11 @@ def _describe_offloaded(group: Group) -> str:
     return "all" if {*group.offload} == {*OFFLOAD_KINDS} else "+".join(group.offload) or "none"
 
 
+def _describe_reduction(group: Group) -> str:
+    often = "microbatch" if group.reduces_per_microbatch else "once"
+    return f"{often}, waited for" if group.waits_for_reductions else often
+
+
 def _describe_devices(types: Iterable[str]) -> str:
     return " + ".join(f"{number} {device}" for device, number in Counter(types).items())
 
@@ -103,7 +108,7 @@ SETTINGS: Mapping[str, Callable[[Planned], str]] = {
     "rows at once": _of_groups(lambda group: str(max(m.num_rows for m in group.microbatches))),
     "recompute": _of_groups(lambda group: group.recompute),
     "offload": _of_groups(_describe_offloaded),
-    "grad_reduce": _of_groups(lambda group: "microbatch" if group.reduces_per_microbatch else "once"),
+    "grad_reduce": _of_groups(_describe_reduction),
     "in flight": _of_groups(lambda group: str(group.max_in_flight or "all")),
 }
 """What may tell plans apart; of rows and microbatches in flight the most of a rank."""

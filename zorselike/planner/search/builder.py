@@ -53,6 +53,8 @@ class GroupChoice:
     mode: Mode
     microbatches_per_device: int
     """Microbatches of a device, about: its rows are cut into so many."""
+    may_wait: bool = True
+    """Whether reductions are waited for where memory has no room for them beside what follows."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ class Choice:
         microbatches_per_device: int,
         num_ministages: int,
         in_flight_factor: float | None = None,
+        *,
+        may_wait: bool = True,
     ) -> Choice:
         """The same for all groups."""
-        choices = tuple(GroupChoice(devices, mode, microbatches_per_device) for devices in groups)
+        choices = tuple(GroupChoice(devices, mode, microbatches_per_device, may_wait) for devices in groups)
         return cls(choices, num_ministages, in_flight_factor)
 
     def change(self, group: int, **changes: object) -> Choice:
@@ -116,7 +120,9 @@ class CandidateBuilder:
         self.host_was_full = False
         if len(owners) == len(choice.groups) and not self._holds_whole(choice):
             return None
-        for _ in range(_MAX_REPAIRS):
+        choice = self._normalise(choice)
+        num_repairs = 0
+        while num_repairs < _MAX_REPAIRS:
             groups = []
             for chosen, most in zip(choice.groups, most_rows, strict=True):
                 sizes = self.share_rows(chosen, most, in_rounds=choice.in_flight_factor is not None)
@@ -140,7 +146,13 @@ class CandidateBuilder:
             over = self.find_overfull(candidate)
             if not over:
                 self.host_was_full = bool(self._memory.overfull_hosts(candidate))
-                return None if self.host_was_full else candidate
+                return None if self.host_was_full else self._overlap(candidate)
+            if waiting := [g for g in over if self._may_wait(choice.groups[g])]:
+                # The least of repairs: no rows or layers go to others.
+                for g in waiting:
+                    choice = choice.change(g, mode=_waiting(choice.groups[g].mode))
+                continue
+            num_repairs += 1
             full = 0
             for g, classes in over.items():
                 if not self._take_rows(candidate, g, classes, most_rows[g]):
@@ -152,6 +164,46 @@ class CandidateBuilder:
                     break
                 by_bytes, room = True, [1.0] * len(choice.groups)
         return self._try_all_cuts(tuple(groups), owners)
+
+    # -- reductions that run beside what follows, or are waited for -------------------------
+
+    def _normalise(self, choice: Choice) -> Choice:
+        """Without settings that make no difference to a group, so that equal candidates are equal."""
+        for g, group in enumerate(choice.groups):
+            beside = replace(group.mode, overlap_grad_reduce=True)
+            if beside != group.mode and not self._reduces_beside(beside, group.devices):
+                choice = choice.change(g, mode=beside)
+        return choice
+
+    def _may_wait(self, group: GroupChoice) -> bool:
+        """Whether its reductions, now beside what follows, may be waited for instead."""
+        is_free = self._problem.fixed.overlap_grad_reduce is None
+        return is_free and group.may_wait and self._reduces_beside(group.mode, group.devices)
+
+    def _overlap(self, candidate: CandidatePlan) -> CandidatePlan:
+        """A candidate that fits, with reductions beside what follows wherever these find room after all."""
+        if self._problem.fixed.overlap_grad_reduce is None:
+            for g, group in enumerate(candidate.groups):
+                if not group.mode.overlap_grad_reduce:
+                    changed = _with_mode(candidate, g, replace(group.mode, overlap_grad_reduce=True))
+                    if not self.find_overfull(changed, only=g):
+                        candidate = changed
+        return candidate
+
+    def fit(self, candidate: CandidatePlan, choice: Choice) -> CandidatePlan | None:
+        """A candidate that was changed, its groups waiting for reductions where they must and as `choice`
+        lets them; None where it does not fit a device or host, or may not be run."""
+        if not self.may_run(candidate):
+            return None
+        for g in self.find_overfull(candidate):
+            group = candidate.groups[g]
+            if not self._may_wait(replace(choice.groups[g], devices=group.devices, mode=group.mode)):
+                return None
+            candidate = _with_mode(candidate, g, _waiting(group.mode))
+            if self.find_overfull(candidate, only=g):
+                return None
+        candidate = self._overlap(candidate)
+        return None if self._memory.overfull_hosts(candidate) else candidate
 
     def _holds_whole(self, choice: Choice) -> bool:
         """Whether groups with one ministage each could hold the whole model's parameters and nothing else."""
@@ -177,7 +229,7 @@ class CandidateBuilder:
                 continue
             if not self._memory.overfull_hosts(candidate):
                 self.host_was_full = False
-                return candidate
+                return self._overlap(candidate)
             self.host_was_full = True
         return None
 
@@ -195,7 +247,9 @@ class CandidateBuilder:
         waits = (group.mode.zero == 3) + group.mode.reduces_per_microbatch
         in_rounds = in_rounds or group.mode.reduces_per_microbatch
         limits = tuple(sorted(most.items()))
-        key = (group.devices, group.mode.recompute, waits, in_rounds, group.microbatches_per_device, limits)
+        beside = self._reduces_beside(group.mode, group.devices)
+        settings = group.mode.recompute, waits, in_rounds, beside and group.mode.reduces_per_microbatch
+        key = (group.devices, settings, group.microbatches_per_device, limits)
         if key not in self._shares:
             try:
                 self._shares[key] = self._share_rows(group, most, in_rounds)
@@ -276,7 +330,7 @@ class CandidateBuilder:
     def _reduces_beside(self, mode: Mode, devices: Sequence[int]) -> bool:
         """Whether reductions run beside backwards, and are no part of them."""
         is_cpu = self._problem.device_types[devices[0]] == CPU
-        return reduces_beside(mode.zero, len(devices), on_gpu=not is_cpu)
+        return reduces_beside(mode.zero, len(devices), overlap=mode.overlap_grad_reduce, on_gpu=not is_cpu)
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -368,10 +422,15 @@ class CandidateBuilder:
             and not self._memory.overfull_hosts(candidate)
         )
 
-    def find_overfull(self, candidate: CandidatePlan) -> dict[int, dict[Class, tuple[int, int]]]:
-        """By group and class of devices that are too small: what is needed, and what there is."""
+    def find_overfull(
+        self, candidate: CandidatePlan, *, only: int | None = None
+    ) -> dict[int, dict[Class, tuple[int, int]]]:
+        """By group (all, or `only` this one) and class of devices that are too small: what is needed, and
+        what there is."""
         over: dict[int, dict[Class, tuple[int, int]]] = {}
         for g, group in enumerate(candidate.groups):
+            if only not in (None, g):
+                continue
             seen: set[tuple[Class, Sizes]] = set()
             for position, device in enumerate(group.devices):
                 limit = self._memory.limit_bytes(device)
@@ -417,6 +476,15 @@ class CandidateBuilder:
 
     def _class_of(self, device: int) -> Class:
         return self._problem.device_types[device], self._memory.limit_bytes(device) or 0
+
+
+def _waiting(mode: Mode) -> Mode:
+    return replace(mode, overlap_grad_reduce=False)
+
+
+def _with_mode(candidate: CandidatePlan, g: int, mode: Mode) -> CandidatePlan:
+    group = replace(candidate.groups[g], mode=mode)
+    return replace(candidate, groups=(*candidate.groups[:g], group, *candidate.groups[g + 1 :]))
 
 
 def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:

@@ -26,7 +26,14 @@ _FITTING_FAMILIES = 2
 class CoarseSearch:
     """Tries one grouping, its groups in one order."""
 
-    def __init__(self, evaluator: CandidateEvaluator, groups: Groups, grouping: str) -> None:
+    def __init__(
+        self, evaluator: CandidateEvaluator, groups: Groups, grouping: str, *, may_wait: bool = True
+    ) -> None:
+        """`may_wait`: whether reductions are waited for where memory has no room for them beside what
+        follows."""
+        self._may_wait = may_wait
+        self._has_waited = False
+        """Whether something that was found waits for reductions."""
         self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
         self._microbatch_counts = evaluator.list_microbatch_counts(groups)
@@ -37,12 +44,17 @@ class CoarseSearch:
 
     def run(self) -> list[EstimatedCandidate]:
         """The best with all forward first; and with bounds on microbatches in flight, which is another trade
-        of memory for time."""
+        of memory for time. Where these wait for reductions, also the best that do not."""
         found = (
             self._try_forward_first(),
             self._try_all_in_flight(self._once) or self._try_all_in_flight(self._often),
         )
-        return [estimated for estimated in found if estimated is not None]
+        some = [estimated for estimated in found if estimated is not None]
+        if self._may_wait and (self._has_waited or any(estimated.waiting for estimated in some)):
+            strict = CoarseSearch(self._evaluator, self._groups, self._grouping, may_wait=False)
+            beside = strict._try_once(), strict._try_all_in_flight(self._once)
+            some += [estimated for estimated in beside if estimated is not None and estimated not in some]
+        return some
 
     def find_any(self, *, in_flight: bool) -> EstimatedCandidate | None:
         """Whatever fits first with what needs least memory; None where that does not either."""
@@ -53,12 +65,17 @@ class CoarseSearch:
 
     # -- all forward first -----------------------------------------------------------------
 
-    def _try_forward_first(self) -> EstimatedCandidate | None:
+    def _try_once(self) -> EstimatedCandidate | None:
+        """With collectives once for all microbatches."""
         best = self._try_in_turn(self._once, self._first_tries())
         if len(self._groups) == 1 and self._ministage_counts[0] == 1:
             # With one ministage of all layers each microbatch goes at once back, and little is kept.
             tries = dict.fromkeys((1, number) for _, number in self._first_tries())
             best = _take_better(best, self._try_in_turn(self._once, tries))
+        return best
+
+    def _try_forward_first(self) -> EstimatedCandidate | None:
+        best = self._try_once()
         if len(self._groups) <= _FEW_GROUPS or best is None:
             # Collectives of every microbatch: the fewer, the better, and there is no fill to shorten.
             fewest = [(self._ministage_counts[0], number) for number in _FEW_MICROBATCHES]
@@ -97,6 +114,7 @@ class CoarseSearch:
             best = self._try_families(families, num_ministages, per_device)
             if best is not None:
                 evaluator.is_doubtful = False
+                self._has_waited = self._has_waited or bool(best.waiting)
                 return best
             if number == 0 and not evaluator.is_doubtful and not self._may_fit(families):
                 evaluator.is_doubtful = True
@@ -122,7 +140,7 @@ class CoarseSearch:
         least_memory = {mode.offload: mode for mode in family}
         tries_all = self._has_few_layers
         for mode in reversed(least_memory.values()):
-            choice = Choice.alike(self._groups, mode, per_device, num_ministages)
+            choice = self._choose(mode, per_device, num_ministages)
             if self._evaluator.try_choice(choice, self._grouping) is not None:
                 return True
             tries_all = tries_all or choice in self._evaluator.host_full
@@ -155,7 +173,7 @@ class CoarseSearch:
         if len(family) > 1 and not self._fits_at_least(family, num_ministages, per_device):
             return None
         for mode in family:
-            choice = Choice.alike(self._groups, mode, per_device, num_ministages)
+            choice = self._choose(mode, per_device, num_ministages)
             found = self._evaluator.try_choice(choice, self._grouping, None if best is None else best.score)
             if found is None and not self._evaluator.is_too_slow(choice):
                 continue
@@ -164,6 +182,11 @@ class CoarseSearch:
             if num_fitting == _FITTING_MODES:
                 break
         return best
+
+    def _choose(
+        self, mode: Mode, per_device: int, num_ministages: int, factor: float | None = None
+    ) -> Choice:
+        return Choice.alike(self._groups, mode, per_device, num_ministages, factor, may_wait=self._may_wait)
 
     # -- few microbatches in flight --------------------------------------------------------
 
@@ -195,7 +218,7 @@ class CoarseSearch:
         return least_memory
 
     def _try_in_flight(self, mode: Mode, per_device: int, factor: float) -> EstimatedCandidate | None:
-        choice = Choice.alike(self._groups, mode, per_device, len(self._groups), factor)
+        choice = self._choose(mode, per_device, len(self._groups), factor)
         return self._evaluator.try_choice(choice, self._grouping)
 
 

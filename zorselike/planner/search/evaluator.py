@@ -32,6 +32,14 @@ class EstimatedCandidate:
     score: Score
     grouping: str
 
+    @property
+    def waiting(self) -> list[int]:
+        """Groups that wait for reductions for want of memory."""
+        pairs = enumerate(zip(self.choice.groups, self.candidate.groups, strict=True))
+        return [
+            g for g, (chosen, own) in pairs if chosen.mode.overlap_grad_reduce > own.mode.overlap_grad_reduce
+        ]
+
 
 class CandidateEvaluator:
     """Estimates candidates of one problem; keeps what it found."""
@@ -75,6 +83,9 @@ class CandidateEvaluator:
             return self._found[choice]
         if self._is_idle(choice):
             return None
+        if (known := self._find_known(choice)) is not None:
+            self._found[choice] = found = self._found[known]
+            return found
         if limit is not None and choice in self._too_slow and not self._too_slow[choice] < limit:
             return None
         asked: list[Score] = []
@@ -96,6 +107,15 @@ class CandidateEvaluator:
         self._found[choice] = None if candidate is None else self.estimate(candidate, choice, grouping)
         self._too_slow.pop(choice, None)
         return self._found[choice]
+
+    def _find_known(self, choice: Choice) -> Choice | None:
+        """Where some groups may not wait for reductions: the same where all may, if nothing of that fits, or
+        none of its groups waits; None where this is not known."""
+        free = replace(choice, groups=tuple(replace(group, may_wait=True) for group in choice.groups))
+        if free == choice or free not in self._found:
+            return None
+        found = self._found[free]
+        return None if found is not None and found.waiting else free
 
     def _is_idle(self, choice: Choice) -> bool:
         """Whether it offloads what never leaves (activations where each microbatch goes at once back), or
@@ -231,8 +251,9 @@ class CandidateEvaluator:
     def _change_modes(self, best: EstimatedCandidate) -> EstimatedCandidate:
         """The mode of each group by itself, to one that comes before the present one or soon after."""
         for g in range(len(best.choice.groups)):
-            best = self._improve(best, (best.choice.change(g, mode=mode) for mode in self._near(best, g)))
-        return best
+            modes = (best.choice.change(g, mode=mode) for mode in self._near(best, g))
+            best = self._improve(best, modes)
+        return self._improve(best, list_without_waiting(best))
 
     def _near(self, best: EstimatedCandidate, g: int) -> Iterator[Mode]:
         """The first few modes of each family up to the next, and all of the group's present one."""
@@ -249,6 +270,12 @@ class CandidateEvaluator:
             choices = [best.choice.change(g, microbatches_per_device=number) for number in near]
             best = self._improve(best, choices)
         return best
+
+
+def list_without_waiting(estimated: EstimatedCandidate) -> list[Choice]:
+    """Choices in which one of the groups that wait for reductions has them beside what follows, whatever rows
+    or layers others have to take for it."""
+    return [estimated.choice.change(g, may_wait=False) for g in estimated.waiting]
 
 
 def _nearest(numbers: Sequence[int], wanted: int) -> int:

@@ -13,7 +13,11 @@ from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
 from zorselike.planner.search.builder import Choice
-from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
+from zorselike.planner.search.evaluator import (
+    CandidateEvaluator,
+    EstimatedCandidate,
+    list_without_waiting,
+)
 from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
 from zorselike.planner.search.top_k import WORTH_SIMULATING, SimulatedCandidate, TopK
 
@@ -107,19 +111,19 @@ class LocalSearch:
         for candidate in plans:
             if self._budget.is_over():
                 return
-            if candidate not in self._top_k and self._builder.has_room(candidate):
-                found = self._evaluator.estimate(candidate, estimated.choice, estimated.grouping)
+            fitted = None if candidate in self._top_k else self._builder.fit(candidate, estimated.choice)
+            if fitted is not None and fitted not in self._top_k:
+                found = self._evaluator.estimate(fitted, estimated.choice, estimated.grouping)
                 if found is not None:
                     yield found
-        choices = list(
-            change_choice(
-                estimated.choice,
-                self._evaluator.modes,
-                num_layers=len(self._problem.workload.layers),
-                global_batch=self._problem.global_batch,
-                regroup=self._problem.fixed.groups is None,
-            )
+        changed = change_choice(
+            estimated.choice,
+            self._evaluator.modes,
+            num_layers=len(self._problem.workload.layers),
+            global_batch=self._problem.global_batch,
+            regroup=self._problem.fixed.groups is None,
         )
+        choices = [*changed, *list_without_waiting(estimated)]
         self._random.shuffle(choices)
         for choice in choices:
             if self._budget.is_over():

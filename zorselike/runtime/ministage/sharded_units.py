@@ -53,8 +53,12 @@ class ShardedUnits:
         self._memory = resources.memory
         self._streams = resources.memory.streams
         self._reduces_in_backward = group.zero == 3
-        is_concurrent = self._streams.is_concurrent
-        self.reduces_beside = reduces_beside(group.zero, len(group.flat_ranks), on_gpu=is_concurrent)
+        self.reduces_beside = reduces_beside(
+            group.zero,
+            len(group.flat_ranks),
+            overlap=group.overlap_grad_reduce,
+            on_gpu=self._streams.is_concurrent,
+        )
         self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
         recompute = group.recompute == "layer"
         unit_modules = [module.get_submodule(name) for name in unit_names]

@@ -44,12 +44,17 @@ class Program:
         self._labels = labels
         self._is_cpu = bool(costs.is_cpu) and costs.is_cpu[rank]
         self._group = plan.group_of_rank[rank]
-        self._zero = plan.groups[self._group].zero
-        num_ranks = len(plan.groups[self._group].flat_ranks)
-        beside = reduces_beside(self._zero, num_ranks, on_gpu=not self._is_cpu)
+        group = plan.groups[self._group]
+        self._zero = group.zero
+        beside = reduces_beside(
+            group.zero,
+            len(group.flat_ranks),
+            overlap=group.overlap_grad_reduce,
+            on_gpu=not self._is_cpu,
+        )
         self.streams = Streams(tasks, rank, is_cpu=self._is_cpu, reduces_beside=beside)
         self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels)
-        self._offloads = bool(plan.groups[self._group].offload)
+        self._offloads = bool(group.offload)
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         self._shares = {i: _shares(costs, i) for i in plan.ministages_of_rank(rank)}
         self._host_s = _find_host_s(costs, plan.ministages_of_rank(rank))
