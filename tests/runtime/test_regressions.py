@@ -133,6 +133,39 @@ def test_modules_of_one_ministage_share_weights(run_ranks: RunRanks) -> None:
     assert_exact(run_ranks, lambda: Decoder(3, tied=True).double(), *plans)
 
 
+# -- several modules that no gradient leaves ------------------------------------------------------
+
+
+class TwoEmbeddings(nn.Module):
+    """Of tokens and of positions, as GPT-2 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, DIM)
+        self.positions = nn.Embedding(4, DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tokens is not None:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) if self.head is not None else x
+
+
+def test_zero_3_reduces_several_embeddings_in_one_order(run_ranks: RunRanks) -> None:
+    """Where one rank has fewer microbatches: its reductions met the others' in another order."""
+    microbatches = (Microbatch(0, 0, 2), Microbatch(1, 2, 4), Microbatch(0, 4, 5))
+    first = ("tokens", "positions", "layers.0")
+    plan = Plan(
+        5,
+        (Group((1, 0), microbatches, zero=3),),
+        (Ministage(0, first), Ministage(0, ("layers.1", "head"))),
+    )
+    assert_exact(run_ranks, lambda: TwoEmbeddings().double(), plan)
+
+
 class Repeated(nn.Module):
     """One layer, applied three times."""
 

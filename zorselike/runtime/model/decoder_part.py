@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -118,7 +117,6 @@ class MinistageForward:
         self._exit = exit
         self._embedding_width = embedding_width
         self._unpack = unpack
-        self._first_argument = next(iter(signature(module.forward).parameters))
         self._passes_cache_flag = "use_cache" in Keywords.of(module.forward)
 
     def __call__(self, *tensors: Tensor, **kwargs: Any) -> Any:
@@ -129,9 +127,9 @@ class MinistageForward:
                 "a causal LM takes its token ids as the one input; give everything else by keyword, such as "
                 "attention_mask="
             )
-        with self._entering(tensors[0]) as inputs:
+        with self._entering(tensors[0]) as (ids, embeddings):
             try:
-                output = self._inner(**inputs, **kwargs)
+                output = self._inner(*ids, **embeddings, **kwargs)
             except _Reached as reached:
                 if reached.name == self._exit:
                     return reached.hidden
@@ -141,10 +139,11 @@ class MinistageForward:
         return _logits_of(output) if self._unpack is None else self._unpack(output)
 
     @contextmanager
-    def _entering(self, tensor: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Inside, the entry is given what entered; gives what the model itself is run with."""
+    def _entering(self, tensor: Tensor) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Tensor]]]:
+        """Inside, the entry is given what entered; gives what the model itself is run with: token ids, or
+        embeddings."""
         if self._entry is None:
-            yield {self._first_argument: tensor}
+            yield (tensor,), {}
             return
         num_calls = 0
 
@@ -161,7 +160,8 @@ class MinistageForward:
         entry = self._module.get_submodule(self._entry)
         hook = entry.register_forward_pre_hook(give, prepend=True, with_kwargs=True)
         try:
-            yield {"inputs_embeds": like.new_zeros(()).expand(*tensor.shape[:-1], self._embedding_width)}
+            zeros = like.new_zeros(()).expand(*tensor.shape[:-1], self._embedding_width)
+            yield (), {"inputs_embeds": zeros}
         finally:
             hook.remove()
         if num_calls != 1:
