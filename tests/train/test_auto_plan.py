@@ -36,6 +36,7 @@ from zorselike.train import trainer
 from zorselike.train.__main__ import main
 from zorselike.train.auto import plan as auto_plan
 from zorselike.train.config.file import load_config, parse_command_line
+from zorselike.train.config.model import find_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHORT = (
@@ -276,8 +277,8 @@ def measure_twice(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
     processes = make_processes(torch.device("cpu"), timeout=timedelta(seconds=60))
     config = replace(load_config(RECIPES / "auto.toml"))
     config = replace(config, training=replace(config.training, seq_len=16, global_batch_size=2))
-    shape = registry.get_config("llama", "debug")
-    workload = auto_plan.make_auto_workload(config, shape, processes.infos)
+    model = find_model(config)
+    workload = auto_plan.make_auto_workload(config, model, processes.infos)
     program_timing.WARMUPS = program_timing.STEPS_PER_REPEAT = 1
     states = []
     for number in range(2):
@@ -286,7 +287,7 @@ def measure_twice(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
         files = auto_plan.AutoFiles.of(config, None)
         files.make_folders()
         states.append(describe_state())
-        auto_plan._measure(config, shape, workload, files, processes)
+        auto_plan._measure(config, model, workload, files, processes)
         dist.barrier(processes.control)
     states.append(describe_state())
     assert {groups for *_, groups, _ in states} == {3}  # The default one, `control` and `alone`.
@@ -317,7 +318,7 @@ def test_what_a_recipe_asks_of_the_planner(
 ) -> None:
     config = parse_command_line([*AUTO, *arguments.split()]).config
     old_card = ProcessInfo(0, "a", 0, device="cuda", architecture="sm_70")
-    workload = auto_plan.make_auto_workload(config, registry.get_config("llama", "debug"), [old_card])
+    workload = auto_plan.make_auto_workload(config, find_model(config), [old_card])
     assert (workload.dtype, workload.sequence_length, workload.num_moments) == (dtype, 128, 2)
     problem = make_problem(config, workload, Cluster(nodes=()), Profile(model=workload.model))
     assert (problem.global_batch, problem.defer_updates, problem.fixed.recompute) == (16, defers, recompute)

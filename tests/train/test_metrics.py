@@ -23,6 +23,7 @@ from ranks import RunRanks
 from zorselike import ConfigError, Group, Microbatch, Ministage, Plan
 from zorselike.models import flops_per_token, get_config
 from zorselike.train.config.config import Config, Job, Metrics, Validation
+from zorselike.train.config.model import find_model
 from zorselike.train.report import metrics
 from zorselike.train.report.metrics import MetricsLog, StepWork, sum_peak_flops, work_of_step
 from zorselike.train.report.writers import CsvWriter, Writer, check_writers, open_writers
@@ -71,7 +72,7 @@ def test_recomputation_counts_for_the_hardware_only() -> None:
         ),
     )
     model = get_config("llama", "debug")
-    work = work_of_step(model, plan, seq_len=32)
+    work = work_of_step(find_model(Config()), plan, seq_len=32)
     assert work.num_tokens == 128
     assert work.model_flops == 128 * flops_per_token(model, 32)
     whole = 128 * (flops_per_token(model, 32, recompute=True) - flops_per_token(model, 32))

@@ -21,6 +21,7 @@ from zorselike.checkpoint.folder import (
 )
 from zorselike.checkpoint.layout import model_folder, step_folder
 from zorselike.checkpoint.upload import check_target, upload
+from zorselike.checkpoint.whole_files import holds_weights
 from zorselike.errors import CheckpointError
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
@@ -38,12 +39,19 @@ class RunCheckpoints:
     """The checkpoints of one run."""
 
     def __init__(
-        self, config: Config, pipe: HeteroPipeline, world: Processes, facts: Mapping[str, Any]
+        self,
+        config: Config,
+        pipe: HeteroPipeline,
+        world: Processes,
+        facts: Mapping[str, Any],
+        *,
+        origin: Path | None = None,
     ) -> None:
-        """`facts`: what a run that goes on must have alike, for people to read; JSON."""
+        """`facts`: what a run that goes on must have alike, for people to read; JSON. `origin`: the folder of
+        the Hugging Face model that is trained."""
         self._config, self._settings = config, config.checkpoint
         self._pipe, self._world = pipe, world
-        self._facts = facts
+        self._facts, self._origin = facts, origin
         self.folder = checkpoint_folder(config)
         self._on_its_way: tuple[Save, dict[str, Any]] | None = None
         """And the best validation once it is there."""
@@ -68,6 +76,7 @@ class RunCheckpoints:
         """
         settings = self._settings
         if not settings.enable:
+            self._take_weights()
             return
         self._pipe.claim_checkpoints(self.folder)  # Now, not at the first save.
         if settings.upload:
@@ -97,6 +106,18 @@ class RunCheckpoints:
                 logger.info("begins with the model of %s (step %d)", loaded.path, loaded.step)
             else:
                 self._take(loaded)
+        else:
+            self._take_weights()
+
+    def _take_weights(self) -> None:
+        """Begins with the weights of a Hugging Face model, if it has any."""
+        if self._origin is None:
+            return
+        if holds_weights(self._origin):
+            self._pipe.load(self._origin, model_only=True, options=False)
+            logger.info("begins with the weights of %s", self._origin)
+        else:
+            logger.warning("%s holds no weights: the model begins with random ones", self._origin)
 
     def _take(self, loaded: Loaded) -> None:
         for path, reason in loaded.skipped:
@@ -215,7 +236,13 @@ class RunCheckpoints:
             self._exported_at(self._pipe.num_steps),
         )
         try:
-            export(path, target, dtype=_EXPORT_DTYPES[self._settings.export_dtype], aliases=True)
+            export(
+                path,
+                target,
+                dtype=_EXPORT_DTYPES[self._settings.export_dtype],
+                aliases=self._origin is None,
+                like=self._origin,
+            )
             if alone:
                 remove_step(path)
         except OSError as error:

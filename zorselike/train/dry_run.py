@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zorselike.models import DecoderConfig, num_parameters
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, count_parameters
 from zorselike.schedule.actions import Action
@@ -12,6 +11,7 @@ from zorselike.text.wording import count
 from zorselike.train.auto.files import AutoFiles
 from zorselike.train.auto.plan import MOST_ROWS
 from zorselike.train.config.config import Config
+from zorselike.train.config.model import TrainedModel
 from zorselike.train.report.metrics import work_of_step
 
 _MAX_ACTIONS = 40
@@ -24,7 +24,7 @@ _BYTES_KEPT_HALF = 2 + _BYTES_KEPT
 """The same for a parameter in half precision with an fp32 master."""
 
 
-def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: DecoderConfig) -> str:
+def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: TrainedModel) -> str:
     """Plan, model, each rank's parameters and actions, and the checker's result."""
     work = work_of_step(model, plan, seq_len=config.training.seq_len)
     flops = f"{work.model_flops / 1e12:,.3f} TFLOP per step"
@@ -33,8 +33,7 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Deco
     lines = [
         plan.explain().rstrip(),
         "",
-        f"model {config.model.name} {config.model.flavor}: {num_parameters(model):,} parameters, "
-        f"{work.num_tokens:,} tokens and {flops}",
+        f"model {model.name}: {model.num_parameters:,} parameters, {work.num_tokens:,} tokens and {flops}",
     ]
     if config.training.mixed_precision_param == "auto":
         lines.append(
@@ -53,7 +52,7 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Deco
     return "\n".join(lines)
 
 
-def describe_planning(config: Config, shape: DecoderConfig, files: AutoFiles) -> str:
+def describe_planning(config: Config, model: TrainedModel, files: AutoFiles) -> str:
     """What a run with `[hetero] plan = "auto"` does before its first step, if there is no plan yet."""
     training, hetero = config.training, config.hetero
     rows = min(MOST_ROWS, training.global_batch_size)
@@ -61,8 +60,7 @@ def describe_planning(config: Config, shape: DecoderConfig, files: AutoFiles) ->
     cluster = "exists: kept" if files.cluster.exists() else "new"
     return "\n".join(
         [
-            f"no plan yet for {config.model.name} {config.model.flavor} "
-            f"({num_parameters(shape):,} parameters); a run",
+            f"no plan yet for {model.name} ({model.num_parameters:,} parameters); a run",
             f"  measures each kind of layer, up to {count(rows, 'row')} of {training.seq_len} tokens in "
             f"{training.mixed_precision_param},",
             "  updates, copies to the host, links and collectives, on all devices that run",

@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zorselike.cost.catalogue import peak_flops
 from zorselike.errors import CheckpointError, ConfigError, PlanError
-from zorselike.models import Decoder, DecoderConfig, get_config
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
 from zorselike.runtime.ministage.updates import defers_updates
@@ -31,7 +31,7 @@ from zorselike.train.auto.plan import find_auto_plan
 from zorselike.train.checkpoints import RunCheckpoints, will_load
 from zorselike.train.config.config import Config, check_against_plan
 from zorselike.train.config.file import Request, dump_config
-from zorselike.train.config.model import build_on_meta, find_param_dtype
+from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
 from zorselike.train.data.corpus import Corpus, open_corpus
 from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.dry_run import describe_planning, describe_run
@@ -58,11 +58,11 @@ def run(request: Request, plan: Plan | None) -> int:
     """
     set_up_logging(find_identity().rank)
     config = request.config
-    shape = get_config(config.model.name, config.model.flavor)
-    _check_seq_len(config, shape)
+    model = find_model(config)
+    _check_seq_len(config, model)
     if request.dry_run:
         if find_identity().rank == 0:
-            print(_describe_dry_run(request, plan, shape))
+            print(_describe_dry_run(request, plan, model))
         return 0
     check_writers(config)
     if config.debug.deterministic:
@@ -70,19 +70,19 @@ def run(request: Request, plan: Plan | None) -> int:
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     with join_job(config, plan) as world:
         if plan is not None:
-            return _train(request, config, plan, shape, world)
-        auto = find_auto_plan(config, shape, world, request.config_path)
+            return _train(request, config, plan, model, world)
+        auto = find_auto_plan(config, model, world, request.config_path)
         with narrow(world, auto.members) as members:
             if members is None:
                 return 0
-            return _train(request, auto.config, auto.plan, shape, members, beside_plan=auto.texts)
+            return _train(request, auto.config, auto.plan, model, members, beside_plan=auto.texts)
 
 
 def _train(
     request: Request,
     config: Config,
     plan: Plan,
-    shape: DecoderConfig,
+    model: TrainedModel,
     world: Processes,
     *,
     beside_plan: Mapping[str, str] = MappingProxyType({}),
@@ -90,14 +90,14 @@ def _train(
     """Trains with the plan's processes; returns the exit code. `beside_plan`: further files for the run's
     folder, by name."""
     corpus = agree_on_data(
-        world, lambda: open_corpus(config, vocab_size=shape.vocab_size), describe=Corpus.fingerprint
+        world, lambda: open_corpus(config, vocab_size=model.vocab_size), describe=Corpus.fingerprint
     )
     held_out = open_validation_corpus(
-        config, corpus, global_batch=plan.global_batch, vocab_size=shape.vocab_size, world=world
+        config, corpus, global_batch=plan.global_batch, vocab_size=model.vocab_size, world=world
     )
     refused: CheckpointError | None = None
-    skips_init = any(world.gather(will_load(config)))
-    with _build_pipeline(config, plan, build_on_meta(config), world, skip_init=skips_init) as pipe:
+    skips_init = any(world.gather(model.weights is not None or will_load(config)))
+    with _build_pipeline(config, plan, model.build(), world, skip_init=skips_init) as pipe:
         folder = open_run_folder(config, plan, world, recipe=request.config_path, beside_plan=beside_plan)
         if config.job.print_config:
             logger.info("configuration:\n%s", dump_config(config))
@@ -105,7 +105,7 @@ def _train(
         logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
         _log_deferral(config, pipe, world)
         try:
-            signal_number = _run_steps(config, pipe, corpus, held_out, shape, world, folder)
+            signal_number = _run_steps(config, pipe, corpus, held_out, model, world, folder)
         except CheckpointError as error:  # Every rank raises it: none waits for another.
             refused = error
     if refused is not None:
@@ -118,16 +118,15 @@ def _run_steps(
     pipe: HeteroPipeline,
     corpus: Corpus,
     held_out: Corpus | None,
-    shape: DecoderConfig,
+    model: TrainedModel,
     world: Processes,
     folder: Path,
 ) -> int:
     """Runs all steps, with validation where there is a `held_out` corpus; returns 0, or the signal that
     stopped the run, on every rank alike."""
-    model = f"{config.model.name} {config.model.flavor}"
-    alike = {"model": model, "data": corpus.fingerprint()}
+    alike = {"model": model.name, "data": corpus.fingerprint()}
     alike |= {"seq_len": str(config.training.seq_len), "seed": str(config.debug.seed)}
-    checkpoints = RunCheckpoints(config, pipe, world, alike)
+    checkpoints = RunCheckpoints(config, pipe, world, alike, origin=model.folder)
     checkpoints.go_on()
     before, steps = pipe.num_steps, config.training.steps
     if before >= steps or checkpoints.is_finished():
@@ -142,7 +141,7 @@ def _run_steps(
         rows_before=pipe.rows_seen,
     )
     loader = RowLoader(dataset, config.training.dataloader, device=world.device)
-    metrics = _build_metrics(config, pipe, shape, world, folder)
+    metrics = _build_metrics(config, pipe, model, world, folder)
     began = time.perf_counter()
     schedulers = pipe.lr_schedulers(
         build_lr_scheduler_factory(config.lr_scheduler, steps=steps, steps_before=before)
@@ -224,23 +223,23 @@ def _collecting_garbage(freq: int) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def _describe_dry_run(request: Request, plan: Plan | None, shape: DecoderConfig) -> str:
+def _describe_dry_run(request: Request, plan: Plan | None, model: TrainedModel) -> str:
     """Describes what a run would do."""
     config, lines = request.config, []
     if plan is None:
         files = AutoFiles.of(config, request.config_path)
         if not files.plan.exists():
-            return describe_planning(config, shape, files)
+            return describe_planning(config, model, files)
         lines = [f"{files.plan} exists from an earlier run and is used again, if the same devices run"]
         config = name_written_plan(config, files)
         plan = Plan.load(files.plan)
         check_against_plan(config, plan)
     with _naming_plan_file(config):
-        compiled = _compile(config, plan, build_on_meta(config))
-    return "\n".join([*lines, describe_run(config, plan, compiled, shape)])
+        compiled = _compile(config, plan, model.build())
+    return "\n".join([*lines, describe_run(config, plan, compiled, model)])
 
 
-def _compile(config: Config, plan: Plan, model: Decoder) -> CompiledPlan:
+def _compile(config: Config, plan: Plan, model: nn.Module) -> CompiledPlan:
     """What `HeteroPipeline` would compile; without the cards, "auto" is bf16."""
     dtype = find_param_dtype(config)
     if isinstance(dtype, str):
@@ -251,7 +250,7 @@ def _compile(config: Config, plan: Plan, model: Decoder) -> CompiledPlan:
 
 
 def _build_pipeline(
-    config: Config, plan: Plan, model: Decoder, world: Processes, *, skip_init: bool = False
+    config: Config, plan: Plan, model: nn.Module, world: Processes, *, skip_init: bool = False
 ) -> HeteroPipeline:
     with _naming_plan_file(config):
         return HeteroPipeline(
@@ -285,7 +284,7 @@ def _naming_plan_file(config: Config) -> Iterator[None]:
 
 
 def _build_metrics(
-    config: Config, pipe: HeteroPipeline, shape: DecoderConfig, world: Processes, folder: Path
+    config: Config, pipe: HeteroPipeline, model: TrainedModel, world: Processes, folder: Path
 ) -> MetricsLog:
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     dtype = str(pipe.param_dtype or torch.float32).removeprefix("torch.")
@@ -294,7 +293,7 @@ def _build_metrics(
         config.metrics,
         rank=pipe.rank,
         steps=config.training.steps,
-        work=work_of_step(shape, pipe.plan, seq_len=config.training.seq_len),
+        work=work_of_step(model, pipe.plan, seq_len=config.training.seq_len),
         peak_flops=peak,
         device=world.device,
         group=world.control,
@@ -303,9 +302,9 @@ def _build_metrics(
     )
 
 
-def _check_seq_len(config: Config, shape: DecoderConfig) -> None:
-    if config.training.seq_len > shape.max_seq_len:
+def _check_seq_len(config: Config, model: TrainedModel) -> None:
+    if config.training.seq_len > model.max_seq_len:
         raise ConfigError(
-            f"[training] seq_len = {config.training.seq_len}, but [model] {config.model.name} "
-            f"{config.model.flavor} has {shape.max_seq_len} positions: set seq_len to that or less"
+            f"[training] seq_len = {config.training.seq_len}, but [model] {model.name} has "
+            f"{model.max_seq_len} positions: set seq_len to that or less"
         )

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +15,7 @@ import torch
 
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import Profile
-from zorselike.errors import ClusterError
-from zorselike.models import DecoderConfig
+from zorselike.errors import ClusterError, ConfigError
 from zorselike.models.workload import make_workload
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan, Recompute
@@ -43,8 +41,8 @@ from zorselike.train.auto.files import (
     name_written_plan,
     put_unfitting_aside,
 )
-from zorselike.train.config.config import Config
-from zorselike.train.config.model import build_on_meta, find_param_dtype
+from zorselike.train.config.config import AUTO, Config
+from zorselike.train.config.model import TrainedModel, find_param_dtype
 from zorselike.train.data.loader import loading_rows
 
 logger = logging.getLogger("zorselike")
@@ -77,7 +75,7 @@ class AutoPlan:
 
 
 def find_auto_plan(
-    config: Config, shape: DecoderConfig, processes: Processes, recipe: Path | None
+    config: Config, model: TrainedModel, processes: Processes, recipe: Path | None
 ) -> AutoPlan:
     """The plan of an earlier run of this recipe, or a new one; the same on every rank. Collective.
 
@@ -87,7 +85,7 @@ def find_auto_plan(
     """
     infos = processes.infos
     check_world(infos)
-    workload = make_auto_workload(config, shape, infos)
+    workload = make_auto_workload(config, model, infos)
     files = AutoFiles.of(config, recipe)
     here = _list_devices(infos)
     written = processes.from_first(lambda: _read_written(config, files, workload, here))
@@ -96,7 +94,7 @@ def find_auto_plan(
             logger.info(
                 "layers are measured without torch.compile, with which steps may take less than planned"
             )
-        _measure(config, shape, workload, files, processes)
+        _measure(config, model, workload, files, processes)
         written = processes.from_first(lambda: _plan_and_write(config, workload, files))
     plan = Plan.parse(written["plan.toml"])
     used = {(device.node, device.local_rank) for device in plan.devices}
@@ -107,14 +105,19 @@ def find_auto_plan(
     return AutoPlan(plan, name_written_plan(config, files), members, written)
 
 
-def make_auto_workload(config: Config, shape: DecoderConfig, infos: Sequence[ProcessInfo]) -> Workload:
+def make_auto_workload(config: Config, model: TrainedModel, infos: Sequence[ProcessInfo]) -> Workload:
     """What the recipe trains; `auto` precision is that of the devices."""
+    if model.shape is None:
+        raise ConfigError(
+            f'[hetero] plan = "{AUTO}" does not know models of Hugging Face yet: write a plan of the modules '
+            "that zorselike.list_modules(model) names; see README, 'Your model'"
+        )
     dtype = choose_dtype(find_param_dtype(config), infos) or torch.float32
     return make_workload(
-        shape,
+        model.shape,
         sequence_length=config.training.seq_len,
         dtype=str(dtype).removeprefix("torch."),
-        model=f"{config.model.name} {config.model.flavor}",
+        model=model.name,
     )
 
 
@@ -160,14 +163,14 @@ def _read_written(
 
 
 def _measure(
-    config: Config, shape: DecoderConfig, workload: Workload, files: AutoFiles, processes: Processes
+    config: Config, model: TrainedModel, workload: Workload, files: AutoFiles, processes: Processes
 ) -> None:
     """Brings profile and cluster file up to what planning needs; collective."""
-    build = partial(build_on_meta, config)
+    build = model.build
     job = Job(
         workload=workload,
         build=build,
-        num_tokens=shape.vocab_size,
+        num_tokens=model.vocab_size,
         probes=find_probes(build, workload),
         # Where nothing is said, planning adds a forward to what is measured without.
         recompute=(RECOMPUTE[config.activation_checkpoint.mode] or "none",),

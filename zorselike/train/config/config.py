@@ -17,6 +17,9 @@ from zorselike.text.annotations import Must, Natural, Positive, at_least
 from zorselike.text.dataclass_tables import check_dataclass
 from zorselike.text.units import parse_time
 
+HUGGING_FACE = "hf"
+"""The `[model] name` of what is in a folder."""
+
 AUTO = "auto"
 """In place of a plan file: measure what is missing, plan, and train."""
 
@@ -41,11 +44,15 @@ class Job:
 @dataclass(frozen=True)
 class Model:
     name: str = "llama"
-    """Which model family to train; see `zorselike/models`."""
+    """Which model family to train (`llama`, `gpt`), or `hf`: the Hugging Face model in `path`."""
+    path: str = ""
+    """With `name = "hf"`: folder of a causal LM, with `config.json` and, unless it begins at random,
+    `.safetensors`; nothing is downloaded (ours)."""
     flavor: str = "debug"
     """Which size of that family."""
     hf_assets_path: str = ""
-    """Folder that holds a Hugging Face `tokenizer.json` (or that file). Empty: byte tokens."""
+    """Folder that holds a Hugging Face `tokenizer.json` (or that file). Empty: that of `path` if there is
+    one, else byte tokens."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +304,11 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
             f'has, since [hetero] plan = "{AUTO}" has no plan that says it'
+        )
+    if (config.model.name == HUGGING_FACE) != bool(config.model.path):
+        raise ConfigError(
+            f'[model] name = "{config.model.name}", path = "{config.model.path}": a path and the name '
+            f'"{HUGGING_FACE}" go together'
         )
     checkpoint = config.checkpoint
     for key, unused in (("load_step", -1), ("initial_load_path", "")):

@@ -29,6 +29,7 @@ _PATH_KEYS = (
     ("hetero", "cluster"),
     ("training", "dataset_path"),
     ("validation", "dataset_path"),
+    ("model", "path"),
     ("model", "hf_assets_path"),
 )
 

@@ -2,17 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
 import torch
+from torch import nn
 
-from zorselike.models import Decoder, build_model
+from zorselike.checkpoint.whole_files import holds_weights
+from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
+from zorselike.models.decoder import DecoderConfig
+from zorselike.models.hugging_face import build_causal_lm, read_config
+from zorselike.runtime.model.causal_lm import find_decoder
+from zorselike.runtime.model.decoder_cut import list_modules
 from zorselike.runtime.processes.device import ParamDtype
-from zorselike.train.config.config import Config
+from zorselike.train.config.config import HUGGING_FACE, Config
 
 
-def build_on_meta(config: Config) -> Decoder:
-    """The model of `[model]`, without memory."""
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a run trains."""
+
+    name: str
+    """For people and checkpoints."""
+    vocab_size: int
+    max_seq_len: int
+    num_parameters: int
+    """Tied ones counted once."""
+    forward_flops: Callable[[int], Mapping[str, int]]
+    """FLOPs per token of each module that a plan lists, in sequences of so many tokens."""
+    layers: frozenset[str]
+    """Modules that `recompute = "layer"` computes again."""
+    build: Callable[[], nn.Module]
+    """Without memory, on the `meta` device, in fp32."""
+    shape: DecoderConfig | None = None
+    """Of a model of ours."""
+    folder: Path | None = None
+    """Where a Hugging Face model is from."""
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder whose weights a run begins with, where it does not begin at random."""
+        return self.folder if self.folder is not None and holds_weights(self.folder) else None
+
+
+def find_model(config: Config) -> TrainedModel:
+    """The model of `[model]`; raises `ConfigError` where there is none."""
+    if config.model.name == HUGGING_FACE:
+        return _find_hugging_face(Path(config.model.path).expanduser())
+    shape = get_config(config.model.name, config.model.flavor)
+    return TrainedModel(
+        name=f"{config.model.name} {config.model.flavor}",
+        vocab_size=shape.vocab_size,
+        max_seq_len=shape.max_seq_len,
+        num_parameters=num_parameters(shape),
+        forward_flops=partial(forward_flops_by_module, shape),
+        layers=frozenset(f"layers.{i}" for i in range(shape.num_layers)),
+        build=partial(_build_ours, config.model.name, config.model.flavor),
+        shape=shape,
+    )
+
+
+def _build_ours(name: str, flavor: str) -> nn.Module:
     with torch.device("meta"):
-        return build_model(config.model.name, config.model.flavor)
+        return build_model(name, flavor)
+
+
+def _find_hugging_face(folder: Path) -> TrainedModel:
+    config = read_config(folder)
+    text = config.get_text_config()
+    model = build_causal_lm(folder)
+    decoder = find_decoder(model)
+    return TrainedModel(
+        name=f"{HUGGING_FACE} {folder.resolve().name}",
+        vocab_size=text.vocab_size,
+        # Some, such as BLOOM, have no limit.
+        max_seq_len=getattr(text, "max_position_embeddings", None) or 2**31,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        forward_flops=partial(_count_flops, model, text.hidden_size),
+        layers=frozenset() if isinstance(decoder, str) else frozenset(decoder.layers),
+        build=partial(build_causal_lm, folder),
+        folder=folder,
+    )
+
+
+def _count_flops(model: nn.Module, width: int, seq_len: int) -> dict[str, int]:
+    """As `forward_flops_by_module`; of experts all count, though a token meets only some."""
+    decoder = find_decoder(model)
+    layers = frozenset() if isinstance(decoder, str) else frozenset(decoder.layers)
+    flops = {}
+    for name in list_modules(model):
+        module = model.get_submodule(name)
+        is_table = isinstance(module, nn.Embedding)
+        flops[name] = 0 if is_table else 2 * sum(parameter.numel() for parameter in module.parameters())
+        if name in layers:
+            flops[name] += 4 * seq_len * width
+    return flops
 
 
 def find_param_dtype(config: Config) -> ParamDtype:

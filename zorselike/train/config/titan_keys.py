@@ -12,7 +12,8 @@ REFUSED_SECTIONS: dict[str, str] = {
 """Whole sections."""
 
 _ROWS = "rows are read and computed as the plan divides them; remove the key"
-_HUGGING_FACE = "Hugging Face's formats are not read and written yet; remove the key"
+_HF_IN = 'a Hugging Face model is [model] name = "hf", path = "DIR"; remove the key'
+_HF_OUT = "last_save_model_only writes a Hugging Face model as such; remove the key"
 _RECOMPUTE = 'the plan\'s groups say recompute = "none" or "layer"; remove the key'
 _RECOMPUTE_KEYS = (
     "selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
@@ -58,9 +59,9 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
     },
     "checkpoint": {
         "enable_ft_dataloader_checkpoints": "what has been read is the number of rows alone; remove the key",
-        "initial_load_in_hf": _HUGGING_FACE,
-        "initial_load_in_hf_quantized": _HUGGING_FACE,
-        "last_save_in_hf": _HUGGING_FACE,
+        "initial_load_in_hf": _HF_IN,
+        "initial_load_in_hf_quantized": "quantized weights are not read; remove the key",
+        "last_save_in_hf": _HF_OUT,
         "exclude_from_loading": "initial_load_model_only leaves out all but the model; remove the key",
         "create_seed_checkpoint": "[debug] seed gives every plan the same weights; remove the key",
         "load_only": "use zorselike checkpoint, or interval larger than steps; remove the key",

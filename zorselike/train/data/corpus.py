@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from zorselike.errors import ConfigError
-from zorselike.train.config.config import Config
+from zorselike.train.config.config import Config, Model
 from zorselike.train.data.text_files import TOKEN_SUFFIX, list_files, list_standard_library, read_pieces
-from zorselike.train.data.tokenizer import Tokenizer, load_tokenizer
+from zorselike.train.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
 _SAMPLED_BLOCKS = 64
 _BLOCK_TOKENS = 1024
@@ -132,17 +132,23 @@ def open_corpus(
     if files[0].suffix == TOKEN_SUFFIX:
         dtype: str = training.dataset_dtype
     else:
-        tokenizer = load_tokenizer(config.model.hf_assets_path)
+        tokenizer = load_tokenizer(_find_assets(config.model))
         if tokenizer.vocab_size > vocab_size:
             raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, [model] {config.model.name} "
-                f"{config.model.flavor} only {vocab_size}: use a model with a larger vocabulary, or another "
-                "[model] hf_assets_path"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model of [model] only {vocab_size}: "
+                "use a model with a larger vocabulary, or another [model] hf_assets_path"
             )
         dtype = np.min_scalar_type(max(tokenizer.vocab_size - 1, 0)).name
         folder = Path(config.job.dump_folder) / "dataset_cache"
         files = [_tokenize(files, tokenizer, dtype=dtype, folder=folder)]
     return Corpus(files, dtype=dtype, seq_len=training.seq_len, vocab_size=vocab_size, source=source)
+
+
+def _find_assets(model: Model) -> str:
+    """Where the tokenizer is; a model's folder may have none."""
+    own = Path(model.path).expanduser()
+    has_own = bool(model.path) and (own / TOKENIZER).is_file()
+    return model.hf_assets_path or (str(own) if has_own else "")
 
 
 def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder: Path) -> Path:

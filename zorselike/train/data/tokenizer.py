@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from zorselike.errors import ConfigError
 
+TOKENIZER = "tokenizer.json"
+
 Tokens = NDArray[np.integer]
 
 
@@ -92,7 +94,7 @@ def load_tokenizer(hf_assets_path: str) -> Tokenizer:
     if not hf_assets_path:
         return ByteTokenizer()
     path = Path(hf_assets_path)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = path / TOKENIZER if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"[model] hf_assets_path = {hf_assets_path}: there is no file {path}")
     return FileTokenizer(path)

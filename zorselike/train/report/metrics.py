@@ -20,11 +20,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zorselike.models import DecoderConfig, flops_per_token, forward_flops_by_module
 from zorselike.plan.plan import Plan
 from zorselike.runtime.result import StepResult
 from zorselike.text.wording import count, first_line
 from zorselike.train.config.config import Metrics as MetricsConfig
+from zorselike.train.config.model import TrainedModel
 from zorselike.train.report import colors
 from zorselike.train.report.estimates import RankFacts
 from zorselike.train.report.memory import count_out_of_memory, read_footprint, read_peak, reset_peak
@@ -48,18 +48,18 @@ class StepWork:
     """FLOPs with the plan's recomputation."""
 
 
-def work_of_step(model: DecoderConfig, plan: Plan, *, seq_len: int) -> StepWork:
+def work_of_step(model: TrainedModel, plan: Plan, *, seq_len: int) -> StepWork:
     """The work of a step of `plan.global_batch` rows of `seq_len` tokens."""
     num_tokens = plan.global_batch * seq_len
-    forward = forward_flops_by_module(model, seq_len)
+    forward = model.forward_flops(seq_len)
     again = sum(
         forward[name]
         for ministage in plan.ministages
         if plan.groups[ministage.group].recompute == "layer"
         for name in ministage.modules
-        if name.startswith("layers.")
+        if name in model.layers
     )
-    once = flops_per_token(model, seq_len)
+    once = 3 * sum(forward.values())  # The backward is twice the forward.
     return StepWork(num_tokens, num_tokens * once, num_tokens * (once + again))
 
 
