@@ -2,70 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from zorselike.checkpoint.folder import commit, make_partial
-from zorselike.checkpoint.layout import DTYPE_BYTES, slices_file
+from zorselike.checkpoint.layout import slices_file
 from zorselike.checkpoint.lease import Lease
 from zorselike.checkpoint.manifest import FileRecord, Manifest, TensorRecord
-from zorselike.checkpoint.slices import Slice, SlicesWriter
+from zorselike.checkpoint.safetensors_file import SafetensorsFile, list_files
+from zorselike.checkpoint.slices import SlicesWriter
 from zorselike.checkpoint.verify import OnBytes
 from zorselike.errors import CheckpointError
-from zorselike.plan.holdings import VALUE, Box
 from zorselike.version import __version__
 
-_MAX_HEADER_BYTES = 100 * 10**6
-"""More is refused by the safetensors library too."""
 _BLOCK_BYTES = 16 * 2**20
-
-
-class _Source:
-    """A safetensors file of somebody else's: what its header says, which is checked."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offsets: dict[str, int] = {}
-        """From the file's start."""
-        self.slices: list[Slice] = []
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-                    raise ValueError("the length of its header is wrong")
-                self._read(json.loads(file.read(length)), 8 + length, size)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: is no safetensors file, or damaged: {error}") from None
-
-    def _read(self, header: Any, start: int, size: int) -> None:
-        """Raises anything where the header is not what it must be."""
-        ends = start
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
-            shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
-            begin, end = entry["data_offsets"]
-            if dtype not in DTYPE_BYTES:
-                raise ValueError(f"{name} is of dtype {dtype}; there are {', '.join(DTYPE_BYTES)}")
-            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-                raise ValueError(f"{name} has a shape or place that is not of integers")
-            one = Slice(Box.whole(name, VALUE, shape), dtype, shape)
-            if start + begin != ends or begin + one.num_bytes != end:
-                raise ValueError(f"{name} is not where its header says")
-            self.slices.append(one)
-            self.offsets[name] = ends
-            ends += one.num_bytes
-        if ends != size:
-            raise ValueError(f"it has {size} bytes and not {ends}")
 
 
 def import_files(files: Sequence[Path], folder: Path, *, progress: OnBytes | None = None) -> Path:
@@ -81,7 +35,7 @@ def import_files(files: Sequence[Path], folder: Path, *, progress: OnBytes | Non
             checkpoint of step 0.
         OSError: The folder cannot be written.
     """
-    sources = [_Source(path) for path in list_files(files)]
+    sources = [SafetensorsFile(path) for path in list_files(files)]
     places: dict[str, Path] = {}
     for source in sources:
         for one in source.slices:
@@ -101,18 +55,7 @@ def import_files(files: Sequence[Path], folder: Path, *, progress: OnBytes | Non
         lease.release()
 
 
-def list_files(paths: Sequence[Path]) -> list[Path]:
-    """Files for themselves, and of a folder its safetensors files; raises `CheckpointError` for none."""
-    files = []
-    for path in paths:
-        found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not found:
-            raise CheckpointError(f"{path}: holds no safetensors files")
-        files += found
-    return files
-
-
-def _copy(source: _Source, partial: Path, number: int, progress: OnBytes | None) -> FileRecord:
+def _copy(source: SafetensorsFile, partial: Path, number: int, progress: OnBytes | None) -> FileRecord:
     writer = SlicesWriter(partial, slices_file("model", number), source.slices)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     try:
@@ -135,7 +78,7 @@ def _copy(source: _Source, partial: Path, number: int, progress: OnBytes | None)
         writer.abort()
 
 
-def _describe(sources: Sequence[_Source], records: tuple[FileRecord, ...]) -> Manifest:
+def _describe(sources: Sequence[SafetensorsFile], records: tuple[FileRecord, ...]) -> Manifest:
     return Manifest(
         step=0,
         rows_seen=0,

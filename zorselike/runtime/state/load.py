@@ -24,7 +24,8 @@ from zorselike.runtime.state.dtypes import bytes_of, named_dtype
 from zorselike.runtime.state.exchange import exchange, part_of
 from zorselike.runtime.state.pipeline_state import PipelineState
 from zorselike.runtime.state.save import read_optimizers
-from zorselike.text.wording import first_line, list_few
+from zorselike.runtime.state.together import do_together, gather_by_rank
+from zorselike.text.wording import list_few
 
 
 class Loader:
@@ -220,20 +221,7 @@ class Loader:
 
     def _together(self, work: Callable[[], object]) -> None:
         """Does it on every rank; a rank's `CheckpointError` is everybody's. Collective."""
-        own = None
-        try:
-            work()
-        except CheckpointError as error:
-            own = str(error)
-        except OSError as error:
-            own = f"{error.filename or self._path}: {error.strerror or first_line(error)}"
-        errors = [error for error in self._gather(own) if error is not None]
-        if errors:
-            raise CheckpointError(own or errors[0])
+        do_together(self._state, self._path, work)
 
     def _gather(self, value: Any) -> list[Any]:
-        """By rank of the plan, on every rank."""
-        state = self._state
-        values: list[Any] = [None] * state.ranks.world_size
-        dist.all_gather_object(values, (self._rank, value), group=state.control)
-        return [own for _, own in sorted(values, key=lambda entry: entry[0])]
+        return gather_by_rank(self._state, value)
