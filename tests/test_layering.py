@@ -26,6 +26,7 @@ LAYERS = [
     "planner",
     "checkpoint",
     "runtime",
+    "hf",
     "profiler",
     "models",
     "train",

@@ -16,9 +16,9 @@ from zorselike.checkpoint.blocks import dtype_of, read_blocks
 from zorselike.checkpoint.dtypes import FLOATS, decode, encode
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
+from zorselike.checkpoint.safetensors_file import INDEX, WEIGHTS
 from zorselike.checkpoint.slices import Slice, SlicesWriter, make_folders, sync_folder, write_file
 from zorselike.checkpoint.verify import OnBytes
-from zorselike.checkpoint.whole_files import INDEX, WEIGHTS
 from zorselike.errors import CheckpointError
 from zorselike.plan.holdings import VALUE, Box
 

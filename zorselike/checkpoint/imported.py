@@ -12,10 +12,10 @@ from pathlib import Path
 from zorselike.checkpoint.folder import commit, make_partial
 from zorselike.checkpoint.layout import slices_file
 from zorselike.checkpoint.lease import Lease
-from zorselike.checkpoint.manifest import FileRecord
+from zorselike.checkpoint.manifest import FileRecord, Manifest, TensorRecord
+from zorselike.checkpoint.safetensors_file import SafetensorsFile, list_files
 from zorselike.checkpoint.slices import SlicesWriter
 from zorselike.checkpoint.verify import OnBytes
-from zorselike.checkpoint.whole_files import WholeTensors, describe_files, list_files, open_files
 from zorselike.errors import CheckpointError
 from zorselike.version import __version__
 
@@ -35,20 +35,19 @@ def import_files(files: Sequence[Path], folder: Path, *, progress: OnBytes | Non
             checkpoint of step 0.
         OSError: The folder cannot be written.
     """
-    sources = open_files(list_files(files))
+    sources = [SafetensorsFile(path) for path in list_files(files)]
+    places: dict[str, Path] = {}
+    for source in sources:
+        for one in source.slices:
+            if one.box.name in places:
+                raise CheckpointError(f"{one.box.name} is in {places[one.box.name]} and in {source.path}")
+            places[one.box.name] = source.path
     lease = Lease(folder)
     try:
         partial = make_partial(folder, 0)
         try:
             records = tuple(_copy(source, partial, i, progress) for i, source in enumerate(sources))
-            manifest = describe_files(
-                sources,
-                records,
-                extra={"imported_from": [str(source.path) for source in sources]},
-                versions={"zorselike": __version__, "python": platform.python_version()},
-                saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            )
-            return commit(partial, manifest)
+            return commit(partial, _describe(sources, records))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -56,7 +55,7 @@ def import_files(files: Sequence[Path], folder: Path, *, progress: OnBytes | Non
         lease.release()
 
 
-def _copy(source: WholeTensors, partial: Path, number: int, progress: OnBytes | None) -> FileRecord:
+def _copy(source: SafetensorsFile, partial: Path, number: int, progress: OnBytes | None) -> FileRecord:
     writer = SlicesWriter(partial, slices_file("model", number), source.slices)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     try:
@@ -77,3 +76,25 @@ def _copy(source: WholeTensors, partial: Path, number: int, progress: OnBytes | 
         return writer.finish()
     finally:
         writer.abort()
+
+
+def _describe(sources: Sequence[SafetensorsFile], records: tuple[FileRecord, ...]) -> Manifest:
+    return Manifest(
+        step=0,
+        rows_seen=0,
+        seed=0,
+        tensors={
+            one.box.name: TensorRecord(one.shape, one.dtype, one.dtype, True)
+            for source in sources
+            for one in source.slices
+        },
+        files=records,
+        aliases={},
+        optimizer=None,
+        loss_scale=None,
+        schedule=None,
+        plan=None,
+        extra={"imported_from": [str(source.path) for source in sources]},
+        versions={"zorselike": __version__, "python": platform.python_version()},
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -142,9 +142,6 @@ class SlicesReader:
 
     def _read_run(self, file: FileRecord, record: SliceRecord, first: int, target: memoryview) -> None:
         """Bytes of a slice from `first` on: whole chunks go straight to where they are wanted."""
-        if not record.sums:  # Somebody else's file: there is nothing to check.
-            self._fill(file.file, record.offset + first, target, record.entry)
-            return
         while target:
             number = first // CHUNK_BYTES
             start = number * CHUNK_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from zorselike.plan.holdings import Box
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.ministage.updates import LossScale
 from zorselike.runtime.state.load import Loader
+from zorselike.runtime.state.pretrained import PretrainedWeights
 from zorselike.runtime.state.save import AfterCommit, RunFacts, Save, Saver
 from zorselike.runtime.state.schedulers import LRSchedulers
 
@@ -146,6 +147,21 @@ class Checkpoints:
             return Loaded(candidate, loader.manifest.step, loader.manifest.extra, tuple(skipped))
         raise CheckpointError(f"no checkpoint can be loaded: {'; '.join(reason for _, reason in skipped)}")
 
+    def load_pretrained(self, folder: Path, *, name_of: Callable[[str], str], ignored: Sequence[str]) -> int:
+        """Fills the model from a folder of safetensors files; returns the bytes that this rank has read.
+        Collective.
+
+        Raises:
+            CheckpointError: On every rank alike.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+        weights = PretrainedWeights(self._assembly.state, folder, name_of=name_of, ignored=ignored)
+        self.must_load = True
+        weights.load()
+        self.must_load = False
+        return weights.num_bytes_read
+
     def list_steps(self, folder: Path) -> list[int]:
         """Steps of a folder's checkpoints, complete or not, that any rank sees, newest first; collective."""
         everyone: list[Any] = [None] * self._assembly.ranks.world_size
@@ -244,8 +260,7 @@ class Stateful(ABC):
 
     def load(self, path: str | Path, *, model_only: bool = False, options: bool = True) -> Loaded:
         """Goes on from a checkpoint that any plan has saved: `folder/step-N`, or the newest in `folder` that
-        is complete. Or, with `model_only`, from safetensors files of whole tensors, one or several with an
-        index, under the model's names: every rank reads its own rows of them. Collective.
+        is complete. Collective. (Weights in safetensors files: `load_pretrained`.)
 
         Args:
             model_only: take over the model alone, as for a new run.
@@ -258,6 +273,25 @@ class Stateful(ABC):
         """
         with self._alone("load", needs_values=False):
             return self._checkpoints.load(Path(path).expanduser(), model_only=model_only, options=options)
+
+    def load_pretrained(
+        self, folder: str | Path, *, name_of: Callable[[str], str] = str, ignored: Sequence[str] = ()
+    ) -> int:
+        """Takes over the weights of a folder of safetensors files, as `save_pretrained` of `transformers`
+        writes it. Every rank reads the rows that it holds, so build the pipeline with a model on the meta
+        device and `skip_init=True`. Returns the bytes that this rank has read. Collective; every node must
+        see the folder.
+
+        Args:
+            folder: with safetensors files, and the index if they are several.
+            name_of: what the model calls what the files call so; by default the same.
+            ignored: patterns of names in the files that the model need not have.
+
+        Raises:
+            CheckpointError: On every rank: files are missing or damaged, or of another model.
+        """
+        with self._alone("load_pretrained", needs_values=False):
+            return self._checkpoints.load_pretrained(Path(folder), name_of=name_of, ignored=ignored)
 
     def checkpoint_steps(self, folder: str | Path) -> list[int]:
         """Steps of the checkpoints in a folder, complete or not, that any rank sees, newest first;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from zorselike.checkpoint.folder import (
 )
 from zorselike.checkpoint.layout import model_folder, step_folder
 from zorselike.checkpoint.upload import check_target, upload
-from zorselike.checkpoint.whole_files import holds_weights
 from zorselike.errors import CheckpointError
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
@@ -46,12 +45,13 @@ class RunCheckpoints:
         facts: Mapping[str, Any],
         *,
         origin: Path | None = None,
+        take_weights: Callable[[], None] = lambda: None,
     ) -> None:
         """`facts`: what a run that goes on must have alike, for people to read; JSON. `origin`: the folder of
-        the Hugging Face model that is trained."""
+        the Hugging Face model that is trained; `take_weights`: takes over its weights, if it has any."""
         self._config, self._settings = config, config.checkpoint
         self._pipe, self._world = pipe, world
-        self._facts, self._origin = facts, origin
+        self._facts, self._origin, self._take_weights = facts, origin, take_weights
         self.folder = checkpoint_folder(config)
         self._on_its_way: tuple[Save, dict[str, Any]] | None = None
         """And the best validation once it is there."""
@@ -108,16 +108,6 @@ class RunCheckpoints:
                 self._take(loaded)
         else:
             self._take_weights()
-
-    def _take_weights(self) -> None:
-        """Begins with the weights of a Hugging Face model, if it has any."""
-        if self._origin is None:
-            return
-        if holds_weights(self._origin):
-            self._pipe.load(self._origin, model_only=True, options=False)
-            logger.info("begins with the weights of %s", self._origin)
-        else:
-            logger.warning("%s holds no weights: the model begins with random ones", self._origin)
 
     def _take(self, loaded: Loaded) -> None:
         for path, reason in loaded.skipped:

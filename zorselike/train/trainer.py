@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from zorselike.cost.catalogue import peak_flops
 from zorselike.errors import CheckpointError, ConfigError, PlanError
+from zorselike.hf import load_weights
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
 from zorselike.runtime.ministage.updates import defers_updates
@@ -97,7 +99,8 @@ def _train(
     )
     refused: CheckpointError | None = None
     skips_init = any(world.gather(model.weights is not None or will_load(config)))
-    with _build_pipeline(config, plan, model.build(), world, skip_init=skips_init) as pipe:
+    module = model.build()
+    with _build_pipeline(config, plan, module, world, skip_init=skips_init) as pipe:
         folder = open_run_folder(config, plan, world, recipe=request.config_path, beside_plan=beside_plan)
         if config.job.print_config:
             logger.info("configuration:\n%s", dump_config(config))
@@ -105,7 +108,16 @@ def _train(
         logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
         _log_deferral(config, pipe, world)
         try:
-            signal_number = _run_steps(config, pipe, corpus, held_out, model, world, folder)
+            signal_number = _run_steps(
+                config,
+                pipe,
+                corpus,
+                held_out,
+                model,
+                world,
+                folder,
+                partial(_take_weights, pipe, model, module),
+            )
         except CheckpointError as error:  # Every rank raises it: none waits for another.
             refused = error
     if refused is not None:
@@ -121,12 +133,13 @@ def _run_steps(
     model: TrainedModel,
     world: Processes,
     folder: Path,
+    take_weights: Callable[[], None],
 ) -> int:
     """Runs all steps, with validation where there is a `held_out` corpus; returns 0, or the signal that
-    stopped the run, on every rank alike."""
+    stopped the run, on every rank alike. `take_weights`: what a run begins with that goes on from nothing."""
     alike = {"model": model.name, "data": corpus.fingerprint()}
     alike |= {"seq_len": str(config.training.seq_len), "seed": str(config.debug.seed)}
-    checkpoints = RunCheckpoints(config, pipe, world, alike, origin=model.folder)
+    checkpoints = RunCheckpoints(config, pipe, world, alike, origin=model.folder, take_weights=take_weights)
     checkpoints.go_on()
     before, steps = pipe.num_steps, config.training.steps
     if before >= steps or checkpoints.is_finished():
@@ -265,6 +278,15 @@ def _build_pipeline(
             seed=config.debug.seed,
             skip_init=skip_init,
         )
+
+
+def _take_weights(pipe: HeteroPipeline, model: TrainedModel, module: nn.Module) -> None:
+    """Begins with the weights of a Hugging Face model, if it has any; collective."""
+    if model.weights is not None:
+        load_weights(pipe, module, model.weights)
+        logger.info("begins with the weights of %s", model.weights)
+    elif model.folder is not None:
+        logger.warning("%s holds no weights: the model begins with random ones", model.folder)
 
 
 def _log_deferral(config: Config, pipe: HeteroPipeline, world: Processes) -> None:

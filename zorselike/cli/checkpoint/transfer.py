@@ -11,7 +11,7 @@ import tyro
 from zorselike.checkpoint.export import AS_IN_MODEL, export, list_shards
 from zorselike.checkpoint.imported import import_files
 from zorselike.checkpoint.read import read_manifest
-from zorselike.checkpoint.whole_files import list_files
+from zorselike.checkpoint.safetensors_file import list_files
 from zorselike.cli.checkpoint.paths import CheckpointPath, find_checkpoint, show_bytes_done
 from zorselike.cli.options import read_size
 from zorselike.errors import CheckpointError

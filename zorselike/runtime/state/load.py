@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from zorselike.checkpoint.coverage import refuse_gaps
 from zorselike.checkpoint.layout import MANIFEST
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
-from zorselike.checkpoint.whole_files import holds_weights, read_weights
 from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.plan.holdings import VALUE, Box, Copy, copies
 from zorselike.runtime.state.dtypes import bytes_of, named_dtype
 from zorselike.runtime.state.exchange import exchange, part_of
 from zorselike.runtime.state.pipeline_state import PipelineState
 from zorselike.runtime.state.save import read_optimizers
-from zorselike.text.wording import first_line, list_few
+from zorselike.runtime.state.together import do_together, gather_by_rank
+from zorselike.text.wording import list_few
 
 
 class Loader:
@@ -157,7 +156,7 @@ class Loader:
     def _agree_on_manifest(self) -> Manifest:
         own, error = None, None
         try:
-            own = read_weights(self._path) if holds_weights(self._path) else read_manifest(self._path)
+            own = read_manifest(self._path)
             refuse_gaps(own)  # Now: others would wait for what nobody has.
         except CheckpointError as found:
             own, error = None, str(found) if own is None else f"{self._path / MANIFEST}: {found}"
@@ -181,11 +180,6 @@ class Loader:
     def _under_own_names(self, manifest: Manifest) -> Manifest:
         """Which of its names a tied weight is saved under depends on the plan."""
         here = self._state.inventory.all_tensors
-        own = self._state.inventory.aliases
-        if twice := {name for name in own if name in manifest.tensors and own[name] in manifest.tensors}:
-            # Somebody else may write a tied weight under each of its names.
-            tensors = {name: tensor for name, tensor in manifest.tensors.items() if name not in twice}
-            manifest = replace(manifest, tensors=tensors)
         missing = {name: manifest.aliases.get(name) for name in here if name not in manifest.tensors}
         return manifest.renamed({old: new for new, old in missing.items() if old and old not in here})
 
@@ -231,20 +225,7 @@ class Loader:
 
     def _together(self, work: Callable[[], object]) -> None:
         """Does it on every rank; a rank's `CheckpointError` is everybody's. Collective."""
-        own = None
-        try:
-            work()
-        except CheckpointError as error:
-            own = str(error)
-        except OSError as error:
-            own = f"{error.filename or self._path}: {error.strerror or first_line(error)}"
-        errors = [error for error in self._gather(own) if error is not None]
-        if errors:
-            raise CheckpointError(own or errors[0])
+        do_together(self._state, self._path, work)
 
     def _gather(self, value: Any) -> list[Any]:
-        """By rank of the plan, on every rank."""
-        state = self._state
-        values: list[Any] = [None] * state.ranks.world_size
-        dist.all_gather_object(values, (self._rank, value), group=state.control)
-        return [own for _, own in sorted(values, key=lambda entry: entry[0])]
+        return gather_by_rank(self._state, value)

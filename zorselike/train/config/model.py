@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from zorselike.checkpoint.whole_files import holds_weights
+from zorselike.checkpoint.safetensors_file import holds_weights
+from zorselike.hf import build_on_meta
 from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
 from zorselike.models.decoder import DecoderConfig
-from zorselike.models.hugging_face import build_causal_lm, read_config
 from zorselike.runtime.model.causal_lm import find_decoder
 from zorselike.runtime.model.decoder_cut import list_modules
 from zorselike.runtime.processes.device import ParamDtype
@@ -70,9 +71,9 @@ def _build_ours(name: str, flavor: str) -> nn.Module:
 
 
 def _find_hugging_face(folder: Path) -> TrainedModel:
-    config = read_config(folder)
+    model = build_on_meta(folder)
+    config: Any = model.config
     text = config.get_text_config()
-    model = build_causal_lm(folder)
     decoder = find_decoder(model)
     return TrainedModel(
         name=f"{HUGGING_FACE} {folder.resolve().name}",
@@ -82,7 +83,7 @@ def _find_hugging_face(folder: Path) -> TrainedModel:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         forward_flops=partial(_count_flops, model, text.hidden_size),
         layers=frozenset() if isinstance(decoder, str) else frozenset(decoder.layers),
-        build=partial(build_causal_lm, folder),
+        build=partial(build_on_meta, folder),
         folder=folder,
     )
 

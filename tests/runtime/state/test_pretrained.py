@@ -45,12 +45,12 @@ def load(rank: int, size: int, folder: Path) -> list[Any]:
     found: list[Any] = []
     with HeteroPipeline(case.model(), AFTER, optimizer=adamw) as pipe:
         for name in ("one", "several"):
-            pipe.load(folder / name, model_only=True)
+            pipe.load_pretrained(folder / name)
             found.append(pipe.evaluate_global(*case.batch(1)).loss)
             found.append(pipe.num_steps)
         for name in ("cut", "pickle"):
             with pytest.raises(CheckpointError) as caught:
-                pipe.load(folder / name, model_only=True)
+                pipe.load_pretrained(folder / name)
             found.append(str(caught.value))
     return found
 

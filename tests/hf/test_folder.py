@@ -1,0 +1,145 @@
+"""A folder that `transformers` wrote becomes a pipeline; every rank reads its own part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hf_families
+import pytest
+import torch
+import volume
+from hf_families import FAMILIES, documents, exact_norms, make_model, tokens
+from ranks import RunRanks
+from tiny import adamw
+from torch import Tensor
+
+import zorselike.hf
+from zorselike import list_modules
+from zorselike.errors import CheckpointError
+from zorselike.plan import ConfigError
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.loss import token_cross_entropy
+from zorselike.runtime.pipeline import HeteroPipeline
+
+ROWS = 4
+transformers = hf_families.transformers
+NOT_FUSED = [family for family in FAMILIES if family != "mixtral"]
+"""Mixtral's experts are one by one in the file, and together in the model."""
+
+
+def make_plan(names: Sequence[str]) -> Plan:
+    """Two ranks that share two ministages, and one that has another between them, mostly on the host."""
+    microbatches = tuple(Microbatch(*m) for m in ((0, 0, 1), (1, 1, 4)))
+    groups = (
+        Group((0, 1), microbatches, zero=2),
+        Group((2,), (Microbatch(2, 0, 4),), offload=("params", "optimizer")),
+    )
+    cuts = (names[:5], names[5:-2], names[-2:])
+    return Plan(ROWS, groups, tuple(Ministage(i % 2, tuple(own)) for i, own in enumerate(cuts)))
+
+
+def save(rank: int, world_size: int, family: str, folder: Path, shard_size: str) -> dict[str, Tensor]:
+    model = make_model(family)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def load(rank: int, world_size: int, family: str, folder: Path) -> tuple[Any, int, float]:
+    """The state, how many bytes this rank's part has, and a loss."""
+    plan = make_plan(list_modules(zorselike.hf.build_on_meta(folder)))
+    read: list[int] = []
+    original = HeteroPipeline.load_pretrained
+    with pytest.MonkeyPatch.context() as patch, exact_norms(family):
+        patch.setattr(
+            HeteroPipeline,
+            "load_pretrained",
+            lambda *args, **kwargs: read.append(original(*args, **kwargs)),
+        )
+        with zorselike.hf.pipeline(folder, plan, dtype=torch.float64, optimizer=adamw) as pipe:
+            loss = pipe.evaluate_global(tokens(ROWS), tokens(ROWS), position_ids=documents(ROWS)).loss
+            assert pipe.step_global(tokens(ROWS), tokens(ROWS)).loss > 0
+            with zorselike.hf.pipeline(folder, plan, dtype=torch.float64) as again:
+                return again.full_state_dict(), read[0], loss
+
+
+def loss_alone(rank: int, world_size: int, family: str, folder: Path) -> float:
+    with exact_norms(family):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        logits = model(tokens(ROWS), position_ids=documents(ROWS), use_cache=False).logits
+        return float(token_cross_entropy(logits, tokens(ROWS))) / tokens(ROWS).numel()
+
+
+@volume.parametrize("family", NOT_FUSED, least=2)
+def test_every_rank_reads_its_own_part(family: str, tmp_path: Path, run_ranks: RunRanks) -> None:
+    (saved,) = run_ranks(save, 1, family, tmp_path, "20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found = run_ranks(load, 3, family, tmp_path)
+    state, _, loss = found[0]
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+    (expected,) = run_ranks(loss_alone, 1, family, tmp_path)
+    assert loss == pytest.approx(expected, rel=1e-12)
+    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in saved.values()}
+    whole = sum(distinct.values())
+    is_tied = len(distinct) < len(saved)
+    assert sum(read for _, read, _ in found) == whole + (saved["lm_head.weight"].nbytes if is_tied else 0)
+    assert max(read for _, read, _ in found) < 0.6 * whole
+
+
+def test_one_file_without_an_index_and_names_without_the_prefix(tmp_path: Path, run_ranks: RunRanks) -> None:
+    """GPT-2's own checkpoint has `wte.weight` for `transformer.wte.weight`, and masks that no model has."""
+    from safetensors.torch import load_file, save_file
+
+    (saved,) = run_ranks(save, 1, "gpt2", tmp_path, "1GB")
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, path)
+    state = run_ranks(load, 3, "gpt2", tmp_path)[0][0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+
+
+def refuse(rank: int, world_size: int, folder: Path) -> str:
+    model = zorselike.hf.build_on_meta(folder)
+    names = list_modules(model)
+    plan = Plan(2, (Group((0,), (Microbatch(0, 0, 2),)),), (Ministage(0, names),))
+    with pytest.raises(CheckpointError) as caught:
+        zorselike.hf.pipeline(folder, plan)
+    return str(caught.value)
+
+
+def test_other_weights_are_refused(tmp_path: Path, run_ranks: RunRanks) -> None:
+    run_ranks(save, 1, "llama", tmp_path, "20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    first = min(whole["weight_map"].values())
+    kept = {name: file for name, file in whole["weight_map"].items() if file != first}
+    index.write_text(json.dumps({**whole, "weight_map": kept}))
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "is of another model: it holds no " in said
+    index.write_text(json.dumps({**whole, "weight_map": {"a": "gone.safetensors"}}))
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "gone.safetensors: cannot be read: No such file" in said
+    index.write_text("[]")
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "model.safetensors.index.json: is no index" in said
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json; give a folder that save_pretrained wrote"):
+        zorselike.hf.build_on_meta(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ConfigError, match="transformers builds no causal LM of"):
+        zorselike.hf.build_on_meta(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'zorselike\[hf\]'"):
+        zorselike.hf.build_on_meta(tmp_path)
+
+
+def test_fused_experts_are_refused(tmp_path: Path, run_ranks: RunRanks) -> None:
+    run_ranks(save, 1, "mixtral", tmp_path, "1GB")
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "is a part of model.layers.0.mlp.experts.gate_up_proj in the model" in said
+    assert said.endswith("load the model with from_pretrained and give that to HeteroPipeline")
