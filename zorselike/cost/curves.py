@@ -12,7 +12,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
@@ -59,10 +59,15 @@ class Curve:
     def __call__(self, rows: float) -> float:
         first, last = self.points[0][0], self.points[-1][0]
         if rows > last:
-            return self._at(last) + self.slope_above * (rows - last)
+            return self._last_s + self.slope_above * (rows - last)
         if rows < first:
             return self._below(rows)
         return self._at(rows)
+
+    @cached_property
+    def _last_s(self) -> float:
+        """Where the points end."""
+        return self._at(self.points[-1][0])
 
     def _at(self, rows: float) -> float:
         return max(0.0, self._inside(rows))

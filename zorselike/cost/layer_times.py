@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 from zorselike.cost.catalogue import DeviceSpec, find_device
@@ -61,6 +62,8 @@ class LayerTimeModel:
         self._fitted: dict[_Key, _Curves] = {}
         self._found: dict[_Asked, float] = {}
         self._assumptions: dict[str, None] = {}
+        self._reference = cache(self._find_reference)
+        self._peak = cache(self._find_peak)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -197,7 +200,7 @@ class LayerTimeModel:
             return kind.forward_flops_per_row
         return kind.backward_flops + (kind.forward_flops_per_row if recompute == "layer" else 0.0)
 
-    def _reference(self, device: str, tensor_parallel: int) -> LayerKind | None:
+    def _find_reference(self, device: str, tensor_parallel: int) -> LayerKind | None:
         """The measured kind of a device whose speed others take: `layer`, else the one with most FLOPs;
         None for a device without measurements."""
         on_device = {key for key in self._times if key[1] == device}
@@ -212,7 +215,7 @@ class LayerTimeModel:
             )
         return max(usable, key=lambda kind: (kind.name == "layer", kind.forward_flops_per_row), default=None)
 
-    def _peak(self, kind: str, device: str) -> float:
+    def _find_peak(self, kind: str, device: str) -> float:
         """FLOP/s that are reached of the catalogue's."""
         spec = self._find_spec(device)
         if spec is None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, SENDS, TRANSFERS, Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT, reduces_beside
 
 REDUCTION_BUFFERS = 1
@@ -216,6 +216,7 @@ class _Walk:
     def start_recording(self) -> None:
         """Forgets all peaks so far."""
         self._peaks = dict(self._totals)
+        self._working_peak = 0
         self._host_peak = 0
         self._device_bytes: list[int] = []
         self._peak = -1
@@ -227,9 +228,16 @@ class _Walk:
         """One step."""
         for position, action in enumerate(self._actions):
             working = self._add(action)
-            during = self._record(position, working)
+            during = self._all_bytes + working
+            if working > self._working_peak:
+                self._working_peak = working
+            if during > self._peak:
+                self._note_peak(position, working)
             self._remove(action)
-            self._device_bytes.append(max(during, self._record(position, 0)))
+            after = self._all_bytes
+            if after > self._peak:
+                self._note_peak(position, 0)
+            self._device_bytes.append(during if during > after else after)
         for purpose in Purpose:
             self._settle(purpose)
         self._settle_reduction()
@@ -239,16 +247,11 @@ class _Walk:
         self._leaving_microbatches.clear()
         self._on_their_way.clear()
 
-    def _record(self, position: int, working: int) -> int:
-        """The device's bytes now; `working` come and go with the action."""
-        held = self._all_bytes + working
-        if working > self._peaks[Purpose.WORKING_SET]:
-            self._peaks[Purpose.WORKING_SET] = working
-        if held > self._peak:
-            self._peak, self._peak_position = held, position
-            self._at_peak = self._totals | {Purpose.WORKING_SET: working}
-            self._holders = {purpose: tuple(own) for purpose, own in self._held.items() if own}
-        return held
+    def _note_peak(self, position: int, working: int) -> None:
+        """The device has never held as much; `working` come and go with the action."""
+        self._peak, self._peak_position = self._all_bytes + working, position
+        self._at_peak = self._totals | {Purpose.WORKING_SET: working}
+        self._holders = {purpose: tuple(own) for purpose, own in self._held.items() if own}
 
     def report(self, context_bytes: int) -> MemoryWalk:
         host: dict[Purpose, int] = dict.fromkeys(Purpose, 0)
@@ -257,7 +260,7 @@ class _Walk:
         host[Purpose.ACTIVATIONS] = self._host_peak
         position = self._peak_position
         return MemoryWalk(
-            device=self._peaks,
+            device=self._peaks | {Purpose.WORKING_SET: self._working_peak},
             host=host,
             device_bytes=tuple(num_bytes + context_bytes for num_bytes in self._device_bytes),
             at_peak=self._at_peak,
@@ -335,7 +338,7 @@ class _Walk:
     def _add(self, action: Action) -> int:
         """Enters what an action allocates; returns what it needs only while it runs."""
         kind, i, m = action.kind, action.ministage, action.microbatch
-        if i is None:
+        if i is None or kind in SENDS:
             return 0
         sizes = self._sizes[i]
         match kind:
@@ -433,7 +436,7 @@ class _Walk:
 
     def _remove(self, action: Action) -> None:
         kind, i, m = action.kind, action.ministage, action.microbatch
-        if i is None:
+        if i is None or kind in TRANSFERS:
             return
         match kind:
             case Kind.RESHARD:

@@ -122,6 +122,42 @@ def test_microbatches_in_flight_are_bounded_where_memory_is_short():
     assert costly[False] and not costly[True]
 
 
+def test_reductions_are_waited_for_where_memory_has_no_room_beside_them():
+    """And only there: whole gradients of two ministages do not fit one of these groups, those of one do."""
+
+    def search(gib, overlap):
+        nodes = [make_node(name, "T4", 2, memory_bytes=(int(gib * 2**30),) * 2) for name in ("a", "b")]
+        fixed = Fixed(
+            groups=((0, 1), (2, 3)),
+            ministages=6,
+            zero=2,
+            recompute="layer",
+            offload=(),
+            overlap_grad_reduce=overlap,
+        )
+        problem = make_problem(*nodes, global_batch=16, workload=make_decoder(8), fixed=fixed)
+        case = search_plans(problem, budget_s=10).best.case
+        return [group.overlap_grad_reduce for group in case.plan.groups], case.simulation.iteration_s
+
+    assert sorted(search(3.5, None)[0]) == [False, True]
+    assert search(3.5, False)[0] == [False, False]
+    with pytest.raises(NothingFitsError):
+        search(3.5, True)
+    beside, step_s = search(4.0, None)
+    assert beside == [True, True]
+    assert step_s < search(4.0, False)[1]
+
+
+def test_plans_do_not_differ_by_how_groups_reduce_where_that_makes_no_difference():
+    """A rank alone has nobody to wait for, and ZeRO 3 reduces inside its backwards."""
+    nodes = (make_node("a", "A100-40", 1), make_node("b", "T4", 1))
+    alone = make_problem(*nodes, fixed=Fixed(groups=((0,), (1,)), overlap_grad_reduce=False))
+    sharded = make_problem(make_node("a", "T4", 2), fixed=Fixed(zero=3, overlap_grad_reduce=False))
+    for problem in (alone, sharded):
+        plan = search_plans(problem, budget_s=1, top=1).best.case.plan
+        assert all(group.overlap_grad_reduce for group in plan.groups)
+
+
 @pytest.mark.parametrize("reduces", [{"zero": 3}, {"zero": 2, "grad_reduce": "microbatch"}])
 def test_microbatches_in_flight_are_bounded_where_each_is_reduced(reduces):
     fixed = Fixed(bounds_in_flight=True, **reduces)

@@ -31,6 +31,8 @@ class LayerTable:
     def __init__(self, workload: Workload, clock: LayerTimeModel) -> None:
         self._clock = clock
         self.seconds = cache(self._seconds)
+        self.model_s = cache(self._model_s)
+        """Seconds of `_model_s`, the same tuple for the same question."""
         self._whole: dict[tuple[str, Recompute], list[float]] = {}
         self._kind_of_key: dict[str, LayerKind] = {}
         self._recomputes: dict[str, bool] = {}
@@ -69,7 +71,7 @@ class LayerTable:
         wanted = self._kind_of_key[key].name, device, rows, self.recompute(key, recompute)
         return Seconds(self._clock.forward_s(*wanted), self._clock.backward_s(*wanted))
 
-    def model_s(self, device: str, recompute: Recompute, max_rows: int) -> tuple[float, ...]:
+    def _model_s(self, device: str, recompute: Recompute, max_rows: int) -> tuple[float, ...]:
         """Forward and backward of microbatches of 1 to `max_rows` rows through the whole model. Curves do
         not fall, so neither does their sum but for rounding."""
         found = self._whole.setdefault((device, recompute), [])

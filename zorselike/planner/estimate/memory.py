@@ -72,6 +72,7 @@ class RankMemory:
         self._needs: dict[object, Need] = {}
         self._lists: dict[object, Sequence[Action]] = {}
         self._part = cache(self._add_up)
+        self._describe_cuts = cache(self._find_description)
         self.scale = 1.0
         """Share of the memory of devices and hosts that is planned with; over 1 asks what would fit then."""
 
@@ -115,10 +116,23 @@ class RankMemory:
         rows = max(sizes) if candidate.accumulates else sum(sizes)
         bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
         summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(chosen.sizes[position]), bounded)
-        key = (cuts, chosen.mode, summary, len(chosen.devices), device)
+        key = (self._describe_cuts(cuts), chosen.mode, summary, len(chosen.devices), device)
         if key not in self._needs:
             self._needs[key] = self._walk(cuts, chosen, chosen.held_sizes(position), device)
         return self._needs[key]
+
+    def _find_description(self, cuts: tuple[tuple[int, int], ...]) -> object:
+        """What a device's memory depends on of the layers of its ministages, and of what is between them."""
+        keys = self._table.keys
+        if self._table.ties:
+            return cuts  # Which layers are tied counts too.
+        edges = sorted({0, len(keys), *(edge for cut in cuts for edge in cut)})
+        parts: list[tuple[bool, object, bool]] = []
+        for start, stop in pairwise(edges):
+            is_own = (start, stop) in cuts
+            trains = any(self._table.kind(key).trains for key in keys[start:stop])
+            parts.append((is_own, keys[start:stop] if is_own else keys[start], trains))
+        return tuple(parts)
 
     def estimate_bytes(self, candidate: CandidatePlan, group: int, position: int) -> int:
         """About what `need` would find of a device, without a walk."""

@@ -76,18 +76,19 @@ def share_once(costs: Sequence[RankCosts], num_rows: int) -> tuple[Sizes, ...]:
     """
     check_costs(costs, num_rows)
     _check_room(costs, num_rows)
-    least = {seconds: sum_microbatches(seconds, num_rows) for seconds in {cost.seconds for cost in costs}}
-    counts = Counter((cost.seconds, _room(cost, num_rows)) for cost in costs)
+    # Ranks of a type have the very same seconds, of thousands of rows: to hash those takes long.
+    own_seconds = {id(cost.seconds): cost.seconds for cost in costs}
+    least = {key: sum_microbatches(seconds, num_rows) for key, seconds in own_seconds.items()}
+    counts = Counter((id(cost.seconds), _room(cost, num_rows)) for cost in costs)
     times = sorted({time for sums in least.values() for time in sums if math.isfinite(time)})
 
     def covered(time: float) -> int:
         return sum(
-            number * min(_fit_within(least[seconds], time), most)
-            for (seconds, most), number in counts.items()
+            number * min(_fit_within(least[key], time), most) for (key, most), number in counts.items()
         )
 
     slowest = times[bisect_left(times, num_rows, key=covered)]
-    tables = [least[cost.seconds] for cost in costs]
+    tables = [least[id(cost.seconds)] for cost in costs]
     fitting = [
         min(_fit_within(table, slowest), _room(cost, num_rows))
         for cost, table in zip(costs, tables, strict=True)

@@ -99,6 +99,11 @@ class CandidateBuilder:
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
         self._bounds: dict[object, list[int]] = {}
         self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
+        each, kinds = problem.parameter_bytes, [(table.kind(key), n) for key, n in table.counts.items()]
+        self._whole_bytes = sum(
+            n * (kind.num_parameters * each.weight + kind.trainable * each.gradient) for kind, n in kinds
+        )
+        """All parameters as they are gathered, and their gradients before they are reduced."""
         self.host_was_full = False
         """Whether the last choice fitted all devices, and not some node's host with what it offloads."""
 
@@ -206,14 +211,15 @@ class CandidateBuilder:
         return None if self._memory.overfull_hosts(candidate) else candidate
 
     def _holds_whole(self, choice: Choice) -> bool:
-        """Whether groups with one ministage each could hold the whole model's parameters and nothing else."""
+        """Whether groups with one ministage each could hold the whole model's parameters and gradients, and
+        nothing else."""
         room = 0.0
         for group in choice.groups:
             known = self._memory.known_limits(group.devices)
             if group.mode.zero == 3 or len(known) < len(group.devices):
                 return True
             room += max(known)
-        return self._problem.workload.num_parameters * self._problem.workload.itemsize <= room
+        return self._whole_bytes <= room
 
     def _try_all_cuts(
         self, groups: tuple[CandidateGroup, ...], owners: tuple[int, ...]

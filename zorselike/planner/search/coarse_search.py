@@ -34,6 +34,8 @@ class CoarseSearch:
         self._may_wait = may_wait
         self._has_waited = False
         """Whether something that was found waits for reductions."""
+        self._frugal: list[EstimatedCandidate] = []
+        """What was tried to see whether anything fits, and does."""
         self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
         self._microbatch_counts = evaluator.list_microbatch_counts(groups)
@@ -50,6 +52,8 @@ class CoarseSearch:
             self._try_all_in_flight(self._once) or self._try_all_in_flight(self._often),
         )
         some = [estimated for estimated in found if estimated is not None]
+        if not some and self._evaluator.is_over():
+            some = self._frugal
         if self._may_wait and (self._has_waited or any(estimated.waiting for estimated in some)):
             strict = CoarseSearch(self._evaluator, self._groups, self._grouping, may_wait=False)
             beside = strict._try_once(), strict._try_all_in_flight(self._once)
@@ -141,7 +145,9 @@ class CoarseSearch:
         tries_all = self._has_few_layers
         for mode in reversed(least_memory.values()):
             choice = self._choose(mode, per_device, num_ministages)
-            if self._evaluator.try_choice(choice, self._grouping) is not None:
+            found = self._evaluator.try_choice(choice, self._grouping)
+            if found is not None:
+                self._frugal.append(found)
                 return True
             tries_all = tries_all or choice in self._evaluator.host_full
             if not tries_all:
@@ -159,6 +165,8 @@ class CoarseSearch:
                 break
             found = self._try_family(family, num_ministages, per_device)
             if found is None:
+                if number == 0 and not self._fits_last(families, num_ministages, per_device):
+                    return None
                 continue
             best = _take_better(best, found)
             num_fitting += 1
@@ -166,12 +174,23 @@ class CoarseSearch:
                 break
         return best
 
+    def _fits_last(self, families: Sequence[Family], num_ministages: int, per_device: int) -> bool:
+        """Whether the last family fits, which needs least memory, or others are to be tried in any case."""
+        if self._has_few_layers or self._evaluator.host_full:
+            return True
+        return self._fits_at_least(families[-1], num_ministages, per_device)
+
     def _try_family(self, family: Family, num_ministages: int, per_device: int) -> EstimatedCandidate | None:
         """The best of the first few that fit; none if that which needs least memory does not."""
         best: EstimatedCandidate | None = None
         num_fitting = 0
-        if len(family) > 1 and not self._fits_at_least(family, num_ministages, per_device):
-            return None
+        if len(family) > 1:
+            if not self._fits_at_least(family, num_ministages, per_device):
+                return None
+            choice = self._choose(family[-1], per_device, num_ministages)
+            least = self._evaluator.try_choice(choice, self._grouping)
+            if least is not None and least.waiting and not self._has_few_layers:
+                return least  # Where even this has no room to overlap reductions, others hardly fit.
         for mode in family:
             choice = self._choose(mode, per_device, num_ministages)
             found = self._evaluator.try_choice(choice, self._grouping, None if best is None else best.score)
