@@ -117,7 +117,10 @@ def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
         ("[compile]\ncomponents = [3]\n", "components[0] is 3; it must be a string"),
         ('[compile]\nbackend = "aot_eager"\n', 'use "inductor"'),
         ("[compile]\nenabled = true\n", "[compile] enabled is not a key; did you mean 'enable'?"),
-        ("[checkpoint]\nlast_save_in_hf = true\n", "not read and written yet"),
+        (
+            "[checkpoint]\nlast_save_in_hf = true\n",
+            "last_save_model_only writes a Hugging",
+        ),
         ("[training\n", "is not TOML"),
     ],
 )

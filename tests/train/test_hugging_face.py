@@ -1,0 +1,101 @@
+"""A Hugging Face folder is trained by a recipe, under one plan and then another, and handed on as one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hf_families
+import pytest
+import torch
+from ranks import RunRanks
+from safetensors.torch import load_file
+from trained import read_column, train
+
+from zorselike.checkpoint.layout import model_folder
+
+LOSS = "loss_metrics/global_avg_loss"
+CUTS = ((4, 7), (1, 7))
+"""Where each plan's first ministage ends, and its last."""
+NAMES = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm", "lm_head")
+transformers = hf_families.transformers
+
+
+def write_plan(path: Path, first: int, last: int) -> None:
+    lines = ["version = 1", "global_batch = 4"]
+    lines += [f"[[groups]]\nranks = [{rank}]\nshares = [[{rank}, 4, {rank + 1}]]" for rank in range(2)]
+    for number, own in enumerate((NAMES[:first], NAMES[first:last])):
+        lines.append(f"[[ministages]]\ngroup = {number}\nmodules = {json.dumps(own)}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def make_folder(rank: int, size: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="10KB")
+
+
+def loss_alone(rank: int, size: int, folder: Path) -> tuple[float, dict[str, Any]]:
+    """Of a model that `from_pretrained` loads, over fixed tokens; and what it says of the loading."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    tokens = torch.arange(40)[None]
+    return float(model(tokens, labels=tokens).loss), {key: list(value) for key, value in info.items()}
+
+
+def test_a_folder_goes_in_and_a_folder_comes_out(run_ranks: RunRanks, tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    run_ranks(make_folder, 1, model)
+    losses, text = {}, tmp_path / "text.txt"
+    text.write_text("the card one has and the card one had " * 99)
+    for number, (cut, steps) in enumerate(((0, 4), (0, 2), (1, 4))):
+        plan = tmp_path / f"{number}.plan.toml"
+        write_plan(plan, *CUTS[cut])
+        own = tmp_path / str(number)
+        ends = train(
+            run_ranks,
+            "finetune_cpu.toml",
+            *("--model.path", str(model), "--hetero.plan", str(plan), "--training.steps", str(steps)),
+            *("--training.dataset_path", str(text), "--training.seq_len", "32"),
+            *(
+                "--lr_scheduler.total_steps",
+                "4",
+                "--lr_scheduler.warmup_steps",
+                "1",
+                "--metrics.log_freq",
+                "1",
+            ),
+            *("--checkpoint.folder", "checkpoints" if number == 0 else "../checkpoints"),
+            *(("--checkpoint.no-last_save_model_only",) if number == 1 else ()),
+            folder=own,
+            num_ranks=2,
+        )
+        assert [end.code for end in ends] == [0, 0], ends[0].stderr
+        assert (f"begins with the weights of {model}" in ends[0].stdout) == (number < 2)
+        losses[number] = read_column(own, LOSS)
+    assert losses[1] == losses[0][:2]
+    assert losses[2] == pytest.approx(losses[0][2:], rel=1e-5)
+    whole, resumed = (tmp_path / name / model_folder(4) for name in ("0/checkpoints", "checkpoints"))
+    ((loss, info),) = run_ranks(loss_alone, 1, resumed)
+    assert not any(info.values())
+    assert loss == pytest.approx(run_ranks(loss_alone, 1, whole)[0][0], rel=1e-5)
+    assert loss < run_ranks(loss_alone, 1, model)[0][0] + 1
+    assert "lm_head.weight" not in load_file(resumed / "model.safetensors")
+    assert json.loads((resumed / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_what_is_wrong_is_said_before_work_starts(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for arguments, why in (
+        (("--model.path", str(tmp_path)), "has no config.json"),
+        (("--model.name", "llama"), 'a path and the name "hf" go together'),
+    ):
+        ends = train(run_ranks, "finetune_cpu.toml", *arguments, folder=tmp_path / "out", num_ranks=1)
+        assert ends[0].code == 2 and why in ends[0].stderr
