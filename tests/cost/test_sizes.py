@@ -98,7 +98,7 @@ def find_real_sizes(rank: int, world_size: int, case: Case) -> dict[int, Minista
         pipe.step_global(tokens, tokens)
         assembly = pipe._assembly
         return {
-            i: measure_ministage(ministage, assembly, pipe._trace)
+            i: measure_ministage(ministage, assembly, pipe._crossing.last)
             for i, ministage in assembly.ministages.items()
         }
 

@@ -126,6 +126,25 @@ def test_a_plan_by_hand_is_read_with_its_shares(tmp_path):
     assert Plan.load(str(path)) == plan
 
 
+def test_a_plan_lists_ranges_of_layers_as_tables_show_them():
+    text = BY_HAND.replace('"layers.1", "norm"', '"layers.1 .. layers.12", "norm"')
+    plan = Plan.parse(text)
+    names = tuple(f"layers.{i}" for i in range(1, 13))
+    assert plan.ministages[1].modules == (*names, "norm", "output")
+    assert "layers.1 .. layers.12, norm, output" in plan.explain()
+    assert Plan.parse(plan.to_text()) == plan
+    for wrong in (
+        "layers.2 .. layers.1",
+        "layers.1 .. blocks.2",
+        "layers.1 .. norm",
+        "layers.1 .. layers.2 .. 3",
+    ):
+        with pytest.raises(
+            PlanError, match=rf"ministages\[1\]\.modules has '{wrong}'; a range goes up within"
+        ):
+            Plan.parse(text.replace("layers.1 .. layers.12", wrong))
+
+
 def test_a_windows_editor_may_have_been_at_it(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_bytes(b"\xef\xbb\xbf" + BY_HAND.replace("\n", "\r\n").encode())

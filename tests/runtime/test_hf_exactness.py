@@ -125,3 +125,72 @@ def test_training_equals_transformers_alone(run_ranks: RunRanks) -> None:
             # Not relative: the bias of a key has no gradient, and is what round-off leaves.
             difference = (ours[1][name] - tensor).abs().max()
             assert difference <= 1e-10, f"{name} differs by {difference:.1e}; {case}"
+
+
+def train_lengths(rank: int, world_size: int, is_planned: bool) -> tuple[list[float], Any]:
+    """Losses of steps, and of an evaluation, each on rows of another length."""
+    model = make_model("llama")
+    plan = two_groups(list_modules(model))
+    optimizer = None if is_planned else adamw(list(model.parameters()))
+    losses = []
+    pipe = HeteroPipeline(model, plan, optimizer=adamw, dynamic_shapes=True) if is_planned else None
+    for step, length in enumerate((6, 3, 8, 6)):
+        inputs, targets = (tokens(ROWS, seed=seed, length=length) for seed in (step, 10 + step))
+        if pipe is not None:
+            call = pipe.evaluate if step == 2 else pipe.step
+            losses.append(
+                call(
+                    inputs[pipe.input_rows] if pipe.input_rows else None,
+                    targets[pipe.target_rows] if pipe.target_rows else None,
+                ).loss
+            )
+            continue
+        loss = token_cross_entropy(model(inputs, use_cache=False).logits, targets) / targets.numel()
+        losses.append(loss.item())
+        if optimizer is not None and step != 2:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if pipe is None:
+        return losses, {name: t.detach().clone() for name, t in model.state_dict().items()}
+    state = pipe.full_state_dict()
+    pipe.close()
+    return losses, state
+
+
+def test_lengths_may_change_from_step_to_step(run_ranks: RunRanks) -> None:
+    """Every rank learns them, also those that feed nothing."""
+    ((expected, weights),) = run_ranks(train_lengths, 1, False)
+    found = run_ranks(train_lengths, 4, True)
+    assert all(losses == pytest.approx(expected, rel=1e-12) for losses, _ in found)
+    state = found[0][1]
+    assert all((state[name] - tensor).abs().max() <= 1e-10 for name, tensor in weights.items())
+
+
+def train_adapters(rank: int, world_size: int, is_planned: bool) -> tuple[list[float], Any]:
+    """Losses, and the adapters that peft saves."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make_model("llama"), config).double()
+    losses = []
+    batches = [(tokens(ROWS, seed=step), tokens(ROWS, seed=10 + step)) for step in range(NUM_STEPS)]
+    if is_planned:
+        with HeteroPipeline(model, two_groups(list_modules(model)), optimizer=adamw) as pipe:
+            losses = [pipe.step_global(*batch).loss for batch in batches]
+            return losses, {n: t for n, t in pipe.full_state_dict().items() if "lora" in n}
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for inputs, targets in batches:
+        loss = token_cross_entropy(model(inputs, use_cache=False).logits, targets) / targets.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {n: t.detach().clone() for n, t in model.state_dict().items() if "lora" in n}
+
+
+def test_adapters_of_peft_train_as_they_do_alone(run_ranks: RunRanks) -> None:
+    ((expected, adapters),) = run_ranks(train_adapters, 1, False)
+    losses, found = run_ranks(train_adapters, 4, True)[0]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert found.keys() == adapters.keys() and len(adapters) == 4 * hf_families.NUM_LAYERS
+    assert all((found[name] - tensor).abs().max() <= 1e-10 for name, tensor in adapters.items())

@@ -25,7 +25,7 @@ from zorselike.plan.parts import (
     Recompute,
     Replica,
 )
-from zorselike.plan.toml import fingerprint_plan, format_plan, read_group
+from zorselike.plan.toml import fingerprint_plan, format_plan, read_group, read_ministage
 from zorselike.plan.validate import validate_plan
 from zorselike.text.annotations import Must, Positive
 from zorselike.text.dataclass_tables import read_dataclass
@@ -107,7 +107,9 @@ class Plan(Document):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Plan:
-        return read_dataclass(cls, table, readers={Group: partial(read_group, plan=table)})
+        return read_dataclass(
+            cls, table, readers={Group: partial(read_group, plan=table), Ministage: read_ministage}
+        )
 
     def to_text(self) -> str:
         return format_plan(self)

@@ -1,7 +1,7 @@
 """Plans as TOML, and the fingerprint of what they say.
 
-The keys are the fields of the dataclasses; only `shares` is an addition, the shorthand that `shares.py`
-expands.
+The keys are the fields of the dataclasses; additions are `shares`, the shorthand that `shares.py` expands, and
+ranges of layers in `modules`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from zorselike.errors import FileError, PlanError
-from zorselike.plan.parts import Estimates, Group, Microbatch
+from zorselike.plan.parts import Estimates, Group, Microbatch, Ministage
 from zorselike.plan.shares import expand_shares
 from zorselike.text.annotations import Positive
 from zorselike.text.dataclass_tables import (
@@ -23,7 +23,7 @@ from zorselike.text.dataclass_tables import (
 )
 from zorselike.text.files import hash_content
 from zorselike.text.toml import format_table
-from zorselike.text.wording import count
+from zorselike.text.wording import count, expand_modules
 
 if TYPE_CHECKING:
     from zorselike.plan.plan import Plan
@@ -62,6 +62,17 @@ def read_group(value: object, where: str, *, plan: Mapping[str, Any]) -> Group:
         return replace(group, microbatches=expand_shares(rows, plan["global_batch"]))
     except PlanError as error:
         raise FileError(f"{where}.{error}") from None
+
+
+def read_ministage(value: object, where: str) -> Ministage:
+    """A ministage of a plan's table, ranges of layers expanded; raises `FileError`."""
+    ministage = read_dataclass(Ministage, read_table(value, where), where)
+    try:
+        return replace(ministage, modules=tuple(expand_modules(ministage.modules)))
+    except ValueError as error:
+        raise FileError(
+            f"{where}.modules has '{error}'; a range goes up within one list, as in 'layers.0 .. layers.7'"
+        ) from None
 
 
 def format_plan(plan: Plan) -> str:

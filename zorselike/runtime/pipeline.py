@@ -21,8 +21,9 @@ from zorselike.runtime.assembly import Assembly, compile_plan, find_ranks
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import check_same_weights
+from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
 from zorselike.runtime.executor import Executor
-from zorselike.runtime.host_checks import check_host_room, refuse_unfitting_plan, reserve_activations
+from zorselike.runtime.host_checks import refuse_unfitting_plan
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
 from zorselike.runtime.memory_report import MemoryReport, report_memory
 from zorselike.runtime.ministage.gradients import HALF
@@ -33,10 +34,9 @@ from zorselike.runtime.ministage.updates import (
     default_optimizer,
     defers_updates,
 )
-from zorselike.runtime.model.boundaries import Trace, check_additive, check_kwargs, trace_boundaries
+from zorselike.runtime.model.boundaries import check_additive, check_kwargs
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
-from zorselike.runtime.model.signature import Signature
 from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, find_device
 from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.runtime.result import StepResult, SumOverRanks
@@ -69,6 +69,8 @@ class HeteroPipeline(Stateful):
             defers all updates to the end of the step (as fp16 does), of each ministage with
             `clip="ministage"`.
         seed: of the initialisation, and of dropout, which no plan with the same microbatches changes.
+        dynamic_shapes: inputs may have another shape in every step: the rank that feeds the first rows
+            tells the others at each step's begin. Each new shape is traced once; pad to a few lengths.
         skip_init: leave the parameters of a model on the meta device without values: `load` comes first.
         forbid_nonfinite_loss: end the job where a microbatch's loss is not finite (waits for the
             loss of every microbatch, so not free on a GPU).
@@ -94,6 +96,7 @@ class HeteroPipeline(Stateful):
         max_norm: float | None = None,
         clip: Clip = "global",
         seed: int = 0,
+        dynamic_shapes: bool = False,
         skip_init: bool = False,
         forbid_nonfinite_loss: bool = False,
         silence_s: float | Literal["auto"] | None = "auto",
@@ -126,6 +129,8 @@ class HeteroPipeline(Stateful):
                 "compile=True compiles numbered layers, and a model that torch.export cuts has none; leave "
                 "it out, or pass split= for this model"
             )
+        if dynamic_shapes:
+            refuse_fixed_shapes(compiled)
         self._loss_fn = loss_fn or token_cross_entropy
         self._count_fn = count_fn or count_valid_tokens
         self._is_loss_checked = False
@@ -167,8 +172,7 @@ class HeteroPipeline(Stateful):
         """Rows whose targets this rank compares with; empty unless it has the last ministage."""
         self._checkpoints = Checkpoints(self._assembly, self._scale, seed, must_load=skip_init)
         self._totals = SumOverRanks(self._assembly.totals, self._assembly.resources.memory)
-        self._trace: Trace | None = None
-        """What crosses the boundaries of ministages; found at the first call."""
+        self._crossing = Crossing(self._assembly, param_dtype=dtype, dynamic=dynamic_shapes)
         self._is_closed = False
         self._is_broken = False
         self._is_loaded = False
@@ -253,7 +257,7 @@ class HeteroPipeline(Stateful):
 
     def memory_report(self) -> MemoryReport:
         """This rank's memory by purpose, device and host, as planned and as found so far."""
-        return report_memory(self._assembly, self._trace)
+        return report_memory(self._assembly, self._crossing.last)
 
     def close(self) -> None:
         """Gives back groups, buffers and threads; collective. The process can build another. What was
@@ -304,7 +308,7 @@ class HeteroPipeline(Stateful):
         # A caller's no_grad or inference_mode around a call is no part of it.
         with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
             self._alarm.enter(f"{call}() (before its first action)")
-            boundaries = self._bind(feeds, kwargs).boundaries
+            boundaries = self._crossing.find(feeds, kwargs).boundaries
             count = float(self._count_fn(targets)) if self.target_rows else 0.0
             batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
             loss = Loss(
@@ -418,35 +422,6 @@ class HeteroPipeline(Stateful):
         for name, value in kwargs.items():
             if isinstance(value, Tensor):
                 check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
-
-    def _bind(self, feeds: tuple[Tensor, ...] | None, kwargs: Mapping[str, Any]) -> Trace:
-        """At the first call: finds what crosses every boundary, from the shapes of one rank's inputs."""
-        trace = self._trace
-        if trace is None:
-            compiled = self._assembly.compiled
-            source = self.plan.group_of(0).microbatches[0].rank
-            told = [Signature.of(feeds) if self.rank == source and feeds else Signature(())]
-            process, group = self._assembly.ranks.process_of[source], self._assembly.control
-            dist.broadcast_object_list(told, process, group=group, device=torch.device("cpu"))
-            trace = trace_boundaries(
-                compiled.parts,
-                self.plan,
-                told[0],
-                kwargs,
-                trainable=compiled.spec.trains,
-                param_dtype=self.param_dtype,
-            )
-            self._assembly.take_calls(trace)
-            if any(group.offload for group in self.plan.groups):
-                reserve_activations(self._assembly, trace)
-                check_host_room(self._assembly)
-            self._trace = trace  # Last, so that a refusal is met again by who catches it and goes on.
-        if feeds is not None and Signature.of(feeds) != trace.boundaries[0]:
-            raise ConfigError(
-                f"inputs are {Signature.of(feeds)}, but this pipeline was built for {trace.boundaries[0]}; "
-                "pad to one shape, or build another pipeline"
-            )
-        return trace
 
     def _additive_loss(self, outputs: Any, targets: Any) -> Tensor:
         """The user's loss; the first time it is proven additive over rows, as its count is."""

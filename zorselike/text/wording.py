@@ -76,10 +76,31 @@ def show_modules(names: Sequence[str]) -> str:
     )
 
 
+def expand_modules(names: Iterable[str]) -> list[str]:
+    """`layers.0`, `layers.1`, `layers.2` for `layers.0 .. layers.2`, as `show_modules` shows them; others as
+    they are. Raises `ValueError` with the range that is none."""
+    expanded = []
+    for name in names:
+        first, dots, last = name.partition(" .. ")
+        expanded.append(first)
+        if dots:
+            (prefix, start), (other, stop) = (_split_number(end.strip()) for end in (first, last))
+            if start is None or stop is None or prefix != other or stop < start:
+                raise ValueError(name)
+            expanded += [f"{prefix}{number}" for number in range(start + 1, stop + 1)]
+    return expanded
+
+
+def _split_number(name: str) -> tuple[str, int | None]:
+    """`layers.` and 7 of `layers.7`."""
+    match = re.fullmatch(r"(.*\.|)(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
 def _successor(name: str) -> str | None:
     """`layers.8` for `layers.7`, None for a name that does not end in a number."""
-    match = re.fullmatch(r"(.*\.|)(\d+)", name)
-    return f"{match[1]}{int(match[2]) + 1}" if match else None
+    prefix, number = _split_number(name)
+    return None if number is None else f"{prefix}{number + 1}"
 
 
 def split_runs(items: Iterable[T], follows: Callable[[T, T], bool]) -> list[list[T]]:

@@ -39,13 +39,13 @@ def make_folder() -> tempfile.TemporaryDirectory[str]:
 
 def share(folder: Path) -> None:
     """In a rank: what was found before is looked up from now on."""
-    pipeline = sys.modules.get("zorselike.runtime.pipeline")
-    if pipeline is None:
+    crossing = sys.modules.get("zorselike.runtime.crossing")
+    if crossing is None:
         return
     from zorselike.runtime.model.partition import _Decoder
     from zorselike.runtime.model.tracing import Skeleton
 
-    trace_boundaries, try_tokens = pipeline.trace_boundaries, _Decoder.try_tokens
+    trace_boundaries, try_tokens = crossing.trace_boundaries, _Decoder.try_tokens
 
     def trace_once(parts: Any, plan: Any, inputs: Any, kwargs: Mapping[str, Any], **options: Any) -> Any:
         skeleton, what = parts[0].skeleton, None
@@ -61,7 +61,7 @@ def share(folder: Path) -> None:
         what = whole and ("try", whole, plan.ministages, plan.sequence_length)
         return _once(folder, what, functools.partial(try_tokens, decoder))
 
-    pipeline.trace_boundaries = trace_once
+    crossing.trace_boundaries = trace_once
     _Decoder.try_tokens = try_once  # type: ignore[method-assign]
 
 

@@ -113,6 +113,7 @@ class MinistageForward:
         its logits if None."""
         self._module = module
         self._inner: Callable[..., Any] = module.forward
+        self._earlier = [m for m in module.modules() if isinstance(m, _Earlier)]
         self._entry = entry
         self._exit = exit
         self._embedding_width = embedding_width
@@ -153,9 +154,8 @@ class MinistageForward:
             return with_hidden_states(args, kwargs, tensor)
 
         like = tensor.new_empty(0)  # Of `tensor` itself nothing may outlive the forward.
-        for module in self._module.modules():
-            if isinstance(module, _Earlier):
-                module.like = like
+        for module in self._earlier:
+            module.like = like
         # The first of its hooks: FSDP2 must see what really enters.
         entry = self._module.get_submodule(self._entry)
         hook = entry.register_forward_pre_hook(give, prepend=True, with_kwargs=True)

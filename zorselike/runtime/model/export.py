@@ -51,6 +51,7 @@ class Exporter(Skeleton):
         for index, module in enumerate(self.modules):
             module.forward = ExportedForward(module, self, index)  # type: ignore[method-assign]
         because = f" ({why_needed})" if why_needed else ""
+        self.takes_any_shape = False
         self.note = (
             f"{type(model).__name__} is cut by torch.export{because}: each ministage is one FSDP unit, which "
             "ZeRO 3 gathers and recomputation recomputes as a whole, layers are not compiled, attention gets "

@@ -97,6 +97,8 @@ class Skeleton:
         self.mode = make_fake_mode()
         self.whole: nn.Module = nn.Module()
         self.parts: list[nn.Module] = []
+        self.takes_any_shape = True
+        """Whether ministages compute inputs of any shape."""
         self.note = ""
         """What whoever trains such a model should know."""
 

@@ -1,0 +1,84 @@
+"""What crosses the boundaries of ministages, by the shape of a step's inputs; every rank finds it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.assembly import Assembly, CompiledPlan
+from zorselike.runtime.host_checks import check_host_room, reserve_activations
+from zorselike.runtime.model.boundaries import Trace, trace_boundaries
+from zorselike.runtime.model.signature import Signature
+
+
+def refuse_fixed_shapes(compiled: CompiledPlan) -> None:
+    """Raises `ConfigError` for a model whose ministages are made for one shape of inputs."""
+    skeleton = compiled.parts[0].skeleton
+    if not skeleton.takes_any_shape:
+        raise ConfigError(
+            "dynamic_shapes=True needs ministages that take any shape, and those that torch.export makes "
+            f"take that of the first step; pad to one shape, or pass split=. {skeleton.note}"
+        )
+
+
+class Crossing:
+    """The traces of one pipeline."""
+
+    def __init__(self, assembly: Assembly, *, param_dtype: torch.dtype | None, dynamic: bool) -> None:
+        """`dynamic`: inputs may have other shapes in every step."""
+        self._assembly, self._param_dtype, self._dynamic = assembly, param_dtype, dynamic
+        self._traces: dict[Signature, Trace] = {}
+        self.last: Trace | None = None
+        """Of the last step; None before the first."""
+
+    def find(self, feeds: tuple[Tensor, ...] | None, kwargs: Mapping[str, Any]) -> Trace:
+        """What crosses in a step with these inputs, of whichever rank has some. Collective at the first call,
+        and with dynamic shapes at each.
+
+        Raises `ConfigError` for inputs of another shape than this step's, and for what `trace_boundaries`
+        refuses.
+        """
+        inputs = self.last.boundaries[0] if self.last is not None and not self._dynamic else self._tell(feeds)
+        trace = self._traces.get(inputs)
+        if trace is None:
+            trace = self._trace(inputs, kwargs)
+            self._traces[inputs] = trace  # Last: a refusal is met again by who catches it and goes on.
+        self.last = trace
+        if feeds is not None and Signature.of(feeds) != inputs:
+            mend = "pad all rows of a step to one shape"
+            if not self._dynamic:
+                mend = "pad to one shape, or pass dynamic_shapes=True"
+            what = "other rows of this step are" if self._dynamic else "this pipeline was built for"
+            raise ConfigError(f"inputs are {Signature.of(feeds)}, but {what} {inputs}; {mend}")
+        return trace
+
+    def _tell(self, feeds: tuple[Tensor, ...] | None) -> Signature:
+        """The shape of the inputs, which the rank of the first microbatch knows."""
+        assembly = self._assembly
+        source = assembly.plan.group_of(0).microbatches[0].rank
+        told = [Signature.of(feeds) if assembly.ranks.rank == source and feeds else Signature(())]
+        process = assembly.ranks.process_of[source]
+        dist.broadcast_object_list(told, process, group=assembly.control, device=torch.device("cpu"))
+        return told[0]
+
+    def _trace(self, inputs: Signature, kwargs: Mapping[str, Any]) -> Trace:
+        assembly = self._assembly
+        trace = trace_boundaries(
+            assembly.compiled.parts,
+            assembly.plan,
+            inputs,
+            kwargs,
+            trainable=assembly.compiled.spec.trains,
+            param_dtype=self._param_dtype,
+        )
+        if not self._traces:
+            assembly.take_calls(trace)
+            if any(group.offload for group in assembly.plan.groups):
+                reserve_activations(assembly, trace)
+                check_host_room(assembly)
+        return trace
