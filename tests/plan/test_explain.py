@@ -45,6 +45,13 @@ group 1: rank 3; ZeRO 3; gradients reduced per microbatch; offload params; recom
     )
 
 
+def test_explain_says_that_reductions_are_waited_for_where_they_need_not_be():
+    waiting = replace(PLAN, groups=tuple(replace(g, overlap_grad_reduce=False) for g in PLAN.groups))
+    lines = waiting.explain().splitlines()
+    assert "gradients reduced once per step and waited for;" in next(x for x in lines if "group 0:" in x)
+    assert "gradients reduced per microbatch;" in next(x for x in lines if "group 1:" in x)
+
+
 def test_explain_shows_devices_and_estimates_where_the_plan_has_them():
     plan = replace(
         PLAN,

@@ -69,6 +69,15 @@ def test_columns_are_what_differs() -> None:
     assert alike.startswith("In all of them: groups 1 A100-40 > 2 T4; made by device type; ministages 2; ")
 
 
+def test_a_plan_that_waits_for_reductions_says_so() -> None:
+    case = BY_TYPE.case
+    groups = tuple(replace(group, overlap_grad_reduce=False) for group in case.plan.groups)
+    waiting = replace(BY_TYPE, case=replace(case, plan=replace(case.plan, groups=groups)))
+    _, first, second, _ = tabulate_plans([BY_TYPE, waiting])
+    assert first.split()[-1] == "once"
+    assert second.endswith("once/once, waited for")  # The first group is a rank alone.
+
+
 def test_plans_that_look_alike_are_shown_once() -> None:
     other = change(BY_TYPE, slower=1.2)
     assert drop_alike([BY_TYPE, change(BY_TYPE, slower=1.00001), other]) == [BY_TYPE, other]
