@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
+# Imported once, and not by each rank: that takes seconds.
+transformers.LlamaForCausalLM  # noqa: B018
+torch.zeros(1, device="meta") + 1
 transformers.logging.set_verbosity_error()  # It finds special tokens outside of so small a vocabulary.
 
 VOCABULARY = 19
