@@ -1,7 +1,7 @@
 """Plans as TOML, and the fingerprint of what they say.
 
-The keys are the fields of the dataclasses; additions are `shares`, the shorthand that `shares.py` expands, and
-ranges of layers in `modules`.
+The keys are the fields of the dataclasses; additions are `shares`, the shorthand that `shares.py` expands,
+and ranges of layers in `modules`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Decoder:
 
 def find_decoder(model: nn.Module) -> Decoder | str:
     """The parts of a causal LM, or the reason why it has none to cut between."""
-    kinds = _layer_classes(model)
+    kinds = _layer_classes(model) or _repeated_classes(model)
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -63,6 +63,17 @@ def _layer_classes(model: nn.Module) -> set[str]:
     """Names of the classes that must not be split over devices: those of the decoder layers."""
     names: Any = model._no_split_modules
     return {names} if isinstance(names, str) else set(names or ())
+
+
+def _repeated_classes(model: nn.Module) -> set[str]:
+    """For a model that does not say which these are: the classes of which there is one in every layer."""
+    config: Any = model.config
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {
+        type(module[0]).__name__
+        for module in lists
+        if len(module) and len(module) == getattr(config, "num_hidden_layers", None)
+    }
 
 
 def _outside(module: nn.Module, fqn: str, where: str) -> Iterator[str]:
