@@ -24,7 +24,16 @@ _OFFERS = (
 
 def is_causal_lm(model: nn.Module) -> bool:
     """Whether a model is one of `transformers` with a head for tokens, or is wrapped around one."""
-    return all(hasattr(model, name) for name in _OFFERS) and model.get_output_embeddings() is not None  # type: ignore[operator]
+    return all(hasattr(model, name) for name in _OFFERS) and all(
+        _has(model, name) for name in ("get_input_embeddings", "get_output_embeddings")
+    )
+
+
+def _has(model: nn.Module, method: str) -> bool:
+    try:
+        return getattr(model, method)() is not None
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 @dataclass(frozen=True)
