@@ -247,6 +247,20 @@ def test_using_a_weight_without_calling_its_module_is_refused() -> None:
         trace(parts, plan, TOKENS)
 
 
+def test_asking_for_a_weights_dtype_is_no_use_of_it() -> None:
+    class Asks(Decoder):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x if self.output is None else x.to(self.output.weight.dtype) * self.output.weight.shape[1]
+
+    names = module_names(2)
+    plan = plan_over(names[:2], names[2:])
+    model = Asks(2)
+    parts = partition(model, plan, split="decoder")
+    trace(parts, plan, TOKENS)
+    assert_same(parts, model)
+
+
 # -- one ministage -------------------------------------------------------------------------
 
 

@@ -24,7 +24,16 @@ _OFFERS = (
 
 def is_causal_lm(model: nn.Module) -> bool:
     """Whether a model is one of `transformers` with a head for tokens, or is wrapped around one."""
-    return all(hasattr(model, name) for name in _OFFERS) and model.get_output_embeddings() is not None  # type: ignore[operator]
+    return all(hasattr(model, name) for name in _OFFERS) and all(
+        _has(model, name) for name in ("get_input_embeddings", "get_output_embeddings")
+    )
+
+
+def _has(model: nn.Module, method: str) -> bool:
+    try:
+        return getattr(model, method)() is not None
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Decoder:
 
 def find_decoder(model: nn.Module) -> Decoder | str:
     """The parts of a causal LM, or the reason why it has none to cut between."""
-    kinds = _layer_classes(model)
+    kinds = _layer_classes(model) or _repeated_classes(model)
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -63,6 +72,17 @@ def _layer_classes(model: nn.Module) -> set[str]:
     """Names of the classes that must not be split over devices: those of the decoder layers."""
     names: Any = model._no_split_modules
     return {names} if isinstance(names, str) else set(names or ())
+
+
+def _repeated_classes(model: nn.Module) -> set[str]:
+    """For a model that does not say which these are: the classes of which there is one in every layer."""
+    config: Any = model.config
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {
+        type(module[0]).__name__
+        for module in lists
+        if len(module) and len(module) == getattr(config, "num_hidden_layers", None)
+    }
 
 
 def _outside(module: nn.Module, fqn: str, where: str) -> Iterator[str]:

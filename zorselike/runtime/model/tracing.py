@@ -185,12 +185,14 @@ class Recorder(TorchFunctionMode):
         self._active.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tensors_in((args, kwargs)):
+        result = func(*args, **(kwargs or {}))
+        # Who asks for a dtype or a shape gets no values.
+        is_read = tensors_in(result) or getattr(func, "__name__", "") == "__setitem__"
+        for tensor in tensors_in((args, kwargs)) if is_read else ():
             owners = self._owners.get(id(tensor))
             if owners and not any(unit in owners for unit in self._active):
                 unit, name = next(iter(owners.items()))
                 self.strays.setdefault(unit, name)
-        result = func(*args, **(kwargs or {}))
         if not self._active and any(t.requires_grad for t in tensors_in(result)):
             self.outside[getattr(func, "__name__", str(func))] += 1
         return result
