@@ -79,6 +79,23 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # -- what is asked -----------------------------------------------------------------------------
 
 
+def test_a_hugging_face_folder_is_a_model(
+    asked: Asked, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=40).save_pretrained(tmp_path / "tiny")
+    sizes = ("--cluster", "cluster.toml", "--global-batch", "8")
+    run(capsys, *sizes, "--hf", "tiny", "--seq-len", "32")
+    workload = asked[0][0].workload
+    assert (workload.model, workload.sequence_length, workload.dtype) == ("hf tiny", 32, "float16")
+    names = [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "ln_f")]
+    assert [name for name, _ in workload.layers] == [*names, "lm_head"]
+    assert workload.ties == (("transformer.wte", "lm_head"),)
+    assert "give --seq-len" in fail(capsys, *sizes, "--hf", "tiny")
+    assert "leave out --family" in fail(capsys, *sizes, "--hf", "tiny", "--family", "gpt")
+    assert "has no config.json" in fail(capsys, *sizes, "--hf", "none", "--seq-len", "32")
+
+
 def test_options_are_the_planners_question(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     more = "--objective cost --max-cost-per-iteration 2.5 --min-tokens-per-s 40 --max-devices 3"
     run(capsys, *EIGHT, *more.split(), "--budget", "500ms", "--seed", "7", "--top", "2", "--defer-updates")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -33,6 +34,11 @@ class ModelOptions:
         str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: made from family and flavor)")
     ] = None
     """The model's layers as numbers (JSON), for a model of your own."""
+
+    hf: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: no such model)")] = (
+        None
+    )
+    """Folder of a Hugging Face causal LM, of which config.json is read; give --seq-len too."""
 
     family: Annotated[
         str | None, tyro.conf.arg(aliases=["--model"], metavar="NAME", help_behavior_hint=_NAMED)
@@ -89,6 +95,9 @@ class ModelOptions:
                 )
             return Workload.load(self.workload)
 
+        if self.hf is not None:
+            return self._measure_folder(command, self.hf, sequence_length, devices)
+
         from zorselike.models.workload import make_workload
 
         choice = self._choose(command, source, model or (profile.model if profile is not None else None))
@@ -100,6 +109,26 @@ class ModelOptions:
             sequence_length=length,
             dtype=dtype or choose_dtype(devices),
             model=choice.name,
+        )
+
+    def _measure_folder(
+        self, command: str, folder: str, sequence_length: int | None, devices: Iterable[str]
+    ) -> Workload:
+        length = self.seq_len or sequence_length
+        if self.family or self.flavor or self.override:
+            raise ConfigError(f"{command}: --hf is the model; leave out --family, --flavor and --override")
+        if length is None:
+            raise ConfigError(f"{command}: how long rows are is not known; give --seq-len 2048")
+
+        import torch
+
+        from zorselike.hf import build_on_meta
+        from zorselike.profiler.workload.module_workload import measure_workload
+
+        rows = torch.zeros(2, length, dtype=torch.long, device="meta")
+        name = f"hf {Path(folder).resolve().name}"
+        return measure_workload(
+            build_on_meta(folder), rows, dtype=self.dtype or choose_dtype(devices), name=name
         )
 
     def _choose_length_and_dtype(

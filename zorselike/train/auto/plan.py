@@ -109,8 +109,8 @@ def make_auto_workload(config: Config, model: TrainedModel, infos: Sequence[Proc
     """What the recipe trains; `auto` precision is that of the devices."""
     if model.shape is None:
         raise ConfigError(
-            f'[hetero] plan = "{AUTO}" does not know models of Hugging Face yet: write a plan of the modules '
-            "that zorselike.list_modules(model) names; see README, 'Your model'"
+            f'[hetero] plan = "{AUTO}" does not measure models of Hugging Face yet: make a plan by `'
+            f"zorselike plan --hf {model.folder} --seq-len {config.training.seq_len} ...`, and name it here"
         )
     dtype = choose_dtype(find_param_dtype(config), infos) or torch.float32
     return make_workload(
