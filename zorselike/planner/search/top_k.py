@@ -22,7 +22,7 @@ WORTH_SIMULATING = 1.3
 """Estimates up to this many times the best one's are simulated."""
 MANY_ACTIONS, WORTH_OF_HALF, WORTH_IN_A_HURRY = 20_000, 0.02, 0.1
 """Beyond so many actions a candidate with half of them is simulated first if it takes no longer than by this
-share; by the larger share where the simulation would end after the budget."""
+share; by the larger share where the simulation of the best by estimate would end after the budget."""
 
 
 class SimulatedCandidate(NamedTuple):
@@ -43,6 +43,12 @@ def _put_kinds_first(ordered: list[EstimatedCandidate]) -> list[EstimatedCandida
     two err in different ways."""
     first = {candidate.choice.in_flight_factor is None: candidate for candidate in reversed(ordered)}
     return sorted(ordered, key=lambda candidate: all(candidate is not other for other in first.values()))
+
+
+def _weigh(estimated: EstimatedCandidate, worth_of_half: float) -> float:
+    """What is wanted little of, and more of it for many actions."""
+    doublings = max(0.0, log2(max(1, estimated.candidate.num_actions) / MANY_ACTIONS))
+    return estimated.score.wanted * (1 + worth_of_half * doublings)
 
 
 class TopK:
@@ -67,7 +73,11 @@ class TopK:
     def simulate_best(self, candidates: list[EstimatedCandidate]) -> None:
         """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
         first, which is as good to run and quicker to simulate."""
-        ordered = _put_kinds_first(sorted(candidates, key=lambda one: (one.score.excess, self._weigh(one))))
+        best = min(candidates, key=lambda one: one.score, default=None)
+        hurries = best is not None and self._budget.must_hurry(best.candidate.num_actions)
+        worth = WORTH_IN_A_HURRY if hurries else WORTH_OF_HALF
+        weighed = sorted(candidates, key=lambda one: (one.score.excess, _weigh(one, worth)))
+        ordered = _put_kinds_first(weighed)
         limit = WORTH_SIMULATING * ordered[0].score.wanted if ordered else 0.0
         for number, estimated in enumerate(ordered):
             if self.best is not None and self._budget.is_over():
@@ -110,10 +120,3 @@ class TopK:
         simulation = case.simulation
         order = score(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
         return SimulatedCandidate(order, budget.num_simulated, estimated, case, hurries)
-
-    def _weigh(self, estimated: EstimatedCandidate) -> float:
-        """What is wanted little of, and more of it for many actions."""
-        num_actions = estimated.candidate.num_actions
-        doublings = max(0.0, log2(max(1, num_actions) / MANY_ACTIONS))
-        worth = WORTH_IN_A_HURRY if self._budget.must_hurry(num_actions) else WORTH_OF_HALF
-        return estimated.score.wanted * (1 + worth * doublings)
