@@ -226,8 +226,10 @@ def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text('{"torch_dtype": "float16", "hidden_size": 5}')
     (model / "tokenizer.json").write_text("{}")
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json", "old.safetensors", "x.bin"):
+    for name in ("pytorch_model.bin.index.json", "x.bin"):
         (model / name).write_text("weights of before")
+    short = {name.partition(".")[2] or name: tensor for name, tensor in WEIGHTS.items()}
+    save_file(short, model / "old.safetensors")
     files = export(root, tmp_path / "out", dtype="BF16", like=model)
     assert [path.name for path in files] == ["model.safetensors", "config.json", "tokenizer.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in files)
@@ -235,6 +237,14 @@ def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
         "dtype": "bfloat16",
         "hidden_size": 5,
     }
+    save_file({**short, "w": torch.zeros(2)}, model / "old.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"is of another model: a\.w is .* in the checkpoint, and the folder has"
+    ):
+        export(root, tmp_path / "other", like=model)
+    save_file({"else": torch.zeros(2)}, model / "old.safetensors")
+    with pytest.raises(CheckpointError, match="has no such weight; name the folder of the model"):
+        export(root, tmp_path / "other", like=model)
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         export(root, tmp_path / "other", like=tmp_path)
     assert not (tmp_path / "other").exists()

@@ -95,7 +95,8 @@ def test_a_folder_goes_in_and_a_folder_comes_out(run_ranks: RunRanks, tmp_path: 
 def test_what_is_wrong_is_said_before_work_starts(run_ranks: RunRanks, tmp_path: Path) -> None:
     for arguments, why in (
         (("--model.path", str(tmp_path)), "has no config.json"),
-        (("--model.name", "llama"), 'a path and the name "hf" go together'),
+        (("--model.name", "llama"), 'say name = "hf" too'),
+        (("--model.path", ""), '[model] name = "hf" needs the folder'),
     ):
         ends = train(run_ranks, "finetune_cpu.toml", *arguments, folder=tmp_path / "out", num_ranks=1)
         assert ends[0].code == 2 and why in ends[0].stderr

@@ -16,7 +16,7 @@ from zorselike.checkpoint.blocks import dtype_of, read_blocks
 from zorselike.checkpoint.dtypes import FLOATS, decode, encode
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
-from zorselike.checkpoint.safetensors_file import INDEX, WEIGHTS
+from zorselike.checkpoint.safetensors_file import INDEX, WEIGHTS, open_folder
 from zorselike.checkpoint.slices import Slice, SlicesWriter, make_folders, sync_folder, write_file
 from zorselike.checkpoint.verify import OnBytes
 from zorselike.errors import CheckpointError
@@ -82,13 +82,15 @@ def export(
 
     Raises:
         CheckpointError: What was saved is incomplete or damaged, there is something at the target, or `like`
-            has no `config.json`.
+            has no `config.json`, or weights of another model.
         OSError: The target cannot be written.
     """
     manifest = read_manifest(root)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: is there already; name a folder that is to be made")
     copied = [] if like is None else _list_companions(like)
+    if like is not None:
+        _refuse_other_model(manifest, like)
     shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=aliases)
     names = [WEIGHTS]
     if len(shards) > 1:
@@ -125,6 +127,23 @@ def _list_companions(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: has no {_CONFIG}: name the folder that the model came from")
     found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != INDEX)
     return [path for path in found if path.suffix in _COMPANIONS and not path.name.endswith(".index.json")]
+
+
+def _refuse_other_model(manifest: Manifest, folder: Path) -> None:
+    """Raises `CheckpointError` where a folder has weights of other names or shapes than the checkpoint. Its
+    names may lack the first part of the model's."""
+    if not any(folder.glob("*.safetensors")):
+        return
+    there = {one.box.name: one.shape for file in open_folder(folder) for one in file.slices}
+    tied = {*manifest.aliases, *manifest.aliases.values()}  # It has any one of their names.
+    for name, tensor in manifest.tensors.items():
+        shape = there.get(name, there.get(name.partition(".")[2]))
+        if shape != tensor.shape and (shape is not None or name not in tied):
+            found = f"has {shape}" if shape is not None else "has no such weight"
+            raise CheckpointError(
+                f"{folder}: is of another model: {name} is {tensor.shape} in the checkpoint, and the folder "
+                f"{found}; name the folder of the model that was trained"
+            )
 
 
 def _say_dtype(path: Path, content: bytes, dtypes: Collection[str]) -> bytes:

@@ -237,7 +237,11 @@ class RunCheckpoints:
                 remove_step(path)
         except OSError as error:
             raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error
-        logger.info("exported %s", target)
+        logger.info(
+            "exported %s%s",
+            target,
+            f", the model alone: {path.name} is deleted (last_save_model_only)" if alone else "",
+        )
 
     # -- in the thread that saves ----------------------------------------------------------
 

@@ -143,7 +143,10 @@ def _run_steps(
     checkpoints.go_on()
     before, steps = pipe.num_steps, config.training.steps
     if before >= steps or checkpoints.is_finished():
-        logger.info("all of [training] steps = %d are taken; nothing is left to train", steps)
+        after = (
+            "" if before >= steps else f", whose model is handed on; more steps would follow step {before}"
+        )
+        logger.info("all of [training] steps = %d are taken%s; nothing is left to train", steps, after)
         return 0
     dataset = StepDataset(
         corpus,

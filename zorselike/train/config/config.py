@@ -305,10 +305,14 @@ def check_config(config: Config) -> None:
             f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
             f'has, since [hetero] plan = "{AUTO}" has no plan that says it'
         )
-    if (config.model.name == HUGGING_FACE) != bool(config.model.path):
+    if config.model.path and config.model.name != HUGGING_FACE:
         raise ConfigError(
-            f'[model] name = "{config.model.name}", path = "{config.model.path}": a path and the name '
-            f'"{HUGGING_FACE}" go together'
+            f'[model] path = "{config.model.path}" is the folder of a Hugging Face model: say name = '
+            f'"{HUGGING_FACE}" too'
+        )
+    if config.model.name == HUGGING_FACE and not config.model.path:
+        raise ConfigError(
+            f'[model] name = "{HUGGING_FACE}" needs the folder of a Hugging Face model: path = "DIR"'
         )
     checkpoint = config.checkpoint
     for key, unused in (("load_step", -1), ("initial_load_path", "")):
