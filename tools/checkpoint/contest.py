@@ -84,7 +84,7 @@ def _copy_tensors(pipe: HeteroPipeline) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     return {
         entry_name(part.held.name, part.held.kind): DTensor.from_local(
-            part.read().clone(), mesh, [Shard(0)], run_check=False
+            part.locate().whole().clone(), mesh, [Shard(0)], run_check=False
         )
         for parts in parts_of(pipe).values()
         for part in parts
@@ -134,7 +134,7 @@ def _time_load(
         if name != OWN:
             return {key: tensor.to_local() for key, tensor in tensors.items()}
         return {
-            entry_name(part.held.name, part.held.kind): part.read()
+            entry_name(part.held.name, part.held.kind): part.locate().whole()
             for parts in parts_of(pipe).values()
             for part in parts
         }
