@@ -87,7 +87,7 @@ def test_a_folder_goes_in_and_a_folder_comes_out(run_ranks: RunRanks, tmp_path: 
     ((loss, info),) = run_ranks(loss_alone, 1, resumed)
     assert not any(info.values())
     assert loss == pytest.approx(run_ranks(loss_alone, 1, whole)[0][0], rel=1e-5)
-    assert loss < run_ranks(loss_alone, 1, model)[0][0] + 1
+    assert losses[0][-1] < losses[0][0]
     assert "lm_head.weight" not in load_file(resumed / "model.safetensors")
     assert json.loads((resumed / "config.json").read_text())["dtype"] == "float32"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,6 +25,7 @@ from zorselike.runtime.state.load import Loader
 from zorselike.runtime.state.pretrained import PretrainedWeights
 from zorselike.runtime.state.save import AfterCommit, RunFacts, Save, Saver
 from zorselike.runtime.state.schedulers import LRSchedulers
+from zorselike.runtime.state.together import gather_by_rank
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,12 @@ class Checkpoints:
 
     def list_steps(self, folder: Path) -> list[int]:
         """Steps of a folder's checkpoints, complete or not, that any rank sees, newest first; collective."""
-        everyone: list[Any] = [None] * self._assembly.ranks.world_size
         own, error = [], None
         try:
             own = [step_of(path.name) for path in list_steps(folder)]
         except CheckpointError as found:
             error = str(found)
-        dist.all_gather_object(everyone, (own, error), group=self._assembly.control)
+        everyone = gather_by_rank(self._assembly.state, (own, error))
         for _, error in everyone:
             if error is not None:
                 raise CheckpointError(error)

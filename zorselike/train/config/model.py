@@ -15,8 +15,8 @@ from zorselike.checkpoint.safetensors_file import holds_weights
 from zorselike.hf import build_on_meta
 from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
 from zorselike.models.decoder import DecoderConfig
+from zorselike.profiler.workload.model_layers import find_layers
 from zorselike.runtime.model.causal_lm import find_decoder
-from zorselike.runtime.model.decoder_cut import list_modules
 from zorselike.runtime.processes.device import ParamDtype
 from zorselike.train.config.config import HUGGING_FACE, Config
 
@@ -71,35 +71,33 @@ def _build_ours(name: str, flavor: str) -> nn.Module:
 
 
 def _find_hugging_face(folder: Path) -> TrainedModel:
-    model = build_on_meta(folder)
-    config: Any = model.config
-    text = config.get_text_config()
+    model: Any = build_on_meta(folder)
+    text = model.config.get_text_config()
     decoder = find_decoder(model)
+    layers = frozenset() if isinstance(decoder, str) else frozenset(decoder.layers)
+    multiplied = {}
+    """Parameters that a token meets in a product; of experts all, though it meets only some."""
+    for name in find_layers(model):
+        module = model.get_submodule(name)
+        is_table = isinstance(module, nn.Embedding)
+        multiplied[name] = 0 if is_table else sum(parameter.numel() for parameter in module.parameters())
+
+    def count_flops(seq_len: int) -> dict[str, int]:
+        """As `forward_flops_by_module`."""
+        attention = 4 * seq_len * text.hidden_size
+        return {name: 2 * number + attention * (name in layers) for name, number in multiplied.items()}
+
     return TrainedModel(
         name=f"{HUGGING_FACE} {folder.resolve().name}",
         vocab_size=text.vocab_size,
         # Some, such as BLOOM, have no limit.
         max_seq_len=getattr(text, "max_position_embeddings", None) or 2**31,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        forward_flops=partial(_count_flops, model, text.hidden_size),
-        layers=frozenset() if isinstance(decoder, str) else frozenset(decoder.layers),
-        build=partial(build_on_meta, folder),
+        forward_flops=count_flops,
+        layers=layers,
+        build=lambda: model,  # Once: it takes seconds, and a run needs one.
         folder=folder,
     )
-
-
-def _count_flops(model: nn.Module, width: int, seq_len: int) -> dict[str, int]:
-    """As `forward_flops_by_module`; of experts all count, though a token meets only some."""
-    decoder = find_decoder(model)
-    layers = frozenset() if isinstance(decoder, str) else frozenset(decoder.layers)
-    flops = {}
-    for name in list_modules(model):
-        module = model.get_submodule(name)
-        is_table = isinstance(module, nn.Embedding)
-        flops[name] = 0 if is_table else 2 * sum(parameter.numel() for parameter in module.parameters())
-        if name in layers:
-            flops[name] += 4 * seq_len * width
-    return flops
 
 
 def find_param_dtype(config: Config) -> ParamDtype:
