@@ -25,6 +25,7 @@ from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.host_checks import refuse_unfitting_plan
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
+from zorselike.runtime.memory.host_heap import giving_back
 from zorselike.runtime.memory_report import MemoryReport, report_memory
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.updates import (
@@ -141,21 +142,22 @@ class HeteroPipeline(Stateful):
             silence_s = find_patience(processes)
         self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
         try:
-            self._assembly = Assembly(
-                compiled,
-                ranks,
-                processes,
-                model=model,
-                device=self.device,
-                optimizer=optimizer or default_optimizer,
-                param_dtype=dtype,
-                compiles=compile,
-                scale=self._scale,
-                max_norm=max_norm,
-                clip=clip,
-                seed=seed,
-                skip_init=skip_init,
-            )
+            with giving_back():
+                self._assembly = Assembly(
+                    compiled,
+                    ranks,
+                    processes,
+                    model=model,
+                    device=self.device,
+                    optimizer=optimizer or default_optimizer,
+                    param_dtype=dtype,
+                    compiles=compile,
+                    scale=self._scale,
+                    max_norm=max_norm,
+                    clip=clip,
+                    seed=seed,
+                    skip_init=skip_init,
+                )
             self._executor = Executor(self._assembly, self._alarm.enter)
         except Exception as error:
             self._alarm.fail(error)  # The others wait for this rank already.

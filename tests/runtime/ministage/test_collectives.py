@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 import volume
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
@@ -145,3 +148,28 @@ def test_a_frozen_first_ministage_neither_gathers_for_backward_nor_reduces(
     frozen = tuple(f"{name}." for name in FIRST)
     for (counts,) in run_ranks(count_steps, 3, [one_group(zero)], frozen):
         assert counts[0] == counts[1] == counts[3] == step
+
+
+def gather_at_the_start(rank: int, world_size: int, plan: Plan) -> int:
+    """The most layers that are whole at a time while the pipeline is made."""
+    case = Case(plan, NUM_LAYERS)
+    model = case.model()
+    most = 0
+
+    def count(*_: Any) -> None:
+        nonlocal most
+        layers = [model.get_submodule(name) for name in NAMES]
+        most = max(most, sum(not isinstance(next(layer.parameters()), DTensor) for layer in sharded(layers)))
+
+    def sharded(layers: Sequence[nn.Module]) -> list[nn.Module]:
+        return [layer for layer in layers if isinstance(layer, FSDPModule)]
+
+    for name in NAMES:
+        model.get_submodule(name).register_forward_pre_hook(count)
+    HeteroPipeline(model, plan, optimizer=adamw).close()
+    return most
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_pipeline_that_is_made_gathers_one_layer_at_a_time(zero: int, run_ranks: RunRanks) -> None:
+    assert run_ranks(gather_at_the_start, 3, one_group(zero)) == [1, 1, 1]

@@ -328,6 +328,25 @@ def test_skipping_initialises_buffers_alone() -> None:
     assert module.angles.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_skipping_copies_no_parameter_that_is_there() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loaded = nn.Linear(2, 2)
+            self.register_buffer("angles", torch.empty(2, device="meta"), persistent=False)
+
+        def init_weights(self) -> None:
+            assert self.loaded.weight.is_meta
+            nn.init.normal_(self.loaded.weight)
+            self.angles.zero_()
+
+    module = Watched()
+    before = module.loaded.weight.clone()
+    initialize_unit(module, "own", seed=0, device="cpu", skips=True)
+    assert torch.equal(module.loaded.weight, before)
+    assert module.angles.tolist() == [0, 0]
+
+
 def test_what_nothing_initialises_is_named() -> None:
     class Gain(nn.Module):
         def __init__(self) -> None:

@@ -92,11 +92,8 @@ class ShardedMinistage:
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
         without rows can take part in collectives, communicators exist, and shards may leave."""
-        self._units.gather(lambda unit, stream: None)
-        self._units.wait_gathered()
-        with torch.no_grad():
+        with torch.no_grad(), self._units.gathering_one_at_a_time():
             self._units.anchor_forward(requires_grad=False)
-        self._units.reshard()
         sizes = self.sizes  # While all storage is there.
         self.shards = Shards(
             self._units.named,

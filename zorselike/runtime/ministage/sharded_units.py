@@ -6,7 +6,8 @@ of its reductions. What each call yields, and the traps, were measured (tests co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -255,6 +256,14 @@ class ShardedUnits:
         self._sync_state = None
         if not reset_after_failure(self._fsdp_root):
             raise RuntimeError("this torch cannot leave an unfinished backward behind; 2.13 can")
+
+    @contextmanager
+    def gathering_one_at_a_time(self) -> Iterator[None]:
+        """Inside, a forward gathers and frees unit by unit, as with ZeRO 3; after it nothing is gathered."""
+        self._fsdp_root.set_reshard_after_forward(True)
+        yield
+        self.reshard()
+        self._fsdp_root.set_reshard_after_forward(self._reduces_in_backward)
 
     # -- reducing --------------------------------------------------------------------------
 

@@ -158,7 +158,9 @@ class _Unit:
             drawn_dtype = self._drawn_dtype(tensor)
             if id(tensor) not in self._pending:
                 # Values that exist must neither change nor change which numbers the others draw.
-                stand_in = _like(tensor, tensor.detach().to("cpu", drawn_dtype, copy=True))
+                # Where nothing is drawn a parameter needs no memory to be written to.
+                place = "meta" if self._skips and isinstance(tensor, nn.Parameter) else "cpu"
+                stand_in = _like(tensor, tensor.detach().to(place, drawn_dtype, copy=True))
                 lent.append(self._replace(tensor, stand_in))
             elif tensor.is_meta:
                 blank = torch.empty_like(tensor, device="cpu", dtype=drawn_dtype)
