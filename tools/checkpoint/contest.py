@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from zorselike import HeteroPipeline
 from zorselike.checkpoint.layout import entry_name
 
-from .timed import NUM_RANKS, LoadCost, Subject, erase, forget_files, load_counting, parts_of
+from ..bench.host import forget_files
+from .timed import NUM_RANKS, LoadCost, Subject, erase, load_counting, parts_of
 
 OWN, NATIVE, SAFETENSORS = "zorselike", "DCP native", "DCP + safetensors"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import pipeline
 from zorselike.runtime.ministage.named_state import Part
 from zorselike.runtime.state.load import Loader
+
+from ..bench.host import read_peak, reset_peak
 
 NUM_RANKS = 2
 _HEAD_DIM = 64
@@ -139,9 +140,9 @@ def load_counting(pipe: HeteroPipeline, folder: Path) -> LoadCost:
     sizes = [num_bytes_of(own) for own in parts.values()]
     del parts  # They would keep what is replaced.
     with _catching_loaders() as loaders:
-        before = _reset_peak()
+        before = reset_peak()
         pipe.load(folder)
-        peak = _read_status("VmHWM")
+        peak = read_peak()
     manifest = loaders[-1].manifest
     num_slices = sum(
         record.box.intersect(box) is not None
@@ -168,28 +169,3 @@ def _catching_loaders() -> Iterator[list[Loader]]:
 
     with patch.object(Loader, "load", catch):
         yield loaders
-
-
-def _reset_peak() -> int | None:
-    """The bytes that are resident now; the peak is counted from here."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _read_status("VmRSS")
-
-
-def _read_status(key: str) -> int | None:
-    path = Path("/proc/self/status")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
-
-
-def forget_files(folder: Path) -> None:
-    """Makes sure that a folder's files come from the disk, not from memory."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # What is not on the disk stays in memory.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Contestants and folders of `bench_finetune.py`."""
