@@ -1,0 +1,55 @@
+"""Adapters go into a model as `peft` puts them, and what they cannot be put into is refused."""
+
+from __future__ import annotations
+
+import hf_families
+import pytest
+import torch
+
+from zorselike import list_modules
+from zorselike.errors import ConfigError
+from zorselike.hf.lora import Lora, add_lora, is_adapter
+
+peft = pytest.importorskip("peft")
+
+
+def make_model(name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return hf_families.make_model(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_only_adapters_train_and_names_stay(name: str) -> None:
+    model = make_model(name).bfloat16()
+    modules, number = list_modules(model), sum(p.numel() for p in model.parameters())
+    add_lora(model, Lora(rank=2))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert list_modules(model) == modules
+    assert trained and all(
+        is_adapter(n) and p.dtype == torch.float32 and p.is_meta for n, p in trained.items()
+    )
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert {p.dtype for p in frozen} == {torch.bfloat16} and sum(p.numel() for p in frozen) == number
+
+
+@pytest.mark.parametrize(
+    "name, targets, words",
+    [
+        ("llama", ("embed_tokens",), "is of class Embedding"),
+        ("llama", ("nothing",), "nothing"),
+        ("llama, tied", ("lm_head",), "shares its weight with model.embed_tokens.weight"),
+        ("mixtral", ("w1", "w2", "w3"), "name linear layers only"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+def test_targets_that_are_no_linear_layers_are_refused(
+    name: str, targets: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        add_lora(make_model(name), Lora(rank=2, target_modules=targets))
+
+
+@pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "dropout": 1.0}])
+def test_numbers_of_no_adapter_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="lora: "):
+        Lora(**bad)  # type: ignore[arg-type]

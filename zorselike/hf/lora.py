@@ -1,0 +1,149 @@
+"""LoRA: small trained matrices beside the frozen linear layers of a model (Hu et al., 2021), as `peft` has
+them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from zorselike.errors import ConfigError
+from zorselike.runtime.model.causal_lm import find_decoder
+from zorselike.text.wording import first_line, list_few
+
+_PREFIX = "lora_"
+"""How `peft` begins the names of what an adapter adds to a layer."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a model: a linear layer of weight W computes with W + B A · alpha / rank.
+
+    Raises `ConfigError` for numbers that are none of an adapter.
+    """
+
+    rank: int
+    """Rows of A, columns of B."""
+    alpha: float | None = None
+    """Weight of what is added, times the rank; None: twice the rank, so that the scale is 2 whatever the
+    rank."""
+    dropout: float = 0.0
+    """Share of A's inputs that are dropped in training."""
+    target_modules: tuple[str, ...] = ()
+    """Names of linear layers, or how such names end, such as `q_proj`; empty: all in decoder layers."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora: rank is {self.rank}; it is at least 1 (8 and 16 are usual)")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ConfigError(f"lora: alpha is {self.alpha}; it is above 0 (twice the rank is usual)")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora: dropout is {self.dropout}; it is at least 0 and below 1")
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
+def add_lora(model: nn.Module, lora: Lora) -> None:
+    """Gives a model adapters, in place and on its device (`meta` too), and freezes all else.
+
+    The model keeps its class, and its modules their names; the layers get `lora_A`, `lora_B` and, for what
+    they were, `base_layer`. Adapters are in fp32, or in fp64 if their layer is.
+
+    Raises `ConfigError` where `peft` is missing, or where a target is no linear layer of the model or shares
+    its weight with another module.
+    """
+    peft = _import_peft()
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    try:
+        peft.inject_adapter_in_model(peft_config(model, lora), model, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        raise ConfigError(f"lora: peft cannot add adapters to this model: {first_line(error)}") from error
+    _check_targets(model)
+    for layer in lora_layers(model).values():
+        dtype = torch.promote_types(layer.base_layer.weight.dtype, torch.float32)
+        for matrices in (layer.lora_A, layer.lora_B):
+            matrices.to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = is_adapter(name)
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Modules with an adapter, by name; `peft.tuners.lora.Linear`."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter."""
+    return any(part.startswith(_PREFIX) for part in name.split("."))
+
+
+def peft_config(model: nn.Module, lora: Lora) -> Any:
+    """A `peft.LoraConfig` with explicit targets; `model` has no adapters yet.
+
+    Raises `ConfigError` where `peft` is missing, or the model has no linear layers.
+    """
+    linear = _linear_layers(model)
+    targets = set(lora.target_modules) or {name.rpartition(".")[2] for name in linear}
+    if not targets:
+        raise ConfigError(f"lora: {type(model).__name__} has no linear layers in its decoder layers")
+    alpha = lora.scale * lora.rank
+    return _import_peft().LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(_is_transposed(layer) for layer in linear.values()),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Of the decoder layers, by name; of a model without such, all but the head."""
+    decoder = find_decoder(model)
+    layers = () if isinstance(decoder, str) else tuple(f"{name}." for name in decoder.layers)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or _is_transposed(module))
+        and (name.startswith(layers) if layers else module is not head)
+    }
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer's weight is `[inputs, outputs]`, as in GPT-2."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _check_targets(model: nn.Module) -> None:
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for name, layer in lora_layers(model).items():
+        base = layer.base_layer
+        if not (isinstance(base, nn.Linear) or _is_transposed(base)):
+            raise ConfigError(
+                f"lora: target_modules: '{name}' is of class {type(base).__name__}; name linear layers only, "
+                "such as q_proj"
+            )
+        shared = [n for n in names_of[id(base.weight)] if not n.startswith(f"{name}.")]
+        if shared:
+            raise ConfigError(
+                f"lora: target_modules: '{name}' shares its weight with {list_few(shared)}, which an adapter "
+                "would leave as it is; leave it out"
+            )
+
+
+def _import_peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            f"lora: peft cannot be imported ({first_line(error)}); pip install 'zorselike[hf]'"
+        ) from error
