@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +26,9 @@ AS_IN_MODEL = "model"
 """Instead of a dtype: each tensor in the one that the model was given in."""
 SHARD_BYTES = 5 * 10**9
 
+Shards = list[list[Slice]]
+"""The tensors of each file."""
+
 _CONFIG = "config.json"
 _COMPANIONS = frozenset((".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"))
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -37,10 +40,10 @@ def list_shards(
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     aliases: bool = False,
-) -> list[list[Slice]]:
-    """The tensors of each file; see `export`."""
+) -> Shards:
+    """What is written; see `export`."""
     names = [*manifest.tensors, *(manifest.aliases if aliases else ())]
-    shards: list[list[Slice]] = []
+    shards: Shards = []
     room = 0
     for name in names:
         tensor = manifest.tensors[manifest.aliases.get(name, name)]
@@ -86,39 +89,60 @@ def export(
         OSError: The target cannot be written.
     """
     manifest = read_manifest(root)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{target}: is there already; name a folder that is to be made")
-    copied = [] if like is None else _list_companions(like)
+    if manifest.base is not None:
+        raise CheckpointError(f"{root}: holds adapters, without the model of {manifest.base.folder}")
     if like is not None:
+        _list_companions(like)
         _refuse_other_model(manifest, like)
     shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=aliases)
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        make_folders(partial)
+    with folder_to_be(target) as partial:
         with closing(SlicesReader(root, manifest)) as reader:
             for name, shard in zip(names, shards, strict=True):
                 _write(
                     reader, manifest, SlicesWriter(partial, name, shard, says_where=False), shard, progress
                 )
         if len(shards) > 1:
-            _write_index(partial, names, shards)
+            write_index(partial, names, shards)
             names.append(INDEX)
-        for path in copied:
-            content = path.read_bytes()
-            if path.name == _CONFIG:
-                content = _say_dtype(path, content, {one.dtype for shard in shards for one in shard})
-            write_file(partial / path.name, content)
-            names.append(path.name)
+        if like is not None:
+            names += copy_companions(like, partial, {one.dtype for shard in shards for one in shard})
+    return [target / name for name in names]
+
+
+@contextlib.contextmanager
+def folder_to_be(target: Path) -> Iterator[Path]:
+    """Gives a folder to write into, which is at `target` afterwards, and nowhere if something failed.
+
+    Raises `CheckpointError` where there is something already.
+    """
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: is there already; name a folder that is to be made")
+    partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        make_folders(partial)
+        yield partial
         sync_folder(partial)
         os.rename(partial, target)  # noqa: PTH104
         sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return [target / name for name in names]
+
+
+def copy_companions(source: Path, target: Path, dtypes: Collection[str]) -> list[str]:
+    """Copies what a folder of Hugging Face's libraries has beside weights; its config says that these are of
+    `dtypes`. Returns the names; raises `CheckpointError` where there is no config."""
+    names = []
+    for path in _list_companions(source):
+        content = path.read_bytes()
+        if path.name == _CONFIG:
+            content = _say_dtype(path, content, dtypes)
+        write_file(target / path.name, content)
+        names.append(path.name)
+    return names
 
 
 def _list_companions(folder: Path) -> list[Path]:
@@ -182,7 +206,8 @@ def _write(
         writer.finish()
 
 
-def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[Slice]]) -> None:
+def write_index(folder: Path, names: Sequence[str], shards: Shards) -> None:
+    """Says which file each tensor is in."""
     files = {one.entry: name for name, shard in zip(names, shards, strict=True) for one in shard}
     total = sum(one.num_bytes for shard in shards for one in shard)
     index = {"metadata": {"total_size": total}, "weight_map": files}

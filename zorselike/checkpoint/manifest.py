@@ -167,6 +167,23 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
+class Base:
+    """A folder of weights, beside which adapters are trained; a checkpoint does not hold them."""
+
+    folder: str
+    fingerprint: str
+    """Of its weights: `safetensors_file.fingerprint_weights`."""
+    adapter: Mapping[str, Any]
+    """What is trained beside them, as `peft` says it in `adapter_config.json`."""
+
+    @classmethod
+    def from_table(cls, value: object, where: str) -> Base:
+        table = _read_keys(value, where, _BASE_KEYS)
+        folder, fingerprint = (_read(str, table, key, where) for key in ("folder", "fingerprint"))
+        return cls(folder, fingerprint, _read_mapping(table, "adapter"))
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. All that is not a record is JSON: strings, numbers, lists, mappings."""
 
@@ -189,6 +206,8 @@ class Manifest:
     versions: Mapping[str, str]
     saved_at: str
     """ISO 8601, UTC."""
+    base: Base | None = None
+    """Where the frozen weights are that belong to it, if it does not hold them."""
 
     def slices_of(self, name: str, kind: str) -> tuple[tuple[FileRecord, SliceRecord], ...]:
         """Where the parts of a tensor are; nothing if there is no such tensor."""
@@ -256,7 +275,9 @@ class Manifest:
             self._check_names()
         except FileError as error:
             raise CheckpointError(f"{error}") from None
-        table = {key: getattr(self, key) for key in _MANIFEST_KEYS}
+        table = {key: getattr(self, key) for key in _MANIFEST_KEYS if key != "base"}
+        if self.base is not None:
+            table["base"] = {key: getattr(self.base, key) for key in _BASE_KEYS}
         table["tensors"] = {name: record.to_table() for name, record in self.tensors.items()}
         table["files"] = [file.to_table() for file in self.files]
         lines = []
@@ -306,6 +327,7 @@ class Manifest:
             extra=_read_mapping(table, "extra"),
             versions={name: _read(str, versions, name, "versions") for name in versions},
             saved_at=_read(str, table, "saved_at", where),
+            base=Base.from_table(table["base"], "base") if "base" in table else None,
         )
         for key, value in (loss_scale or {}).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -335,6 +357,7 @@ class Manifest:
 _SLICE_KEYS = ("name", "kind", "starts", "stops", "shape", "dtype", "offset", "sums")
 _FILE_KEYS = ("file", "num_bytes", "header_sum", "slices")
 _TENSOR_KEYS = ("shape", "dtype", "model_dtype", "trains")
+_BASE_KEYS = tuple(Base.__dataclass_fields__)
 _MANIFEST_KEYS = tuple(Manifest.__dataclass_fields__)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from zorselike.plan.holdings import VALUE, Box
 _PICKLES = frozenset((".bin", ".pt", ".pth"))
 _MAX_HEADER_BYTES = 100 * 10**6
 """More is refused by the safetensors library too."""
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """All weights; which files `transformers` has dealt a model's tensors to."""
 
@@ -124,6 +126,25 @@ def open_folder(folder: Path) -> list[SafetensorsFile]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     return [SafetensorsFile(path) for path in list_files([folder])]
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """SHA-256 over the headers of a folder's files and samples of their bytes, whatever the files are called:
+    256 KiB of each are read.
+
+    Raises `CheckpointError` where there is no such file, or one is damaged, and `OSError` where it cannot be
+    read.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(open_folder(folder), key=lambda file: min(file.offsets, default="")):
+        for one in file.slices:
+            digest.update(f"{one.box.name} {one.dtype} {one.shape}\n".encode())
+        last = max(0, file.path.stat().st_size - _SAMPLE_BYTES)
+        with file.path.open("rb", buffering=0) as opened:
+            for number in range(_NUM_SAMPLES):
+                opened.seek(number * last // (_NUM_SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def holds_weights(folder: Path) -> bool:

@@ -4,5 +4,6 @@ Needs `pip install 'zorselike[hf]'`.
 """
 
 from zorselike.hf.folder import build_on_meta, load_weights, pipeline
+from zorselike.hf.lora import Lora, add_lora
 
-__all__ = ["build_on_meta", "load_weights", "pipeline"]
+__all__ = ["Lora", "add_lora", "build_on_meta", "load_weights", "pipeline"]

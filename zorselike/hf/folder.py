@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -10,13 +11,19 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
+from zorselike.checkpoint.safetensors_file import open_folder
 from zorselike.errors import CheckpointError, ConfigError
+from zorselike.hf.lora import Lora, add_lora, base_name, describe_adapter, is_adapter
 from zorselike.plan.plan import Plan
 from zorselike.runtime.loss import CountFn, LossFn
 from zorselike.runtime.ministage.updates import Clip, OptimizerFactory
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype
+from zorselike.runtime.state.dtypes import named_dtype
 from zorselike.text.wording import first_line
+
+_HALF_BYTES = 2
+"""Of one number in half precision; of smaller ones several share a scale, which plain layers do not know."""
 
 
 class PipelineOptions(TypedDict, total=False):
@@ -42,6 +49,8 @@ def pipeline(
     *,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
+    lora: Lora | None = None,
+    frozen_dtype: torch.dtype | None = None,
     **options: Unpack[PipelineOptions],
 ) -> HeteroPipeline:
     """A pipeline that goes on training the causal LM of a folder. Collective.
@@ -54,14 +63,18 @@ def pipeline(
         dtype: of the weights that are updated, whatever the files have; `param_dtype` is what layers compute
             in.
         attention: how attention is computed: `"sdpa"`, `"eager"`, ...; None: what `transformers` chooses.
+        lora: train adapters of this kind, and freeze the weights of the folder. Checkpoints then hold the
+            adapters alone.
+        frozen_dtype: of weights that are frozen; None: that of the files. Without `param_dtype` layers
+            compute in it.
         options: those of `HeteroPipeline`.
 
     Raises:
-        ConfigError: `transformers` is missing, or knows no causal LM of this folder.
+        ConfigError: `transformers` or `peft` is missing, or knows no causal LM of this folder.
         CheckpointError: The files are damaged, or hold other weights than the model has.
         PlanError: The plan's modules are not the model's.
     """
-    model = build_on_meta(folder, dtype=dtype, attention=attention)
+    model = build_on_meta(folder, dtype=dtype, attention=attention, lora=lora, frozen_dtype=frozen_dtype)
     pipe = HeteroPipeline(model, plan, skip_init=True, **options)
     try:
         load_weights(pipe, model, folder)
@@ -72,7 +85,8 @@ def pipeline(
 
 
 def load_weights(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> None:
-    """Takes over the weights of a folder, which may have its own names for them. Collective.
+    """Takes over the weights of a folder, which may have its own names for them; adapters of the model are
+    what they are. Collective.
 
     Args:
         pipe: of `model`, made with `skip_init`.
@@ -84,16 +98,19 @@ def load_weights(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> 
     """
     own: Any = model
     ignored = [str(pattern) for pattern in own._keys_to_ignore_on_load_unexpected or ()]
-    pipe.load_pretrained(folder, name_of=_namer(own), ignored=ignored)
+    adapter = describe_adapter(own, folder)
+    pipe.load_pretrained(folder, name_of=make_namer(own), ignored=ignored, adapter=adapter)
 
 
-def _namer(model: Any) -> Callable[[str], str]:
+def make_namer(model: Any) -> Callable[[str], str]:
     """What a model calls what its files call so, by the rules of `transformers`."""
     loading = import_module("transformers.core_model_loading")
     rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    state = model.state_dict()
+    known = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    names = {base_name(name): name for name in known}
+    state = {base_name(name): tensor for name, tensor in known.items()}
 
     def rename(name: str, *rules: Any) -> tuple[str, str | None]:
         found: tuple[str, str | None] = loading.rename_source_key(
@@ -110,17 +127,26 @@ def _namer(model: Any) -> Callable[[str], str]:
                 f"hf: {name} is a part of {found} in the model, and parts are not put together here; load "
                 "the model with from_pretrained and give that to HeteroPipeline"
             )
-        return found
+        own: str = names.get(found, found)
+        return own
 
     return name_of
 
 
 def build_on_meta(
-    folder: str | Path, *, dtype: torch.dtype = torch.float32, attention: str | None = None
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    lora: Lora | None = None,
+    frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The causal LM of a folder's `config.json`, on the meta device and in training mode.
 
-    Raises `ConfigError` where `transformers` is missing, or knows no causal LM of this folder.
+    With `lora` it has adapters in `dtype`, and what is frozen is in `frozen_dtype`, by default that of the
+    folder's weights.
+
+    Raises `ConfigError` where `transformers` or `peft` is missing, or knows no causal LM of this folder.
     """
     try:
         transformers: Any = import_module("transformers")
@@ -130,12 +156,32 @@ def build_on_meta(
         ) from error
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"hf: {folder} has no config.json; give a folder that save_pretrained wrote")
+    built_in = dtype
+    if lora is not None:
+        built_in = frozen_dtype or _find_dtype(Path(folder))
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
+                config, dtype=built_in, attn_implementation=attention
             )
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ConfigError(f"hf: transformers builds no causal LM of {folder}: {first_line(error)}") from error
+    if lora is not None:
+        add_lora(model, lora, dtype=dtype)
     return model.train()
+
+
+def _find_dtype(folder: Path) -> torch.dtype:
+    """In which most of a folder's weights are."""
+    num_bytes: Counter[torch.dtype] = Counter()
+    for file in open_folder(folder):
+        for one in file.slices:
+            num_bytes[named_dtype(one.dtype)] += one.num_bytes
+    floats = {dtype: size for dtype, size in num_bytes.items() if dtype.is_floating_point}
+    if not floats or min(dtype.itemsize for dtype in floats) < _HALF_BYTES:
+        raise ConfigError(
+            f"lora: {folder}: weights in {', '.join(map(str, num_bytes)) or 'no dtype'} cannot be trained "
+            "beside; take the model in bfloat16, float16 or float32"
+        )
+    return max(floats, key=lambda dtype: floats[dtype])

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from zorselike.text.wording import first_line, list_few
 
 _PREFIX = "lora_"
 """How `peft` begins the names of what an adapter adds to a layer."""
+_BASE_LAYER = ".base_layer."
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ class Lora:
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
 
-def add_lora(model: nn.Module, lora: Lora) -> None:
+def add_lora(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) -> None:
     """Gives a model adapters, in place and on its device (`meta` too), and freezes all else.
 
     The model keeps its class, and its modules their names; the layers get `lora_A`, `lora_B` and, for what
-    they were, `base_layer`. Adapters are in fp32, or in fp64 if their layer is.
+    they were, `base_layer`. `dtype`: of the adapters; None: fp32, or fp64 if their layer is.
 
     Raises `ConfigError` where `peft` is missing, or where a target is no linear layer of the model or shares
     its weight with another module.
@@ -66,9 +68,9 @@ def add_lora(model: nn.Module, lora: Lora) -> None:
         raise ConfigError(f"lora: peft cannot add adapters to this model: {first_line(error)}") from error
     _check_targets(model)
     for layer in lora_layers(model).values():
-        dtype = torch.promote_types(layer.base_layer.weight.dtype, torch.float32)
+        own = dtype or torch.promote_types(layer.base_layer.weight.dtype, torch.float32)
         for matrices in (layer.lora_A, layer.lora_B):
-            matrices.to(dtype)
+            matrices.to(own)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = is_adapter(name)
 
@@ -81,6 +83,24 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name belongs to an adapter."""
     return any(part.startswith(_PREFIX) for part in name.split("."))
+
+
+def base_name(name: str) -> str:
+    """What a frozen tensor of a model with adapters is called without them."""
+    return name.replace(_BASE_LAYER, ".")
+
+
+def describe_adapter(model: nn.Module, folder: str | Path) -> dict[str, Any] | None:
+    """What `peft` writes into `adapter_config.json`, None for a model without adapters.
+
+    `folder`: where the model's own weights are.
+    """
+    if not lora_layers(model):
+        return None
+    (config,) = cast(Any, model).peft_config.values()
+    known: dict[str, Any] = config.to_dict()
+    known |= {"base_model_name_or_path": str(Path(folder).absolute()), "inference_mode": True}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(known.items())}
 
 
 def peft_config(model: nn.Module, lora: Lora) -> Any:

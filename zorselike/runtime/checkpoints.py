@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder, step_of
-from zorselike.checkpoint.manifest import check_json
+from zorselike.checkpoint.manifest import Base, check_json
 from zorselike.errors import CheckpointError, ConfigError, OtherCheckpointError
 from zorselike.plan.holdings import Box
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.ministage.updates import LossScale
 from zorselike.runtime.state.load import Loader
-from zorselike.runtime.state.pretrained import PretrainedWeights
+from zorselike.runtime.state.pretrained import PretrainedWeights, find_fingerprint
 from zorselike.runtime.state.save import AfterCommit, RunFacts, Save, Saver
 from zorselike.runtime.state.schedulers import LRSchedulers
 from zorselike.runtime.state.together import gather_by_rank
@@ -143,11 +143,20 @@ class Checkpoints:
                     raise
                 skipped.append((candidate, str(error)))
                 continue
+            if loader.manifest.base is None:  # Frozen weights are the checkpoint's own now.
+                self._assembly.state.base = None
             self._take_over(loader, options=options)
             return Loaded(candidate, loader.manifest.step, loader.manifest.extra, tuple(skipped))
         raise CheckpointError(f"no checkpoint can be loaded: {'; '.join(reason for _, reason in skipped)}")
 
-    def load_pretrained(self, folder: Path, *, name_of: Callable[[str], str], ignored: Sequence[str]) -> int:
+    def load_pretrained(
+        self,
+        folder: Path,
+        *,
+        name_of: Callable[[str], str],
+        ignored: Sequence[str],
+        adapter: Mapping[str, Any] | None,
+    ) -> int:
         """Fills the model from a folder of safetensors files; returns the bytes that this rank has read.
         Collective.
 
@@ -156,10 +165,14 @@ class Checkpoints:
         """
         if self._saver is not None:
             self._saver.wait()
-        weights = PretrainedWeights(self._assembly.state, folder, name_of=name_of, ignored=ignored)
+        state, kept, base = self._assembly.state, frozenset[str](), None
+        if adapter is not None:
+            kept = frozenset(name for name, known in state.inventory.all_tensors.items() if known.trains)
+            base = Base(str(folder.absolute()), find_fingerprint(state, folder), adapter)
+        weights = PretrainedWeights(state, folder, name_of=name_of, ignored=ignored, kept=kept)
         self.must_load = True
         weights.load()
-        self.must_load = False
+        self.must_load, state.base = False, base
         return weights.num_bytes_read
 
     def list_steps(self, folder: Path) -> list[int]:
@@ -274,7 +287,12 @@ class Stateful(ABC):
             return self._checkpoints.load(Path(path).expanduser(), model_only=model_only, options=options)
 
     def load_pretrained(
-        self, folder: str | Path, *, name_of: Callable[[str], str] = str, ignored: Sequence[str] = ()
+        self,
+        folder: str | Path,
+        *,
+        name_of: Callable[[str], str] = str,
+        ignored: Sequence[str] = (),
+        adapter: Mapping[str, Any] | None = None,
     ) -> int:
         """Takes over the weights of a folder of safetensors files, as `save_pretrained` of `transformers`
         writes it. Every rank reads the rows that it holds, so build the pipeline with a model on the meta
@@ -285,12 +303,17 @@ class Stateful(ABC):
             folder: with safetensors files, and the index if they are several.
             name_of: what the model calls what the files call so; by default the same.
             ignored: patterns of names in the files that the model need not have.
+            adapter: the settings of adapters, as JSON, where the model has some beside these weights. What
+                trains then keeps its values, and what is frozen is left out of checkpoints, which name the
+                folder: the next run reads it there again, before it loads one.
 
         Raises:
             CheckpointError: On every rank: files are missing or damaged, or of another model.
         """
         with self._alone("load_pretrained", needs_values=False):
-            return self._checkpoints.load_pretrained(Path(folder), name_of=name_of, ignored=ignored)
+            return self._checkpoints.load_pretrained(
+                Path(folder), name_of=name_of, ignored=ignored, adapter=adapter
+            )
 
     def checkpoint_steps(self, folder: str | Path) -> list[int]:
         """Steps of the checkpoints in a folder, complete or not, that any rank sees, newest first;

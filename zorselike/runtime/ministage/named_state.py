@@ -138,13 +138,20 @@ class NamedState:
     # -- filling ---------------------------------------------------------------------------
 
     def fill(
-        self, read: Read, kinds_of: Callable[[str], Sequence[str]], facts: OptimizerFacts | None
+        self,
+        read: Read,
+        kinds_of: Callable[[str], Sequence[str]],
+        facts: OptimizerFacts | None,
+        *,
+        kept: Collection[str] = (),
     ) -> None:
-        """Takes over values and, with `facts`, the optimizer's state, all of it read at most once; options
-        are left as they are. Only this ministage is on the device meanwhile."""
+        """Takes over values, except those of `kept`, and, with `facts`, the optimizer's state, all of it
+        read at most once; options are left as they are. Only this ministage is on the device meanwhile."""
         with torch.no_grad(), self.ministage.on_device():
             for name, parameter, source in self._values():
                 owner = self._owner_of.get(name, name)
+                if owner in kept:
+                    continue
                 rows = self._held(parameter.shape[0])
                 local_tensor(source.detach()).copy_(
                     read(Box.of_rows(owner, VALUE, tuple(parameter.shape), rows))

@@ -4,7 +4,8 @@ A model built on the meta device is materialised one named unit at a time. What 
 always the same module, whatever the unit, with a seed made of (seed, that module's fully qualified name):
 walking down, a module that defines `init_weights` initialises everything below it; otherwise one that defines
 `reset_parameters` does; what they leave out, the modules below initialise in the same way. The model's root
-is never asked to initialise everything, since no rank holds everything.
+is never asked to initialise everything, since no rank holds everything. Adapters of `peft` are initialised as
+it does (`reset_lora_parameters`), whatever else there is.
 
 Numbers are drawn on the CPU and then moved, so they are the same on every device. Parameters are
 drawn in fp32 and then rounded to their dtype; fp64 ones are drawn in fp64.
@@ -65,7 +66,7 @@ def initialize_unit(
     `_init_weights(module)` of a Hugging Face model is used, module by module, instead of `init_weights`.
 
     With `skips` parameters on the meta device get memory and no values (NaN where there is one), for those
-    who load theirs; buffers are initialised.
+    who load theirs; buffers and adapters, which no file of a model has, are initialised.
 
     Parameters and buffers that are not on the meta device keep their values and are moved. Tensors
     used twice stay one tensor. The caller's random numbers are not touched.
@@ -123,10 +124,12 @@ class _Unit:
     def initialise(self, module: nn.Module, fqn: str, callback: Callback | None) -> None:
         """Initialises what is pending in `module`, each tensor by the outermost module that can."""
         is_root = not fqn and any(True for _ in module.children())
+        if hasattr(module, "reset_lora_parameters") and self.has_pending(module):
+            self._draw(module, fqn, partial(_reset_adapters, module), recurse=True, skips=False)
         for method, is_for_all_below in _initialisers(module, callback):
             recurse = is_for_all_below and not is_root
             if self.has_pending(module, recurse=recurse):
-                self._draw(module, fqn, method, recurse=not is_root)
+                self._draw(module, fqn, method, recurse=not is_root, skips=self._skips)
         for name, child in module.named_children():
             if self.has_pending(child):
                 self.initialise(child, join(fqn, name), callback)
@@ -151,7 +154,9 @@ class _Unit:
             if not is_there or tensor.dtype != dtype:
                 tensor.data = tensor.data.to(self._device, dtype)
 
-    def _draw(self, module: nn.Module, fqn: str, method: Callable[[], object], *, recurse: bool) -> None:
+    def _draw(
+        self, module: nn.Module, fqn: str, method: Callable[[], object], *, recurse: bool, skips: bool
+    ) -> None:
         """Calls an initialiser with all that it may write to on the CPU; keeps what was pending."""
         lent: list[tuple[Tensor, Tensor]] = []
         for _, tensor in list(_named_tensors(module, recurse=recurse)):
@@ -168,7 +173,7 @@ class _Unit:
                 self._replace(tensor, _like(tensor, blank))
         torch.default_generator.manual_seed(unit_seed(self._seed, fqn))
         skipped = _Skipped(t for _, t in _named_tensors(module, recurse=recurse) if id(t) in self._pending)
-        with skipped if self._skips else nullcontext():
+        with skipped if skips else nullcontext():
             method()
         for stand_in, original in lent:
             self._replace(stand_in, original)
@@ -247,6 +252,12 @@ def _initialisers(
     method = _plain_method(module, "init_buffers")
     if method is not None:
         yield method, True
+
+
+def _reset_adapters(module: Any) -> None:
+    """Of a layer that `peft` has given some."""
+    for name in module.lora_A:
+        module.reset_lora_parameters(name, True)
 
 
 def _owner_above(root: nn.Module, fqn: str) -> str | None:

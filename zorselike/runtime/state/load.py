@@ -48,6 +48,9 @@ class Loader:
                 "begin a new run from it"
             )
         self.model_only = model_only
+        self._refuse_other_base()
+        self._kept = state.left_out if self.manifest.base is not None else frozenset()
+        """What has its values from where the checkpoint says that they are."""
         self._refuse_other_model()
         self._kinds = {
             name: self.manifest.kinds_of(name) if not self.model_only else (VALUE,)
@@ -68,9 +71,7 @@ class Loader:
             self._refuse_unseen(seen)
             self._together(lambda: reader.check_files(seen[self._rank]))
             for i in range(self._state.plan.num_ministages):
-                wanted = self._state.inventory.wanted(
-                    self._state.plan, i, self._kinds, process_of=self._state.ranks.process_of
-                )
+                wanted = self._list_wanted(i)
                 if all(len(own) == len(self.manifest.files) for own in seen):
                     read = self._read_directly(reader)
                     self._together(lambda: self._fill(i, read))  # noqa: B023
@@ -89,7 +90,14 @@ class Loader:
     def _fill(self, ministage: int, read: Callable[[Box], Tensor]) -> None:
         named = self._state.ministages.get(ministage)
         if named is not None:
-            named.fill(read, lambda name: self._kinds.get(name, (VALUE,)), self._facts)
+            named.fill(read, lambda name: self._kinds.get(name, (VALUE,)), self._facts, kept=self._kept)
+
+    def _list_wanted(self, ministage: int) -> dict[int, list[Box]]:
+        """By rank."""
+        wanted = self._state.inventory.wanted(
+            self._state.plan, ministage, self._kinds, process_of=self._state.ranks.process_of
+        )
+        return {rank: [box for box in own if box.name not in self._kept] for rank, own in wanted.items()}
 
     def _read_directly(self, reader: SlicesReader) -> Callable[[Box], Tensor]:
         def read(box: Box) -> Tensor:
@@ -194,7 +202,8 @@ class Loader:
     def _refuse_other_model(self) -> None:
         """Raises `CheckpointError` where names or shapes differ from the model's."""
         saved = self.manifest.tensors
-        here = self._state.inventory.all_tensors
+        known = self._state.inventory.all_tensors
+        here = {name: facts for name, facts in known.items() if name not in self._kept}
         where = f"{self._path}: is of another model: "
         missing = [name for name in here if name not in saved]
         if missing:
@@ -205,6 +214,23 @@ class Loader:
         for name, facts in here.items():
             if saved[name].shape != facts.shape:
                 raise OtherCheckpointError(f"{where}{name} is {saved[name].shape} there, {facts.shape} here")
+
+    def _refuse_other_base(self) -> None:
+        """Raises `CheckpointError` where the frozen weights are not here, or others."""
+        there, here = self.manifest.base, self._state.base
+        if there is None:
+            return
+        if here is None:
+            raise OtherCheckpointError(
+                f"{self._path}: holds adapters, without the model of {there.folder} beside which they were "
+                "trained: load it into that folder's model with adapters ([lora] enable = true in a recipe, "
+                "or zorselike.hf.pipeline(DIR, plan, lora=...))"
+            )
+        if here.fingerprint != there.fingerprint:
+            raise OtherCheckpointError(
+                f"{self._path}: its adapters were trained beside other weights ({there.folder}) than those "
+                f"of {here.folder}; name that folder"
+            )
 
     def _refuse_other_optimizer(self) -> None:
         kinds = {

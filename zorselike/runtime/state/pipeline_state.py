@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zorselike.checkpoint.manifest import Base
 from zorselike.plan.holdings import VALUE, Box, copies, rows_held, rows_written
 from zorselike.plan.plan import Plan
 from zorselike.runtime.comm.ranks import ProcessGroup, Ranks
@@ -37,6 +38,8 @@ class PipelineState:
         group of all ranks."""
         self.plan, self.ranks, self.inventory, self.control = plan, ranks, inventory, control
         self._names = names
+        self.base: Base | None = None
+        """Where the values of all frozen parameters are from, if checkpoints leave them out."""
         self.ministages: Mapping[int, NamedState] = {
             i: NamedState(
                 ministage,
@@ -54,6 +57,14 @@ class PipelineState:
             )
             for i, ministage in ministages.items()
         }
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Names of what checkpoints leave out."""
+        if self.base is None:
+            return frozenset()
+        facts = self.inventory.all_tensors
+        return frozenset(name for name, known in facts.items() if known.is_parameter and not known.trains)
 
     def is_first_of(self, ministage: int) -> bool:
         """Whether this rank speaks for a ministage's group."""

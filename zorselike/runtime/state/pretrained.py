@@ -7,19 +7,19 @@ several with an index.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zorselike.checkpoint.safetensors_file import SafetensorsFile, open_folder
+from zorselike.checkpoint.safetensors_file import SafetensorsFile, fingerprint_weights, open_folder
 from zorselike.checkpoint.slices import Slice
-from zorselike.errors import OtherCheckpointError
+from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.plan.holdings import VALUE, Box
 from zorselike.runtime.state.dtypes import bytes_of, named_dtype
 from zorselike.runtime.state.pipeline_state import PipelineState
-from zorselike.runtime.state.together import do_together
+from zorselike.runtime.state.together import do_together, gather_by_rank
 from zorselike.text.wording import list_few
 
 
@@ -27,7 +27,13 @@ class PretrainedWeights:
     """A folder's weights on their way into one pipeline."""
 
     def __init__(
-        self, state: PipelineState, folder: Path, *, name_of: Callable[[str], str], ignored: Sequence[str]
+        self,
+        state: PipelineState,
+        folder: Path,
+        *,
+        name_of: Callable[[str], str],
+        ignored: Sequence[str],
+        kept: Collection[str] = (),
     ) -> None:
         """Opens the folder and compares it with the model; collective.
 
@@ -36,12 +42,13 @@ class PretrainedWeights:
             folder: with safetensors files.
             name_of: what the model calls what the files call so.
             ignored: patterns of names in the files that the model need not have.
+            kept: names in the model that keep the values that they have.
 
         Raises:
             CheckpointError: On every rank alike: there are no such files here, they are damaged, or of
                 another model.
         """
-        self._state, self._folder = state, folder
+        self._state, self._folder, self._kept = state, folder, kept
         self._places: dict[str, tuple[SafetensorsFile, Slice]] = {}
         self.num_bytes_read = 0
         do_together(state, folder, lambda: self._open(name_of, ignored))
@@ -56,12 +63,13 @@ class PretrainedWeights:
 
     def _fill(self) -> None:
         for named in self._state.ministages.values():
-            named.fill(self._read, lambda _: (VALUE,), None)
+            named.fill(self._read, lambda _: (VALUE,), None, kept=self._kept)
 
     def _open(self, name_of: Callable[[str], str], ignored: Sequence[str]) -> None:
         for file in open_folder(self._folder):
             self._places |= {name_of(one.box.name): (file, one) for one in file.slices}
-        facts, aliases = self._state.inventory.all_tensors, self._state.inventory.aliases
+        tensors, aliases = self._state.inventory.all_tensors, self._state.inventory.aliases
+        facts = {name: known for name, known in tensors.items() if name not in self._kept}
         for alias, name in aliases.items():  # Of a tied weight a file has one name, whichever.
             if alias in self._places:
                 self._places.setdefault(name, self._places[alias])
@@ -83,3 +91,17 @@ class PretrainedWeights:
         file.read_rows(one, start, stop, bytes_of(values))
         self.num_bytes_read += values.nbytes
         return values
+
+
+def find_fingerprint(state: PipelineState, folder: Path) -> str:
+    """Of a folder's weights; collective.
+
+    Raises:
+        CheckpointError: On every rank alike: a node has none there, or others.
+    """
+    own: list[str] = []
+    do_together(state, folder, lambda: own.append(fingerprint_weights(folder)))
+    everyone = gather_by_rank(state, own[0])
+    if len(set(everyone)) > 1:
+        raise CheckpointError(f"{folder}: nodes have different weights under this name; copy one to all")
+    return own[0]

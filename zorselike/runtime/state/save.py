@@ -167,7 +167,14 @@ class Saver:
         return save
 
     def _take(self, states: Mapping[int, NamedState], *, model_only: bool, stages: bool) -> Snapshot:
-        return Snapshot(states, self._memory, self._stream, model_only=model_only, stages=stages)
+        return Snapshot(
+            states,
+            self._memory,
+            self._stream,
+            model_only=model_only,
+            stages=stages,
+            left_out=self._state.left_out,
+        )
 
     def wait(self) -> None:
         """Until the newest save is done."""
@@ -345,7 +352,7 @@ class Saver:
         return None
 
     def _make_manifest(self, reports: Sequence[Mapping[str, Any]], facts: RunFacts) -> Manifest:
-        inventory = self._state.inventory
+        inventory, left_out = self._state.inventory, self._state.left_out
         optimizers = [OptimizerFacts(*entry) for report in reports for entry in report["optimizer"]]
         return Manifest(
             step=facts.step,
@@ -356,9 +363,10 @@ class Saver:
                     known.shape, dtype_name(known.dtype), dtype_name(known.model_dtype), known.trains
                 )
                 for name, known in inventory.all_tensors.items()
+                if name not in left_out
             },
             files=tuple(file for report in reports for file in report["files"]),
-            aliases=dict(inventory.aliases),
+            aliases={alias: name for alias, name in inventory.aliases.items() if name not in left_out},
             optimizer=None if facts.model_only else describe_optimizers(optimizers),
             loss_scale=facts.loss_scale,
             schedule=merge_schedules([report["schedule"] for report in reports]),
@@ -370,6 +378,7 @@ class Saver:
                 "python": platform.python_version(),
             },
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            base=self._state.base,
         )
 
     def _describe(self, error: BaseException) -> str:

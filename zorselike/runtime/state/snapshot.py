@@ -8,7 +8,7 @@ the parts are the live tensors themselves, and training waits until they are wri
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -44,8 +44,10 @@ class Snapshot:
         *,
         model_only: bool,
         stages: bool,
+        left_out: Collection[str] = (),
     ) -> None:
-        """`stages`: whether to copy, on `stream`. Then the next step may begin when this returns."""
+        """`stages`: whether to copy, on `stream`. Then the next step may begin when this returns.
+        `left_out`: names of what is not saved."""
         self._states, self._memory = states, memory
         memory.streams.begin()
         compute = memory.streams.compute
@@ -54,7 +56,11 @@ class Snapshot:
         # The last ministage is the first to be updated.
         self.order = sorted(states, reverse=True)
         self._parts: dict[int, list[Part]] = {
-            i: [part for part in states[i].parts(model_only=model_only) if part.written.num_elements]
+            i: [
+                part
+                for part in states[i].parts(model_only=model_only)
+                if part.written.num_elements and part.written.name not in left_out
+            ]
             for i in self.order
         }
         # Found now: the next step moves what is offloaded, and in the middle of that it is nowhere whole.
