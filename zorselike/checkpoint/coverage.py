@@ -30,8 +30,7 @@ def find_gaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
 def _find_gap(whole: Box, records: Sequence[SliceRecord]) -> str | None:
     missing = [whole] if whole.num_elements else []
     for record in records:
-        parts = [(part, part.intersect(record.box)) for part in missing]
-        missing = [rest for part, common in parts for rest in (subtract(part, common) if common else [part])]
+        missing = [rest for part in missing for rest in subtract(part, record.box)]
     if missing:
         return f"nobody saved what is from {missing[0].starts} to {missing[0].stops}"
     if sum(record.box.num_elements for record in records) > whole.num_elements:

@@ -70,15 +70,10 @@ class SlicesReader:
         places = self._manifest.slices_of(box.name, box.kind)
         missing = [box] if box.num_elements else []
         for file, record in places:
-            left = []
             for part in missing:
-                common = part.intersect(record.box)
-                if common is None:
-                    left.append(part)
-                    continue
-                left += subtract(part, common)
-                self._read_part(file, record, common, box, target)
-            missing = left
+                if (common := part.intersect(record.box)) is not None:
+                    self._read_part(file, record, common, box, target)
+            missing = [rest for part in missing for rest in subtract(part, record.box)]
         if missing:
             what = "values" if not places else f"elements from {missing[0].starts} to {missing[0].stops}"
             raise CheckpointError(

@@ -13,7 +13,8 @@ from torch import nn
 
 from zorselike.checkpoint.safetensors_file import open_folder
 from zorselike.errors import CheckpointError, ConfigError
-from zorselike.hf.lora import Lora, add_lora, base_name, describe_adapter, is_adapter
+from zorselike.hf.lora import Lora, add_lora, describe_adapter
+from zorselike.hf.names import make_namer
 from zorselike.plan.plan import Plan
 from zorselike.runtime.loss import CountFn, LossFn
 from zorselike.runtime.ministage.updates import Clip, OptimizerFactory
@@ -100,37 +101,6 @@ def load_weights(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> 
     ignored = [str(pattern) for pattern in own._keys_to_ignore_on_load_unexpected or ()]
     adapter = describe_adapter(own, folder)
     pipe.load_pretrained(folder, name_of=make_namer(own), ignored=ignored, adapter=adapter)
-
-
-def make_namer(model: Any) -> Callable[[str], str]:
-    """What a model calls what its files call so, by the rules of `transformers`."""
-    loading = import_module("transformers.core_model_loading")
-    rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    known = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
-    names = {base_name(name): name for name in known}
-    state = {base_name(name): tensor for name, tensor in known.items()}
-
-    def rename(name: str, *rules: Any) -> tuple[str, str | None]:
-        found: tuple[str, str | None] = loading.rename_source_key(
-            name, *rules, model.base_model_prefix, state
-        )
-        return found
-
-    def name_of(name: str) -> str:
-        found, converted = rename(name, renamings, converters)
-        if found not in state and name in state:
-            found, converted = rename(name, [], [])
-        if converted is not None and found in state:
-            raise CheckpointError(
-                f"hf: {name} is a part of {found} in the model, and parts are not put together here; load "
-                "the model with from_pretrained and give that to HeteroPipeline"
-            )
-        own: str = names.get(found, found)
-        return own
-
-    return name_of
 
 
 def build_on_meta(

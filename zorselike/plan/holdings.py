@@ -116,8 +116,11 @@ def copies(source: Mapping[int, Sequence[Box]], target: Mapping[int, Sequence[Bo
                 missing = left
 
 
-def subtract(box: Box, inner: Box) -> list[Box]:
-    """What of `box` lies outside `inner`, which lies inside it, as boxes apart from each other."""
+def subtract(box: Box, other: Box) -> list[Box]:
+    """What of `box` lies outside `other`, as boxes apart from each other."""
+    inner = box.intersect(other)
+    if inner is None:
+        return [box]
     rest = []
     starts, stops = list(box.starts), list(box.stops)
     for axis, (low, high) in enumerate(zip(inner.starts, inner.stops, strict=True)):

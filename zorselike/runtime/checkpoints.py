@@ -22,7 +22,7 @@ from zorselike.plan.holdings import Box
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.ministage.updates import LossScale
 from zorselike.runtime.state.load import Loader
-from zorselike.runtime.state.pretrained import PretrainedWeights, find_fingerprint
+from zorselike.runtime.state.pretrained import NameOf, PretrainedWeights, find_fingerprint
 from zorselike.runtime.state.save import AfterCommit, RunFacts, Save, Saver
 from zorselike.runtime.state.schedulers import LRSchedulers
 from zorselike.runtime.state.together import gather_by_rank
@@ -153,7 +153,7 @@ class Checkpoints:
         self,
         folder: Path,
         *,
-        name_of: Callable[[str], str],
+        name_of: NameOf,
         ignored: Sequence[str],
         adapter: Mapping[str, Any] | None,
     ) -> int:
@@ -290,7 +290,7 @@ class Stateful(ABC):
         self,
         folder: str | Path,
         *,
-        name_of: Callable[[str], str] = str,
+        name_of: NameOf = str,
         ignored: Sequence[str] = (),
         adapter: Mapping[str, Any] | None = None,
     ) -> int:
@@ -301,7 +301,8 @@ class Stateful(ABC):
 
         Args:
             folder: with safetensors files, and the index if they are several.
-            name_of: what the model calls what the files call so; by default the same.
+            name_of: what the model calls what the files call so; by default the same. A box of values where
+                that is a part of a tensor, such as one expert of all.
             ignored: patterns of names in the files that the model need not have.
             adapter: the settings of adapters, as JSON, where the model has some beside these weights. What
                 trains then keeps its values, and what is frozen is left out of checkpoints, which name the

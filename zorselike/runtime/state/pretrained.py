@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +17,15 @@ from torch import Tensor
 from zorselike.checkpoint.safetensors_file import SafetensorsFile, fingerprint_weights, open_folder
 from zorselike.checkpoint.slices import Slice
 from zorselike.errors import CheckpointError, OtherCheckpointError
-from zorselike.plan.holdings import VALUE, Box
+from zorselike.plan.holdings import VALUE, Box, subtract
 from zorselike.runtime.state.dtypes import bytes_of, named_dtype
+from zorselike.runtime.state.exchange import part_of
 from zorselike.runtime.state.pipeline_state import PipelineState
 from zorselike.runtime.state.together import do_together, gather_by_rank
 from zorselike.text.wording import list_few
+
+NameOf = Callable[[str], str | Box]
+"""What a model calls what its files call so; a box of its values where that is a part of a tensor."""
 
 
 class PretrainedWeights:
@@ -31,7 +36,7 @@ class PretrainedWeights:
         state: PipelineState,
         folder: Path,
         *,
-        name_of: Callable[[str], str],
+        name_of: NameOf,
         ignored: Sequence[str],
         kept: Collection[str] = (),
     ) -> None:
@@ -40,7 +45,7 @@ class PretrainedWeights:
         Args:
             state: of the pipeline.
             folder: with safetensors files.
-            name_of: what the model calls what the files call so.
+            name_of: what the model calls what the files call so, or which part of it that is.
             ignored: patterns of names in the files that the model need not have.
             kept: names in the model that keep the values that they have.
 
@@ -49,7 +54,8 @@ class PretrainedWeights:
                 another model.
         """
         self._state, self._folder, self._kept = state, folder, kept
-        self._places: dict[str, tuple[SafetensorsFile, Slice]] = {}
+        self._places: dict[str, list[_Place]] = {}
+        """Of a tensor of the model, in parts that are apart from each other."""
         self.num_bytes_read = 0
         do_together(state, folder, lambda: self._open(name_of, ignored))
 
@@ -65,14 +71,20 @@ class PretrainedWeights:
         for named in self._state.ministages.values():
             named.fill(self._read, lambda _: (VALUE,), None, kept=self._kept)
 
-    def _open(self, name_of: Callable[[str], str], ignored: Sequence[str]) -> None:
+    def _open(self, name_of: NameOf, ignored: Sequence[str]) -> None:
         for file in open_folder(self._folder):
-            self._places |= {name_of(one.box.name): (file, one) for one in file.slices}
+            for one in file.slices:
+                found = name_of(one.box.name)
+                box = Box.whole(found, VALUE, one.shape) if isinstance(found, str) else found
+                self._places.setdefault(box.name, []).append(_Place(box, file, one))
         tensors, aliases = self._state.inventory.all_tensors, self._state.inventory.aliases
         facts = {name: known for name, known in tensors.items() if name not in self._kept}
         for alias, name in aliases.items():  # Of a tied weight a file has one name, whichever.
             if alias in self._places:
-                self._places.setdefault(name, self._places[alias])
+                of_alias = [
+                    replace(place, box=replace(place.box, name=name)) for place in self._places[alias]
+                ]
+                self._places.setdefault(name, of_alias)
         where = f"{self._folder}: is of another model: "
         if missing := [name for name in facts if name not in self._places]:
             raise OtherCheckpointError(f"{where}it holds no {list_few(missing)}")
@@ -80,17 +92,54 @@ class PretrainedWeights:
         if unknown := [name for name in others if not any(re.search(p, name) for p in ignored)]:
             raise OtherCheckpointError(f"{where}this one has no {list_few(unknown)}")
         for name, known in facts.items():
-            shape = self._places[name][1].shape
-            if shape != known.shape:
-                raise OtherCheckpointError(f"{where}{name} is {shape} there, {known.shape} here")
+            if wrong := _find_fault(self._places[name], Box.whole(name, VALUE, known.shape)):
+                raise OtherCheckpointError(f"{where}{wrong}")
 
     def _read(self, box: Box) -> Tensor:
-        file, one = self._places[box.name]
-        values = torch.empty(box.shape, dtype=named_dtype(one.dtype))
-        start, stop = (box.starts[0], box.stops[0]) if box.starts else (0, 1)
-        file.read_rows(one, start, stop, bytes_of(values))
-        self.num_bytes_read += values.nbytes
+        places = self._places[box.name]
+        values = torch.empty(box.shape, dtype=named_dtype(places[0].one.dtype))
+        for place in places:
+            common = place.box.intersect(box) if box.starts else box
+            if common is not None:
+                # A place of its own where the part is not all that is read.
+                is_all = common == box
+                part = values if is_all else torch.empty(common.shape, dtype=values.dtype)
+                place.file.read_rows(place.one, *place.rows_of(common), bytes_of(part))
+                self.num_bytes_read += part.nbytes
+                if not is_all:
+                    part_of(common, box, values).copy_(part)
         return values
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part of a tensor of the model is."""
+
+    box: Box
+    file: SafetensorsFile
+    one: Slice
+    """Of the same shape, or without the first dimension, of which the part has one entry."""
+
+    def rows_of(self, part: Box) -> tuple[int, int]:
+        """The rows there of some rows of the part."""
+        if len(self.one.shape) < len(self.box.shape):
+            return 0, self.one.shape[0]
+        first = self.box.starts[0] if self.box.starts else 0
+        return (part.starts[0] - first, part.stops[0] - first) if part.starts else (0, 1)
+
+
+def _find_fault(places: Sequence[_Place], whole: Box) -> str | None:
+    """What is wrong with the parts of a tensor."""
+    left = [whole]
+    for place in places:
+        shape = place.box.shape if len(places) > 1 else whole.shape
+        if place.one.shape not in (shape, shape[1:] if len(places) > 1 else shape):
+            return f"{place.one.box.name} is {place.one.shape} there, {shape} here"
+        if place.one.dtype != places[0].one.dtype:
+            names = f"{places[0].one.box.name} and {place.one.box.name}"
+            return f"{names} are of different dtypes, and one tensor here"
+        left = [rest for box in left for rest in subtract(box, place.box)]
+    return f"it holds a part of {whole.name} alone" if left and whole.num_elements else None
 
 
 def find_fingerprint(state: PipelineState, folder: Path) -> str:
