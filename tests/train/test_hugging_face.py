@@ -13,7 +13,8 @@ from ranks import RunRanks
 from safetensors.torch import load_file
 from trained import read_column, train
 
-from zorselike.checkpoint.layout import model_folder
+from zorselike.checkpoint.layout import model_folder, step_folder
+from zorselike.cli import main as cli
 
 LOSS = "loss_metrics/global_avg_loss"
 CUTS = ((4, 7), (1, 7))
@@ -100,3 +101,90 @@ def test_what_is_wrong_is_said_before_work_starts(run_ranks: RunRanks, tmp_path:
     ):
         ends = train(run_ranks, "finetune_cpu.toml", *arguments, folder=tmp_path / "out", num_ranks=1)
         assert ends[0].code == 2 and why in ends[0].stderr
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+
+def train_adapters(
+    run_ranks: RunRanks, model: Path, folder: Path, cut: tuple[int, int], *arguments: str
+) -> str:
+    """What rank 0 printed."""
+    folder.mkdir(exist_ok=True)
+    write_plan(folder / "plan.toml", *cut)
+    (folder / "text.txt").write_text("the card one has and the card one had " * 99)
+    ends = train(
+        run_ranks,
+        "finetune_cpu.toml",
+        *("--model.path", str(model), "--hetero.plan", str(folder / "plan.toml")),
+        *("--training.dataset_path", str(folder / "text.txt"), "--training.seq_len", "32"),
+        *("--lora.enable", "--lora.rank", "4", "--optimizer.lr", "0.01"),
+        *("--lr_scheduler.total_steps", "4", "--lr_scheduler.warmup_steps", "1", "--metrics.log_freq", "1"),
+        *("--checkpoint.folder", "../checkpoints", *arguments),
+        folder=folder / "out",
+        num_ranks=2,
+    )
+    assert [end.code for end in ends] == [0, 0], ends[0].stderr
+    return ends[0].stdout
+
+
+def load_adapters(rank: int, size: int, model: Path, adapters: Path | None) -> dict[str, torch.Tensor]:
+    """The weights of a folder, into which `peft` has merged adapters."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    if adapters is not None:
+        peft = pytest.importorskip("peft")
+        loaded = peft.PeftModel.from_pretrained(loaded, adapters).merge_and_unload()
+    return {name: tensor.detach().clone() for name, tensor in loaded.state_dict().items()}
+
+
+def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path) -> None:
+    model, whole, parts = (tmp_path / name for name in ("tiny", "whole", "parts"))
+    run_ranks(make_folder, 1, model)
+    said = train_adapters(run_ranks, model, whole, CUTS[0], "--training.steps", "4")
+    assert "16,912 parameters, 3,968 of them trained (23.46%)" in said
+    assert "the adapters alone: step-00000004 is deleted" in said
+    adapters = whole / "checkpoints" / model_folder(4)
+    assert sorted(p.name for p in adapters.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+    two_steps = ("--training.steps", "2", "--checkpoint.no-last_save_model_only")
+    train_adapters(run_ranks, model, parts, CUTS[0], *two_steps)
+    said = train_adapters(run_ranks, model, parts, CUTS[1], "--training.steps", "4", "--lora.save_merged")
+    assert f"begins with the weights of {model}" in said and "goes on from" in said
+    checkpoints = parts / "checkpoints"
+    assert sorted(p.name for p in (checkpoints / step_folder(4)).iterdir()) == [
+        "manifest.json",
+        "model",
+        "optim",
+    ]
+    (merged,) = run_ranks(load_adapters, 1, checkpoints / model_folder(4), None)
+    (expected,) = run_ranks(load_adapters, 1, model, adapters)
+    (begun,) = run_ranks(load_adapters, 1, model, None)
+    for name, tensor in expected.items():
+        assert torch.allclose(merged[name], tensor, rtol=1e-4, atol=1e-6)
+        assert torch.equal(tensor, begun[name]) is ("_proj" not in name)
+
+    for options, name in (((), "adapters"), (("--merge",), "merged")):
+        target = tmp_path / name
+        arguments = ["checkpoint", "export", str(checkpoints), str(target), *options]
+        assert cli(arguments) == 0
+    assert len(list((tmp_path / "merged").iterdir())) == len(list(model.iterdir()))
+    for path in (checkpoints / model_folder(4)).iterdir():
+        assert (tmp_path / "merged" / path.name).read_bytes() == path.read_bytes()
+    assert (tmp_path / "adapters" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (("--lora.rank", "4"), "there are no adapters without enable = true"),
+        (("--lora.enable", "--lora.target_modules", "q_prj"), "'q_prj'"),
+        (("--lora.enable", "--model.name", "llama", "--model.path", ""), 'say name = "hf"'),
+    ],
+)
+def test_what_is_wrong_with_adapters_is_said(
+    arguments: tuple[str, ...], why: str, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run_ranks(make_folder, 1, tmp_path / "tiny")
+    model = ("--model.path", str(tmp_path / "tiny"))
+    ends = train(run_ranks, "finetune_cpu.toml", *model, *arguments, folder=tmp_path / "out", num_ranks=1)
+    assert ends[0].code == 2 and why in ends[0].stderr

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zorselike.checkpoint.adapters import export_adapters, export_merged
 from zorselike.checkpoint.export import export
 from zorselike.checkpoint.folder import (
     Checkpoint,
@@ -75,8 +76,9 @@ class RunCheckpoints:
                 one would write over newer ones. On every rank alike.
         """
         settings = self._settings
-        if not settings.enable:
+        if not settings.enable or self._config.lora.enable:  # Checkpoints of adapters have no other weights.
             self._take_weights()
+        if not settings.enable:
             return
         self._pipe.claim_checkpoints(self.folder)  # Now, not at the first save.
         if settings.upload:
@@ -106,7 +108,7 @@ class RunCheckpoints:
                 logger.info("begins with the model of %s (step %d)", loaded.path, loaded.step)
             else:
                 self._take(loaded)
-        else:
+        elif not self._config.lora.enable:
             self._take_weights()
 
     def _take(self, loaded: Loaded) -> None:
@@ -166,6 +168,7 @@ class RunCheckpoints:
             self._report(must_succeed=True)
         if is_finished and self._settings.last_save_model_only:
             alone = is_new and self._best.get("step") != self._pipe.num_steps
+            alone = alone and not self._config.lora.save_merged
             self._world.from_first(lambda: self._export(alone=alone))
 
     def is_finished(self) -> bool:
@@ -225,14 +228,15 @@ class RunCheckpoints:
             self.folder / step_folder(self._pipe.num_steps),
             self._exported_at(self._pipe.num_steps),
         )
+        what = "the adapters" if self._config.lora.enable else "the model"
+        dtype, lora = _EXPORT_DTYPES[self._settings.export_dtype], self._config.lora
         try:
-            export(
-                path,
-                target,
-                dtype=_EXPORT_DTYPES[self._settings.export_dtype],
-                aliases=self._origin is None,
-                like=self._origin,
-            )
+            if lora.save_merged:
+                export_merged(path, target, like=self._origin)
+            elif lora.enable:
+                export_adapters(path, target, dtype=dtype, like=self._origin)
+            else:
+                export(path, target, dtype=dtype, aliases=self._origin is None, like=self._origin)
             if alone:
                 remove_step(path)
         except OSError as error:
@@ -240,7 +244,7 @@ class RunCheckpoints:
         logger.info(
             "exported %s%s",
             target,
-            f", the model alone: {path.name} is deleted (last_save_model_only)" if alone else "",
+            f", {what} alone: {path.name} is deleted (last_save_model_only)" if alone else "",
         )
 
     # -- in the thread that saves ----------------------------------------------------------

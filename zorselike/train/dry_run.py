@@ -20,7 +20,9 @@ _MAX_ACTIONS = 40
 _BYTES_KEPT = 3 * 4
 """Bytes that a parameter keeps between steps: its value and Adam's two moments, in fp32."""
 
-_BYTES_KEPT_HALF = 2 + _BYTES_KEPT
+_BYTES_HALF = 2
+
+_BYTES_KEPT_HALF = _BYTES_HALF + _BYTES_KEPT
 """The same for a parameter in half precision with an fp32 master."""
 
 
@@ -33,7 +35,7 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Trai
     lines = [
         plan.explain().rstrip(),
         "",
-        f"model {model.name}: {model.num_parameters:,} parameters, {work.num_tokens:,} tokens and {flops}",
+        f"model {model.name}: {model.size}, {work.num_tokens:,} tokens and {flops}",
     ]
     if config.training.mixed_precision_param == "auto":
         lines.append(
@@ -60,7 +62,7 @@ def describe_planning(config: Config, model: TrainedModel, files: AutoFiles) -> 
     cluster = "exists: kept" if files.cluster.exists() else "new"
     return "\n".join(
         [
-            f"no plan yet for {model.name} ({model.num_parameters:,} parameters); a run",
+            f"no plan yet for {model.name} ({model.size}); a run",
             f"  measures each kind of layer, up to {count(rows, 'row')} of {training.seq_len} tokens in "
             f"{training.mixed_precision_param},",
             "  updates, copies to the host, links and collectives, on all devices that run",
@@ -78,18 +80,24 @@ def _list_parameters(plan: Plan, compiled: CompiledPlan) -> list[str]:
     kept = "half precision, with fp32 masters and" if compiled.spec.masters else "fp32, with"
     lines = [
         f"parameters of each rank's ministages, how many of them it keeps, and their size in {kept} Adam's "
-        "moments\n(gradients, gathered parameters and activations come on top):"
+        "moments,\nwhich frozen ones lack (gradients, gathered parameters and activations come on top):"
     ]
     for rank, number in sorted(plan.group_of_rank.items()):
         group = plan.groups[number]
         ministages = plan.ministages_of_rank(rank)
         whole = sum(count_parameters(compiled.parts[index].module) for index in ministages)
         share = whole if group.zero == 0 else -(-whole // len(group.flat_ranks))
+        parameters = [p for index in ministages for p in compiled.parts[index].module.parameters()]
+        frozen_bytes = [_BYTES_HALF if compiled.spec.masters else p.itemsize for p in parameters]
+        kept_bytes = sum(
+            p.numel() * (num_bytes if p.requires_grad else frozen)
+            for p, frozen in zip(parameters, frozen_bytes, strict=True)
+        )
         names = ", ".join(map(str, ministages))
         kept_share = "all" if share == whole else f"about {share:,}"
         lines.append(
             f"  rank {rank}: {'ministage' if len(ministages) == 1 else 'ministages'} {names}, "
-            f"{whole:,} parameters, keeps {kept_share}, {share * num_bytes / 2**30:,.3f} GiB"
+            f"{whole:,} parameters, keeps {kept_share}, {kept_bytes * share / max(1, whole) / 2**30:,.3f} GiB"
         )
     return lines
 

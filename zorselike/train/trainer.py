@@ -105,6 +105,7 @@ def _train(
         if config.job.print_config:
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
+        logger.info("model: %s, %s", model.name, model.size)
         logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
         _log_deferral(config, pipe, world)
         try:

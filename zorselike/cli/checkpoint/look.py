@@ -161,6 +161,8 @@ def describe(manifest: Manifest) -> Iterator[str]:
         f"model          {count(len(manifest.tensors), 'tensor')} of {num_elements:,} elements, "
         f"{len(trained)} of them trained; {show_bytes(sizes.pop(VALUE, 0))}"
     )
+    if manifest.base is not None:
+        yield f"beside         {manifest.base.folder}, whose weights are read from there"
     for name, original in sorted(manifest.aliases.items()):
         yield f"tied           {name} is {original}"
     if manifest.optimizer is None:

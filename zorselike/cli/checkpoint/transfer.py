@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from zorselike.checkpoint.export import AS_IN_MODEL, export, list_shards
+from zorselike.checkpoint.adapters import export_adapters, export_merged, list_adapters, list_merged
+from zorselike.checkpoint.export import AS_IN_MODEL, Shards, export, list_shards
 from zorselike.checkpoint.imported import import_files
 from zorselike.checkpoint.read import read_manifest
 from zorselike.checkpoint.safetensors_file import list_files
@@ -29,7 +30,9 @@ _DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a checkpoint's weights as safetensors files of whole tensors, under the model's own names."""
+    """Write a checkpoint's weights as safetensors files of whole tensors, under the model's own names.
+
+    Of adapters (LoRA) a folder as peft writes it, or with --merge the model with them in it."""
 
     path: CheckpointPath
     """A step's folder; of a folder of checkpoints the newest complete one."""
@@ -39,7 +42,7 @@ class Export:
 
     dtype: Literal["saved", "model", "float32", "bfloat16", "float16", "float64"] = "saved"
     """Of floating-point weights. saved: as they are in the checkpoint, which for a model in half precision is
-    the fp32 master; model: as the model was given."""
+    the fp32 master (with --merge: as in the model's folder); model: as the model was given."""
 
     max_shard_size: str = "5GB"
     """Size of a file, unless one tensor alone is larger."""
@@ -49,30 +52,54 @@ class Export:
 
     like: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the Hugging Face model that was trained: its config and tokenizer files are copied, so that
-    transformers' from_pretrained takes TARGET as it is."""
+    transformers' from_pretrained takes TARGET as it is. Of adapters only where it is no longer where it
+    was."""
+
+    merge: bool = False
+    """Put adapters into the model beside which they were trained, and write that: W + B A alpha / rank,
+    computed in fp32 and rounded once. Its files are those of the model's folder."""
 
     def run(self) -> None:
         root = find_checkpoint(self.path)
+        manifest = read_manifest(root)
+        like = None if self.like is None else Path(self.like)
+        files = self._export_adapters(root, like) if manifest.base or self.merge else self._export(root, like)
+        print(f"{root} exported to:")
+        for file in files:
+            print(f"  {file}")
+
+    def _export(self, root: Path, like: Path | None) -> list[Path]:
         max_shard_bytes = read_size("checkpoint export", "--max-shard-size", self.max_shard_size)
         assert max_shard_bytes is not None
         dtype = _DTYPES[self.dtype]
         shards = list_shards(
             read_manifest(root), dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=self.aliases
         )
-        total = sum(one.num_bytes for shard in shards for one in shard)
-        with show_bytes_done(f"export {root.name}", total) as progress:
-            files = export(
+        with show_bytes_done(f"export {root.name}", _num_bytes(shards)) as progress:
+            return export(
                 root,
                 Path(self.target),
                 dtype=dtype,
                 max_shard_bytes=max_shard_bytes,
                 aliases=self.aliases,
-                like=None if self.like is None else Path(self.like),
+                like=like,
                 progress=progress,
             )
-        print(f"{root} exported to:")
-        for file in files:
-            print(f"  {file}")
+
+    def _export_adapters(self, root: Path, like: Path | None) -> list[Path]:
+        dtype = None if self.dtype == "model" else _DTYPES[self.dtype]
+        target = Path(self.target)
+        if self.merge:
+            shards = list_merged(root, dtype=dtype, like=like)
+            with show_bytes_done(f"merge {root.name}", _num_bytes(shards)) as progress:
+                return export_merged(root, target, dtype=dtype, like=like, progress=progress)
+        adapters = list_adapters(read_manifest(root), dtype=dtype)
+        with show_bytes_done(f"export {root.name}", _num_bytes([adapters])) as progress:
+            return export_adapters(root, target, dtype=dtype, like=like, progress=progress)
+
+
+def _num_bytes(shards: Shards) -> int:
+    return sum(one.num_bytes for shard in shards for one in shard)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,25 @@ class LRScheduler:
 
 
 @dataclass(frozen=True)
+class Lora:
+    enable: bool = False
+    """Train adapters beside the weights of a Hugging Face model (`[model] name = "hf"`), which are frozen and
+    stay in the dtype of their files; checkpoints hold the adapters alone (all of this section is ours)."""
+    rank: Positive = 16
+    """Rows of an adapter's A, columns of its B."""
+    alpha: NotNegative = 0.0
+    """What an adapter adds is multiplied by `alpha / rank`; 0: twice the rank."""
+    dropout: Beta = 0.0
+    """Share of an adapter's inputs that are dropped in training."""
+    target_modules: tuple[str, ...] = ()
+    """Linear layers that get one, by name or end of name: `["q_proj", "v_proj"]`; none given: all in decoder
+    layers."""
+    save_merged: bool = False
+    """With `[checkpoint] last_save_model_only`: hand on the model with its adapters in it, in the dtype of
+    its folder, and not the adapters alone (the last checkpoint stays: it holds these)."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False
     """Save the run every `interval` steps, at its end, and where a signal stops it; and go on from the newest
@@ -156,8 +175,8 @@ class Checkpoint:
     """Save after the first step too."""
     last_save_model_only: bool = False
     """At the end of the last step keep the model alone: `model-step-N` beside the checkpoints, safetensors
-    under the model's own names in `export_dtype`. (TorchTitan's default is true. A run that is prolonged goes
-    on from the checkpoint before.)"""
+    under the model's own names in `export_dtype`; with `[lora]` a folder as `peft` writes it. (TorchTitan's
+    default is true. A run that is prolonged goes on from the checkpoint before.)"""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the exported model's numbers."""
     upload: str = ""
@@ -274,6 +293,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)
+    lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
@@ -314,6 +334,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f'[model] name = "{HUGGING_FACE}" needs the folder of a Hugging Face model: path = "DIR"'
         )
+    _check_lora(config)
     checkpoint = config.checkpoint
     for key, unused in (("load_step", -1), ("initial_load_path", "")):
         if getattr(checkpoint, key) != unused and not checkpoint.enable:
@@ -330,6 +351,26 @@ def check_config(config: Config) -> None:
                 f'[hetero] {key} = "{getattr(hetero, key)}": is for plan = "{AUTO}"; remove it, or plan '
                 "that way"
             )
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.lora
+    if not lora.enable:
+        for key in fields(Lora):
+            if getattr(lora, key.name) != key.default:
+                raise ConfigError(
+                    f"[lora] {key.name} = {getattr(lora, key.name)!r}: there are no adapters without "
+                    "enable = true"
+                )
+    elif config.model.name != HUGGING_FACE:
+        raise ConfigError(
+            f"[lora] enable = true: adapters are for a Hugging Face model, and [model] name = "
+            f'"{config.model.name}"; say name = "{HUGGING_FACE}" and path = "DIR"'
+        )
+    elif lora.save_merged and not (config.checkpoint.enable and config.checkpoint.last_save_model_only):
+        raise ConfigError(
+            "[lora] save_merged = true: needs [checkpoint] enable = true and last_save_model_only = true"
+        )
 
 
 def load_plan(config: Config) -> Plan | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zorselike.checkpoint.safetensors_file import holds_weights
-from zorselike.hf import build_on_meta
+from zorselike.hf import Lora, build_on_meta
 from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
 from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
@@ -41,6 +41,18 @@ class TrainedModel:
     """Of a model of ours."""
     folder: Path | None = None
     """Where a Hugging Face model is from."""
+    num_trained: int | None = None
+    """Parameters of its adapters, if it has some and all else is frozen."""
+    frozen_flops: int = 0
+    """FLOPs per token of products with frozen weights: their gradients would cost as many."""
+
+    @property
+    def size(self) -> str:
+        """Its parameters, in words."""
+        if self.num_trained is None:
+            return f"{self.num_parameters:,} parameters"
+        share = self.num_trained / self.num_parameters
+        return f"{self.num_parameters:,} parameters, {self.num_trained:,} of them trained ({share:.2%})"
 
     @property
     def weights(self) -> Path | None:
@@ -51,7 +63,7 @@ class TrainedModel:
 def find_model(config: Config) -> TrainedModel:
     """The model of `[model]`; raises `ConfigError` where there is none."""
     if config.model.name == HUGGING_FACE:
-        return _find_hugging_face(Path(config.model.path).expanduser())
+        return _find_hugging_face(Path(config.model.path).expanduser(), _find_lora(config))
     shape = get_config(config.model.name, config.model.flavor)
     return TrainedModel(
         name=f"{config.model.name} {config.model.flavor}",
@@ -70,17 +82,27 @@ def _build_ours(name: str, flavor: str) -> nn.Module:
         return build_model(name, flavor)
 
 
-def _find_hugging_face(folder: Path) -> TrainedModel:
-    model: Any = build_on_meta(folder)
+def _find_lora(config: Config) -> Lora | None:
+    own = config.lora
+    if not own.enable:
+        return None
+    return Lora(own.rank, own.alpha or None, own.dropout, own.target_modules)
+
+
+def _find_hugging_face(folder: Path, lora: Lora | None) -> TrainedModel:
+    model: Any = build_on_meta(folder, lora=lora)
     text = model.config.get_text_config()
     decoder = find_decoder(model)
     layers = frozenset() if isinstance(decoder, str) else frozenset(decoder.layers)
     multiplied = {}
     """Parameters that a token meets in a product; of experts all, though it meets only some."""
+    num_frozen = 0
+    """How many of these are frozen."""
     for name in find_layers(model):
         module = model.get_submodule(name)
-        is_table = isinstance(module, nn.Embedding)
-        multiplied[name] = 0 if is_table else sum(parameter.numel() for parameter in module.parameters())
+        parameters = [] if isinstance(module, nn.Embedding) else list(module.parameters())
+        multiplied[name] = sum(parameter.numel() for parameter in parameters)
+        num_frozen += sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
 
     def count_flops(seq_len: int) -> dict[str, int]:
         """As `forward_flops_by_module`."""
@@ -93,6 +115,8 @@ def _find_hugging_face(folder: Path) -> TrainedModel:
         # Some, such as BLOOM, have no limit.
         max_seq_len=getattr(text, "max_position_embeddings", None) or 2**31,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else None,
+        frozen_flops=2 * num_frozen,
         forward_flops=count_flops,
         layers=layers,
         build=lambda: model,  # Once: it takes seconds, and a run needs one.

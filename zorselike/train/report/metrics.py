@@ -59,7 +59,7 @@ def work_of_step(model: TrainedModel, plan: Plan, *, seq_len: int) -> StepWork:
         for name in ministage.modules
         if name in model.layers
     )
-    once = 3 * sum(forward.values())  # The backward is twice the forward.
+    once = 3 * sum(forward.values()) - model.frozen_flops  # The backward is twice the forward.
     return StepWork(num_tokens, num_tokens * once, num_tokens * (once + again))
 
 
