@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from zorselike.checkpoint import blocks
 from zorselike.checkpoint.dtypes import decode, encode
-from zorselike.checkpoint.export import AS_IN_MODEL, export
+from zorselike.checkpoint.export import AS_IN_MODEL, export, list_parts
 from zorselike.checkpoint.folder import find_newest
 from zorselike.checkpoint.imported import import_files
 from zorselike.checkpoint.read import SlicesReader, read_manifest
@@ -228,8 +228,6 @@ def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     for name in ("pytorch_model.bin.index.json", "x.bin"):
         (model / name).write_text("weights of before")
-    short = {name.partition(".")[2] or name: tensor for name, tensor in WEIGHTS.items()}
-    save_file(short, model / "old.safetensors")
     files = export(root, tmp_path / "out", dtype="BF16", like=model)
     assert [path.name for path in files] == ["model.safetensors", "config.json", "tokenizer.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in files)
@@ -237,14 +235,41 @@ def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
         "dtype": "bfloat16",
         "hidden_size": 5,
     }
-    save_file({**short, "w": torch.zeros(2)}, model / "old.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"is of another model: a\.w is .* in the checkpoint, and the folder has"
-    ):
-        export(root, tmp_path / "other", like=model)
-    save_file({"else": torch.zeros(2)}, model / "old.safetensors")
-    with pytest.raises(CheckpointError, match="has no such weight; name the folder of the model"):
-        export(root, tmp_path / "other", like=model)
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         export(root, tmp_path / "other", like=tmp_path)
     assert not (tmp_path / "other").exists()
+
+
+def test_weights_get_the_names_of_a_folder(root: Path, tmp_path: Path) -> None:
+    """Some have others there, and some are there in parts."""
+    manifest = read_manifest(root)
+    assert list_parts(manifest, tmp_path) is None
+    name = max(WEIGHTS, key=lambda name: WEIGHTS[name].ndim)
+    whole = WEIGHTS[name]
+    boxes = {f"entry.{i}": Box.of_rows(name, VALUE, whole.shape, (i, i + 1)) for i in range(1, len(whole))}
+    half = whole.shape[1] // 2
+    low, high = (0,) * whole.ndim, (1, *whole.shape[1:])
+    boxes["left"] = Box(name, VALUE, low, (1, half, *whole.shape[2:]))
+    boxes["right"] = Box(name, VALUE, (0, half, *low[2:]), high)
+    there = {f"short.{key}": tensor for key, tensor in WEIGHTS.items() if key != name}
+    for key, box in boxes.items():
+        part = whole[tuple(slice(*ends) for ends in zip(box.starts, box.stops, strict=True))]
+        there[key] = part[0] if key.startswith("entry") else part
+    there = {key: tensor.contiguous() for key, tensor in there.items()}
+    save_file({**there, "mask": torch.ones(1)}, tmp_path / "old.safetensors")
+
+    def name_of(key: str) -> str | Box:
+        return boxes.get(key, key.removeprefix("short."))
+
+    parts = list_parts(manifest, tmp_path, name_of)
+    export(root, tmp_path / "out", parts=parts, max_shard_bytes=100)
+    assert equal(load_all(tmp_path / "out"), there)
+    for spoilt, why in (
+        ({key: tensor for key, tensor in there.items() if key != "right"}, "has a part of it alone"),
+        ({key: tensor for key, tensor in there.items() if key.startswith("short")}, "has no such weight"),
+        ({**there, "left": there["left"][:, :0]}, "has .* as left"),
+        ({**there, f"short.{min(WEIGHTS)}": torch.zeros(99)}, "has .* as short"),
+    ):
+        save_file({key: tensor.contiguous() for key, tensor in spoilt.items()}, tmp_path / "old.safetensors")
+        with pytest.raises(CheckpointError, match=why):
+            list_parts(manifest, tmp_path, name_of)

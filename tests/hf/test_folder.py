@@ -18,6 +18,8 @@ from torch import Tensor
 
 import zorselike.hf
 from zorselike import list_modules
+from zorselike.checkpoint.export import export
+from zorselike.checkpoint.read import read_manifest
 from zorselike.errors import CheckpointError
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
@@ -152,3 +154,29 @@ def test_experts_must_all_be_there(tmp_path: Path, run_ranks: RunRanks) -> None:
     save_file(tensors, path)
     (said,) = run_ranks(refuse, 1, tmp_path)
     assert said.endswith("it holds a part of model.layers.1.mlp.experts.gate_up_proj alone")
+
+
+def hand_on(rank: int, world_size: int, folder: Path) -> None:
+    plan = make_plan(list_modules(zorselike.hf.build_on_meta(folder)))
+    with zorselike.hf.pipeline(folder, plan) as pipe:
+        path = pipe.save(folder / "run", model_only=True).wait()  # type: ignore[union-attr]
+        if rank == 0:
+            parts = zorselike.hf.find_parts(read_manifest(path), folder)
+            export(path, folder / "out", like=folder, parts=parts)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+def test_weights_go_out_under_the_names_they_came_in(
+    family: str, tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    """Experts one by one; GPT-2 as it was published, without the prefix."""
+    from safetensors.torch import load_file, save_file
+
+    run_ranks(save, 1, family, tmp_path, "1GB")
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = {name.removeprefix("transformer."): t.float() for name, t in load_file(path).items()}
+    save_file(tensors, path)
+    run_ranks(hand_on, 3, tmp_path)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

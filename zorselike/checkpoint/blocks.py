@@ -27,11 +27,11 @@ def dtype_of(manifest: Manifest, name: str, kind: str) -> str:
 
 
 def split_rows(box: Box, row_limit: int) -> Iterator[Box]:
-    """A whole tensor's box in parts of so many rows; a number's stays as it is."""
+    """A box in parts of so many rows; a number's stays as it is."""
     if not box.starts:
         yield box
         return
-    for start in range(0, box.stops[0], row_limit):
+    for start in range(box.starts[0], box.stops[0], row_limit):
         stop = min(start + row_limit, box.stops[0])
         yield Box(box.name, box.kind, (start, *box.starts[1:]), (stop, *box.stops[1:]))
 
@@ -44,7 +44,7 @@ def rows_per_block(box: Box, dtype: str) -> int:
 def read_blocks(
     reader: SlicesReader, box: Box, dtype: str, row_limit: int | None = None
 ) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a whole tensor, block after block."""
+    """The bytes of a tensor, or of a box in it, block after block."""
     for part in split_rows(box, row_limit or rows_per_block(box, dtype)):
         content = np.empty(part.num_elements * DTYPE_BYTES[dtype], np.uint8)
         reader.read_box(part, content.data)

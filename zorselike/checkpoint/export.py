@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zorselike.checkpoint.blocks import dtype_of, read_blocks
@@ -20,7 +21,7 @@ from zorselike.checkpoint.safetensors_file import INDEX, WEIGHTS, open_folder
 from zorselike.checkpoint.slices import Slice, SlicesWriter, make_folders, sync_folder, write_file
 from zorselike.checkpoint.verify import OnBytes
 from zorselike.errors import CheckpointError
-from zorselike.plan.holdings import VALUE, Box
+from zorselike.plan.holdings import VALUE, Box, subtract
 
 AS_IN_MODEL = "model"
 """Instead of a dtype: each tensor in the one that the model was given in."""
@@ -34,29 +35,91 @@ _COMPANIONS = frozenset((".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a file's tensor is of the checkpoint's."""
+
+    box: Box
+    shape: tuple[int, ...]
+    """In the file, perhaps without the first dimension, of which it is one entry."""
+
+
+def list_parts(
+    manifest: Manifest, like: Path, name_of: Callable[[str], str | Box] = str
+) -> dict[str, Part] | None:
+    """The checkpoint's tensors by the names that a folder of Hugging Face's libraries has for them, in its
+    order; None where it has no weights.
+
+    Args:
+        manifest: the checkpoint's.
+        like: the folder.
+        name_of: what the checkpoint calls what the folder's files call so, or a box of its values.
+
+    Raises:
+        CheckpointError: The folder is of another model.
+    """
+    if not any(like.glob("*.safetensors")):
+        return None
+    parts: dict[str, Part] = {}
+    left = {name: [Box.whole(name, VALUE, tensor.shape)] for name, tensor in manifest.tensors.items()}
+    for one in (one for file in open_folder(like) for one in file.slices):
+        found = name_of(one.box.name)
+        box = Box.whole(found, VALUE, one.shape) if isinstance(found, str) else found
+        box = replace(box, name=manifest.aliases.get(box.name, box.name))
+        if box.name not in left:  # There may be masks, which no model has.
+            continue
+        whole = Box.whole(box.name, VALUE, manifest.tensors[box.name].shape)
+        if one.shape not in (box.shape, box.shape[1:]) or (box != whole and whole.intersect(box) != box):
+            raise _of_other_model(like, whole, f"has {one.shape} as {one.box.name}")
+        left[box.name] = [rest for own in left[box.name] for rest in subtract(own, box)]
+        parts[one.box.name] = Part(box, one.shape)
+    for name, rest in left.items():
+        whole = Box.whole(name, VALUE, manifest.tensors[name].shape)
+        if rest and whole.num_elements:
+            what = "has no such weight" if rest == [whole] else "has a part of it alone"
+            raise _of_other_model(like, whole, what)
+    return parts
+
+
+def _of_other_model(folder: Path, whole: Box, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: is of another model: {whole.name} is {whole.shape} in the checkpoint, and the folder "
+        f"{what}; name the folder of the model that was trained"
+    )
+
+
 def list_shards(
     manifest: Manifest,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     aliases: bool = False,
+    parts: Mapping[str, Part] | None = None,
 ) -> Shards:
     """What is written; see `export`."""
-    names = [*manifest.tensors, *(manifest.aliases if aliases else ())]
+    if parts is None:
+        parts = _name_as_in_model(manifest, aliases=aliases)
     shards: Shards = []
     room = 0
-    for name in names:
-        tensor = manifest.tensors[manifest.aliases.get(name, name)]
+    for name, part in parts.items():
+        tensor = manifest.tensors[part.box.name]
         wanted = tensor.model_dtype if dtype == AS_IN_MODEL else dtype
         if wanted not in FLOATS or tensor.dtype not in FLOATS:  # Counts and masks stay what they are.
             wanted = tensor.dtype
-        one = Slice(Box.whole(name, VALUE, tensor.shape), wanted, tensor.shape)
+        one = Slice(Box.whole(name, VALUE, part.shape), wanted, part.shape)
         if not shards or one.num_bytes > room:
             shards.append([])
             room = max_shard_bytes
         shards[-1].append(one)
         room -= one.num_bytes
     return shards or [[]]
+
+
+def _name_as_in_model(manifest: Manifest, *, aliases: bool) -> dict[str, Part]:
+    """Each tensor whole, `aliases`: under each of its names."""
+    owners = {name: name for name in manifest.tensors} | (dict(manifest.aliases) if aliases else {})
+    shapes = {name: manifest.tensors[owner].shape for name, owner in owners.items()}
+    return {name: Part(Box.whole(owners[name], VALUE, shape), shape) for name, shape in shapes.items()}
 
 
 def export(
@@ -67,6 +130,7 @@ def export(
     max_shard_bytes: int = SHARD_BYTES,
     aliases: bool = False,
     like: Path | None = None,
+    parts: Mapping[str, Part] | None = None,
     progress: OnBytes | None = None,
 ) -> list[Path]:
     """Writes the weights, every byte read against its checksum, one block of rows at a time; returns the
@@ -81,11 +145,13 @@ def export(
         aliases: whether tied weights are written under each of their names.
         like: a folder of Hugging Face's libraries, of the same model: all that it has beside weights
             (`config.json`, the tokenizer's files) is copied, so that `from_pretrained` takes the target.
+        parts: what is written under which name, as `list_parts` has found it in `like`; None: the model's
+            own names.
         progress: is told of bytes written.
 
     Raises:
         CheckpointError: What was saved is incomplete or damaged, there is something at the target, or `like`
-            has no `config.json`, or weights of another model.
+            has no `config.json`.
         OSError: The target cannot be written.
     """
     manifest = read_manifest(root)
@@ -93,17 +159,16 @@ def export(
         raise CheckpointError(f"{root}: holds adapters, without the model of {manifest.base.folder}")
     if like is not None:
         _list_companions(like)
-        _refuse_other_model(manifest, like)
-    shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=aliases)
+    parts = parts or _name_as_in_model(manifest, aliases=aliases)
+    shards = list_shards(manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, parts=parts)
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     with folder_to_be(target) as partial:
         with closing(SlicesReader(root, manifest)) as reader:
             for name, shard in zip(names, shards, strict=True):
-                _write(
-                    reader, manifest, SlicesWriter(partial, name, shard, says_where=False), shard, progress
-                )
+                writer = SlicesWriter(partial, name, shard, says_where=False)
+                _write(reader, manifest, writer, shard, parts, progress)
         if len(shards) > 1:
             write_index(partial, names, shards)
             names.append(INDEX)
@@ -153,23 +218,6 @@ def _list_companions(folder: Path) -> list[Path]:
     return [path for path in found if path.suffix in _COMPANIONS and not path.name.endswith(".index.json")]
 
 
-def _refuse_other_model(manifest: Manifest, folder: Path) -> None:
-    """Raises `CheckpointError` where a folder has weights of other names or shapes than the checkpoint. Its
-    names may lack the first part of the model's."""
-    if not any(folder.glob("*.safetensors")):
-        return
-    there = {one.box.name: one.shape for file in open_folder(folder) for one in file.slices}
-    tied = {*manifest.aliases, *manifest.aliases.values()}  # It has any one of their names.
-    for name, tensor in manifest.tensors.items():
-        shape = there.get(name, there.get(name.partition(".")[2]))
-        if shape != tensor.shape and (shape is not None or name not in tied):
-            found = f"has {shape}" if shape is not None else "has no such weight"
-            raise CheckpointError(
-                f"{folder}: is of another model: {name} is {tensor.shape} in the checkpoint, and the folder "
-                f"{found}; name the folder of the model that was trained"
-            )
-
-
 def _say_dtype(path: Path, content: bytes, dtypes: Collection[str]) -> bytes:
     """A model's config, which says in which dtype it is loaded."""
     try:
@@ -188,14 +236,15 @@ def _write(
     manifest: Manifest,
     writer: SlicesWriter,
     shard: Sequence[Slice],
+    parts: Mapping[str, Part],
     progress: OnBytes | None,
 ) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(writer.abort)
         for one in shard:
-            name = manifest.aliases.get(one.box.name, one.box.name)
-            saved = dtype_of(manifest, name, VALUE)
-            for content in read_blocks(reader, Box.whole(name, VALUE, one.shape), saved):
+            box = parts[one.box.name].box
+            saved = dtype_of(manifest, box.name, VALUE)
+            for content in read_blocks(reader, box, saved):
                 if saved != one.dtype:
                     content = encode(decode(content, saved), one.dtype)
                 writer.append(content.data)

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
+from zorselike.checkpoint.export import Part, list_parts
+from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.safetensors_file import open_folder
 from zorselike.errors import CheckpointError, ConfigError
 from zorselike.hf.lora import Lora, add_lora, describe_adapter
@@ -101,6 +103,21 @@ def load_weights(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> 
     ignored = [str(pattern) for pattern in own._keys_to_ignore_on_load_unexpected or ()]
     adapter = describe_adapter(own, folder)
     pipe.load_pretrained(folder, name_of=make_namer(own), ignored=ignored, adapter=adapter)
+
+
+def find_parts(manifest: Manifest, folder: Path) -> dict[str, Part] | None:
+    """A checkpoint's tensors by the names that the folder has for them from which the model came, for
+    `checkpoint.export`; None where the folder has no weights.
+
+    Raises:
+        CheckpointError: It is of another model.
+        ConfigError: It has names of its own, and `transformers` is missing, or knows no causal LM of it.
+    """
+    try:
+        return list_parts(manifest, folder)
+    except CheckpointError:
+        model = build_on_meta(folder)
+    return list_parts(manifest, folder, make_namer(model))
 
 
 def build_on_meta(

@@ -21,8 +21,10 @@ from zorselike.checkpoint.folder import (
     set_aside,
 )
 from zorselike.checkpoint.layout import model_folder, step_folder
+from zorselike.checkpoint.read import read_manifest
 from zorselike.checkpoint.upload import check_target, upload
 from zorselike.errors import CheckpointError
+from zorselike.hf import find_parts
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Processes
@@ -236,7 +238,9 @@ class RunCheckpoints:
             elif lora.enable:
                 export_adapters(path, target, dtype=dtype, like=self._origin)
             else:
-                export(path, target, dtype=dtype, aliases=self._origin is None, like=self._origin)
+                origin = self._origin
+                parts = None if origin is None else find_parts(read_manifest(path), origin)
+                export(path, target, dtype=dtype, aliases=origin is None, like=origin, parts=parts)
             if alone:
                 remove_step(path)
         except OSError as error:

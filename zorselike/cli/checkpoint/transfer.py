@@ -51,8 +51,9 @@ class Export:
     """Write tied weights under each of their names."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder of the Hugging Face model that was trained: its config and tokenizer files are copied, so that
-    transformers' from_pretrained takes TARGET as it is. Of adapters only where it is no longer where it
+    """Folder of the Hugging Face model that was trained: weights get the names that they have there, and its
+    config and tokenizer files are copied, so that transformers' from_pretrained takes TARGET as it is. Of
+    adapters only where it is no longer where it
     was."""
 
     merge: bool = False
@@ -72,8 +73,13 @@ class Export:
         max_shard_bytes = read_size("checkpoint export", "--max-shard-size", self.max_shard_size)
         assert max_shard_bytes is not None
         dtype = _DTYPES[self.dtype]
+        manifest, parts = read_manifest(root), None
+        if like is not None:
+            from zorselike.hf import find_parts  # It imports torch.
+
+            parts = find_parts(manifest, like)
         shards = list_shards(
-            read_manifest(root), dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=self.aliases
+            manifest, dtype=dtype, max_shard_bytes=max_shard_bytes, aliases=self.aliases, parts=parts
         )
         with show_bytes_done(f"export {root.name}", _num_bytes(shards)) as progress:
             return export(
@@ -83,6 +89,7 @@ class Export:
                 max_shard_bytes=max_shard_bytes,
                 aliases=self.aliases,
                 like=like,
+                parts=parts,
                 progress=progress,
             )
 
