@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from zorselike.runtime.loss import token_cross_entropy
 from zorselike.train.config.config import Config, Training
 from zorselike.train.config.config import Validation as Settings
 from zorselike.train.data.corpus import Corpus
-from zorselike.train.validation import Validation, open_validation_corpus
+from zorselike.train.data.sources import open_rows
+from zorselike.train.validation import Validation, open_validation_rows
 
 GLOBAL_BATCH = 5
 PLAN = Plan(
@@ -92,9 +94,10 @@ def validate(rank: int, world_size: int, corpus: Corpus) -> dict[str, Any]:
 def evaluate_alone(rank: int, world_size: int, corpus: Corpus, num_rows: int) -> float:
     """The mean loss over the first rows, in one process."""
     model = initialize(build(), seed=1).eval()
-    rows = torch.from_numpy(np.stack([corpus.read_row(row) for row in range(num_rows)]))
+    rows = [corpus.read_row(row) for row in range(num_rows)]
+    inputs, targets = (torch.from_numpy(np.stack([row[side] for row in rows])) for side in (0, 1))
     with torch.no_grad():
-        return float(token_cross_entropy(model(rows[:, :-1]), rows[:, 1:])) / (num_rows * SEQUENCE)
+        return float(token_cross_entropy(model(inputs), targets)) / (num_rows * SEQUENCE)
 
 
 def test_validation_is_exact_and_training_does_not_notice(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -123,8 +126,12 @@ def test_validating_on_the_training_data_is_said_once(
     monkeypatch.setattr(logging.getLogger("zorselike"), "propagate", True)
     for rank in (0, 1):
         world: Any = SimpleNamespace(rank=rank, gather=lambda value: [value])
-        found = open_validation_corpus(
-            config, corpus, global_batch=GLOBAL_BATCH, vocab_size=VOCABULARY, world=world
+        found = open_validation_rows(
+            config,
+            corpus,
+            partial(open_rows, config, vocab_size=VOCABULARY),
+            global_batch=GLOBAL_BATCH,
+            world=world,
         )
         assert found is not None and found.fingerprint() == corpus.fingerprint()
     (record,) = caplog.records

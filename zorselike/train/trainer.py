@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,10 @@ from zorselike.train.checkpoints import RunCheckpoints, will_load
 from zorselike.train.config.config import Config, check_against_plan
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
-from zorselike.train.data.corpus import Corpus, open_corpus
 from zorselike.train.data.loader import RowLoader, StepDataset
+from zorselike.train.data.packed_models import document_keywords
+from zorselike.train.data.rows import Rows
+from zorselike.train.data.sources import open_rows
 from zorselike.train.dry_run import describe_planning, describe_run
 from zorselike.train.optimizer import WarmupStableDecay, build_lr_scheduler_factory, build_optimizer_factory
 from zorselike.train.processes import agree_on_data, join_job, narrow, set_up_logging
@@ -46,7 +48,7 @@ from zorselike.train.report.profiling import profiler
 from zorselike.train.report.run_folder import open_run_folder
 from zorselike.train.report.writers import check_writers, open_writers
 from zorselike.train.stop import WHAT_TORCHRUN_PRINTS, SignalWatch, StopVote
-from zorselike.train.validation import Validation, open_validation_corpus
+from zorselike.train.validation import Validation, open_validation_rows
 
 logger = logging.getLogger("zorselike")
 
@@ -91,29 +93,34 @@ def _train(
 ) -> int:
     """Trains with the plan's processes; returns the exit code. `beside_plan`: further files for the run's
     folder, by name."""
-    corpus = agree_on_data(
-        world, lambda: open_corpus(config, vocab_size=model.vocab_size), describe=Corpus.fingerprint
+    module = model.build()
+    reader = partial(
+        open_rows,
+        config,
+        vocab_size=model.vocab_size,
+        before_packing=partial(document_keywords, module),
     )
-    held_out = open_validation_corpus(
-        config, corpus, global_batch=plan.global_batch, vocab_size=model.vocab_size, world=world
-    )
+    rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
+    held_out = open_validation_rows(config, rows, reader, global_batch=plan.global_batch, world=world)
+    is_packed = rows.is_packed or (held_out is not None and held_out.is_packed)
+    keywords = document_keywords(module) if is_packed else ()
     refused: CheckpointError | None = None
     skips_init = any(world.gather(model.weights is not None or will_load(config)))
-    module = model.build()
     with _build_pipeline(config, plan, module, world, skip_init=skips_init) as pipe:
         folder = open_run_folder(config, plan, world, recipe=request.config_path, beside_plan=beside_plan)
         if config.job.print_config:
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
         logger.info("model: %s, %s", model.name, model.size)
-        logger.info("data: %s: %s, %s rows", corpus.source, corpus.fingerprint(), f"{corpus.num_rows:,}")
+        logger.info("data: %s", rows.describe())
         _log_deferral(config, pipe, world)
         try:
             signal_number = _run_steps(
                 config,
                 pipe,
-                corpus,
+                rows,
                 held_out,
+                keywords,
                 model,
                 world,
                 folder,
@@ -129,16 +136,18 @@ def _train(
 def _run_steps(
     config: Config,
     pipe: HeteroPipeline,
-    corpus: Corpus,
-    held_out: Corpus | None,
+    rows: Rows,
+    held_out: Rows | None,
+    keywords: Sequence[str],
     model: TrainedModel,
     world: Processes,
     folder: Path,
     take_weights: Callable[[], None],
 ) -> int:
-    """Runs all steps, with validation where there is a `held_out` corpus; returns 0, or the signal that
-    stopped the run, on every rank alike. `take_weights`: what a run begins with that goes on from nothing."""
-    alike = {"model": model.name, "data": corpus.fingerprint()}
+    """Runs all steps, with validation where there are rows `held_out`; returns 0, or the signal that
+    stopped the run, on every rank alike. `keywords`: those of `document_keywords`, for packed rows.
+    `take_weights`: what a run begins with that goes on from nothing."""
+    alike = {"model": model.name, "data": rows.fingerprint()}
     alike |= {"seq_len": str(config.training.seq_len), "seed": str(config.debug.seed)}
     checkpoints = RunCheckpoints(config, pipe, world, alike, origin=model.folder, take_weights=take_weights)
     checkpoints.go_on()
@@ -150,12 +159,14 @@ def _run_steps(
         logger.info("all of [training] steps = %d are taken%s; nothing is left to train", steps, after)
         return 0
     dataset = StepDataset(
-        corpus,
+        rows,
         global_batch=pipe.plan.global_batch,
         seed=config.debug.seed,
         input_rows=pipe.input_rows,
         target_rows=pipe.target_rows,
         rows_before=pipe.rows_seen,
+        keyword_rows=pipe.rows,
+        keywords=keywords if rows.is_packed else (),
     )
     loader = RowLoader(dataset, config.training.dataloader, device=world.device)
     metrics = _build_metrics(config, pipe, model, world, folder)
@@ -177,14 +188,14 @@ def _run_steps(
         vote = StopVote(watch, world.control)
         validation = None
         if held_out is not None:
-            validation = Validation(config, held_out, pipe, metrics=metrics, vote=vote)
+            validation = Validation(config, held_out, pipe, keywords=keywords, metrics=metrics, vote=vote)
         batches = iter(loader)
         batch = next(batches)
         metrics.restart()
         for step in range(before + 1, steps + 1):
             metrics.begin_step()
             vote.open()
-            result = pipe.step(*batch)
+            result = pipe.step(batch.inputs, batch.targets, **batch.keywords)
             metrics.end_step(result)
             schedulers.step()  # Also after a skipped step: the rate depends on the step alone.
             batch = metrics.wait_for_data(batches)  # While a GPU still computes.

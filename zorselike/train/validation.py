@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Processes
 from zorselike.text.wording import count
 from zorselike.train.config.config import Config
-from zorselike.train.data.corpus import Corpus, open_corpus
 from zorselike.train.data.loader import StepDataset
+from zorselike.train.data.rows import Rows
 from zorselike.train.processes import agree_on_data
 from zorselike.train.report.metrics import MetricsLog
 from zorselike.train.stop import StopVote
@@ -20,10 +22,12 @@ from zorselike.train.stop import StopVote
 logger = logging.getLogger("zorselike")
 
 
-def open_validation_corpus(
-    config: Config, training: Corpus, *, global_batch: int, vocab_size: int, world: Processes
-) -> Corpus | None:
-    """The corpus of `[validation]`, the same on every rank; None if that is not enabled. Collective.
+def open_validation_rows(
+    config: Config, training: Rows, reader: Callable[..., Rows], *, global_batch: int, world: Processes
+) -> Rows | None:
+    """The rows of `[validation]`, the same on every rank; None if that is not enabled. Collective.
+
+    `reader` is `open_rows` for this job.
 
     Raises:
         ConfigError: as for the training data, or it does not fill a global batch.
@@ -31,58 +35,63 @@ def open_validation_corpus(
     """
     if not config.validation.enable:
         return None
-    corpus = agree_on_data(
-        world,
-        lambda: open_corpus(config, vocab_size=vocab_size, section="validation"),
-        describe=Corpus.fingerprint,
+    rows = agree_on_data(
+        world, partial(reader, section="validation"), describe=lambda rows: rows.fingerprint()
     )
-    if corpus.num_rows < global_batch:
+    if rows.num_rows < global_batch:
         raise ConfigError(
-            f"{corpus.source}: {count(corpus.num_rows, 'row')} of validation data do not fill the plan's "
-            f"global batch of {global_batch}; give more"
+            f"{rows.source}: {count(rows.num_rows, 'row')} of validation data do not fill the plan's "
+            f"global batch of {global_batch}; give more{' or set packing = false' if rows.is_packed else ''}"
         )
-    if world.rank == 0 and corpus.fingerprint() == training.fingerprint():
+    if world.rank == 0 and rows.fingerprint() == training.fingerprint():
         logger.warning(
-            "%s: the validation data are the training data; give others by dataset_path", corpus.source
+            "%s: the validation data are the training data; give others by dataset_path", rows.source
         )
-    return corpus
+    return rows
 
 
 class Validation:
-    """Evaluates the first global batches of a corpus, in its own order: every time the same rows, whatever
+    """Evaluates the first global batches of data, in its own order: every time the same rows, whatever
     the plan. Every rank has one and calls it at the same steps."""
 
     def __init__(
         self,
         config: Config,
-        corpus: Corpus,
+        rows: Rows,
         pipe: HeteroPipeline,
         *,
+        keywords: Sequence[str] = (),
         metrics: MetricsLog,
         vote: StopVote,
     ) -> None:
         """
         Args:
             config: `[validation]`, and the steps of the whole run, after which comes the last validation.
-            corpus: at least a global batch of rows.
+            rows: at least a global batch of them.
+            keywords: those of `document_keywords`, for packed rows.
             vote: a signal to stop ends a validation early.
         """
         settings = config.validation
         self._freq, self._steps = settings.freq, config.training.steps
         self._pipe, self._metrics, self._vote = pipe, metrics, vote
         size = pipe.plan.global_batch
-        whole = corpus.num_rows // size
+        whole = rows.num_rows // size
         self._num_batches = whole if settings.steps == -1 else min(settings.steps, whole)
         self._batches = StepDataset(
-            corpus, global_batch=size, seed=None, input_rows=pipe.input_rows, target_rows=pipe.target_rows
+            rows,
+            global_batch=size,
+            seed=None,
+            input_rows=pipe.input_rows,
+            target_rows=pipe.target_rows,
+            keyword_rows=pipe.rows,
+            keywords=keywords if rows.is_packed else (),
         )
         batches = count(self._num_batches, "batch")
-        left_out = corpus.num_rows - whole * size if self._num_batches == whole else 0
+        left_out = rows.num_rows - whole * size if self._num_batches == whole else 0
         logger.info(
-            "validation every %d steps: %s: %s, %s of %d rows%s",
+            "validation every %d steps: %s; %s of %d rows%s",
             self._freq,
-            corpus.source,
-            corpus.fingerprint(),
+            rows.describe(),
             batches,
             size,
             f"; {count(left_out, 'row')} at the end fill no batch and are left out" if left_out else "",
@@ -103,7 +112,7 @@ class Validation:
                 batch = self._batches[index]
                 if isinstance(batch, ConfigError):
                     raise batch
-                results.append(self._pipe.evaluate(*batch))
+                results.append(self._pipe.evaluate(batch.inputs, batch.targets, **batch.keywords))
                 is_stopped = self._vote.close() != 0
                 if is_stopped:  # The next step will be the last.
                     break

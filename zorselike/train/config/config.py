@@ -70,14 +70,22 @@ class Training:
     dataset: Literal["stdlib"] = "stdlib"
     """Built-in text, read unless `dataset_path` is given: the sources of Python's standard library."""
     dataset_path: str = ""
-    """Text or token files: one `.txt`, `.jsonl` (key `text`) or `.bin` file, or a folder of them."""
+    """One `.txt`, `.jsonl` or `.bin` (tokens) file, or a folder of them. All lines of `.jsonl` have
+    `messages` (a list of `role` and `content`, for the tokenizer's chat template), `prompt` and `completion`,
+    or `text`."""
+    train_on_input: bool = False
+    """For `messages` and `prompt`: let what is not an answer count in the loss too (torchtune's key)."""
+    packing: bool = True
+    """For `messages` and `prompt`: put several lines into one row, where they do not see each other (TRL's
+    key); `false`: one line a row, and padding."""
     dataset_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the numbers in `.bin` token files (ours, not TorchTitan's)."""
     global_batch_size: int = -1
     """Rows per optimizer step. The plan says it; if given here, it must be the plan's. Needed where the
     plan is `auto`."""
     seq_len: Positive = 2048
-    """Tokens per row."""
+    """Tokens per row. A line of `messages` or `prompt` with more than `seq_len` + 1 tokens loses its end, and
+    is left out if no answer is left of it."""
     max_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 clips nothing, so that ministages update at once (not so in
     float16)."""
@@ -224,7 +232,7 @@ class Validation:
     dataset: Literal["stdlib"] = "stdlib"
     """Built-in text, read unless `dataset_path` is given."""
     dataset_path: str = ""
-    """Text or token files, as in `[training]`; give some that training does not read."""
+    """Files of any kind, as in `[training]`; give some that training does not read."""
     freq: Positive = 10
     """Steps from one validation to the next."""
     steps: Annotated[int, Must(lambda steps: steps == -1 or steps > 0, "give 1 or more, or -1 for all")] = -1

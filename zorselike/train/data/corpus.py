@@ -7,22 +7,20 @@ they need, from any row on. `.bin` files are mapped as they are.
 from __future__ import annotations
 
 import bisect
-import fcntl
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from zorselike.errors import ConfigError
-from zorselike.train.config.config import Config, Model
-from zorselike.train.data.text_files import TOKEN_SUFFIX, list_files, list_standard_library, read_pieces
-from zorselike.train.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from zorselike.train.data.rows import Row
+from zorselike.train.data.text_files import read_pieces
+from zorselike.train.data.tokenizer import Tokenizer
 
 _SAMPLED_BLOCKS = 64
 _BLOCK_TOKENS = 1024
@@ -34,6 +32,8 @@ class Corpus:
     Row `i` is tokens `[i * seq_len, (i + 1) * seq_len]`: inputs all but its last, targets all but
     its first. Nothing is padded; an incomplete row at the end is left out.
     """
+
+    is_packed = False
 
     def __init__(
         self, files: Sequence[Path], *, dtype: str, seq_len: int, vocab_size: int, source: str
@@ -70,10 +70,11 @@ class Corpus:
         """Pickled for data workers as file names; a mapped array would be pickled with its content."""
         return partial(Corpus, self._files, **self._settings), ()
 
-    def read_row(self, row: int) -> NDArray[np.int64]:
-        """`seq_len` + 1 tokens."""
+    def read_row(self, row: int) -> Row:
+        """`seq_len` + 1 tokens, all but the last as inputs."""
         start = row * self.seq_len
-        return self._read(start, start + self.seq_len + 1)
+        tokens = self._read(start, start + self.seq_len + 1)
+        return Row(tokens[:-1], tokens[1:])
 
     def fingerprint(self) -> str:
         """Equal for equal streams: their length, and tokens sampled all along them.
@@ -87,6 +88,9 @@ class Corpus:
             start = last * block // (_SAMPLED_BLOCKS - 1)
             digest.update(self._read(start, min(start + _BLOCK_TOKENS, self.num_tokens)).tobytes())
         return f"{self.num_tokens:,} tokens with hash {digest.hexdigest()[:12]}"
+
+    def describe(self) -> str:
+        return f"{self.source}: {self.fingerprint()}, {self.num_rows:,} rows"
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens `[start, stop)` of the stream, across files."""
@@ -108,76 +112,15 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def open_corpus(
-    config: Config, *, vocab_size: int, section: Literal["training", "validation"] = "training"
-) -> Corpus:
-    """The corpus that a section names, tokenized first if necessary.
-
-    Args:
-        config: the job's configuration.
-        vocab_size: vocabulary size of the model.
-        section: which data; rows are as long, and token files of the same type, in both.
-
-    Raises:
-        ConfigError: no data, data of the wrong kind, or tokens outside of the model's vocabulary.
-    """
-    training = config.training
-    data = training if section == "training" else config.validation
-    if data.dataset_path:
-        source = f"[{section}] dataset_path = {data.dataset_path}"
-        files = list_files(data.dataset_path, section=section)
-    else:
-        source = f'[{section}] dataset = "{data.dataset}"'
-        files = list_standard_library()
-    if files[0].suffix == TOKEN_SUFFIX:
-        dtype: str = training.dataset_dtype
-    else:
-        tokenizer = load_tokenizer(_find_assets(config.model))
-        if tokenizer.vocab_size > vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model of [model] only {vocab_size}: "
-                "use a model with a larger vocabulary, or another [model] hf_assets_path"
-            )
-        dtype = np.min_scalar_type(max(tokenizer.vocab_size - 1, 0)).name
-        folder = Path(config.job.dump_folder) / "dataset_cache"
-        files = [_tokenize(files, tokenizer, dtype=dtype, folder=folder)]
-    return Corpus(files, dtype=dtype, seq_len=training.seq_len, vocab_size=vocab_size, source=source)
-
-
-def _find_assets(model: Model) -> str:
-    """Where the tokenizer is; a model's folder may have none."""
-    own = Path(model.path).expanduser()
-    has_own = bool(model.path) and (own / TOKENIZER).is_file()
-    return model.hf_assets_path or (str(own) if has_own else "")
-
-
-def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, folder: Path) -> Path:
-    """The token file of these text files, written by the first process on the machine."""
-    digest = hashlib.sha256(f"{tokenizer.fingerprint} {dtype}".encode())
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{digest.hexdigest()[:16]}.{dtype}.bin"
-    with (folder / f"{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            # Machines may share a folder without sharing its locks.
-            partial = folder / f"{target.name}.{os.uname().nodename}.{os.getpid()}"
-            try:
-                with partial.open("wb") as stream:
-                    _write_tokens(files, tokenizer, dtype=dtype, stream=stream)
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
-    return target
-
-
-def _write_tokens(files: Sequence[Path], tokenizer: Tokenizer, *, dtype: str, stream: BinaryIO) -> None:
+def write_tokens(files: Sequence[Path], tokenizer: Tokenizer, target: Path, *, dtype: str) -> None:
+    """Writes the token file of text files."""
     end = b"" if tokenizer.end_of_document is None else np.array(tokenizer.end_of_document, dtype).tobytes()
     total = sum(file.stat().st_size for file in files)
     # `delay`: no bar for what takes a few seconds.
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=5) as progress:
+    with (
+        target.open("wb") as stream,
+        tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=5) as progress,
+    ):
         for file in files:
             for piece in read_pieces(file):
                 stream.write(tokenizer.encode(piece.text).astype(dtype).tobytes())

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,15 +27,25 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from zorselike.errors import ConfigError
 from zorselike.train.config.config import DataLoader
 from zorselike.train.data.corpus import Corpus
+from zorselike.train.data.packed_models import name_documents
 from zorselike.train.data.row_order import row_at
-
-Batch = tuple[Tensor | None, Tensor | None]
-"""Inputs and targets of one step, `[rows, seq_len]` of int64; `None` where the rank has no rows."""
+from zorselike.train.data.rows import Numbers, Row, Rows
 
 _PR_SET_PDEATHSIG = 1
 
 _SAMPLE_ROWS, _SAMPLE_BATCH = 64, 8
 """Rows of the corpus that the profiler reads, and of a step."""
+
+
+class Batch(NamedTuple):
+    """What one rank gives to a step; all tensors are `[rows, seq_len]` of int64."""
+
+    inputs: Tensor | None
+    """None where the rank feeds no rows."""
+    targets: Tensor | None
+    """None where it compares with none."""
+    keywords: dict[str, Tensor]
+    """Of packed documents, for all rows that the rank computes, by the model's names."""
 
 
 class StepDataset(Dataset[Batch | ConfigError]):
@@ -45,37 +56,49 @@ class StepDataset(Dataset[Batch | ConfigError]):
 
     def __init__(
         self,
-        corpus: Corpus,
+        source: Rows,
         *,
         global_batch: int,
         seed: int | None,
         input_rows: Sequence[int],
         target_rows: Sequence[int],
         rows_before: int = 0,
+        keyword_rows: Sequence[int] = (),
+        keywords: Sequence[str] = (),
     ) -> None:
-        """`seed`: of the order of rows; None: the corpus's own. `rows_before`: how many of the order were
-        read before the first step of this dataset, whatever the global batch was then."""
-        self._corpus = corpus
+        """`seed`: of the order of rows; None: their own. `rows_before`: how many of the order were read
+        before the first step of this dataset, whatever the global batch was then. `keywords`: those of
+        `document_keywords`, wanted of `keyword_rows`."""
+        self._source = source
         self._global_batch = global_batch
         self._seed = seed
         self._rows_before = rows_before
         self._input_rows = tuple(input_rows)
         self._target_rows = tuple(target_rows)
+        self._keyword_rows = tuple(keyword_rows) if keywords else ()
+        self._keywords = tuple(keywords)
 
     def __getitem__(self, step: int) -> Batch | ConfigError:
+        wanted = {*self._input_rows, *self._target_rows, *self._keyword_rows}
         try:
-            tokens = {row: self._read(step, row) for row in {*self._input_rows, *self._target_rows}}
+            read = {row: self._read(step, row) for row in wanted}
         except ConfigError as error:
             return error
-        inputs = [tokens[row][:-1] for row in self._input_rows]
-        targets = [tokens[row][1:] for row in self._target_rows]
-        return _stack(inputs), _stack(targets)
+        inputs = [read[row].inputs for row in self._input_rows]
+        targets = [read[row].targets for row in self._target_rows]
+        positions = [read[row].positions for row in self._keyword_rows]
+        return Batch(_stack(inputs), _stack(targets), self._name(positions))
 
-    def _read(self, step: int, row: int) -> np.ndarray:
+    def _name(self, positions: Sequence[Numbers | None]) -> dict[str, Tensor]:
+        none = np.zeros((0, self._source.seq_len), dtype=np.int64)
+        known = [row for row in positions if row is not None]
+        return name_documents(np.stack(known) if known else none, self._keywords)
+
+    def _read(self, step: int, row: int) -> Row:
         position = self._rows_before + step * self._global_batch + row
         if self._seed is not None:
-            position = row_at(position, num_rows=self._corpus.num_rows, seed=self._seed)
-        return self._corpus.read_row(position)
+            position = row_at(position, num_rows=self._source.num_rows, seed=self._seed)
+        return self._source.read_row(position)
 
 
 class RowLoader:

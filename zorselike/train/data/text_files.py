@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zorselike.errors import ConfigError
+from zorselike.train.data.examples import JSON_LINES, read_lines, text_of, value_of
 
-TEXT_SUFFIXES = (".txt", ".jsonl")
+TEXT_SUFFIXES = (".txt", JSON_LINES)
 TOKEN_SUFFIX = ".bin"
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -68,7 +68,7 @@ def _library_folders(root: Path) -> Iterator[Path]:
 
 def read_pieces(file: Path) -> Iterator[Piece]:
     """The documents of a file: the lines of a `.jsonl`, else the whole file."""
-    if file.suffix == ".jsonl":
+    if file.suffix == JSON_LINES:
         yield from _read_json_lines(file)
         return
     with file.open(encoding="utf-8", errors="replace", newline="") as stream:
@@ -78,14 +78,5 @@ def read_pieces(file: Path) -> Iterator[Piece]:
 
 
 def _read_json_lines(file: Path) -> Iterator[Piece]:
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f'{file}, line {number}: is not a JSON object with a key "text"') from error
-            if not isinstance(text, str):
-                raise ConfigError(f'{file}, line {number}: "text" is not a string')
-            yield Piece(text, ends_document=True)
+    for line in read_lines(file):
+        yield Piece(text_of(line, "text", value_of(line, "text")), ends_document=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,13 @@ from zorselike.errors import ConfigError
 TOKENIZER = "tokenizer.json"
 
 Tokens = NDArray[np.integer]
+
+
+class Encoded(NamedTuple):
+    """The tokens of an example, and which of them are of an answer."""
+
+    tokens: Tokens
+    is_answer: NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
@@ -35,6 +42,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, without any token for its start or end."""
 
+    def encode_answer(self, prompt: str, completion: str) -> Encoded:
+        """The tokens of both as one document, with the tokens for its start and end that the vocabulary has;
+        the completion and the end are the answer."""
+
 
 class ByteTokenizer:
     """A token is a UTF-8 byte; byte 0, which text does not contain, ends a document."""
@@ -45,6 +56,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def encode_answer(self, prompt: str, completion: str) -> Encoded:
+        tokens = np.append(self.encode(prompt + completion), np.uint8(0))
+        return Encoded(tokens, np.arange(len(tokens)) >= len(self.encode(prompt)))
 
 
 class FileTokenizer:
@@ -71,6 +86,18 @@ class FileTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.asarray(self._library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def encode_answer(self, prompt: str, completion: str) -> Encoded:
+        encoding = self._library.encode(prompt + completion)
+        tokens = np.asarray(encoding.ids, dtype=np.uint32)
+        ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
+        is_answer = ends > len(prompt)  # A token across the border is to be predicted too.
+        if self.end_of_document is not None:
+            if len(tokens) and tokens[-1] == self.end_of_document:  # Some add it themselves.
+                tokens, is_answer = tokens[:-1], is_answer[:-1]
+            tokens = np.append(tokens, np.uint32(self.end_of_document))
+            is_answer = np.append(is_answer, True)
+        return Encoded(tokens, is_answer)
 
     def _find_end(self, config_path: Path) -> int | None:
         if not config_path.exists():

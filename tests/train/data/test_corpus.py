@@ -15,7 +15,8 @@ import pytest
 
 from zorselike import ConfigError
 from zorselike.train.config.config import Config, Job, Model, Training
-from zorselike.train.data.corpus import Corpus, open_corpus
+from zorselike.train.data.corpus import Corpus
+from zorselike.train.data.sources import open_rows
 from zorselike.train.data.text_files import list_files, list_standard_library
 from zorselike.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -28,9 +29,16 @@ def make_config(folder: Path, data: Path | str = "", *, seq_len: int = 4, **trai
     )
 
 
+def read(corpus: Corpus, row: int) -> list[int]:
+    """A row's inputs and the target of the last."""
+    inputs, targets, _ = corpus.read_row(row)
+    assert inputs[1:].tolist() == targets[:-1].tolist()
+    return [*inputs.tolist(), int(targets[-1])]
+
+
 def stream_of(corpus: Corpus) -> list[int]:
     """The corpus as its rows give it, without their overlaps."""
-    rows = [corpus.read_row(row).tolist() for row in range(corpus.num_rows)]
+    rows = [read(corpus, row) for row in range(corpus.num_rows)]
     for row, after in pairwise(rows):
         assert row[-1] == after[0]
     return rows[0][:1] + [token for row in rows for token in row[1:]]
@@ -43,7 +51,7 @@ def test_text_becomes_bytes_with_an_end_after_each_document(tmp_path: Path) -> N
     (data / "sub" / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n')
     (data / "a.txt").write_text("aaa")
     (data / "ignored.md").write_text("no")
-    corpus = open_corpus(make_config(tmp_path, data, seq_len=3), vocab_size=256)
+    corpus = open_rows(make_config(tmp_path, data, seq_len=3), vocab_size=256)
     expected = list("aaa\0bé\n\0one\0two\0".encode())
     assert corpus.num_tokens == len(expected)
     assert stream_of(corpus) == expected[: 3 * ((len(expected) - 1) // 3) + 1]
@@ -55,7 +63,7 @@ def test_token_files_are_one_stream(tmp_path: Path) -> None:
     tokens = np.arange(101)
     for name, part in (("0.bin", tokens[:3]), ("1.bin", tokens[3:4]), ("2.bin", []), ("3.bin", tokens[4:])):
         np.asarray(part, dtype="uint32").tofile(data / name)
-    corpus = open_corpus(make_config(tmp_path, data, seq_len=10, dataset_dtype="uint32"), vocab_size=101)
+    corpus = open_rows(make_config(tmp_path, data, seq_len=10, dataset_dtype="uint32"), vocab_size=101)
     assert corpus.num_rows == 10
     assert stream_of(corpus) == tokens.tolist()
     assert not (tmp_path / "outputs").exists()
@@ -64,10 +72,10 @@ def test_token_files_are_one_stream(tmp_path: Path) -> None:
 def test_a_corpus_travels_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     np.arange(50_000, dtype="uint16").tofile(path)
-    corpus = open_corpus(make_config(tmp_path, path), vocab_size=50_000)
+    corpus = open_rows(make_config(tmp_path, path), vocab_size=50_000)
     content = pickle.dumps(corpus)
     assert len(content) < 1000
-    assert pickle.loads(content).read_row(7).tolist() == corpus.read_row(7).tolist()
+    assert read(pickle.loads(content), 7) == read(corpus, 7)
 
 
 def test_fingerprint_tells_streams_apart(tmp_path: Path) -> None:
@@ -75,36 +83,45 @@ def test_fingerprint_tells_streams_apart(tmp_path: Path) -> None:
     for first in (0, 0, 1):
         path = tmp_path / "x.bin"
         np.arange(first, 5000 + first, dtype="uint16").tofile(path)
-        prints.append(open_corpus(make_config(tmp_path, path), vocab_size=6000).fingerprint())
+        prints.append(open_rows(make_config(tmp_path, path), vocab_size=6000).fingerprint())
     assert prints[0] == prints[1] != prints[2]
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     np.array([1, 2, 3, 4, 5, 300, 7, 8, 9], dtype="uint16").tofile(path)
-    corpus = open_corpus(make_config(tmp_path, path), vocab_size=256)
-    assert corpus.read_row(0).tolist() == [1, 2, 3, 4, 5]
-    for read in (lambda: corpus.read_row(1), corpus.fingerprint):
+    corpus = open_rows(make_config(tmp_path, path), vocab_size=256)
+    assert read(corpus, 0) == [1, 2, 3, 4, 5]
+    for look in (lambda: corpus.read_row(1), corpus.fingerprint):
         with pytest.raises(ConfigError, match=r"x\.bin: token 300 at 5 .* vocabulary of 256"):
-            read()
+            look()
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("hello world")
     with pytest.raises(ConfigError, match=r"the tokenizer has 256 tokens, .* only 100"):
-        open_corpus(make_config(tmp_path, tmp_path / "x.txt"), vocab_size=100)
+        open_rows(make_config(tmp_path, tmp_path / "x.txt"), vocab_size=100)
 
 
 def bad_data(folder: Path, kind: str) -> Path:
     path = folder / "data"
     if kind == "missing":
         return path
-    if kind in ("other suffix", "odd bytes", "too small", "no text", "no json", "text is a number"):
+    if kind in (
+        "other suffix",
+        "odd bytes",
+        "too small",
+        "no text",
+        "no key known",
+        "no json",
+        "text is a number",
+    ):
         name, content = {
             "other suffix": ("data.md", b"hi"),
             "odd bytes": ("data.bin", b"123"),
             "too small": ("data.txt", b"abc"),
             "no text": ("data.jsonl", b'{"text": "fine"}\n{"body": "x"}\n'),
+            "no key known": ("data.jsonl", b'{"body": "x"}\n'),
             "no json": ("data.jsonl", b"{\n"),
             "text is a number": ("data.jsonl", b'{"text": 3}\n'),
         }[kind]
@@ -130,14 +147,15 @@ def bad_data(folder: Path, kind: str) -> Path:
         ("odd bytes", "no whole number of uint16"),
         ("too small", "4 tokens do not fill one row"),
         ("no text", 'line 2: is not a JSON object with a key "text"'),
-        ("no json", "line 1"),
+        ("no key known", "line 1: is not a JSON object with the keys of one kind"),
+        ("no json", "line 1: is not JSON"),
         ("text is a number", '"text" is not a string'),
     ],
 )
 def test_bad_data_is_refused(tmp_path: Path, kind: str, expected: str) -> None:
     path = bad_data(tmp_path, kind)
     with pytest.raises(ConfigError) as caught:
-        open_corpus(make_config(tmp_path, path), vocab_size=256)
+        open_rows(make_config(tmp_path, path), vocab_size=256)
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -147,11 +165,11 @@ def test_text_is_tokenized_once(tmp_path: Path) -> None:
     path.write_text("hello world")
     config = make_config(tmp_path, path)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: open_corpus(config, vocab_size=256), range(4)))
+        list(pool.map(lambda _: open_rows(config, vocab_size=256), range(4)))
     cache = tmp_path / "outputs" / "dataset_cache"
     assert len(list(cache.glob("*.bin"))) == 1
     path.write_text("hello world, again")
-    assert open_corpus(config, vocab_size=256).num_tokens == 19
+    assert open_rows(config, vocab_size=256).num_tokens == 19
     assert len(list(cache.glob("*.bin"))) == 2
     assert not [file for file in cache.iterdir() if file.suffix not in (".bin", ".lock")]
 
@@ -160,7 +178,7 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("zorselike.train.data.text_files._PIECE_BYTES", 10)
     text = "".join(f"line {number} é\r\n" for number in range(50))
     (tmp_path / "x.txt").write_text(text, newline="")
-    corpus = open_corpus(make_config(tmp_path, tmp_path / "x.txt", seq_len=1), vocab_size=256)
+    corpus = open_rows(make_config(tmp_path, tmp_path / "x.txt", seq_len=1), vocab_size=256)
     assert bytes(stream_of(corpus)) == text.encode() + b"\0"
 
 
@@ -169,7 +187,7 @@ def test_the_standard_library_is_the_default(tmp_path: Path) -> None:
     assert files == list_standard_library()
     assert len(files) > 200
     assert not [file for file in files if {"site-packages", "test", "__pycache__"} & set(file.parts)]
-    corpus = open_corpus(make_config(tmp_path, seq_len=128), vocab_size=256)
+    corpus = open_rows(make_config(tmp_path, seq_len=128), vocab_size=256)
     assert corpus.num_rows > 10_000
 
 
@@ -202,10 +220,10 @@ def test_a_tokenizer_file(tmp_path: Path, eos: object) -> None:
     config = replace(
         make_config(tmp_path, tmp_path / "x.txt", seq_len=5), model=Model(hf_assets_path=str(assets))
     )
-    corpus = open_corpus(config, vocab_size=301)
-    assert corpus.read_row(0).tolist() == [0, 1, 0, 2, 1, 300]
+    corpus = open_rows(config, vocab_size=301)
+    assert read(corpus, 0) == [0, 1, 0, 2, 1, 300]
     with pytest.raises(ConfigError, match="the tokenizer has 301 tokens"):
-        open_corpus(config, vocab_size=300)
+        open_rows(config, vocab_size=300)
 
 
 def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_memory_is_pinned_for_gpus_alone(corpus: Corpus, device: str | None, pin
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_are_those_of_the_global_batch(corpus: Corpus, workers: int) -> None:
     loader = make_loader(corpus, [0, 5], [1, 5, 2], workers=workers)
-    for step, (inputs, targets) in enumerate(islice(iter(loader), 4)):
+    for step, (inputs, targets, keywords) in enumerate(islice(iter(loader), 4)):
         assert inputs is not None and targets is not None
-        assert inputs.dtype is torch.int64
+        assert inputs.dtype is torch.int64 and not keywords
         assert inputs.tolist() == [expected_row(corpus, step, row)[:-1] for row in (0, 5)]
         assert targets.tolist() == [expected_row(corpus, step, row)[1:] for row in (1, 5, 2)]
     loader.close()
@@ -86,7 +86,7 @@ def test_rows_are_those_of_the_global_batch(corpus: Corpus, workers: int) -> Non
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_without_rows_get_none(corpus: Corpus, workers: int) -> None:
     loader = make_loader(corpus, [], [3], workers=workers)
-    inputs, targets = next(iter(loader))
+    inputs, targets, _ = next(iter(loader))
     assert inputs is None
     assert targets is not None and targets.shape == (1, 10)
     loader.close()
@@ -96,12 +96,12 @@ def test_ranks_without_rows_get_none(corpus: Corpus, workers: int) -> None:
 def test_a_run_goes_on_after_the_rows_it_has_seen(corpus: Corpus, workers: int) -> None:
     """Under another plan, even with another global batch, no row comes twice and none is left out."""
     whole = make_loader(corpus, range(GLOBAL_BATCH), range(GLOBAL_BATCH))
-    rows = torch.cat([known(inputs) for inputs, _ in islice(iter(whole), 5)])
+    rows = torch.cat([known(inputs) for inputs, *_ in islice(iter(whole), 5)])
     smaller = StepDataset(
         corpus, global_batch=4, seed=1, input_rows=[3], target_rows=[0, 1], rows_before=3 * GLOBAL_BATCH
     )
     after = RowLoader(smaller, DataLoader(num_workers=workers))
-    for step, (inputs, targets) in enumerate(islice(iter(after), 3)):
+    for step, (inputs, targets, _) in enumerate(islice(iter(after), 3)):
         first = 3 * GLOBAL_BATCH + 4 * step
         assert torch.equal(known(inputs)[0], rows[first + 3])
         assert torch.equal(known(targets)[:, :-1], rows[first : first + 2, 1:])

@@ -1,0 +1,61 @@
+"""What is made of data files is there whole or not at all, whoever else makes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zorselike.train.data.cache import make_once, name_of
+
+
+def write_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "content").write_text("mine")
+
+
+def test_it_is_made_once(tmp_path: Path) -> None:
+    target = tmp_path / "cache" / "x.rows"
+    for _ in range(2):
+        assert (make_once(target, write_folder) / "content").read_text() == "mine"
+    assert {file.name for file in target.parent.iterdir()} == {"x.rows", "x.rows.lock"}
+
+
+def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    """In a container every run may have the same number."""
+    left = tmp_path / f"x.rows.{os.uname().nodename}.{os.getpid()}"
+    write_folder(left)
+    make_once(tmp_path / "x.rows", write_folder)
+    assert not left.exists()
+
+
+def test_another_machine_may_be_first(tmp_path: Path) -> None:
+    target = tmp_path / "x.rows"
+
+    def write_both(path: Path) -> None:
+        write_folder(path)
+        target.mkdir()
+        (target / "content").write_text("theirs")
+
+    assert (make_once(target, write_both) / "content").read_text() == "theirs"
+    assert {file.name for file in tmp_path.iterdir()} == {"x.rows", "x.rows.lock"}
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    def write_half(path: Path) -> None:
+        write_folder(path)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make_once(tmp_path / "x.rows", write_half)
+    assert {file.name for file in tmp_path.iterdir()} == {"x.rows.lock"}
+
+
+def test_a_name_changes_with_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "x.txt"
+    file.write_text("a")
+    names = [name_of([file], "x"), name_of([file], "x"), name_of([file], "y")]
+    file.write_text("ab")
+    names.append(name_of([file], "x"))
+    assert names[0] == names[1] and len(set(names)) == 3
