@@ -5,8 +5,9 @@ from __future__ import annotations
 import hf_families
 import pytest
 import torch
+from ranks import RunRanks
 
-from zorselike import list_modules
+from zorselike import initialize, list_modules
 from zorselike.errors import ConfigError
 from zorselike.hf.lora import Lora, add_lora, is_adapter
 
@@ -30,6 +31,21 @@ def test_only_adapters_train_and_names_stay(name: str) -> None:
     )
     frozen = [p for p in model.parameters() if not p.requires_grad]
     assert {p.dtype for p in frozen} == {torch.bfloat16} and sum(p.numel() for p in frozen) == number
+
+
+def test_adapters_begin_as_peft_begins_them(run_ranks: RunRanks) -> None:
+    """Also where the rest is drawn as the model's family does it."""
+    (state,) = run_ranks(initialise, 1)
+    a, b = (next(t for n, t in state.items() if letter in n) for letter in ("lora_A", "lora_B"))
+    assert 0.2 < a.abs().max() <= 0.25 and not b.any()  # At most 1 / sqrt(16).
+    assert state["model.layers.0.mlp.up_proj.base_layer.weight"].std() == pytest.approx(0.02, rel=0.2)
+
+
+def initialise(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    model = make_model("llama")
+    add_lora(model, Lora(rank=4))
+    model = initialize(model, seed=1)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(

@@ -446,9 +446,11 @@ def test_what_is_asked_for_is_taken_whatever_the_cards(wanted: torch.dtype | Non
     assert choose_dtype(wanted, processes("sm_70", "sm_90")) is wanted
 
 
-def test_what_trains_in_fp16_has_its_loss_scaled() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half().requires_grad_(False))
+def test_what_computes_in_fp16_has_its_loss_scaled() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     assert not computes_in_fp16(model, None)
+    model[1].half()  # Through it the gradients of the first go.
+    assert computes_in_fp16(model, None)
     assert computes_in_fp16(model, torch.float16)
     assert computes_in_fp16(model.half(), None)
     assert not computes_in_fp16(model, torch.bfloat16)

@@ -56,8 +56,8 @@ def choose_dtype(wanted: ParamDtype, processes: Sequence[ProcessInfo]) -> torch.
 
 
 def computes_in_fp16(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Whether gradients may overflow, so that losses are scaled."""
-    return torch.float16 in {dtype or p.dtype for p in model.parameters() if p.requires_grad}
+    """Whether gradients may overflow, also on their way through what is frozen, so that losses are scaled."""
+    return torch.float16 in {dtype or p.dtype for p in model.parameters()}
 
 
 def _lacks_bf16(process: ProcessInfo) -> bool:

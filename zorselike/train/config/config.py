@@ -139,8 +139,8 @@ class LRScheduler:
 @dataclass(frozen=True)
 class Lora:
     enable: bool = False
-    """Train adapters beside the weights of a Hugging Face model (`[model] name = "hf"`), which are frozen and
-    stay in the dtype of their files; checkpoints hold the adapters alone (all of this section is ours)."""
+    """Train adapters beside the weights of a Hugging Face model (`[model] name = "hf"`), which are frozen, in
+    `mixed_precision_param` alone; checkpoints hold the adapters alone (all of this section is ours)."""
     rank: Positive = 16
     """Rows of an adapter's A, columns of its B."""
     alpha: NotNegative = 0.0

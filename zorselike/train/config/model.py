@@ -36,7 +36,7 @@ class TrainedModel:
     layers: frozenset[str]
     """Modules that `recompute = "layer"` computes again."""
     build: Callable[[], nn.Module]
-    """Without memory, on the `meta` device, in fp32."""
+    """Without memory, on the `meta` device, in fp32 but for what is frozen."""
     shape: DecoderConfig | None = None
     """Of a model of ours."""
     folder: Path | None = None
@@ -63,7 +63,9 @@ class TrainedModel:
 def find_model(config: Config) -> TrainedModel:
     """The model of `[model]`; raises `ConfigError` where there is none."""
     if config.model.name == HUGGING_FACE:
-        return _find_hugging_face(Path(config.model.path).expanduser(), _find_lora(config))
+        return _find_hugging_face(
+            Path(config.model.path).expanduser(), _find_lora(config), param_dtype=find_param_dtype(config)
+        )
     shape = get_config(config.model.name, config.model.flavor)
     return TrainedModel(
         name=f"{config.model.name} {config.model.flavor}",
@@ -89,8 +91,10 @@ def _find_lora(config: Config) -> Lora | None:
     return Lora(own.rank, own.alpha or None, own.dropout, own.target_modules)
 
 
-def _find_hugging_face(folder: Path, lora: Lora | None) -> TrainedModel:
-    model: Any = build_on_meta(folder, lora=lora)
+def _find_hugging_face(folder: Path, lora: Lora | None, *, param_dtype: ParamDtype) -> TrainedModel:
+    # What is frozen has the dtype in which it computes, and where that is half precision there is no other.
+    frozen_dtype = torch.float32 if param_dtype is None else None
+    model: Any = build_on_meta(folder, lora=lora, frozen_dtype=frozen_dtype)
     text = model.config.get_text_config()
     decoder = find_decoder(model)
     layers = frozenset() if isinstance(decoder, str) else frozenset(decoder.layers)
