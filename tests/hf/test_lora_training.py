@@ -208,6 +208,13 @@ def go_on(rank: int, world_size: int, folder: Path, steps: Path) -> Any:
         return first, losses, adapters_of(pipe.full_state_dict())
 
 
+def begin_with(rank: int, world_size: int, folder: Path, adapters: Path) -> Any:
+    model = zorselike.hf.build_on_meta(folder, lora=LORA)
+    with open_pipeline(folder, other_plan) as pipe:
+        zorselike.hf.load_adapters(pipe, model, adapters)
+        return adapters_of(pipe.full_state_dict())
+
+
 def refuse(rank: int, world_size: int, folder: Path, steps: Path, options: Any) -> str:
     with open_pipeline(folder, other_plan, **options) as pipe, pytest.raises(CheckpointError) as caught:
         pipe.load(steps)
@@ -247,6 +254,9 @@ def test_checkpoints_hold_adapters_and_become_folders(
     (last,) = (steps / "unbroken").glob("step-*")
     export_adapters(last, tmp_path / "adapters")
     export_merged(last, tmp_path / "merged")
+    begun = run_ranks(begin_with, 2, folder, tmp_path / "adapters")[0]
+    assert begun.keys() == adapters.keys()
+    assert all(torch.equal(begun[name], tensor) for name, tensor in adapters.items())
     ((expected, dtype, state),) = run_ranks(logits_of, 1, folder, tmp_path / "adapters", tmp_path / "peft")
     prefix = "base_model.model."
     assert state.keys() == {prefix + name for name in adapters}

@@ -163,6 +163,15 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
         assert torch.allclose(merged[name], tensor, rtol=1e-4, atol=1e-6)
         assert torch.equal(tensor, begun[name]) is ("_proj" not in name)
 
+    begins = ("--lora.initial_load_path", str(adapters), "--training.steps", "1", "--optimizer.lr", "0")
+    said = train_adapters(run_ranks, model, tmp_path / "next", CUTS[1], *begins)
+    assert f"begins with the adapters of {adapters}" in said
+    weights = (
+        folder / "adapter_model.safetensors"
+        for folder in (adapters, tmp_path / "next/checkpoints" / model_folder(1))
+    )
+    assert len({path.read_bytes() for path in weights}) == 1
+
     for options, name in (((), "adapters"), (("--merge",), "merged")):
         target = tmp_path / name
         arguments = ["checkpoint", "export", str(checkpoints), str(target), *options]
@@ -179,12 +188,17 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
         (("--lora.rank", "4"), "there are no adapters without enable = true"),
         (("--lora.enable", "--lora.target_modules", "q_prj"), "'q_prj'"),
         (("--lora.enable", "--model.name", "llama", "--model.path", ""), 'say name = "hf"'),
+        (("--model.path", "{adapters}"), "holds adapters of peft and no model"),
+        (("--lora.enable", "--lora.initial_load_path", "{adapters}"), "have rank 4 and alpha 8, and these"),
     ],
 )
 def test_what_is_wrong_with_adapters_is_said(
     arguments: tuple[str, ...], why: str, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(make_folder, 1, tmp_path / "tiny")
-    model = ("--model.path", str(tmp_path / "tiny"))
-    ends = train(run_ranks, "finetune_cpu.toml", *model, *arguments, folder=tmp_path / "out", num_ranks=1)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    given = (*("--model.path", str(tmp_path / "tiny")), *(a.format(adapters=adapters) for a in arguments))
+    ends = train(run_ranks, "finetune_cpu.toml", *given, folder=tmp_path / "out", num_ranks=1)
     assert ends[0].code == 2 and why in ends[0].stderr

@@ -43,8 +43,9 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 Values = NDArray[Any]
 
-_PREFIX = "base_model.model."
-_ADAPTER = ".default."
+FILE_PREFIX = "base_model.model."
+"""Of names in the files of `peft`."""
+ADAPTER = ".default."
 """What `peft` calls the one adapter in a model, and leaves out in its files."""
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -54,7 +55,7 @@ def list_adapters(manifest: Manifest, *, dtype: str | None = None) -> list[Slice
     slices = []
     for name, tensor in manifest.tensors.items():
         if name.endswith((_A, _B)):
-            box = Box.whole(_PREFIX + name.replace(_ADAPTER, "."), VALUE, tensor.shape)
+            box = Box.whole(FILE_PREFIX + name.replace(ADAPTER, "."), VALUE, tensor.shape)
             slices.append(Slice(box, dtype or tensor.dtype, tensor.shape))
     return sorted(slices, key=lambda one: one.entry)
 
@@ -86,7 +87,7 @@ def export_adapters(
     if like is not None:
         config["base_model_name_or_path"] = str(like.absolute())
     slices = list_adapters(manifest, dtype=dtype)
-    name_of = {_PREFIX + name.replace(_ADAPTER, "."): name for name in manifest.tensors}
+    name_of = {FILE_PREFIX + name.replace(ADAPTER, "."): name for name in manifest.tensors}
     with folder_to_be(target) as partial, closing(SlicesReader(root, manifest)) as reader:
         with _writing(partial, ADAPTER_WEIGHTS, slices) as writer:
             for one in slices:

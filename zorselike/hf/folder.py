@@ -11,10 +11,12 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
+from zorselike.checkpoint.adapters import ADAPTER_CONFIG
 from zorselike.checkpoint.export import Part, list_parts
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.safetensors_file import open_folder
 from zorselike.errors import CheckpointError, ConfigError
+from zorselike.hf.adapters import read_adapter_config
 from zorselike.hf.lora import Lora, add_lora, describe_adapter
 from zorselike.hf.names import make_namer
 from zorselike.plan.plan import Plan
@@ -142,7 +144,7 @@ def build_on_meta(
             f"hf: transformers cannot be imported ({first_line(error)}); pip install 'zorselike[hf]'"
         ) from error
     if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"hf: {folder} has no config.json; give a folder that save_pretrained wrote")
+        raise ConfigError(_describe_missing_config(Path(folder)))
     built_in = dtype
     if lora is not None:
         built_in = frozen_dtype or _find_dtype(Path(folder))
@@ -157,6 +159,16 @@ def build_on_meta(
     if lora is not None:
         add_lora(model, lora, dtype=dtype)
     return model.train()
+
+
+def _describe_missing_config(folder: Path) -> str:
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = read_adapter_config(folder).get("base_model_name_or_path")
+        return (
+            f"hf: {folder} holds adapters of peft and no model; give the folder of their model ({base}), and "
+            f'begin with them by load_adapters (in a recipe: [lora] initial_load_path = "{folder}")'
+        )
+    return f"hf: {folder} has no config.json; give a folder that save_pretrained wrote"
 
 
 def _find_dtype(folder: Path) -> torch.dtype:

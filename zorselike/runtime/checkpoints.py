@@ -156,6 +156,7 @@ class Checkpoints:
         name_of: NameOf,
         ignored: Sequence[str],
         adapter: Mapping[str, Any] | None,
+        only_trained: bool,
     ) -> int:
         """Fills the model from a folder of safetensors files; returns the bytes that this rank has read.
         Collective.
@@ -166,8 +167,11 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
         state, kept, base = self._assembly.state, frozenset[str](), None
-        if adapter is not None:
-            kept = frozenset(name for name, known in state.inventory.all_tensors.items() if known.trains)
+        trained = frozenset(name for name, known in state.inventory.all_tensors.items() if known.trains)
+        if only_trained:
+            kept, base = frozenset(state.inventory.all_tensors) - trained, state.base
+        elif adapter is not None:
+            kept = trained
             base = Base(str(folder.absolute()), find_fingerprint(state, folder), adapter)
         weights = PretrainedWeights(state, folder, name_of=name_of, ignored=ignored, kept=kept)
         self.must_load = True
@@ -293,6 +297,7 @@ class Stateful(ABC):
         name_of: NameOf = str,
         ignored: Sequence[str] = (),
         adapter: Mapping[str, Any] | None = None,
+        only_trained: bool = False,
     ) -> int:
         """Takes over the weights of a folder of safetensors files, as `save_pretrained` of `transformers`
         writes it. Every rank reads the rows that it holds, so build the pipeline with a model on the meta
@@ -307,13 +312,14 @@ class Stateful(ABC):
             adapter: the settings of adapters, as JSON, where the model has some beside these weights. What
                 trains then keeps its values, and what is frozen is left out of checkpoints, which name the
                 folder: the next run reads it there again, before it loads one.
+            only_trained: take over what trains; what is frozen keeps its values.
 
         Raises:
             CheckpointError: On every rank: files are missing or damaged, or of another model.
         """
         with self._alone("load_pretrained", needs_values=False):
             return self._checkpoints.load_pretrained(
-                Path(folder), name_of=name_of, ignored=ignored, adapter=adapter
+                Path(folder), name_of=name_of, ignored=ignored, adapter=adapter, only_trained=only_trained
             )
 
     def checkpoint_steps(self, folder: str | Path) -> list[int]:

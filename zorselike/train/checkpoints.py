@@ -25,6 +25,7 @@ from zorselike.checkpoint.read import read_manifest
 from zorselike.checkpoint.upload import check_target, upload
 from zorselike.errors import CheckpointError
 from zorselike.hf import find_parts
+from zorselike.hf.adapters import name_in_model
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Processes
@@ -78,9 +79,11 @@ class RunCheckpoints:
                 one would write over newer ones. On every rank alike.
         """
         settings = self._settings
-        if not settings.enable or self._config.lora.enable:  # Checkpoints of adapters have no other weights.
+        lora = self._config.lora
+        if not settings.enable or lora.enable:  # Checkpoints of adapters have no other weights.
             self._take_weights()
         if not settings.enable:
+            self._take_adapters()
             return
         self._pipe.claim_checkpoints(self.folder)  # Now, not at the first save.
         if settings.upload:
@@ -110,8 +113,17 @@ class RunCheckpoints:
                 logger.info("begins with the model of %s (step %d)", loaded.path, loaded.step)
             else:
                 self._take(loaded)
-        elif not self._config.lora.enable:
+        elif lora.enable:
+            self._take_adapters()
+        else:
             self._take_weights()
+
+    def _take_adapters(self) -> None:
+        """Begins with adapters that peft has saved, if the run is told to."""
+        if self._config.lora.initial_load_path:
+            path = Path(self._config.lora.initial_load_path).expanduser()
+            self._pipe.load_pretrained(path, name_of=name_in_model, only_trained=True)
+            logger.info("begins with the adapters of %s", path)
 
     def _take(self, loaded: Loaded) -> None:
         for path, reason in loaded.skipped:

@@ -150,6 +150,8 @@ class Lora:
     target_modules: tuple[str, ...] = ()
     """Linear layers that get one, by name or end of name: `["q_proj", "v_proj"]`; none given: all in decoder
     layers."""
+    initial_load_path: str = ""
+    """Where `[checkpoint] folder` has none yet: adapters to begin with, a folder that peft wrote."""
     save_merged: bool = False
     """With `[checkpoint] last_save_model_only`: hand on the model with its adapters in it, in the dtype of
     its folder, and not the adapters alone (the last checkpoint stays: it holds these)."""

@@ -31,6 +31,7 @@ _PATH_KEYS = (
     ("validation", "dataset_path"),
     ("model", "path"),
     ("model", "hf_assets_path"),
+    ("lora", "initial_load_path"),
 )
 
 

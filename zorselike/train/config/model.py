@@ -13,6 +13,7 @@ from torch import nn
 
 from zorselike.checkpoint.safetensors_file import holds_weights
 from zorselike.hf import Lora, build_on_meta
+from zorselike.hf.adapters import check_same_adapters
 from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
 from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
@@ -63,9 +64,7 @@ class TrainedModel:
 def find_model(config: Config) -> TrainedModel:
     """The model of `[model]`; raises `ConfigError` where there is none."""
     if config.model.name == HUGGING_FACE:
-        return _find_hugging_face(
-            Path(config.model.path).expanduser(), _find_lora(config), param_dtype=find_param_dtype(config)
-        )
+        return _find_hugging_face(config)
     shape = get_config(config.model.name, config.model.flavor)
     return TrainedModel(
         name=f"{config.model.name} {config.model.flavor}",
@@ -84,17 +83,14 @@ def _build_ours(name: str, flavor: str) -> nn.Module:
         return build_model(name, flavor)
 
 
-def _find_lora(config: Config) -> Lora | None:
-    own = config.lora
-    if not own.enable:
-        return None
-    return Lora(own.rank, own.alpha or None, own.dropout, own.target_modules)
-
-
-def _find_hugging_face(folder: Path, lora: Lora | None, *, param_dtype: ParamDtype) -> TrainedModel:
+def _find_hugging_face(config: Config) -> TrainedModel:
+    folder, own = Path(config.model.path).expanduser(), config.lora
+    lora = Lora(own.rank, own.alpha or None, own.dropout, own.target_modules) if own.enable else None
     # What is frozen has the dtype in which it computes, and where that is half precision there is no other.
-    frozen_dtype = torch.float32 if param_dtype is None else None
+    frozen_dtype = torch.float32 if find_param_dtype(config) is None else None
     model: Any = build_on_meta(folder, lora=lora, frozen_dtype=frozen_dtype)
+    if own.initial_load_path:
+        check_same_adapters(model, Path(own.initial_load_path).expanduser())
     text = model.config.get_text_config()
     decoder = find_decoder(model)
     layers = frozenset() if isinstance(decoder, str) else frozenset(decoder.layers)

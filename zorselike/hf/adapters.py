@@ -1,0 +1,67 @@
+"""Folders of adapters as `peft` writes them, to begin with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from zorselike.checkpoint.adapters import ADAPTER, ADAPTER_CONFIG, FILE_PREFIX
+from zorselike.errors import ConfigError
+from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.text.wording import list_few
+
+_UNKNOWN_SETTINGS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Of `adapter_config.json`."""
+
+
+def load_adapters(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> None:
+    """Takes over adapters that `peft` has saved. Collective.
+
+    Args:
+        pipe: of `model`, whose own weights are loaded.
+        model: what `build_on_meta` gave with `lora`.
+        folder: with `adapter_config.json`, on every node.
+
+    Raises:
+        ConfigError: The model's adapters are others than those of the folder.
+        CheckpointError: On every rank: files are missing or damaged, or of adapters of another model.
+    """
+    check_same_adapters(model, Path(folder))
+    pipe.load_pretrained(folder, name_of=name_in_model, only_trained=True)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """What `adapter_config.json` of a folder says; raises `ConfigError` where there is none."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"lora: {path}: {error.strerror}; give a folder that peft wrote") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lora: {path}: is no JSON of settings: {error}") from None
+
+
+def check_same_adapters(model: nn.Module, folder: Path) -> None:
+    """Raises `ConfigError` unless the adapters of a folder compute as those of a model do; their weights are
+    not looked at."""
+    there, (here,) = read_adapter_config(folder), cast(Any, model).peft_config.values()
+    odd = [key for key in _UNKNOWN_SETTINGS if there.get(key)]
+    if there.get("peft_type") != "LORA" or odd:
+        raise ConfigError(
+            f"lora: {folder}: {ADAPTER_CONFIG} asks for {list_few(odd) or there.get('peft_type')}, which is "
+            "not trained here; load them with peft and give that model to HeteroPipeline"
+        )
+    numbers = {"r": here.r, "lora_alpha": here.lora_alpha}
+    if any(there.get(key) != value for key, value in numbers.items()):
+        raise ConfigError(
+            f"lora: the adapters of {folder} have rank {there.get('r')} and alpha {there.get('lora_alpha')}, "
+            f"and these have {here.r} and {here.lora_alpha}; set rank and alpha as they were"
+        )
+
+
+def name_in_model(name: str) -> str:
+    """What the model calls what `peft` calls so in its files."""
+    return name.removeprefix(FILE_PREFIX).removesuffix(".weight") + f"{ADAPTER}weight"
