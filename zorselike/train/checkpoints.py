@@ -182,7 +182,7 @@ class RunCheckpoints:
             self._report(must_succeed=True)
         if is_finished and self._settings.last_save_model_only:
             alone = is_new and self._best.get("step") != self._pipe.num_steps
-            alone = alone and not self._config.lora.save_merged
+            alone = alone and not self._config.lora.enable  # It is small, and more can be made of it.
             self._world.from_first(lambda: self._export(alone=alone))
 
     def is_finished(self) -> bool:
@@ -242,7 +242,6 @@ class RunCheckpoints:
             self.folder / step_folder(self._pipe.num_steps),
             self._exported_at(self._pipe.num_steps),
         )
-        what = "the adapters" if self._config.lora.enable else "the model"
         dtype, lora = _EXPORT_DTYPES[self._settings.export_dtype], self._config.lora
         try:
             if lora.save_merged:
@@ -260,7 +259,7 @@ class RunCheckpoints:
         logger.info(
             "exported %s%s",
             target,
-            f", {what} alone: {path.name} is deleted (last_save_model_only)" if alone else "",
+            f", the model alone: {path.name} is deleted (last_save_model_only)" if alone else "",
         )
 
     # -- in the thread that saves ----------------------------------------------------------

@@ -52,9 +52,8 @@ class Export:
 
     like: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the Hugging Face model that was trained: weights get the names that they have there, and its
-    config and tokenizer files are copied, so that transformers' from_pretrained takes TARGET as it is. Of
-    adapters only where it is no longer where it
-    was."""
+    config and tokenizer files are copied, so that transformers' from_pretrained takes TARGET as it is. For
+    adapters only where that folder has moved."""
 
     merge: bool = False
     """Put adapters into the model beside which they were trained, and write that: W + B A alpha / rank,

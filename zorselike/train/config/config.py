@@ -154,7 +154,7 @@ class Lora:
     """Where `[checkpoint] folder` has none yet: adapters to begin with, a folder that peft wrote."""
     save_merged: bool = False
     """With `[checkpoint] last_save_model_only`: hand on the model with its adapters in it, in the dtype of
-    its folder, and not the adapters alone (the last checkpoint stays: it holds these)."""
+    its folder, and not the adapters alone."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Checkpoint:
     """Save after the first step too."""
     last_save_model_only: bool = False
     """At the end of the last step keep the model alone: `model-step-N` beside the checkpoints, safetensors
-    under the model's own names in `export_dtype`; with `[lora]` a folder as `peft` writes it. (TorchTitan's
-    default is true. A run that is prolonged goes on from the checkpoint before.)"""
+    under the model's own names in `export_dtype`; with `[lora]` a folder as `peft` writes it, beside the last
+    checkpoint. (TorchTitan's default is true. A run that is prolonged goes on from the checkpoint before.)"""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the exported model's numbers."""
     upload: str = ""
