@@ -151,11 +151,6 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
     said = train_adapters(run_ranks, model, parts, CUTS[1], "--training.steps", "4", "--lora.save_merged")
     assert f"begins with the weights of {model}" in said and "goes on from" in said
     checkpoints = parts / "checkpoints"
-    assert sorted(p.name for p in (checkpoints / step_folder(4)).iterdir()) == [
-        "manifest.json",
-        "model",
-        "optim",
-    ]
     (merged,) = run_ranks(load_adapters, 1, checkpoints / model_folder(4), None)
     (expected,) = run_ranks(load_adapters, 1, model, adapters)
     (begun,) = run_ranks(load_adapters, 1, model, None)

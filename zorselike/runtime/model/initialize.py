@@ -124,8 +124,10 @@ class _Unit:
     def initialise(self, module: nn.Module, fqn: str, callback: Callback | None) -> None:
         """Initialises what is pending in `module`, each tensor by the outermost module that can."""
         is_root = not fqn and any(True for _ in module.children())
-        if hasattr(module, "reset_lora_parameters") and self.has_pending(module):
-            self._draw(module, fqn, partial(_reset_adapters, module), recurse=True, skips=False)
+        if hasattr(module, "reset_lora_parameters"):
+            adapters = nn.ModuleList(c for name, c in module.named_children() if name.startswith("lora_"))
+            if self.has_pending(adapters):
+                self._draw(adapters, fqn, partial(_reset_adapters, module), recurse=True, skips=False)
         for method, is_for_all_below in _initialisers(module, callback):
             recurse = is_for_all_below and not is_root
             if self.has_pending(module, recurse=recurse):
@@ -256,7 +258,7 @@ def _initialisers(
 
 def _reset_adapters(module: Any) -> None:
     """Of a layer that `peft` has given some."""
-    for name in module.lora_A:
+    for name in module.r:  # Ranks by name.
         module.reset_lora_parameters(name, True)
 
 
