@@ -14,10 +14,10 @@ from plans import plans
 from ranks import RunRanks
 
 from zorselike import HeteroPipeline
-from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.sizes import (
     KeptBytes,
+    MinistageBytes,
     RowBytes,
     UnitSize,
     add_up,

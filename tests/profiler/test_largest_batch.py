@@ -302,7 +302,14 @@ def test_a_search_ends_in_a_handful_of_trials_with_what_they_say(
 )
 def test_a_higher_stage_holds_no_more(num_parameters: int, num_ranks: int, itemsize: int) -> None:
     held = [
-        least_bytes(num_parameters, itemsize=itemsize, zero=zero, num_ranks=num_ranks) for zero in range(4)
+        least_bytes(
+            num_parameters,
+            num_trainable=num_parameters,
+            itemsize=itemsize,
+            zero=zero,
+            num_ranks=num_ranks,
+        )
+        for zero in range(4)
     ]
     assert held[1] == held[2] > held[3]
     assert held[3] >= held[0] // num_ranks

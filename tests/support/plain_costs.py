@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.network import Flow
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.plan.cluster.cluster import Place
 from zorselike.plan.plan import Plan

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zorselike.cost.purposes import Purpose
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, SENDS, TRANSFERS, Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT, reduces_beside
@@ -38,40 +39,6 @@ REDUCTION_BUFFERS_ALONE = 2
 
 ZERO3_UNITS = 2
 """FSDP units gathered at once with ZeRO 3: the one that computes and the one ahead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MinistageBytes:
-    """Sizes of one ministage on one rank, in bytes."""
-
-    gathered_bytes: int
-    """All parameters, whole, in the compute dtype."""
-    shard_bytes: int
-    """This rank's shards, in the compute dtype."""
-    kept_shard_bytes: int = 0
-    """Of these what never leaves the device: tied weights."""
-    gradient_bytes: int
-    """Gradients of the trainable parameters, whole, as they are added up: fp32 where the ministage
-    computes in half precision, else the parameters' dtype."""
-    gradient_shard_bytes: int
-    """This rank's reduced gradients: fp32 with master weights, else the parameters' dtype."""
-    state_bytes: int
-    """This rank's optimizer state, fp32 master weights included."""
-    masters: bool = False
-    """Whether updates change master weights and overwrite the shards."""
-    activation_bytes_per_row: int = 0
-    """What stays of a row between its forward and its backward, the ministage's input included: with
-    recomputation the inputs of layers, else all that autograd saves."""
-    working_bytes_per_row: int = 0
-    """What else a row needs while it computes: a layer's internals."""
-    boundary_bytes_per_row: int = 0
-    """A row of what enters or leaves the ministage, whichever is larger."""
-    largest_unit_bytes: int = 0
-    """Parameters of the largest FSDP unit, whole, in the compute dtype."""
-    largest_unit_gradient_bytes: int = 0
-    """Their gradients, as they are added up."""
-    update_bytes: int = 0
-    """What an update allocates beside the state; nothing with a fused optimizer."""
 
 
 @dataclass(frozen=True)
@@ -386,8 +353,7 @@ class _Walk:
         self._gather_by_itself(i)
         self._pass_on(Kind.B, Kind.SEND_B, i, i - 1, m)
         working = rows * sizes.working_bytes_per_row + self._joining_bytes(Kind.B, i, m)
-        if sizes.gradient_bytes:
-            working += sizes.largest_unit_bytes
+        working += sizes.largest_unit_rounded_gradient_bytes
         if self._zero == 3:
             self._settle(Purpose.GRADIENT_SHARDS)
             self._put(Purpose.GRADIENTS, i, sizes.largest_unit_gradient_bytes)
@@ -429,7 +395,7 @@ class _Walk:
         buffers = REDUCTION_BUFFERS_ALONE if self._is_alone else REDUCTION_BUFFERS
         num_bytes = buffers * sizes.largest_unit_gradient_bytes
         if sizes.masters:
-            num_bytes += sizes.shard_bytes + self._held[Purpose.GRADIENT_SHARDS].get(i, 0)
+            num_bytes += sizes.rounded_gradient_shard_bytes + self._held[Purpose.GRADIENT_SHARDS].get(i, 0)
         return num_bytes
 
     # -- what an action leaves -------------------------------------------------------------

@@ -11,10 +11,57 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
 from zorselike.plan.plan import Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinistageBytes:
+    """Sizes of one ministage on one rank, in bytes."""
+
+    gathered_bytes: int
+    """All parameters, whole, in the compute dtype."""
+    shard_bytes: int
+    """This rank's shards, in the compute dtype."""
+    kept_shard_bytes: int = 0
+    """Of these what never leaves the device: tied weights."""
+    gradient_bytes: int
+    """Gradients of the trainable parameters, whole, as they are added up: fp32 where the ministage
+    computes in half precision, else the parameters' dtype."""
+    gradient_shard_bytes: int
+    """This rank's reduced gradients: fp32 with master weights, else the parameters' dtype."""
+    state_bytes: int
+    """This rank's optimizer state, fp32 master weights included."""
+    masters: bool = False
+    """Whether updates change master weights and overwrite the shards."""
+    activation_bytes_per_row: int = 0
+    """What stays of a row between its forward and its backward, the ministage's input included: with
+    recomputation the inputs of layers, else all that autograd saves."""
+    working_bytes_per_row: int = 0
+    """What else a row needs while it computes: a layer's internals."""
+    boundary_bytes_per_row: int = 0
+    """A row of what enters or leaves the ministage, whichever is larger."""
+    largest_unit_bytes: int = 0
+    """Parameters of the largest FSDP unit, whole, in the compute dtype."""
+    largest_unit_gradient_bytes: int = 0
+    """Their gradients, as they are added up."""
+    update_bytes: int = 0
+    """What an update allocates beside the state; nothing with a fused optimizer."""
+
+    @property
+    def rounded_gradient_shard_bytes(self) -> int:
+        """This rank's reduced gradients in the compute dtype."""
+        return self._rounded(self.gradient_shard_bytes)
+
+    @property
+    def largest_unit_rounded_gradient_bytes(self) -> int:
+        """Gradients of the largest FSDP unit as a backward makes them, in the compute dtype."""
+        return self._rounded(self.largest_unit_gradient_bytes)
+
+    def _rounded(self, num_bytes: int) -> int:
+        """Bytes of gradients in the compute dtype: half of what they take in fp32 with masters."""
+        return num_bytes // 2 if self.masters else num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +151,11 @@ def list_units(plan: Plan, workload: Workload) -> tuple[tuple[UnitSize, ...], ..
 
 
 def _unit(kind: LayerKind, *, borrows: bool, num_lent: int) -> UnitSize:
-    """A frozen tied weight is not told apart from a trainable one."""
-    borrowed = kind.num_borrowed if borrows else 0
+    borrowed, trained = (kind.num_borrowed, kind.borrowed_trainable) if borrows else (0, 0)
     return UnitSize(
         num_parameters=kind.num_parameters + borrowed,
-        num_trainable=kind.trainable + borrowed,
-        num_borrowed=borrowed,
+        num_trainable=kind.trainable + trained,
+        num_borrowed=trained,
         num_tied=borrowed + num_lent,
     )
 
@@ -187,10 +233,10 @@ def _count_shards(plan: Plan, ministage: int) -> int:
 
 
 def find_tie_bytes(plan: Plan, workload: Workload, itemsize: int) -> dict[tuple[int, int], int]:
-    """Bytes of the weights that two ministages share, by ministages (owner, borrower)."""
+    """Bytes of the weights that train in two ministages, by ministages (owner, borrower)."""
     shared: Counter[tuple[int, int]] = Counter()
     for owner, borrower in workload.ties:
         pair = plan.ministage_of[owner], plan.ministage_of[borrower]
         if pair[0] != pair[1]:
-            shared[pair] += workload.kind_of[borrower].num_borrowed * itemsize
+            shared[pair] += workload.kind_of[borrower].borrowed_trainable * itemsize
     return shared

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.network import Network
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.plan.cluster.cluster import Place
 
 

@@ -34,6 +34,8 @@ class LayerKind:
     """Parameters that train; None: all."""
     num_borrowed: Natural = 0
     """Parameters shared with the owner of a tie; not in `num_parameters`."""
+    num_borrowed_trainable: Natural | None = None
+    """Of these, parameters that train; None: all."""
     forward_flops_per_row: Quantity
     backward_flops_per_row: Quantity | None = None
     """FLOPs without recomputation; None: twice the forward."""
@@ -51,9 +53,15 @@ class LayerKind:
         return self.num_parameters if self.num_trainable is None else self.num_trainable
 
     @property
+    def borrowed_trainable(self) -> int:
+        """Number of borrowed parameters that train."""
+        given = self.num_borrowed_trainable
+        return self.num_borrowed if given is None else given
+
+    @property
     def trains(self) -> bool:
         """Whether it has weights that train, borrowed ones included."""
-        return bool(self.trainable or self.num_borrowed)
+        return bool(self.trainable or self.borrowed_trainable)
 
     @property
     def backward_flops(self) -> float:
@@ -109,6 +117,11 @@ class Workload(Document):
         """Parameters of the whole model, tied ones counted once: a borrower's kind does not count them."""
         return sum(self.kinds[kind].num_parameters for _, kind in self.layers)
 
+    @property
+    def num_trainable(self) -> int:
+        """Of these, parameters that train."""
+        return sum(self.kinds[kind].trainable for _, kind in self.layers)
+
     def flops_per_row(self, *, recompute: bool = False) -> float:
         """Forward and backward of the whole model; with `recompute` the forwards of `layer` twice."""
         total = 0.0
@@ -151,11 +164,15 @@ class Workload(Document):
                 if name != kind.name:
                     raise ProfileError(f"kinds has {kind.name!r} under the name {name!r}; give it one name")
                 check_dataclass(kind, f"kind {name}: ")
-                if kind.trainable > kind.num_parameters:
-                    raise ProfileError(
-                        f"kind {name}: num_trainable is {kind.num_trainable} of num_parameters = "
-                        f"{kind.num_parameters}; it cannot be more"
-                    )
+                for part, whole in (
+                    ("num_trainable", "num_parameters"),
+                    ("num_borrowed_trainable", "num_borrowed"),
+                ):
+                    given, most = getattr(kind, part), getattr(kind, whole)
+                    if given is not None and given > most:
+                        raise ProfileError(
+                            f"kind {name}: {part} is {given} of {whole} = {most}; it cannot be more"
+                        )
         self._validate_layers()
         return self
 

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zorselike.cost.memory import MinistageBytes, walk_memory
+from zorselike.cost.memory import walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.purposes import Purpose
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import Assembly, CompiledPlan

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zorselike.cost.memory import MinistageBytes, walk_memory
+from zorselike.cost.memory import walk_memory
 from zorselike.cost.purposes import Purpose
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.memory.memory import CHECKPOINT_COPIES
 from zorselike.runtime.ministage.ministage import ShardedMinistage

@@ -39,7 +39,11 @@ class SimulationInputs:
         kind_of = self.workload.kind_of
         trains = tuple(any(kind_of[m].trains for m in ministage.modules) for ministage in plan.ministages)
         home = plan.ministage_of
-        ties = [(home[owner], home[borrower]) for owner, borrower in self.workload.ties]
+        ties = [
+            (home[owner], home[borrower])
+            for owner, borrower in self.workload.ties
+            if kind_of[borrower].borrowed_trainable
+        ]
         return ScheduleSpec(
             plan,
             trainable=trains,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from plans import plans
 
 from tools.papers.zorse.closed_form import estimate_step_s
-from zorselike.cost.memory import MinistageBytes
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import make_network
 from zorselike.plan.cluster.cluster import Cluster, Link, Node

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.memory import MinistageBytes
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import make_network
 from zorselike.plan.plan import Plan

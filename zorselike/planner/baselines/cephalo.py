@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.memory import MinistageBytes, walk_memory
-from zorselike.cost.sizes import is_layer
+from zorselike.cost.memory import walk_memory
+from zorselike.cost.sizes import MinistageBytes, is_layer
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Place

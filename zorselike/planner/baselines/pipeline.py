@@ -227,8 +227,9 @@ class _Estimate:
         working = max(
             (kind.working_bytes_per_row + again * kind.activation_bytes_per_row for kind in layers), default=0
         )
-        largest = max((kind.num_parameters for kind in layers), default=0)
-        return rows * working + 2 * largest * stages.parameter_bytes.gradient
+        each = stages.parameter_bytes
+        units = (max(kind.num_parameters * each.weight, kind.trainable * each.gradient) for kind in layers)
+        return rows * working + 2 * max(units, default=0)
 
     # -- time ------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
-from zorselike.cost.memory import MinistageBytes, walk_memory
+from zorselike.cost.memory import walk_memory
 from zorselike.cost.purposes import Purpose
-from zorselike.cost.sizes import KeptBytes, add_up, find_row_bytes, list_units
+from zorselike.cost.sizes import KeptBytes, MinistageBytes, add_up, find_row_bytes, list_units
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -152,14 +152,15 @@ class RankMemory:
     def _add_up(self, layers: range, recompute: Recompute, device: str) -> _Part:
         itemsize, each = self._problem.workload.itemsize, self._problem.parameter_bytes
         kept = working = 0.0
-        number = trained = largest = 0
+        number = trained = largest = largest_trained = 0
         keys = Counter(self._table.keys[layer] for layer in layers)
         for key, count in keys.items():
             kind = self._table.kind(key)
             parameters = kind.num_parameters + kind.num_borrowed
             number += count * parameters
-            trained += count * (kind.trainable + kind.num_borrowed)
-            largest = max(largest, parameters)
+            trainable = kind.trainable + kind.borrowed_trainable
+            trained += count * trainable
+            largest, largest_trained = max(largest, parameters), max(largest_trained, trainable)
             whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
             if self._table.recompute(key, recompute) == "layer":
                 inputs = kind.input_elements_per_row * itemsize
@@ -175,7 +176,7 @@ class RankMemory:
             gradients=trained * each.gradient,
             state=trained * each.state,
             unit=largest * each.weight,
-            unit_gradients=largest * each.gradient,
+            unit_gradients=largest_trained * each.gradient,
             kept_per_row=kept,
             working_per_row=working,
             boundary_per_row=boundary * itemsize,
@@ -285,13 +286,14 @@ def _hold(
             kept = min(3 * rows_at_once, rows) * part.kept_per_row
         else:
             kept += rows * part.kept_per_row
+        rounded = part.masters * gradient_shards[i] / 2
         held = kept + rows_at_once * (part.working_per_row + 5 * part.boundary_per_row) + part.unit
         if mode.zero == 2:
             held += part.whole + (parts[i - 1].whole if i else 0.0)
         elif mode.zero == 3:
             held += 2 * part.unit
         held += part.unit_gradients if mode.zero == 3 else part.gradients
-        held += part.unit_gradients + part.masters * (shards[i] + gradient_shards[i])
+        held += part.unit_gradients + rounded + part.masters * gradient_shards[i]
         held += sum(gradient_shards[i + 1 :]) if defers else max(gradient_shards[i + 1 :], default=0.0)
         peak = max(peak, held)
     return stays + peak

@@ -255,7 +255,7 @@ class StepTimeEstimate:
         for owner, borrower in self._table.ties:
             a, b = (candidate.groups[candidate.owner_of(layer)] for layer in (owner, borrower))
             if a is not b:
-                number = self._table.kind(self._table.keys[borrower]).num_borrowed
+                number = self._table.kind(self._table.keys[borrower]).borrowed_trainable
                 total += self._tie_s(b, a, number * each.gradient)
                 total += self._tie_s(a, b, number * each.weight)
         return total

@@ -390,18 +390,16 @@ class CandidateBuilder:
     def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]]) -> int:
         """How often each group must be visited at least, so that two ministages, whole, and the gradients of
         one find room on its smallest devices (ZeRO 2)."""
-        kind = max(
-            (self._table.kind(key) for key in self._table.counts),
-            key=lambda each_kind: each_kind.num_parameters,
-        )
-        typical = self._problem.workload.num_parameters / len(self._table.keys)
-        each = self._problem.parameter_bytes
-        needed = min(kind.num_parameters, 2 * typical) * (2 * each.weight + each.gradient)
+        kinds, workload = [self._table.kind(key) for key in self._table.counts], self._problem.workload
+        num_layers, each = len(self._table.keys), self._problem.parameter_bytes
+        whole = min(max(kind.num_parameters for kind in kinds), 2 * workload.num_parameters / num_layers)
+        trained = min(max(kind.trainable for kind in kinds), 2 * workload.num_trainable / num_layers)
+        needed = 2 * whole * each.weight + trained * each.gradient
         layers = 0.0
         for devices in groups:
             known = self._memory.known_limits(devices)
             layers += max(1.0, _SHARE_FOR_WHOLE * min(known) // needed) if known and needed else math.inf
-        return math.ceil(len(self._table.keys) / layers)
+        return math.ceil(num_layers / layers)
 
     # -- memory ----------------------------------------------------------------------------
 

@@ -57,9 +57,12 @@ class StepTrials:
         self._memory = memory
         self.step: ZeroStep | None = None
         """What computes, from the first trial that fits to the next that does not."""
-        num_parameters = sum(p.numel() for p in model.build().parameters())
         self._least_bytes = least_bytes(
-            num_parameters, itemsize=model.dtype.itemsize, zero=zero, num_ranks=processes.size
+            model.workload.num_parameters,
+            num_trainable=model.workload.num_trainable,
+            itemsize=model.dtype.itemsize,
+            zero=zero,
+            num_ranks=processes.size,
         )
 
     def __call__(self, rows: int) -> TrialResult:
@@ -83,13 +86,13 @@ class StepTrials:
         self._memory.release()
 
 
-def least_bytes(num_parameters: int, *, itemsize: int, zero: int, num_ranks: int) -> int:
+def least_bytes(num_parameters: int, *, num_trainable: int, itemsize: int, zero: int, num_ranks: int) -> int:
     """What a rank holds of parameters, gradients and optimizer state whatever its rows, at least: shards
     with AdamW's state, and beside them, up to ZeRO 2, whole gathered parameters and gradients."""
     each = ParameterBytes(itemsize, ADAMW_MOMENTS)
-    held = largest_shard(num_parameters, count_shards(zero, num_ranks)) * (
-        each.weight + each.gradient + each.state
-    )
+    num_shards = count_shards(zero, num_ranks)
+    held = largest_shard(num_parameters, num_shards) * each.weight
+    held += largest_shard(num_trainable, num_shards) * (each.gradient + each.state)
     if 1 <= zero <= 2 and num_ranks > 1:
         held += num_parameters * each.weight
     return held

@@ -22,10 +22,14 @@ class LayerRecord:
     """What one layer's forward did, for all rows at once."""
 
     flops: int = 0
+    backward_flops: float = 0
+    """Of each product in the forward as much again for each of its two factors that needs a gradient."""
     input_elements: int = 0
     output_elements: int = 0
     saved_bytes: int = 0
     """Storages that autograd keeps, each counted where it is kept first; parameters and buffers not."""
+    has_backward: bool = False
+    """Whether what it returns carries a gradient."""
     working_bytes: int = 0
     """Gradients that one operation's backward has at once: of what enters it and leaves it, and of what
     enters and leaves the layer. The most of all operations."""
@@ -62,7 +66,7 @@ class LayerWatch(TorchFunctionMode):
         self._depth = 0
         self._is_fused = False
         """Whether what autograd keeps now is booked otherwise."""
-        self._counted = 0
+        self._counted: int = 0
         """FLOPs that are in records."""
         self._inputs: dict[int, Tensor] = {}
         self._calls: list[dict[int, Tensor]] = []
@@ -101,16 +105,19 @@ class LayerWatch(TorchFunctionMode):
         self._passed |= outputs
         record = self._record
         record.output_elements += sum(tensor.numel() for tensor in outputs.values())
+        record.has_backward |= any(tensor.requires_grad for tensor in outputs.values())
         outside = self._inputs | outputs
         most = max((_sum_bytes(outside | call) for call in self._calls), default=0)
         record.working_bytes = max(record.working_bytes, most)
         self._calls = []
 
-    def settle(self) -> None:
-        """Books the FLOPs since it was called last."""
-        total = self.counter.get_total_flops()
-        self._record.flops += total - self._counted
+    def settle(self) -> int:
+        """Books the FLOPs since it was called last, and returns them."""
+        total: int = self.counter.get_total_flops()
+        flops = total - self._counted
+        self._record.flops += flops
         self._counted = total
+        return flops
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that autograd keeps."""
@@ -150,7 +157,10 @@ class LayerWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._is_fused = func in _FUSED
+        self.settle()
         result = func(*args, **(kwargs or {}))
+        if (flops := self.settle()) and torch.is_grad_enabled():
+            self._record.backward_flops += flops * _count_gradients(args, kwargs or {})
         if self._is_fused:
             self._is_fused = False
             self._keep_norm(*args, **(kwargs or {}))
@@ -162,6 +172,13 @@ class LayerWatch(TorchFunctionMode):
 
 def _floating(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+def _count_gradients(args: Any, kwargs: Mapping[str, Any]) -> float:
+    """How many factors of a product need a gradient: of 0, 1 or 2, or about, where several products are one
+    operation. A bias and a mask are no factors."""
+    factors = [t for t in _floating((args, kwargs | {"attn_mask": None})) if t.dim() > 1]
+    return 2 * sum(t.requires_grad for t in factors) / max(1, len(factors))
 
 
 def _sum_bytes(tensors: Mapping[int, Tensor]) -> int:

@@ -43,12 +43,14 @@ class _Layer:
     """Borrowed ones left out; those that lie around the layers are with the first layer below."""
     num_trainable: int
     num_borrowed: int
+    num_borrowed_trainable: int
     record: LayerRecord
 
     @property
     def structure(self) -> Structure:
         """Equal for layers of one kind."""
-        return (describe_structure(self.module), self.num_parameters, self.num_borrowed)
+        counts = self.num_parameters, self.num_borrowed, self.num_borrowed_trainable
+        return (describe_structure(self.module), *counts, self.record.has_backward)
 
 
 def measure_workload(
@@ -65,7 +67,8 @@ def measure_workload(
 ) -> Workload:
     """The workload of a model, as a rule on the meta device; it is not changed.
 
-    Layers of equal class and equal parameter shapes are one kind; the kind that computes most of those
+    Layers of equal class and equal parameter shapes, of which the same train, are one kind, those that no
+    gradient passes one of their own; the kind that computes most of those
     that repeat is called `layer`, an embedding of token ids `embedding`, a norm `norm`, a linear layer
     at the end `head`, others by their class. Of a kind's layers the one that keeps most bytes counts.
 
@@ -162,20 +165,27 @@ def _count_parameters(
 ) -> list[_Layer]:
     """The layers with their own parameters. A tied one belongs to the first layer that has it, one of
     a module around layers to the first of these."""
-    counts, trainable, borrowed = Counter[str](), Counter[str](), Counter[str]()
+    counts, trainable, borrowed, borrowed_trainable = (Counter[str]() for _ in range(4))
     owner_of: dict[int, str] = {}
     seen: set[tuple[int, str]] = set()
     for layer, parameter in _place_parameters(model, names):
         if (id(parameter), layer) in seen:
             continue
         seen.add((id(parameter), layer))
-        if owner_of.setdefault(id(parameter), layer) == layer:
-            counts[layer] += parameter.numel()
-            trainable[layer] += parameter.numel() if parameter.requires_grad else 0
-        else:
-            borrowed[layer] += parameter.numel()
+        is_owner = owner_of.setdefault(id(parameter), layer) == layer
+        number, trained = (counts, trainable) if is_owner else (borrowed, borrowed_trainable)
+        number[layer] += parameter.numel()
+        trained[layer] += parameter.numel() if parameter.requires_grad else 0
     return [
-        _Layer(name, model.get_submodule(name), counts[name], trainable[name], borrowed[name], records[name])
+        _Layer(
+            name,
+            model.get_submodule(name),
+            counts[name],
+            trainable[name],
+            borrowed[name],
+            borrowed_trainable[name],
+            records[name],
+        )
         for name in names
     ]
 
@@ -235,15 +245,16 @@ def _make_kind(name: str, layers: Sequence[_Layer], rows: int) -> LayerKind:
         return math.ceil(total / rows)
 
     is_whole = first.num_trainable == first.num_parameters
-    # A frozen weight has no gradient, what passes it has: half of a backward each.
-    share = first.num_trainable / max(first.num_parameters, 1)
+    is_borrowed_whole = first.num_borrowed_trainable == first.num_borrowed
+    is_twice = record.backward_flops == 2 * record.flops
     return LayerKind(
         name=name,
         num_parameters=first.num_parameters,
         num_trainable=None if is_whole else first.num_trainable,
         num_borrowed=first.num_borrowed,
+        num_borrowed_trainable=None if is_borrowed_whole else first.num_borrowed_trainable,
         forward_flops_per_row=record.flops / rows,
-        backward_flops_per_row=None if is_whole else first.record.flops / rows * (1 + share),
+        backward_flops_per_row=None if is_twice else record.backward_flops / rows,
         input_elements_per_row=per_row(record.input_elements),
         output_elements_per_row=per_row(record.output_elements),
         activation_bytes_per_row=per_row(record.saved_bytes),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.purposes import Purpose
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.gradients import Gradients
 from zorselike.runtime.ministage.optimizer_state import OptimizerState

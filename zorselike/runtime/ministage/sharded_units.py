@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from zorselike.cost.memory import MinistageBytes
 from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
-from zorselike.cost.sizes import is_layer
+from zorselike.cost.sizes import MinistageBytes, is_layer
 from zorselike.runtime._compat import (
     gather_stream,
     reduces_unused_parameters,
