@@ -92,8 +92,33 @@ def test_a_hugging_face_folder_is_a_model(
     assert [name for name, _ in workload.layers] == [*names, "lm_head"]
     assert workload.ties == (("transformer.wte", "lm_head"),)
     assert "give --seq-len" in fail(capsys, *sizes, "--hf", "tiny")
+    assert "give its folder by --hf" in fail(capsys, *sizes, "--lora-rank", "4")
+    assert "at least 1" in fail(capsys, *sizes, "--hf", "tiny", "--lora-rank", "0")
+    assert "give --lora-rank 16" in fail(capsys, *sizes, "--hf", "tiny", "--lora-targets", "c_attn")
     assert "leave out --family" in fail(capsys, *sizes, "--hf", "tiny", "--family", "gpt")
     assert "has no config.json" in fail(capsys, *sizes, "--hf", "none", "--seq-len", "32")
+
+
+def test_adapters_are_all_that_trains(
+    asked: Asked, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=40).save_pretrained(tmp_path / "tiny")
+    sizes = ("--cluster", "cluster.toml", "--global-batch", "8")
+    targets = ("--lora-rank", "4", "--lora-targets", "c_attn")
+    text = run(capsys, *sizes, "--hf", "tiny", "--seq-len", "32", *targets)
+    workload = asked[0][0].workload
+    assert workload.model == "hf tiny lora 4"
+    assert workload.num_trainable == 3 * 4 * (16 + 48)
+    assert (
+        f"hf tiny lora 4: {workload.num_trainable:,} of {workload.num_parameters:,} parameters train" in text
+    )
+    layer, head, embedding = (workload.kinds[kind] for kind in ("layer", "head", "embedding"))
+    assert 1 < layer.backward_flops / layer.forward_flops_per_row < 1.5
+    assert head.backward_flops == head.forward_flops_per_row
+    assert (head.num_borrowed, head.borrowed_trainable) == (40 * 16, 0)
+    assert not embedding.trains and not head.trains
 
 
 def test_options_are_the_planners_question(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from zorselike.cli.folder_choice import PREFIX, FolderChoice, choose_folder
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.workload import Workload
@@ -39,6 +39,17 @@ class ModelOptions:
         None
     )
     """Folder of a Hugging Face causal LM, of which config.json is read; give --seq-len too."""
+
+    lora_rank: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all of it trains)")
+    ] = None
+    """With --hf: rank of LoRA adapters; only they train, the model itself is frozen."""
+
+    lora_targets: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all in decoder layers)"),
+    ] = ()
+    """With --lora-rank: linear layers with adapters, such as q_proj v_proj."""
 
     family: Annotated[
         str | None, tyro.conf.arg(aliases=["--model"], metavar="NAME", help_behavior_hint=_NAMED)
@@ -95,40 +106,24 @@ class ModelOptions:
                 )
             return Workload.load(self.workload)
 
-        if self.hf is not None:
-            return self._measure_folder(command, self.hf, sequence_length, devices)
-
-        from zorselike.models.workload import make_workload
-
-        choice = self._choose(command, source, model or (profile.model if profile is not None else None))
+        folder = choose_folder(command, self.hf, self.lora_rank, self.lora_targets)
+        if folder is not None and (self.family or self.flavor or self.override):
+            raise ConfigError(f"{command}: --hf is the model; leave out --family, --flavor and --override")
+        known = model or (profile.model if profile is not None else None)
+        choice = folder or self._choose(command, source, known)
         length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
         if length is None:
             raise ConfigError(f"{command}: {source} has no sequence length; give --seq-len 2048")
+        if isinstance(choice, FolderChoice):
+            return choice.measure(sequence_length=length, dtype=dtype or choose_dtype(devices))
+
+        from zorselike.models.workload import make_workload
+
         return make_workload(
             choice.config(),
             sequence_length=length,
             dtype=dtype or choose_dtype(devices),
             model=choice.name,
-        )
-
-    def _measure_folder(
-        self, command: str, folder: str, sequence_length: int | None, devices: Iterable[str]
-    ) -> Workload:
-        length = self.seq_len or sequence_length
-        if self.family or self.flavor or self.override:
-            raise ConfigError(f"{command}: --hf is the model; leave out --family, --flavor and --override")
-        if length is None:
-            raise ConfigError(f"{command}: how long rows are is not known; give --seq-len 2048")
-
-        import torch
-
-        from zorselike.hf import build_on_meta
-        from zorselike.profiler.workload.module_workload import measure_workload
-
-        rows = torch.zeros(2, length, dtype=torch.long, device="meta")
-        name = f"hf {Path(folder).resolve().name}"
-        return measure_workload(
-            build_on_meta(folder), rows, dtype=self.dtype or choose_dtype(devices), name=name
         )
 
     def _choose_length_and_dtype(
@@ -160,9 +155,20 @@ class ModelOptions:
             )
         if named is None:
             raise ConfigError(
-                f"{command}: {source} names no model; give --family llama --flavor 7b, or --workload FILE"
+                f"{command}: {source} names no model; give --family llama --flavor 7b, --hf DIR, or "
+                "--workload FILE"
+            )
+        if named.startswith(PREFIX):
+            raise ConfigError(
+                f"{command}: {source} is for '{named}', of Hugging Face; give {_name_options(named)}"
             )
         return parse_model(named)
+
+
+def _name_options(name: str) -> str:
+    """`--hf DIR --lora-rank 16`, of the folder of that name."""
+    folder, lora, rank = name.removeprefix(PREFIX).rpartition(" lora ")
+    return f"--hf {folder} --lora-rank {rank}" if lora and rank.isdigit() else f"--hf {rank}"
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,12 @@ class Workload(Document):
         """Of these, parameters that train."""
         return sum(self.kinds[kind].trainable for _, kind in self.layers)
 
+    def describe_frozen(self) -> str:
+        """`4,194,304 of 1,104,242,688 parameters train`; empty if all do."""
+        if self.num_trainable == self.num_parameters:
+            return ""
+        return f"{self.num_trainable:,} of {self.num_parameters:,} parameters train"
+
     def flops_per_row(self, *, recompute: bool = False) -> float:
         """Forward and backward of the whole model; with `recompute` the forwards of `layer` twice."""
         total = 0.0

@@ -111,7 +111,8 @@ def _make_problem(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
         defer_updates=options.defer_updates or workload.dtype == "float16",
         fixed=fixed,
     )
-    return problem, (*inputs.notes, *_describe_updates(command, problem))
+    frozen = [f"{workload.model}: {told}" for told in [workload.describe_frozen()] if told]
+    return problem, (*frozen, *inputs.notes, *_describe_updates(command, problem))
 
 
 def _find_min_throughput(command: PlanCommand, sequence_length: int) -> float:

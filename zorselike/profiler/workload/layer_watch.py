@@ -177,7 +177,7 @@ def _floating(value: Any) -> list[Tensor]:
 def _count_gradients(args: Any, kwargs: Mapping[str, Any]) -> float:
     """How many factors of a product need a gradient: of 0, 1 or 2, or about, where several products are one
     operation. A bias and a mask are no factors."""
-    factors = [t for t in _floating((args, kwargs | {"attn_mask": None})) if t.dim() > 1]
+    factors = [t for t in _floating((args, {**kwargs, "attn_mask": None})) if t.dim() > 1]
     return 2 * sum(t.requires_grad for t in factors) / max(1, len(factors))
 
 

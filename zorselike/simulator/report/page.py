@@ -45,8 +45,9 @@ def _describe_job(simulated: SimulatedPlan) -> str:
     plan, workload, cluster = simulated.plan, simulated.workload, simulated.cluster
     where = f" on cluster {cluster.name}" if cluster.name else ""
     order = "" if simulated.schedule == "ours" else f", schedule {simulated.schedule}"
+    frozen = f" ({told})" if (told := workload.describe_frozen()) else ""
     return (
-        f"plan {plan.fingerprint}{where}: {workload.model}, {workload.dtype}, "
+        f"plan {plan.fingerprint}{where}: {workload.model}{frozen}, {workload.dtype}, "
         f"{count(plan.global_batch, 'row')} of {workload.sequence_length:,} tokens a step, "
         f"{count(plan.num_ranks, 'rank')} in {count(len(plan.groups), 'group')}, "
         f"{count(plan.num_ministages, 'ministage')}{order}"
