@@ -14,12 +14,11 @@ from zorselike.cost.profile import LayerTimes, Source
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.profiler.layers.probes import find_probes, make_inputs
+from zorselike.profiler.layers.probes import ProbeTensor, find_probes, make_inputs
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.profiler.layers.timing import LayerBench
 from zorselike.profiler.machine.device_memory import HostMemory
 from zorselike.profiler.program.update_timing import measure_update
-from zorselike.runtime.model.signature import KwargTensor
 
 CPU = torch.device("cpu")
 SOURCE = Source("measured", "2026-11-21", "a test")
@@ -37,8 +36,8 @@ def test_a_probe_for_each_kind_with_what_the_model_gives_it(family: str) -> None
         "norm": ("norm", 1),
         "head": ("output", 1),
     }
-    assert probes["embedding"].inputs[0] == KwargTensor((TOKENS,), torch.int64, has_rows=True)
-    hidden = KwargTensor((TOKENS, 64), torch.float32, has_rows=True)
+    assert probes["embedding"].inputs[0] == ProbeTensor((TOKENS,), torch.int64, has_rows=True)
+    hidden = ProbeTensor((TOKENS, 64), torch.float32, has_rows=True, carries_grad=True)
     assert all(probes[kind].inputs == (hidden,) for kind in ("layer", "norm", "head"))
     assert [kind for kind, p in probes.items() if not p.carries_grad] == ["embedding"]
     assert [kind for kind, p in probes.items() if p.is_last] == ["head"]

@@ -47,7 +47,7 @@ class FolderChoice:
 
     def measure(self, *, sequence_length: int, dtype: str) -> Workload:
         """Its workload; raises `ConfigError` where it does not run on such rows."""
-        from zorselike.profiler.workload.causal_lm_workload import measure_causal_lm
+        from zorselike.profiler.workload.module_workload import measure_causal_lm
 
         return measure_causal_lm(self._model, sequence_length=sequence_length, dtype=dtype, name=self.name)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from zorselike.cli.folder_choice import PREFIX, FolderChoice, choose_folder
+from zorselike.cli.folder_choice import PREFIX, choose_folder
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.workload import Workload
@@ -114,17 +114,7 @@ class ModelOptions:
         length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
         if length is None:
             raise ConfigError(f"{command}: {source} has no sequence length; give --seq-len 2048")
-        if isinstance(choice, FolderChoice):
-            return choice.measure(sequence_length=length, dtype=dtype or choose_dtype(devices))
-
-        from zorselike.models.workload import make_workload
-
-        return make_workload(
-            choice.config(),
-            sequence_length=length,
-            dtype=dtype or choose_dtype(devices),
-            model=choice.name,
-        )
+        return choice.measure(sequence_length=length, dtype=dtype or choose_dtype(devices))
 
     def _choose_length_and_dtype(
         self, command: str, profile: Profile | None, length: int | None
@@ -189,6 +179,17 @@ class ModelChoice:
         from zorselike.models import get_config
 
         return get_config(self.family, self.flavor, **dict(self.overrides))
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of its vocabulary."""
+        return self.config().vocab_size
+
+    def measure(self, *, sequence_length: int, dtype: str) -> Workload:
+        """Its workload, from its configuration; raises `ConfigError` where it does not take such rows."""
+        from zorselike.models.workload import make_workload
+
+        return make_workload(self.config(), sequence_length=sequence_length, dtype=dtype, model=self.name)
 
     def build(self) -> Decoder:
         """The model on the meta device."""

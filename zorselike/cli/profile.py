@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tyro
 
+from zorselike.cli.folder_choice import FolderChoice, choose_folder
 from zorselike.cli.model_choice import ModelChoice, choose_model
 from zorselike.cli.options import check_at_least, check_outputs, read_size
 from zorselike.errors import ConfigError
@@ -31,10 +32,26 @@ class ProfileCommand:
     gpu). A machine that does other work meanwhile is slower than its profile says.
     """
 
-    family: str = "llama"
-    """Family of the model whose layers are measured."""
+    hf: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: no such model)")] = (
+        None
+    )
+    """Folder of a Hugging Face causal LM whose layers are measured; of it config.json is read."""
 
-    flavor: str = "debug"
+    lora_rank: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all of it trains)")
+    ] = None
+    """With --hf: rank of LoRA adapters; only they train, the model itself is frozen."""
+
+    lora_targets: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all in decoder layers)"),
+    ] = ()
+    """With --lora-rank: linear layers with adapters, such as q_proj v_proj."""
+
+    family: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: llama)")] = None
+    """Family of the built-in model whose layers are measured."""
+
+    flavor: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: debug)")] = None
     """Size within the family, such as 7b."""
 
     override: tuple[str, ...] = ()
@@ -85,13 +102,12 @@ class ProfileCommand:
     def run(self) -> None:
         self._check()
         memory_bytes = read_size("profile", "--memory", self.memory)
-        model = choose_model(self.family, self.flavor, self.override)
-        config = model.config()
-
-        from zorselike.models.workload import make_workload
-
-        workload = make_workload(config, sequence_length=self.seq_len, dtype=self.dtype, model=model.name)
-        job = self._make_job(model, workload, num_tokens=config.vocab_size)
+        folder = choose_folder("profile", self.hf, self.lora_rank, self.lora_targets)
+        if folder is not None and (self.family or self.flavor or self.override):
+            raise ConfigError("profile: --hf is the model; leave out --family, --flavor and --override")
+        model = folder or choose_model(self.family or "llama", self.flavor or "debug", self.override)
+        workload = model.measure(sequence_length=self.seq_len, dtype=self.dtype)
+        job = self._make_job(model, workload)
 
         from zorselike.profiler.processes import read_timeout
         from zorselike.profiler.session import measure
@@ -124,7 +140,7 @@ class ProfileCommand:
                 raise ConfigError(f"profile: --{flag} is empty; give at least one value, or leave it out")
         check_outputs("profile", {"--output": self.output, "--cluster": self.cluster})
 
-    def _make_job(self, model: ModelChoice, workload: Workload, *, num_tokens: int) -> Job:
+    def _make_job(self, model: FolderChoice | ModelChoice, workload: Workload) -> Job:
         from zorselike.profiler.layers.probes import find_probes
         from zorselike.profiler.tasks import Job
         from zorselike.runtime.loss import token_cross_entropy
@@ -140,7 +156,7 @@ class ProfileCommand:
         return Job(
             workload=workload,
             build=model.build,
-            num_tokens=num_tokens,
+            num_tokens=model.num_tokens,
             probes=find_probes(model.build, workload),
             recompute=settings[self.recompute],
             loss_fn=token_cross_entropy,

@@ -18,14 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.plan.plan import Group, Microbatch, Recompute
 from zorselike.profiler.clock import Clock, trimmed_mean
-from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, make_inputs, materialise
+from zorselike.profiler.layers.probes import (
+    LayerProbe,
+    MeasuredModel,
+    ProbeTensor,
+    make_inputs,
+    materialise,
+)
 from zorselike.profiler.layers.row_search import TrialResult
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.loss import LossFn
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.model.nested import map_leaves, tensors_in
-from zorselike.runtime.model.signature import KwargTensor
 
 NUM_COPIES = 4
 MICROBATCHES = 2
@@ -66,9 +71,11 @@ class LayersInStep:
 
     @staticmethod
     def matters(alone: TrialResult) -> bool:
-        """Whether to time it, given what one layer alone took: it is short, and all copies fit."""
-        is_short = 0 < alone.forward_s + alone.backward_s < LONGEST_S
-        return is_short and NUM_COPIES * MICROBATCHES * alone.peak_bytes < alone.limit_bytes
+        """Whether to time it, given what one layer alone took: it has a backward, is short, and all copies
+        fit."""
+        is_short = alone.forward_s + alone.backward_s < LONGEST_S
+        fits = NUM_COPIES * MICROBATCHES * alone.peak_bytes < alone.limit_bytes
+        return alone.backward_s > 0 and is_short and fits
 
     def time(self, rows: int, *, repeats: int, warmups: int = 1) -> tuple[float, float]:
         """Mean seconds of a forward and a backward of one layer with so many rows."""
@@ -88,7 +95,7 @@ class LayersInStep:
         forward_s, grads = [], []
         for number, (inputs, kwargs) in enumerate(batches):
             tensors = tuple(tensors_in(inputs))
-            carries = [self._probe.carries_grad and tensor.is_floating_point() for tensor in tensors]
+            carries = [tensor.requires_grad for tensor in tensors]
             outputs = self._ministage.forward(number, tensors, carries, kwargs, train=True)
             forward_s.append(self.copies.seconds)
             self._ministage.keep_outputs(number, outputs)
@@ -130,7 +137,7 @@ class _Copies(nn.Module):
             given = iter(outputs if follows else tensors)
             arguments = map_leaves(
                 self._inputs,
-                lambda leaf: next(given) if isinstance(leaf, KwargTensor) else leaf,  # noqa: B023
+                lambda leaf: next(given) if isinstance(leaf, ProbeTensor) else leaf,  # noqa: B023
             )
             made = tensors_in(layer(*arguments, **kwargs))
             if self._loss_fn is not None:

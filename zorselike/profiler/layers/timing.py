@@ -96,7 +96,7 @@ class LayerBench:
         )
         grads = self._make_grads(inputs, kwargs)
         marks = []
-        kept = peak = 0
+        kept, peak, has_backward = 0, 0, False
         for number in range(WARMUPS + repeats):
             # Memory is counted where time is not: on a CPU counting itself takes time.
             counts = number < WARMUPS
@@ -106,11 +106,16 @@ class LayerBench:
                 between = self._clock.mark()
                 if counts:
                     kept = self._memory.kept_bytes()
-                torch.autograd.backward(outputs, None if self._probe.is_last else grads)
+                due = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+                if due and self._probe.is_last:
+                    torch.autograd.backward([loss for loss, _ in due])
+                elif due:
+                    torch.autograd.backward([out for out, _ in due], [grad for _, grad in due])
                 marks.append((begin, between, self._clock.mark()))
             if counts:
                 peak = self._memory.peak_bytes
-            del outputs
+            has_backward = bool(due)
+            del outputs, due
             for tensor in tensors_in([inputs, kwargs]):
                 tensor.grad = None
         timed = marks[WARMUPS:]
@@ -119,7 +124,8 @@ class LayerBench:
             peak_bytes=peak,
             limit_bytes=self._memory.limit_bytes,
             forward_s=median(self._clock.seconds(begin, between) for begin, between, _ in timed),
-            backward_s=median(self._clock.seconds(between, end) for _, between, end in timed),
+            # Frozen, with nothing before it that trains, a layer has none.
+            backward_s=has_backward * median(self._clock.seconds(between, end) for _, between, end in timed),
             kept_bytes=kept,
         )
 

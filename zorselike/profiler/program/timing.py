@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zorselike.cost.profile import Overheads, Source
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.profiler.clock import trimmed_mean
-from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, make_inputs
+from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, fill, make_inputs
 from zorselike.profiler.machine.overlap_timing import measure_slowdown
 from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
@@ -48,6 +48,8 @@ SILENCE_S = 60.0
 """A rank on a crowded machine may be silent for long."""
 BYTES_PER_PARAMETER = 24
 """At most: gathered, gradient, sum of gradients, master weight and two moments, in fp32 each."""
+BYTES_PER_FROZEN = 8
+"""At most: gathered, and a shard."""
 _NEVER_CLIPS = 1e9
 """A norm so large that gradients stay as they are; but it is found, as where they are clipped."""
 
@@ -74,12 +76,14 @@ class ProgramBench:
         self._layer = model.build().get_submodule(probe.module)
         """On meta."""
         self._num_parameters = sum(parameter.numel() for parameter in self._layer.parameters())
+        self._num_trainable = sum(p.numel() for p in self._layer.parameters() if p.requires_grad)
         self._is_cpu = processes.device.type == "cpu"
 
     @property
     def least_bytes(self) -> int:
         """What a rank may come to hold of parameters and optimizer state."""
-        return MANY_UNITS * BYTES_PER_PARAMETER * self._num_parameters
+        num_frozen = self._num_parameters - self._num_trainable
+        return MANY_UNITS * (BYTES_PER_PARAMETER * self._num_trainable + BYTES_PER_FROZEN * num_frozen)
 
     def measure(self, source: Source) -> Overheads:
         """The same on every rank."""
@@ -166,11 +170,10 @@ class ProgramBench:
                 pooled.seconds[kind] += values
         return pooled.means(), max(0.0, *(rest for _, rest in said))
 
-    def _make_model(self, plan: Plan) -> nn.Sequential:
+    def _make_model(self, plan: Plan) -> nn.Module:
         """On meta; its layers are those of the probe, under the plan's names."""
         num_layers = sum(len(ministage.modules) for ministage in plan.ministages)
-        layers = nn.Sequential(*(_Bound(copy.deepcopy(self._layer), self._probe) for _ in range(num_layers)))
-        return nn.Sequential(OrderedDict(layers=layers))
+        return _Model(_Bound(copy.deepcopy(self._layer), self._probe) for _ in range(num_layers))
 
     def _make_hidden(self, rows: int) -> Tensor:
         inputs, _ = make_inputs(self._probe, rows, num_tokens=1, device=self._processes.device)
@@ -178,15 +181,35 @@ class ProgramBench:
         return hidden
 
 
+class _Model(nn.Sequential):
+    """`layers.0`, `layers.1` and so on, with values as good as any."""
+
+    def __init__(self, layers: Iterator[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """What the runtime asks a model of Hugging Face for."""
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            fill(tensor)
+
+
 class _Bound(nn.Module):
-    """A layer with all its arguments but the first."""
+    """A layer with all its arguments but the first, tensors among them made where they are first needed."""
 
     def __init__(self, layer: nn.Module, probe: LayerProbe) -> None:
         super().__init__()
-        self.layer, self._others, self._kwargs = layer, probe.inputs[1:], dict(probe.kwargs)
+        self.layer, self._probe = layer, probe
+        self._made: dict[tuple[type[Tensor], torch.device], tuple[Sequence[Any], Mapping[str, Any]]] = {}
+        """By what the hidden states are: fake while shapes are found."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return tensors_in(self.layer(hidden, *self._others, **self._kwargs))[0]
+        key = type(hidden), hidden.device
+        if key not in self._made:
+            inputs, keywords = make_inputs(self._probe, 1, num_tokens=1, device=hidden.device)
+            self._made[key] = inputs[1:], keywords
+        others, kwargs = self._made[key]
+        return tensors_in(self.layer(hidden, *others, **kwargs))[0]
 
 
 def make_plan(groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -> Plan:

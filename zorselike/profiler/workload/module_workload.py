@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zorselike.errors import ConfigError
 from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
+from zorselike.profiler.workload.causal_lm import causal_lm_loss, training_arguments
 from zorselike.profiler.workload.layer_watch import LayerRecord, watch_layers
 from zorselike.profiler.workload.model_layers import (
     Structure,
@@ -90,7 +91,8 @@ def measure_workload(
     _check_arguments(inputs, dtype)
     names = find_layers(model) if modules is None else tuple(modules)
     require_layers(model, names)
-    records = _run(model, inputs, kwargs or {}, names, loss_fn, getattr(torch, dtype))
+    keywords = {**training_arguments(model), **(kwargs or {})}
+    records = _run(model, inputs, keywords, names, loss_fn, getattr(torch, dtype))
     layers = _count_parameters(model, names, records)
     kind_names = _name_kinds(layers)
     rows = inputs[0].shape[0]
@@ -114,6 +116,13 @@ def measure_workload(
         ties=tuple(sorted(ties, key=lambda tie: (names.index(tie[0]), names.index(tie[1])))),
         num_moments=num_moments,
     )
+
+
+def measure_causal_lm(model: nn.Module, *, sequence_length: int, dtype: str, name: str) -> Workload:
+    """The workload of a causal LM of `transformers` with the loss of the training program; what is frozen is
+    counted so. Raises `ConfigError` where it does not run on rows of so many tokens."""
+    tokens = torch.zeros(2, sequence_length, dtype=torch.int64, device="meta")
+    return measure_workload(model, tokens, dtype=dtype, name=name, loss_fn=causal_lm_loss)
 
 
 def _check_arguments(inputs: Sequence[Tensor], dtype: str) -> None:

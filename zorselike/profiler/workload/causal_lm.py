@@ -1,0 +1,40 @@
+"""Causal LMs of `transformers` on fake tensors, run as they train on real ones: on token ids."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zorselike.runtime.loss import token_cross_entropy
+from zorselike.runtime.model.causal_lm import is_causal_lm
+from zorselike.runtime.model.part import Keywords
+
+
+def training_arguments(model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments of a causal LM of `transformers`; none for other models.
+
+    It keeps no keys and values, and where it would look for several documents in a row, which it cannot see
+    in fake tensors, it is told that there is one: else a mask would take the place of causal attention.
+    """
+    if not is_causal_lm(model):
+        return {}
+    keywords = Keywords.of(model.forward)
+    given: dict[str, Any] = {"use_cache": False} if "use_cache" in keywords else {}
+    if "past_key_values" in keywords:
+        given["past_key_values"] = _make_empty_cache()
+    return given
+
+
+def _make_empty_cache() -> Any:
+    cache: Any = import_module("transformers").DynamicCache()
+    cache.update = lambda keys, values, *args, **kwargs: (keys, values)
+    return cache
+
+
+def causal_lm_loss(output: Any) -> Tensor:
+    """The loss of the training program, of what the model returns; targets are any."""
+    logits: Tensor = output.logits
+    return token_cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
