@@ -29,12 +29,6 @@ class FolderChoice:
     lora_targets: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """`hf llama-7b lora 16`."""
-        adapters = "" if self.lora_rank is None else f" lora {self.lora_rank}"
-        return f"{PREFIX}{self.folder.resolve().name}{adapters}"
-
-    @property
     def num_tokens(self) -> int:
         """Size of its vocabulary."""
         model: Any = self._model
@@ -49,7 +43,8 @@ class FolderChoice:
         """Its workload; raises `ConfigError` where it does not run on such rows."""
         from zorselike.profiler.workload.module_workload import measure_causal_lm
 
-        return measure_causal_lm(self._model, sequence_length=sequence_length, dtype=dtype, name=self.name)
+        name = f"{PREFIX}{self.folder.resolve().name}"
+        return measure_causal_lm(self._model, sequence_length=sequence_length, dtype=dtype, name=name)
 
     @cached_property
     def _model(self) -> nn.Module:

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zorselike.hf.lora import lora_layers
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.model.causal_lm import is_causal_lm
 from zorselike.runtime.model.part import Keywords
+
+ADAPTERS = " lora "
+"""In names of models, between the model and the rank of its adapters."""
 
 
 def training_arguments(model: nn.Module) -> dict[str, Any]:
@@ -32,6 +36,12 @@ def _make_empty_cache() -> Any:
     cache: Any = import_module("transformers").DynamicCache()
     cache.update = lambda keys, values, *args, **kwargs: (keys, values)
     return cache
+
+
+def name_adapters(model: nn.Module) -> str:
+    """` lora 16`, the rank of a model's adapters, the largest if it has several; empty if it has none."""
+    ranks = [a.out_features for layer in lora_layers(model).values() for a in layer.lora_A.values()]
+    return f"{ADAPTERS}{max(ranks)}" if ranks else ""
 
 
 def causal_lm_loss(output: Any) -> Tensor:

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 
 from zorselike.errors import ConfigError
 from zorselike.plan.workload import ITEMSIZES, LayerKind, Workload
-from zorselike.profiler.workload.causal_lm import causal_lm_loss, training_arguments
+from zorselike.profiler.workload.causal_lm import (
+    causal_lm_loss,
+    name_adapters,
+    training_arguments,
+)
 from zorselike.profiler.workload.layer_watch import LayerRecord, watch_layers
 from zorselike.profiler.workload.model_layers import (
     Structure,
@@ -120,9 +124,14 @@ def measure_workload(
 
 def measure_causal_lm(model: nn.Module, *, sequence_length: int, dtype: str, name: str) -> Workload:
     """The workload of a causal LM of `transformers` with the loss of the training program; what is frozen is
-    counted so. Raises `ConfigError` where it does not run on rows of so many tokens."""
+    counted so.
+
+    `name`: of the model without its adapters, whose rank the workload's name says too: `hf tiny lora 16`.
+    Raises `ConfigError` where it does not run on rows of so many tokens.
+    """
     tokens = torch.zeros(2, sequence_length, dtype=torch.int64, device="meta")
-    return measure_workload(model, tokens, dtype=dtype, name=name, loss_fn=causal_lm_loss)
+    whole_name = name + name_adapters(model)
+    return measure_workload(model, tokens, dtype=dtype, name=whole_name, loss_fn=causal_lm_loss)
 
 
 def _check_arguments(inputs: Sequence[Tensor], dtype: str) -> None:

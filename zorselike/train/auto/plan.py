@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import warnings
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import Profile
-from zorselike.errors import ClusterError, ConfigError
+from zorselike.errors import ClusterError
 from zorselike.models.workload import make_workload
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan, Recompute
@@ -27,6 +29,7 @@ from zorselike.profiler.layers.probes import find_probes
 from zorselike.profiler.processes import measure_in_job
 from zorselike.profiler.session import measure
 from zorselike.profiler.tasks import Job, Part
+from zorselike.profiler.workload.module_workload import measure_causal_lm
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.processes.device import choose_dtype
@@ -41,7 +44,7 @@ from zorselike.train.auto.files import (
     name_written_plan,
     put_unfitting_aside,
 )
-from zorselike.train.config.config import AUTO, Config
+from zorselike.train.config.config import Config
 from zorselike.train.config.model import TrainedModel, find_param_dtype
 from zorselike.train.data.loader import loading_rows
 
@@ -107,18 +110,11 @@ def find_auto_plan(
 
 def make_auto_workload(config: Config, model: TrainedModel, infos: Sequence[ProcessInfo]) -> Workload:
     """What the recipe trains; `auto` precision is that of the devices."""
+    dtype = str(choose_dtype(find_param_dtype(config), infos) or torch.float32).removeprefix("torch.")
+    length = config.training.seq_len
     if model.shape is None:
-        raise ConfigError(
-            f'[hetero] plan = "{AUTO}" does not measure models of Hugging Face yet: make a plan by `'
-            f"zorselike plan --hf {model.folder} --seq-len {config.training.seq_len} ...`, and name it here"
-        )
-    dtype = choose_dtype(find_param_dtype(config), infos) or torch.float32
-    return make_workload(
-        model.shape,
-        sequence_length=config.training.seq_len,
-        dtype=str(dtype).removeprefix("torch."),
-        model=model.name,
-    )
+        return measure_causal_lm(model.build(), sequence_length=length, dtype=dtype, name=model.name)
+    return make_workload(model.shape, sequence_length=length, dtype=dtype, model=model.name)
 
 
 def make_problem(config: Config, workload: Workload, cluster: Cluster, profile: Profile) -> PlanProblem:
@@ -166,7 +162,10 @@ def _measure(
     config: Config, model: TrainedModel, workload: Workload, files: AutoFiles, processes: Processes
 ) -> None:
     """Brings profile and cluster file up to what planning needs; collective."""
-    build = model.build
+
+    def build() -> nn.Module:
+        return copy.deepcopy(model.build())  # One of Hugging Face is built once, and trains afterwards.
+
     job = Job(
         workload=workload,
         build=build,
