@@ -66,7 +66,7 @@ def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) ->
         if name not in position:
             raise PlanError(
                 f"ministages[{s}].modules: the model has no module {name!r}"
-                f"{suggest(name, names) or f'; it has {list_few(names)}'}"
+                f"{_suggest_module(name, names) or f'; it has {list_few(names)}'}"
             )
     for (_, before), (s, name) in pairwise(planned):
         if position[name] < position[before]:
@@ -99,6 +99,17 @@ def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) ->
             f"no ministage has {list_few(map(repr, forgotten), 'module')}, {owning} of the model; "
             f"add {forgotten[0]!r} to ministages[{s}].modules, {place}, or to the next ministage"
         )
+
+
+def _suggest_module(name: str, names: Sequence[str]) -> str:
+    """`; did you mean 'transformer.h.0'?` for `h.0` and for `layers.0`; nothing if no module is near."""
+    number = name.rpartition(".")[2]
+    alike = [known for known in names if known.endswith(f".{name}")]
+    if not alike and number.isdigit():
+        numbered = [known for known in names if known.rpartition(".")[2] == number]
+        depth = min((known.count(".") for known in numbered), default=0)
+        alike = [known for known in numbered if known.count(".") == depth]
+    return f"; did you mean {alike[0]!r}?" if len(alike) == 1 else suggest(name, names)
 
 
 def _validate_settings(where: str, group: Group) -> None:
