@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zorselike.cost.memory import walk_memory
+from zorselike.cost.memory import MemoryWalk, walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.profile import LargestBatch, Profile
 from zorselike.cost.sizes import KeptBytes, add_up, find_row_bytes, list_units
@@ -40,6 +40,10 @@ class WholeModelStep:
 
     def peak_bytes(self, rows: int) -> int:
         """The most that its tensors take."""
+        return self.walk(rows).device_peak_bytes
+
+    def walk(self, rows: int) -> MemoryWalk:
+        """What it holds."""
         ranks = (0,) if self.num_ranks == 1 else (0, 1)  # Others hold the same.
         microbatches = tuple(
             Microbatch(rank, rank * (1 + rows) + start, rank * (1 + rows) + stop)
@@ -53,7 +57,7 @@ class WholeModelStep:
         row_bytes = find_row_bytes(plan, self.workload, 0, self.device, self.kept_bytes)
         sizes = add_up(units, row_bytes, each, num_shards=count_shards(self.zero, self.num_ranks))
         actions = build(ScheduleSpec(plan, masters=each.masters))[0]
-        return walk_memory(plan, 0, actions, {0: sizes}).device_peak_bytes
+        return walk_memory(plan, 0, actions, {0: sizes})
 
     def most_rows(self, limit_bytes: int, most: int) -> int:
         """The most rows, up to `most`, with which the tensors fit; 0: none."""

@@ -110,3 +110,9 @@ def cpu_attention() -> tuple[Any, ...]:
     """The operators by which torch computes attention on a CPU, as those that count operations see them."""
     name = "_scaled_dot_product_flash_attention_for_cpu"
     return (getattr(torch.ops.aten, name),) if hasattr(torch.ops.aten, name) else ()
+
+
+def grouped_products() -> tuple[Any, ...]:
+    """Products of rows by one of several matrices, as experts have them."""
+    names = ("_grouped_mm",)
+    return tuple(getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name))

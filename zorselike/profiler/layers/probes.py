@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.workload import Workload
-from zorselike.profiler.workload.causal_lm import training_arguments
+from zorselike.profiler.workload.causal_lm import training_arguments, use_grouped_experts
 from zorselike.runtime.loss import LossFn
 from zorselike.runtime.model.nested import leaves, map_leaves, map_tensors, tensors_in
 from zorselike.runtime.model.signature import KwargTensor
@@ -85,10 +86,10 @@ class LayerProbe:
     @property
     def follows_itself(self) -> bool:
         """Whether such layers follow one another with one hidden state between them, and what else they take
-        is the same for all rows."""
+        carries no gradient."""
         first, others = self.inputs[:1], _probed([self.inputs[1:], self.kwargs])
         passes_on = isinstance(first[0], ProbeTensor) and first[0].carries_grad if first else False
-        return self.is_numbered and passes_on and not any(t.has_rows or t.carries_grad for t in others)
+        return self.is_numbered and passes_on and not any(tensor.carries_grad for tensor in others)
 
 
 def find_probes(build: ModelFactory, workload: Workload) -> tuple[LayerProbe, ...]:
@@ -127,28 +128,19 @@ def build_layer(build: ModelFactory, module: str, *, dtype: torch.dtype, device:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Gives everything of a module that is on meta memory and values on the device, in place: matrices
-    random numbers, vectors ones. Made for timing: no rule of initialisation is followed, but numbers are
-    drawn on the device, which for large models is minutes faster. Tensors used twice stay one."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    """Gives everything of a module that is on meta memory and values on the device, in place.
 
-    def make(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            fill(values)
-            if isinstance(tensor, nn.Parameter):
-                values = nn.Parameter(values, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = (tensor, values)  # The first keeps its id from being used again.
-        return made[id(tensor)][1]
-
+    Made for timing: no rule of initialisation is followed, but numbers are drawn on the device, which for
+    large models is minutes faster. Tensors used twice stay one, also if the other use is in another module.
+    """
     with torch.no_grad():
-        for owner in module.modules():
-            for key, parameter in owner.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    owner.register_parameter(key, make(parameter))  # type: ignore[arg-type]
-            for key, buffer in owner.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    owner._buffers[key] = make(buffer)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_meta:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                fill(values)
+                if isinstance(tensor, nn.Parameter):
+                    values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+                swap_tensors(tensor, values)  # type: ignore[no-untyped-call]
 
 
 def fill(tensor: Tensor) -> None:
@@ -192,6 +184,7 @@ def _record_calls(
     mode, arguments = make_fake_mode(), training_arguments(model)
     cache = arguments.get("past_key_values")
     (model,) = fake_copies([model], mode, param_dtype=dtype)
+    use_grouped_experts(model)
     with mode:
         tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64)
     ids = tokens.untyped_storage()  # Alive, so that views of it have the same.

@@ -200,13 +200,14 @@ class _Bound(nn.Module):
     def __init__(self, layer: nn.Module, probe: LayerProbe) -> None:
         super().__init__()
         self.layer, self._probe = layer, probe
-        self._made: dict[tuple[type[Tensor], torch.device], tuple[Sequence[Any], Mapping[str, Any]]] = {}
-        """By what the hidden states are: fake while shapes are found."""
+        self._made: dict[object, tuple[Sequence[Any], Mapping[str, Any]]] = {}
+        """By what the hidden states are, fake while shapes are found, and their rows."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        key = type(hidden), hidden.device
+        rows = len(hidden)
+        key = type(hidden), hidden.device, rows
         if key not in self._made:
-            inputs, keywords = make_inputs(self._probe, 1, num_tokens=1, device=hidden.device)
+            inputs, keywords = make_inputs(self._probe, rows, num_tokens=1, device=hidden.device)
             self._made[key] = inputs[1:], keywords
         others, kwargs = self._made[key]
         return tensors_in(self.layer(hidden, *others, **kwargs))[0]

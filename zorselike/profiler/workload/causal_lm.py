@@ -32,6 +32,14 @@ def training_arguments(model: nn.Module) -> dict[str, Any]:
     return given
 
 
+def use_grouped_experts(model: nn.Module) -> None:
+    """Lets a causal LM's experts, if it has some, compute in the way whose shapes do not depend on values,
+    and that a GPU trains with; of fake tensors torch has it for bfloat16 alone."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "grouped_mm"
+
+
 def _make_empty_cache() -> Any:
     cache: Any = import_module("transformers").DynamicCache()
     cache.update = lambda keys, values, *args, **kwargs: (keys, values)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from zorselike.runtime._compat import cpu_attention
+from zorselike.runtime._compat import cpu_attention, grouped_products
 from zorselike.runtime.model.nested import tensors_in
 
 
@@ -60,7 +60,7 @@ class LayerWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module, first: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[str, LayerRecord] = {}
-        self.counter = FlopCounterMode(display=False, custom_mapping=_CPU_FORMULAS)
+        self.counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
         self._holder = first
         """The layer that what happens counts to: the last that was entered."""
         self._depth = 0
@@ -195,5 +195,14 @@ def _count_cpu_attention(
 _FUSED = (nn.functional.rms_norm, torch.rms_norm)
 """One kernel on a GPU; on a CPU torch computes it in steps that keep several times its input."""
 
-_CPU_FORMULAS = dict.fromkeys(cpu_attention(), _count_cpu_attention)
-"""Torch counts the attention of GPUs only, and fake tensors are a CPU's."""
+
+def _count_grouped_product(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    """Rows `[rows, k]`, each by one of the matrices `[groups, k, n]`."""
+    return 2 * math.prod(left) * right[-1]
+
+
+_FORMULAS = {
+    **dict.fromkeys(cpu_attention(), _count_cpu_attention),
+    **dict.fromkeys(grouped_products(), _count_grouped_product),
+}
+"""What torch does not count: attention on a CPU, where fake tensors are, and products of experts."""

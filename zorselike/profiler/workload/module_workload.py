@@ -22,6 +22,7 @@ from zorselike.profiler.workload.causal_lm import (
     causal_lm_loss,
     name_adapters,
     training_arguments,
+    use_grouped_experts,
 )
 from zorselike.profiler.workload.layer_watch import LayerRecord, watch_layers
 from zorselike.profiler.workload.model_layers import (
@@ -154,6 +155,7 @@ def _run(
 ) -> dict[str, LayerRecord]:
     mode = make_fake_mode()
     (copy,) = fake_copies([model], mode, param_dtype=dtype)
+    use_grouped_experts(copy)
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
