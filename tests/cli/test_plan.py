@@ -119,6 +119,14 @@ def test_adapters_are_all_that_trains(
     assert head.backward_flops == head.forward_flops_per_row
     assert (head.num_borrowed, head.borrowed_trainable) == (40 * 16, 0)
     assert not embedding.trains and not head.trains
+    shown = run(capsys, *sizes, "--hf", "tiny", "--seq-len", "32", *targets, "--launch")
+    named = "--model.name hf --model.path tiny --lora.enable --lora.rank 4 --lora.target_modules c_attn"
+    assert f"-m zorselike.train {named} --hetero.plan plan.toml" in shown
+    simulated = ("simulate", "plan.toml", "--cluster", "cluster.toml")
+    assert main((*simulated, "--hf", "tiny", *targets)) == 0
+    assert f"hf tiny lora 4 ({workload.num_trainable:,} of" in capsys.readouterr().out
+    assert main(simulated) == 2
+    assert "give --hf tiny --lora-rank 4" in capsys.readouterr().err
 
 
 def test_options_are_the_planners_question(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:

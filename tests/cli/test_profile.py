@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 from profiled import free_port
 from ranks import RankExit, RunRanks
 
 # What commands import when they run, before ranks are forked, so that they need not, each for itself.
+import zorselike.hf.lora
 import zorselike.models.workload
 import zorselike.profiler.machine.examine
 import zorselike.profiler.session
@@ -58,6 +60,29 @@ def fine(exits: list[RankExit]) -> str:
     """What rank 0 printed, if all went well."""
     assert [e.code for e in exits] == [0] * len(exits), exits[0].stderr
     return exits[0].stdout
+
+
+def test_a_hugging_face_folder_with_adapters_is_measured_and_planned_for(run: Any, tmp_path: Path) -> None:
+    settings = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = hf_families.transformers.LlamaConfig(**settings, num_attention_heads=2)
+    config.save_pretrained(tmp_path / "tiny")
+    model = ("--hf", "tiny", "--lora-rank", "2")
+    quick = ("--seq-len", "16", "--repeats", "1", "--dtype", "float32", "--most-rows", "2")
+    fine(run("profile", *model, *quick, "--only", "layers", "update", "program"))
+    profile = Profile.load(tmp_path / "profile.json")
+    assert profile.model == "hf tiny lora 2" and profile.overheads.action_s
+    backward = {times.kind: times.backward_s for times in profile.layers}
+    assert backward.keys() == {"embedding", "layer", "norm", "head"}
+    assert [kind for kind, seconds in backward.items() if not any(seconds)] == ["embedding"]
+    planned = ("plan", "--from-profile", "profile.json", "--global-batch", "2", "--budget", "1s")
+    assert "992 of 6,448 parameters train" in fine(run(*planned, *model))
+    for arguments, why in (
+        (planned, "give --hf tiny --lora-rank 2"),
+        ((*planned, *model[:2]), "the profile is of 'hf tiny lora 2', the workload is 'hf tiny'"),
+        (("profile", *model, "--family", "gpt"), "leave out --family"),
+    ):
+        (ended,) = run(*arguments)
+        assert ended.code == 2 and why in ended.stderr
 
 
 def test_one_device_is_measured_and_planned_for(run: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 import ranks
 import scipy.optimize  # noqa: F401  Its BLAS starts a thread for good, before anything is counted.
@@ -261,6 +262,25 @@ def test_a_dry_run_says_what_would_be_done(first: tuple[str, Path], tmp_path: Pa
     kept = copy_of(first[1], tmp_path)
     said = fine(run(tmp_path, "--dry-run", nodes=("a",)))
     assert f"{kept / 'plan.toml'} exists from an earlier run" in said and "checked: " in said
+
+
+def save_model(rank: int, size: int, folder: Path) -> None:
+    settings = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = hf_families.transformers.LlamaConfig(**settings, num_attention_heads=2)
+    hf_families.transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_hugging_face_model_with_adapters(quick: None, tmp_path: Path) -> None:
+    ranks.run_ranks(save_model, 1, tmp_path / "tiny", init=False)
+    folder = tmp_path / "out"
+    model = ("--model.name", "hf", "--model.path", str(tmp_path / "tiny"), "--model.flavor", "")
+    said = fine(run(folder, *model, "--lora.enable", "--lora.rank", "2"))
+    assert "this takes about" in said and "planned in" in said
+    plan = Plan.load(folder / "auto-plan" / "plan.toml")
+    assert plan.model == "hf tiny lora 2" and "model.layers.0" in plan.ministage_of
+    assert (
+        Profile.load(folder / "auto-plan" / "profile.json").workload_fingerprint == plan.workload_fingerprint
+    )
 
 
 def describe_state() -> tuple[object, ...]:

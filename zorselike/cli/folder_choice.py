@@ -35,6 +35,13 @@ class FolderChoice:
         number: int = model.config.get_text_config().vocab_size
         return number
 
+    def list_options(self) -> tuple[str, ...]:
+        """Options of the trainer that name it."""
+        options = ["--model.name", "hf", "--model.path", str(self.folder)]
+        options += [] if self.lora_rank is None else ["--lora.enable", "--lora.rank", str(self.lora_rank)]
+        options += ["--lora.target_modules", *self.lora_targets] if self.lora_targets else []
+        return tuple(options)
+
     def build(self) -> nn.Module:
         """A model of one's own, on the meta device. Raises `ConfigError` where `transformers` builds none."""
         return copy.deepcopy(self._model)

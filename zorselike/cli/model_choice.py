@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -115,6 +116,18 @@ class ModelOptions:
         if length is None:
             raise ConfigError(f"{command}: {source} has no sequence length; give --seq-len 2048")
         return choice.measure(sequence_length=length, dtype=dtype or choose_dtype(devices))
+
+    def list_options(self, name: str) -> tuple[str, ...]:
+        """Options of the trainer for a workload of that name; empty for a workload file, and for a built-in
+        model with overrides, which a recipe or script must name."""
+        folder = choose_folder("plan", self.hf, self.lora_rank, self.lora_targets)
+        if folder is not None:
+            return folder.list_options()
+        with suppress(ConfigError):
+            choice = parse_model(name)
+            if not choice.overrides and self.workload is None:
+                return ("--model.name", choice.family, "--model.flavor", choice.flavor)
+        return ()
 
     def _choose_length_and_dtype(
         self, command: str, profile: Profile | None, length: int | None

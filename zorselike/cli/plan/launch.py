@@ -20,8 +20,8 @@ class Launch:
     """Path of the plan."""
     dtype: str
     defer_updates: bool
-    model: tuple[str, str] | None
-    """Family and flavor of a built-in model without overrides; None if a recipe or script must name it."""
+    model: tuple[str, ...]
+    """Options that name the model to the trainer; empty if a recipe or script must name it."""
 
 
 def list_commands(plan: Plan, launch: Launch) -> list[str]:
@@ -59,11 +59,7 @@ def _write_torchrun(num_processes: int, num_nodes: int, first: str) -> str:
 
 def _write_program(plan: Plan, launch: Launch, devices: Sequence[Device]) -> str:
     words = ["-m zorselike.train"]
-    if launch.model is None:
-        words.append("--config RECIPE.toml")
-    else:
-        family, flavor = launch.model
-        words.append(f"--model.name {family} --model.flavor {flavor}")
+    words += map(quote, launch.model or ("--config", "RECIPE.toml"))
     words.append(f"--hetero.plan {quote(launch.path)}")
     if plan.sequence_length is not None:
         words.append(f"--training.seq_len {plan.sequence_length}")
@@ -82,7 +78,7 @@ def _list_notes(nodes: dict[str, list[Device]], launch: Launch) -> list[str]:
             f"run one command on each node, in any order; all nodes must reach {next(iter(nodes))} by that "
             f"name, and each needs {launch.path}"
         )
-    if launch.model is None:
+    if not launch.model:
         notes.append("RECIPE.toml, or your own script in its place, names the model (README, Your model)")
     if not launch.defer_updates:
         notes.append(

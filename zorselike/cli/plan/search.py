@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
-from zorselike.cli.model_choice import parse_model
 from zorselike.cli.options import find_width
 from zorselike.cli.plan.fixed import read_fixed
 from zorselike.cli.plan.inputs import load_cluster, load_inputs
@@ -186,14 +184,10 @@ def _compare(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> 
 
 
 def _list_launch(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> list[str]:
-    model = None
-    with suppress(ConfigError):
-        choice = parse_model(problem.workload.model)
-        model = None if choice.overrides or command.model.workload else (choice.family, choice.flavor)
     launch = Launch(
         path=command.search.output,
         dtype=problem.workload.dtype,
         defer_updates=problem.defer_updates,
-        model=model,
+        model=command.model.list_options(problem.workload.model),
     )
     return list_commands(answer.best.case.plan, launch)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import Profile
@@ -110,11 +110,19 @@ def find_auto_plan(
 
 def make_auto_workload(config: Config, model: TrainedModel, infos: Sequence[ProcessInfo]) -> Workload:
     """What the recipe trains; `auto` precision is that of the devices."""
-    dtype = str(choose_dtype(find_param_dtype(config), infos) or torch.float32).removeprefix("torch.")
-    length = config.training.seq_len
-    if model.shape is None:
-        return measure_causal_lm(model.build(), sequence_length=length, dtype=dtype, name=model.name)
-    return make_workload(model.shape, sequence_length=length, dtype=dtype, model=model.name)
+    length, param_dtype = config.training.seq_len, choose_dtype(find_param_dtype(config), infos)
+    if model.shape is not None:
+        dtype = _name_dtype(param_dtype or torch.float32)
+        return make_workload(model.shape, sequence_length=length, dtype=dtype, model=model.name)
+    built = model.build()
+    # Beside adapters it computes in the dtype of its files.
+    own = max(built.parameters(), key=Tensor.numel).dtype
+    dtype = _name_dtype(param_dtype or own)
+    return measure_causal_lm(built, sequence_length=length, dtype=dtype, name=model.name)
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_problem(config: Config, workload: Workload, cluster: Cluster, profile: Profile) -> PlanProblem:
