@@ -75,6 +75,16 @@ def test_recomputation_that_was_not_measured_is_a_second_forward() -> None:
     assert len(clock.assumptions) == 1
 
 
+def test_what_has_no_backward_is_not_computed_again() -> None:
+    frozen = replace(WORKLOAD.kinds["layer"], backward_flops_per_row=0.0)
+    workload = replace(WORKLOAD, kinds={**WORKLOAD.kinds, "layer": frozen})
+    measured = clock_of(replace(LAYER, backward_s=(0.0, 0.0, 0.0)), workload=workload)
+    for clock in (measured, clock_of(workload=workload)):
+        assert clock.forward_s("layer", "T4", 2, "layer") > 0
+        assert clock.backward_s("layer", "T4", 2, "none") == 0
+        assert clock.backward_s("layer", "T4", 2, "layer") == 0
+
+
 def test_recomputation_that_was_measured_is_taken() -> None:
     recomputed = replace(LAYER, recompute="layer", backward_s=(2.5, 5.0, 10.0), max_rows=20)
     clock = clock_of(LAYER, recomputed)

@@ -175,6 +175,35 @@ def make_plan(workload: Workload, *cuts: int, ranks: tuple[int, ...] = (0, 1, 2)
     ).validate()
 
 
+def test_a_frozen_weight_is_gathered_and_sharded_and_no_more() -> None:
+    workload = make_layers(2, num_trainable=60)
+    frozen = {**workload.kinds, "embedding": replace(workload.kinds["embedding"], num_trainable=0)}
+    workload = replace(workload, kinds=frozen)
+    ((first, second),) = [measure_ministages(make_plan(workload, 1, zero=2), workload)[0].values()]
+    assert (first.gathered_bytes, first.shard_bytes) == (2 * 1000, 2 * 334)
+    assert not first.gradient_bytes + first.gradient_shard_bytes + first.state_bytes
+    assert not first.largest_unit_rounded_gradient_bytes
+    assert second.gathered_bytes == 2 * (1200 + 900)
+    assert second.gradient_bytes == 4 * (120 + 900)
+    assert second.gradient_shard_bytes == 2 * second.rounded_gradient_shard_bytes == 4 * (20 + 20 + 300)
+    assert second.state_bytes == 12 * (20 + 20 + 300)
+
+
+def test_a_frozen_weight_that_is_tied_has_no_gradient_anywhere() -> None:
+    workload = make_layers(1, tied=True)
+    kinds = {
+        "embedding": replace(workload.kinds["embedding"], num_trainable=0),
+        "layer": workload.kinds["layer"],
+        "head": replace(workload.kinds["head"], num_trainable=0, num_borrowed_trainable=0),
+    }
+    workload = replace(workload, kinds=kinds)
+    plan = make_plan(workload, 1, 2)
+    units = list_units(plan, workload)
+    assert units[0] == (UnitSize(num_parameters=1000, num_trainable=0, num_tied=800),)
+    assert units[2] == (UnitSize(num_parameters=900, num_trainable=0, num_tied=800),)
+    assert not any(find_tie_bytes(plan, workload, 4).values())
+
+
 def test_every_stage_shares_what_it_says() -> None:
     workload = make_layers(2)
     sharded = measure_ministages(make_plan(workload, 2, zero=2), workload)[1]

@@ -574,6 +574,14 @@ def test_plans_of_other_modules_are_refused(plan, message):
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize("planned", ["h.0", "layers.0", "model.layers.0"])
+def test_the_models_own_name_is_suggested(planned: str) -> None:
+    inner = ("transformer.h.0.attn", "transformer.h.0.experts.0", "transformer.h.1.attn")
+    names = ["transformer.wte", "transformer.h", "transformer.h.0", *inner, "transformer.h.1", "lm_head"]
+    with pytest.raises(PlanError, match=f"no module '{planned}'; did you mean 'transformer.h.0'"):
+        validate_modules(plan_of([planned]), names, names)
+
+
 def test_parameters_of_the_model_itself_are_refused():
     with pytest.raises(PlanError, match="the model itself owns parameters, outside any module"):
         validate_modules(plan_of(["embed", "layers", "norm", "output"]), NAMES, ["", *OWNERS])

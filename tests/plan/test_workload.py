@@ -67,6 +67,7 @@ KINDS = st.builds(
     num_parameters=st.integers(0, 10**12),
     num_trainable=st.one_of(st.none(), st.just(0)),
     num_borrowed=st.integers(0, 10**9),
+    num_borrowed_trainable=st.one_of(st.none(), st.just(0)),
     forward_flops_per_row=st.floats(0, 1e20),
     backward_flops_per_row=st.one_of(st.none(), st.floats(0, 1e20), st.integers(0, 10**15)),
     input_elements_per_row=st.integers(0, 10**12),
@@ -161,6 +162,7 @@ def kind(**changes: Any) -> list[dict[str, Any]]:
         ({"kinds": kind() * 2}, "kinds has 'layer' 2 times"),
         ({"kinds": kind(flops=1)}, "kinds[0].flops is not a key"),
         ({"kinds": kind(num_trainable=7)}, "kind layer: num_trainable is 7 of num_parameters = 6"),
+        ({"kinds": kind(num_borrowed_trainable=1)}, "num_borrowed_trainable is 1 of num_borrowed = 0"),
         ({"kinds": kind(num_parameters="6")}, "kinds[0].num_parameters is '6'; it must be an integer"),
         (
             {"kinds": kind(forward_flops_per_row=-1)},

@@ -147,6 +147,8 @@ class LayerTimeModel:
             return None
         if which == "forward":
             return near["forward"](rows)
+        if recompute == "layer" and not near["backward"](rows):
+            return 0.0  # Frozen, with nothing before it that trains: nothing is computed again.
         if recompute == "layer":
             self._assume(f"{kind} on {device}: recomputation was not measured; backward and a second forward")
             return near["backward"](rows) + near["forward"](rows)
@@ -198,7 +200,8 @@ class LayerTimeModel:
         """Per row."""
         if which == "forward":
             return kind.forward_flops_per_row
-        return kind.backward_flops + (kind.forward_flops_per_row if recompute == "layer" else 0.0)
+        again = recompute == "layer" and kind.backward_flops > 0
+        return kind.backward_flops + (kind.forward_flops_per_row if again else 0.0)
 
     def _find_reference(self, device: str, tensor_parallel: int) -> LayerKind | None:
         """The measured kind of a device whose speed others take: `layer`, else the one with most FLOPs;
