@@ -334,17 +334,18 @@ def test_each_node_has_its_line(capsys: pytest.CaptureFixture[str], asked: Asked
 
 def test_one_line_starts_a_model_of_ours(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     """The configuration that the line means is one that a run takes with this plan."""
-    from zorselike.train.config.config import load_plan
+    from zorselike.train.config.config import Model, load_plan
     from zorselike.train.config.file import parse_command_line
 
     known = ["--cluster", "cluster.toml", "--family", "llama", "--flavor", "debug", "--seq-len", "64"]
+    known += ["--override", "vocab_size=512"]
     more = ["--quota", "T4=0", "--launch"]
     shown = run(capsys, *known, "--global-batch", "8", *more)
     (line,) = (line for line in shown.splitlines() if "torchrun" in line)
     assert line.startswith("ZORSELIKE_NODE=a torchrun --standalone --nproc-per-node 1 -m zorselike.train ")
     config = parse_command_line(line.partition("-m zorselike.train ")[2].split()).config
     assert load_plan(config) == Plan.load("plan.toml")
-    assert (config.model.name, config.model.flavor) == ("llama", "debug")
+    assert config.model == Model("llama", flavor="debug", override=("vocab_size=512",))
     assert (config.training.mixed_precision_param, config.hetero.clip) == ("bfloat16", "ministage")
     run(capsys, *known, "--global-batch", "8", *more[:2], "--defer-updates")
 

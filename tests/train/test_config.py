@@ -152,6 +152,10 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             '[training] global_batch_size = -1: say how many rows a step has, since [hetero] plan = "auto"',
         ),
         ('[hetero]\nprofile = "p.json"\n', 'p.json": is for plan = "auto"; remove it, or plan that way'),
+        (
+            '[model]\nname = "hf"\npath = "m"\noverride = ["num_layers=2"]\n',
+            "a Hugging Face model is what its config.json says",
+        ),
         ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give 0 or more"),
         (

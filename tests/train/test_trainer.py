@@ -30,12 +30,15 @@ from trained import RECIPES, SHORT, read_column, read_losses, train
 from zorselike import Plan
 from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Estimates, Group, Microbatch
 from zorselike.runtime.assembly import compile_plan
 from zorselike.schedule.actions import SENDS, Action
 from zorselike.simulator.report.measured_trace import read_measured
 from zorselike.train import trainer  # Imported once, before ranks are forked.
+from zorselike.train.config.config import Config, Model
 from zorselike.train.config.file import load_config, parse_command_line
+from zorselike.train.config.model import find_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +46,21 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module", autouse=True)
 def what_ranks_inherit() -> None:
     debug_llama.warm_up()
+
+
+def test_settings_of_a_flavor_may_be_changed() -> None:
+    changed = Model(override=("vocab_size=512", "num_layers=3"))
+    model = find_model(Config(model=changed))
+    assert model.name == "llama debug num_layers=3 vocab_size=512"
+    assert model.build().get_submodule("layers").keys() == {"0", "1", "2"}
+    assert model.vocab_size == 512
+    for wrong, why in (
+        ("layers=3", "llama has no setting 'layers'"),
+        ("dim", "[model] override: 'dim' is not"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            find_model(Config(model=Model(override=(wrong,))))
+        assert why in str(caught.value)
 
 
 FOUR_STEPS = (*SHORT, "--training.steps", "4")

@@ -5,7 +5,6 @@ The name of a model in workloads, plans and profiles contains the first three: `
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from zorselike.cli.folder_choice import PREFIX, choose_folder
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.workload import Workload
+from zorselike.text.assignments import read_assignment
 
 if TYPE_CHECKING:
     from zorselike.cost.profile import Profile
@@ -118,15 +118,17 @@ class ModelOptions:
         return choice.measure(sequence_length=length, dtype=dtype or choose_dtype(devices))
 
     def list_options(self, name: str) -> tuple[str, ...]:
-        """Options of the trainer for a workload of that name; empty for a workload file, and for a built-in
-        model with overrides, which a recipe or script must name."""
+        """Options of the trainer for a workload of that name; empty for a workload file, whose model a script
+        must name."""
         folder = choose_folder("plan", self.hf, self.lora_rank, self.lora_targets)
         if folder is not None:
             return folder.list_options()
         with suppress(ConfigError):
             choice = parse_model(name)
-            if not choice.overrides and self.workload is None:
-                return ("--model.name", choice.family, "--model.flavor", choice.flavor)
+            if self.workload is None:
+                overrides = [f"{key}={value}" for key, value in choice.overrides]
+                named = ("--model.name", choice.family, "--model.flavor", choice.flavor)
+                return (*named, "--model.override", *overrides) if overrides else named
         return ()
 
     def _choose_length_and_dtype(
@@ -216,7 +218,7 @@ class ModelChoice:
 
 def choose_model(family: str, flavor: str, overrides: Sequence[str]) -> ModelChoice:
     """The model that a command line names; `overrides` are `key=value`, else `ConfigError` is raised."""
-    return ModelChoice(family, flavor, tuple(sorted(map(_read_override, overrides))))
+    return ModelChoice(family, flavor, tuple(sorted(read_assignment(one, "model") for one in overrides)))
 
 
 def parse_model(name: str) -> ModelChoice:
@@ -243,13 +245,3 @@ def _has_bfloat16(device: str) -> bool:
     except ClusterError:
         return True  # It was measured, or is refused when its speed is needed.
     return not peaks or "bfloat16" in peaks
-
-
-def _read_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise ConfigError(f"model: '{text}' is not a setting; write it as num_layers=8")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        raise ConfigError(f"model: {key} = '{value}' is neither a number nor True or False") from None

@@ -50,6 +50,8 @@ class Model:
     `.safetensors`; nothing is downloaded (ours)."""
     flavor: str = "debug"
     """Which size of that family."""
+    override: tuple[str, ...] = ()
+    """Settings that differ from that size's, such as `["num_layers=8", "vocab_size=32000"]` (ours)."""
     hf_assets_path: str = ""
     """Folder that holds a Hugging Face `tokenizer.json` (or that file). Empty: that of `path` if there is
     one, else byte tokens."""
@@ -339,6 +341,11 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f'[model] path = "{config.model.path}" is the folder of a Hugging Face model: say name = '
             f'"{HUGGING_FACE}" too'
+        )
+    if config.model.name == HUGGING_FACE and config.model.override:
+        raise ConfigError(
+            f"[model] override = {[*config.model.override]}: a Hugging Face model is what its config.json "
+            "says; change that"
         )
     if config.model.name == HUGGING_FACE and not config.model.path:
         raise ConfigError(

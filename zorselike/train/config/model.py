@@ -19,6 +19,7 @@ from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
 from zorselike.runtime.model.causal_lm import find_decoder
 from zorselike.runtime.processes.device import ParamDtype
+from zorselike.text.assignments import read_assignment
 from zorselike.train.config.config import HUGGING_FACE, Config
 
 
@@ -65,22 +66,24 @@ def find_model(config: Config) -> TrainedModel:
     """The model of `[model]`; raises `ConfigError` where there is none."""
     if config.model.name == HUGGING_FACE:
         return _find_hugging_face(config)
-    shape = get_config(config.model.name, config.model.flavor)
+    named = config.model
+    overrides = dict(sorted(read_assignment(one, "[model] override") for one in named.override))
+    shape = get_config(named.name, named.flavor, **overrides)
     return TrainedModel(
-        name=f"{config.model.name} {config.model.flavor}",
+        name=" ".join([named.name, named.flavor, *(f"{key}={value}" for key, value in overrides.items())]),
         vocab_size=shape.vocab_size,
         max_seq_len=shape.max_seq_len,
         num_parameters=num_parameters(shape),
         forward_flops=partial(forward_flops_by_module, shape),
         layers=frozenset(f"layers.{i}" for i in range(shape.num_layers)),
-        build=partial(_build_ours, config.model.name, config.model.flavor),
+        build=partial(_build_ours, named.name, named.flavor, overrides),
         shape=shape,
     )
 
 
-def _build_ours(name: str, flavor: str) -> nn.Module:
+def _build_ours(name: str, flavor: str, overrides: Mapping[str, Any]) -> nn.Module:
     with torch.device("meta"):
-        return build_model(name, flavor)
+        return build_model(name, flavor, **overrides)
 
 
 def _find_hugging_face(config: Config) -> TrainedModel:

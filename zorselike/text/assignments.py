@@ -1,0 +1,20 @@
+"""Settings as `key=value`, on command lines and in recipes."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from zorselike.errors import ConfigError
+
+
+def read_assignment(text: str, where: str) -> tuple[str, Any]:
+    """The key and the value, a number or a bool; raises `ConfigError` for anything else, with `where` in
+    front."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigError(f"{where}: '{text}' is not a setting; write it as num_layers=8")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"{where}: {key} = '{value}' is neither a number nor True or False") from None
