@@ -165,11 +165,11 @@ def hand_on(rank: int, world_size: int, folder: Path) -> None:
             export(path, folder / "out", like=folder, parts=parts)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+@volume.parametrize("family", [*FAMILIES], least=1)
 def test_weights_go_out_under_the_names_they_came_in(
     family: str, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    """Experts one by one; GPT-2 as it was published, without the prefix."""
+    """Mixtral's experts one by one; GPT-2 as it was published, without the prefix."""
     from safetensors.torch import load_file, save_file
 
     run_ranks(save, 1, family, tmp_path, "1GB")
@@ -180,3 +180,5 @@ def test_weights_go_out_under_the_names_they_came_in(
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    before, after = (run_ranks(loss_alone, 1, family, folder)[0] for folder in (tmp_path, tmp_path / "out"))
+    assert before == after
