@@ -14,6 +14,7 @@ from zorselike.plan import ConfigError, Group, Microbatch, Ministage, Plan, Plan
 from zorselike.version import __version__
 
 if TYPE_CHECKING:
+    from zorselike.runtime.auxiliary_loss import add_loss
     from zorselike.runtime.model.decoder_cut import list_modules
     from zorselike.runtime.model.initialize import initialize
     from zorselike.runtime.model.signature import Broadcast
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "__version__",
+    "add_loss",
     "initialize",
     "list_modules",
 ]
@@ -42,6 +44,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # Its name until torch 2.9.
 _WITH_TORCH = {
     "Broadcast": "zorselike.runtime.model.signature",
     "HeteroPipeline": "zorselike.runtime.pipeline",
+    "add_loss": "zorselike.runtime.auxiliary_loss",
     "initialize": "zorselike.runtime.model.initialize",
     "list_modules": "zorselike.runtime.model.decoder_cut",
 }

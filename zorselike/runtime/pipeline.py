@@ -18,6 +18,7 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.assembly import Assembly, compile_plan, find_ranks
+from zorselike.runtime.auxiliary_loss import weighing
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import check_same_weights
@@ -313,17 +314,19 @@ class HeteroPipeline(Stateful):
             boundaries = self._crossing.find(feeds, kwargs).boundaries
             count = float(self._count_fn(targets)) if self.target_rows else 0.0
             batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
+            scale = self._scale.value if self._scale is not None else 1.0
             loss = Loss(
                 self._additive_loss,
                 num_targets=count,
                 device=self.device,
                 group=self._assembly.loss_group,
                 forbid_nonfinite=self._forbid_nonfinite,
-                scale=self._scale.value if self._scale is not None else 1.0,
+                scale=scale,
             )
             updates = self._assembly.updates
             updates.begin()
-            with self._training() if train else self._in_eval_mode():
+            added = weighing(scale / self.plan.global_batch)
+            with added, self._training() if train else self._in_eval_mode():
                 self._executor.run(batch, loss, boundaries, train=train)
             self._alarm.enter(f"{call}() (after its last action)")
             loss.finish()
