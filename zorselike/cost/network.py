@@ -31,13 +31,16 @@ class Flow:
 
     num_bytes: float
     capacities: tuple[int, ...]
-    """Indices into `Network.capacities`, which others may use at the same time."""
+    """Indices into `Network.capacities`, which others may use at the same time; what stands in it several
+    times carries the bytes several times."""
     max_rate: float
     """Bytes per second that it reaches if it is alone; may be infinite."""
     latency_s: float = 0.0
     """Before its first byte moves."""
     egress: tuple[int, int] | None = None
     """Nodes from and to, where it leaves a node: for money and for bytes per link."""
+    times: int = 1
+    """Flows that it stands for, all alike."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from zorselike.errors import FileError
 from zorselike.schedule.actions import Action
 from zorselike.schedule.checker.check import check
@@ -13,14 +15,17 @@ from zorselike.schedule.spec import ScheduleSpec
 from zorselike.text.files import read_text
 
 
-def build(spec: ScheduleSpec, order: str = "ours") -> dict[int, list[Action]]:
+def build(
+    spec: ScheduleSpec, order: str = "ours", *, ranks: Collection[int] | None = None
+) -> dict[int, list[Action]]:
     """The actions of every rank for one optimizer step, or one evaluation if the spec is `forward_only`.
 
-    `order` is a name in `ORDERS`, or the path of a CSV file (see `from_torch_csv`). Raises `ScheduleError` if
-    there is no such order, or it does not take the plan.
+    `order` is a name in `ORDERS`, or the path of a CSV file (see `from_torch_csv`); with `ranks` only theirs
+    are built, in an order with a name. Raises `ScheduleError` if there is no such order, or it does not take
+    the plan.
     """
     if order in ORDERS:
-        return lower(spec, ORDERS[order](spec))
+        return lower(spec, ORDERS[order](spec), ranks)
     if not order.endswith(".csv"):
         raise ScheduleError(
             f"there is no schedule '{order}': give one of {', '.join(ORDERS)}, or a .csv file"

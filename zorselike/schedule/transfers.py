@@ -7,7 +7,7 @@ every transfer a contiguous slice of one microbatch at both ends.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zorselike.plan.plan import Group
@@ -61,16 +61,24 @@ class Transfer(NamedTuple):
     receive: Action
 
 
-def list_transfers(spec: ScheduleSpec, computations: Sequence[Sequence[Action]]) -> Iterator[Transfer]:
-    """All transfers of a step, by group, rank, computation (of each group, in order) and row."""
+def list_transfers(
+    spec: ScheduleSpec, computations: Sequence[Sequence[Action]], ranks: Collection[int] | None = None
+) -> Iterator[Transfer]:
+    """All transfers of a step, or those from or to some ranks, by group, rank, computation (of each group, in
+    order) and row."""
     plan = spec.plan
     for g, (group, in_order) in enumerate(zip(plan.groups, computations, strict=True)):
         targets = _find_targets(spec, g)
         sent = {
-            target: _by_microbatch(match_rows(group, plan.groups[target]))
+            target: _by_microbatch(
+                rows
+                for rows in match_rows(group, plan.groups[target])
+                if ranks is None or rows.source in ranks or rows.target in ranks
+            )
             for target in {target for _, target in targets.values()}
         }
-        for source in group.flat_ranks if targets else ():
+        sources = {source for rows in sent.values() for source, _ in rows}
+        for source in (source for source in group.flat_ranks if source in sources):
             for position, computation in enumerate(in_order):
                 kind, ministage, microbatch = computation.kind, computation.ministage, computation.microbatch
                 if (kind, ministage) not in targets:
@@ -87,7 +95,7 @@ def list_transfers(spec: ScheduleSpec, computations: Sequence[Sequence[Action]])
                     )
 
 
-def _by_microbatch(ranges: Sequence[RowRange]) -> Mapping[tuple[int, int | None], Sequence[RowRange]]:
+def _by_microbatch(ranges: Iterable[RowRange]) -> Mapping[tuple[int, int | None], Sequence[RowRange]]:
     """By rank and microbatch of the source."""
     found: defaultdict[tuple[int, int | None], list[RowRange]] = defaultdict(list)
     for rows in ranges:

@@ -17,6 +17,8 @@ from zorselike.schedule.actions import SENDS, Action, Kind
 from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.rendezvous import wraps_around
 from zorselike.schedule.contract import NUM_STEPS, NUM_STEPS_OFFLOADING
+from zorselike.simulator.classes.folded_network import Flows, FoldedNetwork
+from zorselike.simulator.classes.rank_classes import NotAlikeError, RankClasses
 from zorselike.simulator.deadlock import describe_deadlock
 from zorselike.simulator.events import run
 from zorselike.simulator.garbage import without_collection
@@ -37,6 +39,7 @@ def simulate(
     *,
     record: bool = False,
     num_steps: int | None = None,
+    classes: RankClasses | None = None,
 ) -> Simulation:
     """The last of some consecutive steps, or evaluations, of each rank's list; raises `DeadlockError` if
     ranks wait for each other forever.
@@ -45,17 +48,22 @@ def simulate(
         record: whether to keep spans and the times of actions.
         num_steps: by default as many as it takes until one is like the next. With 1 all ranks begin
             together, as if each waited for all others after every step.
+        classes: of ranks of which only the first of each has actions, between those; raises `NotAlikeError`
+            if they are not alike.
     """
     if num_steps is None:
         offloads = any(group.offload for group in plan.groups)
         num_steps = NUM_STEPS_OFFLOADING if offloads else NUM_STEPS
     staged = _find_staged(plan, actions, costs)
-    tasks, programs, labels = _compile(plan, actions, costs, staged, record=record)
+    network = costs.network if classes is None else FoldedNetwork(costs, classes)
+    tasks, programs, labels = _compile(plan, actions, costs, network, staged, record=record)
     times = run(tasks, num_steps, costs.network.capacities, slowdown=costs.overlap_slowdown)
     num_tasks = len(tasks.seconds)
     last = (num_steps - 1) * num_tasks
     if any(times.end[last + program.end] == PENDING for program in programs.values()):
-        tasks, programs, labels = _compile(plan, actions, costs, staged, record=True)
+        if classes is not None:
+            raise NotAlikeError
+        tasks, programs, labels = _compile(plan, actions, costs, network, staged, record=True)
         times = run(tasks, num_steps, costs.network.capacities)
         raise describe_deadlock(actions, tasks, programs, labels, times)
     previous_end_s = {
@@ -65,18 +73,21 @@ def simulate(
     began = max(previous_end_s.values())
     iteration_s = max(times.end[last + program.end] for program in programs.values()) - began
     last_step = times.part(last, last + num_tasks)
-    bytes_by_link, egress_cost = _add_up_traffic(tasks, costs)
+    bytes_by_link, egress_cost = _add_up_traffic(tasks, costs, classes)
+    broken_down = {
+        rank: break_down_time(program, tasks, times, num_steps=num_steps, iteration_s=iteration_s)
+        for rank, program in programs.items()
+    }
+    first = {rank: rank for rank in programs} if classes is None else classes.first
     return Simulation(
         iteration_s=iteration_s,
-        ranks=tuple(
-            break_down_time(programs[rank], tasks, times, num_steps=num_steps, iteration_s=iteration_s)
-            for rank in sorted(programs)
-        ),
+        ranks=tuple(broken_down[first[rank]] for rank in sorted(first)),
         memory=MemoryWalks(plan, actions, costs),
         bytes_by_link=bytes_by_link,
         cost=costs.price_per_hour * iteration_s / 3600 + egress_cost,
         egress_cost=egress_cost,
         allocator_share=costs.allocator_share,
+        num_actions=sum(map(len, actions.values())),
         spans=make_spans(actions, labels, last_step, began),
         action_times=find_action_times(labels, last_step, began, previous_end_s) if record else None,
     )
@@ -100,13 +111,14 @@ def _compile(
     plan: Plan,
     actions: Mapping[int, Sequence[Action]],
     costs: StepCosts,
+    network: Flows,
     staged: Collection[Channel],
     *,
     record: bool,
 ) -> tuple[Tasks, dict[int, Program], dict[int, Labels]]:
     """The tasks of one step, and each rank's program and labels."""
     tasks = Tasks()
-    rendezvous = Rendezvous(plan, costs, tasks)
+    rendezvous = Rendezvous(plan, costs, tasks, network, actions.keys())
     programs: dict[int, Program] = {}
     labels: dict[int, Labels] = {}
     for rank in sorted(actions):
@@ -117,14 +129,19 @@ def _compile(
     return tasks, programs, labels
 
 
-def _add_up_traffic(tasks: Tasks, costs: StepCosts) -> tuple[dict[str, float], float]:
+def _add_up_traffic(
+    tasks: Tasks, costs: StepCosts, classes: RankClasses | None
+) -> tuple[dict[str, float], float]:
     """Bytes that one step moves over each capacity, and the price of those that leave nodes."""
-    num_bytes: defaultdict[str, float] = defaultdict(float)
+    num_bytes: defaultdict[int, float] = defaultdict(float)
     price = 0.0
     for bundle, count in Counter(tasks.bundle).items():
         for flow in tasks.bundles[bundle] if bundle != NOTHING else ():
             for capacity in flow.capacities:
-                num_bytes[costs.network.names[capacity]] += count * flow.num_bytes
+                num_bytes[capacity] += count * flow.num_bytes
             if flow.egress is not None:
-                price += count * flow.num_bytes / 1e9 * costs.egress_price_per_gb.get(flow.egress, 0.0)
-    return dict(num_bytes), price
+                per_gb = costs.egress_price_per_gb.get(flow.egress, 0.0)
+                price += flow.times * count * flow.num_bytes / 1e9 * per_gb
+    names = costs.network.names
+    firsts = range(len(names)) if classes is None else classes.first_capacity
+    return {name: num_bytes[own] for name, own in zip(names, firsts, strict=True) if own in num_bytes}, price

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zorselike.cost.assemble import make_costs
@@ -19,8 +19,11 @@ from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.spec import ScheduleSpec
+from zorselike.simulator.classes.class_actions import ActionsByClass, put_firsts_for_peers
+from zorselike.simulator.classes.rank_classes import NotAlikeError, RankClasses, find_rank_classes
 from zorselike.simulator.engine import simulate
 from zorselike.simulator.garbage import without_collection
+from zorselike.simulator.memory import MemoryWalks
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 
@@ -53,11 +56,13 @@ class SimulationInputs:
         )
 
     @without_collection()
-    def list_actions(self, plan: Plan, schedule: str = "ours") -> Mapping[int, Sequence[Action]]:
-        """Each rank's actions in a step, in the order `schedule` (see `build`); raises `PlanError` if that
-        cannot run the plan."""
+    def list_actions(
+        self, plan: Plan, schedule: str = "ours", *, ranks: Collection[int] | None = None
+    ) -> Mapping[int, Sequence[Action]]:
+        """Each rank's actions in a step, or those of some ranks, in the order `schedule` (see `build`);
+        raises `PlanError` if that cannot run the plan."""
         try:
-            return build(self.make_spec(plan), schedule)
+            return build(self.make_spec(plan), schedule, ranks=ranks)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
 
@@ -85,9 +90,16 @@ class SimulationInputs:
         schedule: str = "ours",
         record: bool = False,
         num_steps: int | None = None,
+        classes: RankClasses | None = None,
     ) -> SimulatedPlan:
-        """Simulates a step of a plan; `record` keeps spans, for drawings; `num_steps` as for `simulate`."""
+        """Simulates a step of a plan; `record` keeps spans, for drawings; `num_steps` as for `simulate`;
+        `classes` as found by `find_classes`: a rank of each is simulated for all, to the same result."""
         costs = self.find_costs(plan) if costs is None else costs
+        if classes is not None:
+            try:
+                return self._simulate_firsts(plan, costs, classes, num_steps)
+            except NotAlikeError:
+                pass
         actions = self.list_actions(plan, schedule)
         return SimulatedPlan(
             plan=plan,
@@ -97,4 +109,25 @@ class SimulationInputs:
             costs=costs,
             simulation=simulate(plan, actions, costs, record=record, num_steps=num_steps),
             schedule=schedule,
+        )
+
+    def find_classes(self, plan: Plan, costs: StepCosts) -> RankClasses | None:
+        """Ranks that are alike in the order "ours"; None where too few are."""
+        return find_rank_classes(plan, costs, with_norm=self.defer_updates)
+
+    def _simulate_firsts(
+        self, plan: Plan, costs: StepCosts, classes: RankClasses, num_steps: int | None
+    ) -> SimulatedPlan:
+        """Of each class one rank; raises `NotAlikeError` where that is not the same."""
+        firsts = self.list_actions(plan, ranks=classes.members.keys())
+        own = put_firsts_for_peers(firsts, classes)
+        simulation = simulate(plan, own, costs, num_steps=num_steps, classes=classes)
+        actions = ActionsByClass(plan, firsts, classes)
+        return SimulatedPlan(
+            plan=plan,
+            workload=self.workload,
+            cluster=self.cluster,
+            actions=actions,
+            costs=costs,
+            simulation=replace(simulation, memory=MemoryWalks(plan, actions, costs, classes.first)),
         )

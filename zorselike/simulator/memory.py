@@ -16,8 +16,15 @@ from zorselike.schedule.contract import SENDS_KEPT_BY_NCCL
 class MemoryWalks(Sequence[MemoryWalk]):
     """By rank; ranks that differ only in their peers share one walk."""
 
-    def __init__(self, plan: Plan, actions: Mapping[int, Sequence[Action]], costs: StepCosts) -> None:
-        self._plan, self._actions, self._costs = plan, actions, costs
+    def __init__(
+        self,
+        plan: Plan,
+        actions: Mapping[int, Sequence[Action]],
+        costs: StepCosts,
+        first: Mapping[int, int] | None = None,
+    ) -> None:
+        """`first`: by rank, the one whose walk is the same, where that is known."""
+        self._plan, self._actions, self._costs, self._first = plan, actions, costs, first
         self._found: dict[int, MemoryWalk] = {}
         self._alike: dict[object, MemoryWalk] = {}
 
@@ -33,7 +40,7 @@ class MemoryWalks(Sequence[MemoryWalk]):
             return [self[each] for each in range(len(self))[rank]]
         rank = range(len(self))[rank]
         if rank not in self._found:
-            walk = self._walk(rank)
+            walk = self._walk(rank if self._first is None else self._first[rank])
             if walk.peak_position is not None:  # The rank's own action, with its own peer.
                 walk = replace(walk, peak_action=self._actions[rank][walk.peak_position])
             self._found[rank] = walk

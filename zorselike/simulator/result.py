@@ -62,6 +62,8 @@ class Simulation:
     egress_cost: float
     allocator_share: float = 0.0
     """What the allocator adds, as a share of tensors' bytes."""
+    num_actions: int = 0
+    """Actions that were simulated: of all ranks, or of one of each class."""
     spans: tuple[Span, ...] = ()
     """By start, if recorded."""
     action_times: Mapping[int, tuple[tuple[float, float], ...]] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, isfinite
 
@@ -36,9 +36,16 @@ class CandidateEnumerator:
     """Finds candidates for one problem."""
 
     def __init__(
-        self, problem: PlanProblem, evaluator: CandidateEvaluator, bounds: DeviceBounds, budget: SearchBudget
+        self,
+        problem: PlanProblem,
+        evaluator: CandidateEvaluator,
+        bounds: DeviceBounds,
+        budget: SearchBudget,
+        count_actions: Callable[[CandidatePlan], int],
     ) -> None:
+        """`count_actions` says how many of a candidate would be simulated."""
         self._problem, self._evaluator, self._bounds, self._budget = problem, evaluator, bounds, budget
+        self._count_actions = count_actions
         self._num_layers = len(problem.workload.layers)
         self.found: dict[CandidatePlan, EstimatedCandidate] = {}
         self._best: EstimatedCandidate | None = None
@@ -111,7 +118,7 @@ class CandidateEnumerator:
         self.found.setdefault(estimated.candidate, estimated)
         if self._best is None or estimated.score < self._best.score:
             self._best = estimated
-            self._budget.expected_actions = estimated.candidate.num_actions
+            self._budget.expected_actions = self._count_actions(estimated.candidate)
         self._budget.may_stop = self._budget.may_stop or estimated.score.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:

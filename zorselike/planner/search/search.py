@@ -94,8 +94,10 @@ class _Search:
         self._evaluator = CandidateEvaluator(
             problem, builder, step_time, self._bounds.price_per_hour, budget.is_enumeration_over
         )
-        self._enumerator = CandidateEnumerator(problem, self._evaluator, self._bounds, budget)
         self._top_k = TopK(problem, table, budget)
+        self._enumerator = CandidateEnumerator(
+            problem, self._evaluator, self._bounds, budget, self._top_k.count_actions
+        )
         self._local_search = LocalSearch(problem, self._evaluator, self._top_k, budget, seed)
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import log2
 from typing import NamedTuple
 
+from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import ClusterError, ProfileError
+from zorselike.plan.plan import Plan
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
@@ -14,6 +16,7 @@ from zorselike.planner.search.budget import SearchBudget
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.score import Score, score
 from zorselike.schedule.orders.in_flight import LowBoundError
+from zorselike.simulator.classes.rank_classes import RankClasses
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 MOST_SIMULATED = 16
@@ -51,12 +54,31 @@ def _weigh(estimated: EstimatedCandidate, worth_of_half: float) -> float:
     return estimated.score.wanted * (1 + worth_of_half * doublings)
 
 
+class _Task(NamedTuple):
+    """A candidate ready to be simulated."""
+
+    plan: Plan
+    costs: StepCosts
+    classes: RankClasses | None
+    num_actions: int
+    """About how many are to be simulated."""
+
+    @classmethod
+    def of(cls, candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> _Task:
+        plan = make_plan(candidate, problem, table).validate()
+        costs = problem.setting.find_costs(plan)
+        classes = problem.setting.find_classes(plan, costs)
+        share = 1.0 if classes is None else len(classes.members) / plan.num_ranks
+        return cls(plan, costs, classes, round(share * candidate.num_actions))
+
+
 class TopK:
     """Simulates candidates, each once."""
 
     def __init__(self, problem: PlanProblem, table: LayerTable, budget: SearchBudget) -> None:
         self._problem, self._table, self._budget = problem, table, budget
         self._found: dict[CandidatePlan, SimulatedCandidate | None] = {}
+        self._tasks: dict[CandidatePlan, _Task] = {}
         self.best: SimulatedCandidate | None = None
 
     def __contains__(self, candidate: CandidatePlan) -> bool:
@@ -74,7 +96,7 @@ class TopK:
         """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
         first, which is as good to run and quicker to simulate."""
         best = min(candidates, key=lambda one: one.score, default=None)
-        hurries = best is not None and self._budget.must_hurry(best.candidate.num_actions)
+        hurries = best is not None and self._budget.must_hurry(self.count_actions(best.candidate))
         worth = WORTH_IN_A_HURRY if hurries else WORTH_OF_HALF
         weighed = sorted(candidates, key=lambda one: (one.score.excess, _weigh(one, worth)))
         ordered = _put_kinds_first(weighed)
@@ -93,30 +115,48 @@ class TopK:
         """None where its ranks are not joined, or where it would take too long and there are others."""
         candidate = estimated.candidate
         if candidate not in self._found:
-            is_needed = self.best is None or not self.best.score.is_allowed
-            if not is_needed and self._budget.would_overrun(candidate.num_actions):
-                return None
-            self._found[candidate] = self._run(estimated)
+            self._found[candidate] = None
+            try:
+                task = self._prepare(candidate)
+                is_needed = self.best is None or not self.best.score.is_allowed
+                if not is_needed and self._budget.would_overrun(task.num_actions):
+                    del self._found[candidate]
+                    return None
+                self._found[candidate] = self._run(estimated, task)
+            except (ClusterError, ProfileError, LowBoundError):
+                pass
         found = self._found[candidate]
         if found is not None and (self.best is None or found.score < self.best.score):
             self.best = found
         return found
 
-    def _run(self, estimated: EstimatedCandidate) -> SimulatedCandidate | None:
+    def count_actions(self, candidate: CandidatePlan) -> int:
+        """About how many are simulated, of ranks that are alike those of one."""
+        if candidate.num_actions < MANY_ACTIONS:
+            return candidate.num_actions
+        try:
+            return self._prepare(candidate).num_actions
+        except (ClusterError, ProfileError, LowBoundError):
+            return candidate.num_actions
+
+    def _prepare(self, candidate: CandidatePlan) -> _Task:
+        if candidate not in self._tasks:
+            self._tasks[candidate] = _Task.of(candidate, self._problem, self._table)
+        return self._tasks[candidate]
+
+    def _run(self, estimated: EstimatedCandidate, task: _Task) -> SimulatedCandidate:
         budget = self._budget
         began_s = budget.elapsed_s
-        try:
-            plan = make_plan(estimated.candidate, self._problem, self._table).validate()
-            hurries = budget.must_hurry(estimated.candidate.num_actions)
-            case = self._problem.setting.simulate(plan, num_steps=1 if hurries else None)
-        except (ClusterError, ProfileError, LowBoundError):
-            return None
+        hurries = budget.must_hurry(task.num_actions)
+        case = self._problem.setting.simulate(
+            task.plan, task.costs, num_steps=1 if hurries else None, classes=task.classes
+        )
+        simulation = case.simulation
         budget.count_simulation(
-            actions=sum(map(len, case.actions.values())),
-            estimated_actions=estimated.candidate.num_actions,
+            actions=simulation.num_actions,
+            estimated_actions=task.num_actions,
             seconds=budget.elapsed_s - began_s,
             is_one_step=hurries,
         )
-        simulation = case.simulation
-        order = score(self._problem, simulation.iteration_s, simulation.cost, plan.num_ranks)
+        order = score(self._problem, simulation.iteration_s, simulation.cost, task.plan.num_ranks)
         return SimulatedCandidate(order, budget.num_simulated, estimated, case, hurries)

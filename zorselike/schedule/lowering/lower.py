@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from zorselike.schedule.actions import COMPUTE, Action
 from zorselike.schedule.lowering.collectives import add_collectives
@@ -12,13 +12,14 @@ from zorselike.schedule.orders.order import Around, Order
 from zorselike.schedule.spec import ScheduleSpec
 
 
-def lower(spec: ScheduleSpec, order: Order) -> dict[int, list[Action]]:
-    """The actions of every rank, by rank; raises `ScheduleError` where ZeRO 2 forbids the order."""
-    transfers = place_transfers(spec, order) if order.transfers is None else order.transfers
+def lower(spec: ScheduleSpec, order: Order, ranks: Collection[int] | None = None) -> dict[int, list[Action]]:
+    """The actions of every rank, or of those given, by rank; raises `ScheduleError` where ZeRO 2 forbids the
+    order."""
+    transfers = place_transfers(spec, order, ranks) if order.transfers is None else order.transfers
     lists = {}
     for g, (group, computations) in enumerate(zip(spec.plan.groups, order.computations, strict=True)):
         actions = add_collectives(spec, g, computations, keeps_gathered=order.keeps_gathered)
-        for rank in group.flat_ranks:
+        for rank in (rank for rank in group.flat_ranks if ranks is None or rank in ranks):
             rank_actions = _add_transfers(actions, transfers.get(rank, ()), spec.num_computed(rank))
             lists[rank] = add_host_copies(spec, rank, rank_actions)
     return dict(sorted(lists.items()))

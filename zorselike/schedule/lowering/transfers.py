@@ -7,7 +7,7 @@ to another in one direction, is posted in its sender's order: there are no tags 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zorselike.schedule.actions import Action, Kind
@@ -31,8 +31,11 @@ class _Channel:
         return posts
 
 
-def place_transfers(spec: ScheduleSpec, order: Order) -> dict[int, list[Around]]:
-    """Per rank that has any, the transfers around each computation of its group."""
+def place_transfers(
+    spec: ScheduleSpec, order: Order, ranks: Collection[int] | None = None
+) -> dict[int, list[Around]]:
+    """Per rank that has any, or of those given, the transfers around each computation of its group."""
+    ranks = spec.plan.group_of_rank.keys() if ranks is None else ranks
     group_of_rank, computations = spec.plan.group_of_rank, order.computations
     positions = [
         {(_RECEIVES[a.kind], a.ministage, a.microbatch): position for position, a in enumerate(in_order)}
@@ -43,11 +46,14 @@ def place_transfers(spec: ScheduleSpec, order: Order) -> dict[int, list[Around]]
     needs: defaultdict[int, defaultdict[int, list[tuple[_Channel, int]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for source, target, position, send, receive in list_transfers(spec, computations):
+    for source, target, position, send, receive in list_transfers(spec, computations, ranks):
         for rank in (source, target):
-            if rank not in around:
+            if rank not in around and rank in ranks:
                 around[rank] = [Around([], []) for _ in computations[group_of_rank[rank]]]
-        around[source][position].after.append(send)
+        if source in ranks:
+            around[source][position].after.append(send)
+        if target not in ranks:
+            continue
         channel = channels[target, source, receive.kind]
         needed_at = positions[group_of_rank[target]].get(
             (receive.kind, receive.ministage, receive.microbatch)

@@ -10,12 +10,17 @@ so on.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 
 SLACK = 1e-9
 """A capacity is full when less than this share of it is unused (against round-off)."""
 TINY = 1e-12
 """Share of a capacity by which round-off may overshoot it."""
+
+
+_Path = tuple[tuple[int, int], ...]
+"""Capacities, and how many times a flow passes each."""
 
 
 class FlowShares:
@@ -32,8 +37,8 @@ class FlowShares:
         self._used = [0.0] * len(self._capacities)
         self._members: list[set[int]] = [set() for _ in capacities]
         """Kinds with flows on each capacity."""
-        self._kinds: dict[tuple[tuple[int, ...], float], int] = {}
-        self._paths: list[tuple[int, ...]] = []
+        self._kinds: dict[tuple[_Path, float], int] = {}
+        self._paths: list[_Path] = []
         self._max_rates: list[float] = []
         self._counts: list[int] = []
         """Number of flows of each kind in progress."""
@@ -43,9 +48,9 @@ class FlowShares:
         """Capacities to be shared anew."""
 
     def find_kind(self, capacities: Iterable[int], max_rate: float) -> int:
-        """Index of a kind of flows."""
-        path = tuple(c for c in dict.fromkeys(capacities) if self._capacities[c] < math.inf)
-        max_rate = min([max_rate, *(self._capacities[c] for c in path)])
+        """Index of a kind of flows; they pass a capacity as many times as it is given."""
+        path = tuple((c, n) for c, n in Counter(capacities).items() if self._capacities[c] < math.inf)
+        max_rate = min([max_rate, *(self._capacities[c] / n for c, n in path)])
         kind = self._kinds.setdefault((path, max_rate), len(self._kinds))
         if kind == len(self._paths):
             self._paths.append(path)
@@ -59,12 +64,12 @@ class FlowShares:
         counts, used = self._counts, self._used
         if not counts[kind]:
             self.rates[kind] = self._max_rates[kind]
-            for c in self._paths[kind]:
+            for c, _ in self._paths[kind]:
                 self._members[c].add(kind)
         counts[kind] += 1
         rate = self.rates[kind]
-        for c in self._paths[kind]:
-            used[c] += rate
+        for c, n in self._paths[kind]:
+            used[c] += n * rate
             if used[c] > self._limit[c]:
                 self.unsettled.add(c)
 
@@ -73,7 +78,7 @@ class FlowShares:
         self._counts[kind] -= 1
         is_last = not self._counts[kind]
         rate, used = self.rates[kind], self._used
-        for c in self._paths[kind]:
+        for c, n in self._paths[kind]:
             members = self._members[c]
             if is_last:
                 members.remove(kind)
@@ -83,7 +88,7 @@ class FlowShares:
                 continue
             if used[c] >= self._full[c]:
                 self.unsettled.add(c)
-            used[c] -= rate
+            used[c] -= n * rate
 
     def settle(self) -> list[int]:
         """Shares all unsettled capacities; returns the kinds whose rates changed."""
@@ -114,9 +119,9 @@ class FlowShares:
             for kind in kinds:
                 count = self._counts[kind]
                 use = count * self.rates[kind]
-                for c in self._paths[kind]:
-                    left[c] += use
-                    growing[c] += count
+                for c, n in self._paths[kind]:
+                    left[c] += n * use
+                    growing[c] += n * count
             found = self._fill(kinds, left, growing)
             crowded = [c for c in passed if left[c] <= SLACK * capacities[c] and not members[c] <= kinds]
         for c in passed:
@@ -132,7 +137,7 @@ class FlowShares:
             unsettled.discard(capacity)
             for kind in members[capacity] - kinds:
                 kinds.add(kind)
-                for c in self._paths[kind]:
+                for c, _ in self._paths[kind]:
                     if c not in passed:
                         passed.add(c)
                         if used[c] >= full[c] or c in unsettled:
@@ -143,7 +148,7 @@ class FlowShares:
 
         Args:
             rest: bytes per second of each capacity left for these kinds; consumed.
-            growing: number of their flows on each capacity; consumed.
+            growing: how many times their flows pass each capacity; consumed.
         """
         max_rates, counts, paths = self._max_rates, self._counts, self._paths
         by_max_rate = sorted(kinds, key=max_rates.__getitem__, reverse=True)
@@ -164,9 +169,9 @@ class FlowShares:
             for kind in settled:
                 count = counts[kind]
                 rate = rates[kind] = min(max_rates[kind], level)
-                for c in paths[kind]:
-                    rest[c] -= rate * count
-                    growing[c] -= count
+                for c, n in paths[kind]:
+                    rest[c] -= n * rate * count
+                    growing[c] -= n * count
                     if not growing[c]:
                         del growing[c]
         return rates

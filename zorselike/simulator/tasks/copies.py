@@ -14,6 +14,7 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
+from zorselike.simulator.classes.folded_network import Flows
 from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
 from zorselike.simulator.tasks.labels import Labels
 from zorselike.simulator.tasks.streams import Stream, Streams
@@ -23,9 +24,16 @@ class HostCopies:
     """Where a rank's shards, optimizer state, gradients and activations are, and the copies of them."""
 
     def __init__(
-        self, plan: Plan, rank: int, costs: StepCosts, tasks: Tasks, streams: Streams, labels: Labels | None
+        self,
+        plan: Plan,
+        rank: int,
+        costs: StepCosts,
+        tasks: Tasks,
+        streams: Streams,
+        labels: Labels | None,
+        network: Flows,
     ) -> None:
-        self._rank, self._costs, self._tasks = rank, costs, tasks
+        self._rank, self._network, self._tasks = rank, network, tasks
         self._streams, self._labels = streams, labels
         self._sizes = costs.sizes[rank]
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
@@ -66,7 +74,7 @@ class HostCopies:
         """A copy on a stream."""
         key = (num_bytes, to_device)
         if key not in self._bundles:
-            flow = self._costs.network.copy(self._rank, num_bytes, to_device=to_device)
+            flow = self._network.copy(self._rank, num_bytes, to_device=to_device)
             self._bundles[key] = self._tasks.bundle_of((flow,))
         return stream.work(Work.TO_DEVICE if to_device else Work.TO_HOST, bundle=self._bundles[key])
 

@@ -53,7 +53,7 @@ class Program:
             on_gpu=not self._is_cpu,
         )
         self.streams = Streams(tasks, rank, is_cpu=self._is_cpu, reduces_beside=beside)
-        self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels)
+        self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels, rendezvous.network)
         self._offloads = bool(group.offload)
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
         self._shares = {i: _shares(costs, i) for i in plan.ministages_of_rank(rank)}

@@ -7,7 +7,7 @@ after another, in the order in which all its ranks start them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.checker.channels import Channel
+from zorselike.simulator.classes.folded_network import Flows
 from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
 
 NORM_BYTES = 8
@@ -36,8 +37,12 @@ class UnitCollectives(NamedTuple):
 class Rendezvous:
     """All rendezvous of one step."""
 
-    def __init__(self, plan: Plan, costs: StepCosts, tasks: Tasks) -> None:
+    def __init__(
+        self, plan: Plan, costs: StepCosts, tasks: Tasks, network: Flows, ranks: Collection[int]
+    ) -> None:
+        """`ranks`: those that are simulated; a collective waits for no others."""
         self._plan, self._costs, self._tasks = plan, costs, tasks
+        self.network = network
         self._collectives: dict[Hashable, tuple[int, ...]] = {}
         self._unit_collectives: dict[tuple[int, Kind, int, int], UnitCollectives] = {}
         self._transfers: defaultdict[Channel, list[int]] = defaultdict(list)
@@ -48,6 +53,8 @@ class Rendezvous:
         self._ties: dict[tuple[tuple[int, int], bool], list[tuple[int, int, int]]] = {}
         self._ranks = [tuple(sorted(group.flat_ranks)) for group in plan.groups]
         self._everyone = tuple(sorted(plan.group_of_rank))
+        self._parties = [tuple(rank for rank in of_group if rank in ranks) for of_group in self._ranks]
+        self._simulated = tuple(sorted(ranks))
         self.is_alone = [len(ranks) == 1 for ranks in self._ranks]
 
     # -- transfers -------------------------------------------------------------------------
@@ -66,7 +73,7 @@ class Rendezvous:
         key = (source, target, num_bytes)
         bundle = self._bundles.get(key)
         if bundle is None:
-            flow = self._costs.network.transfer(source, target, num_bytes)
+            flow = self.network.transfer(source, target, num_bytes)
             bundle = self._bundles[key] = self._tasks.bundle_of((flow,))
         return self._expect(self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
 
@@ -131,9 +138,9 @@ class Rendezvous:
     def norm(self) -> int:
         """All-reduce of the gradient norm over all ranks."""
         if "norm" not in self._collectives:
-            flows = self._costs.network.collective("all_reduce", self._everyone, NORM_BYTES)
+            flows = self.network.collective("all_reduce", self._everyone, NORM_BYTES)
             task = self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=self._tasks.bundle_of(flows))
-            self._collectives["norm"] = (self._expect(task, self._everyone),)
+            self._collectives["norm"] = (self._expect(task, self._simulated),)
         return self._collectives["norm"][0]
 
     def _collective(self, group: int, op: CollectiveOp, sizes: Sequence[int]) -> int:
@@ -143,7 +150,7 @@ class Rendezvous:
             return NOTHING
         key = (group, op, sizes)
         if key not in self._bundles:
-            network, ranks = self._costs.network, self._ranks[group]
+            network, ranks = self.network, self._ranks[group]
             flows = [network.collective(op, ranks, size) for size in sizes]
             self._bundles[key] = self._tasks.bundle_of(join_flows(flows))
         return self._bundles[key]
@@ -156,7 +163,7 @@ class Rendezvous:
         return task
 
     def _add(self, group: int, bundle: int) -> int:
-        return self._expect(self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._ranks[group])
+        return self._expect(self._tasks.add(Work.COLLECTIVE, NOTHING, bundle=bundle), self._parties[group])
 
     # -- tied weights ----------------------------------------------------------------------
 
