@@ -248,7 +248,7 @@ class _Search:
             share_of_ideal=share,
             limited_by=tuple(describe_limit(case)) if share < LIMITING_SHARE else (),
         )
-        plan = replace(case.plan, estimates=estimates)
+        plan = replace(case.plan, estimates=estimates).validate()
         return Planned(replace(case, plan=plan), found.estimated.grouping, ideal_s, found.is_first_step)
 
     def _find_any(self, end_s: float) -> EstimatedCandidate | None:

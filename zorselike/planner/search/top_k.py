@@ -65,7 +65,7 @@ class _Task(NamedTuple):
 
     @classmethod
     def of(cls, candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> _Task:
-        plan = make_plan(candidate, problem, table).validate()
+        plan = make_plan(candidate, problem, table)
         costs = problem.setting.find_costs(plan)
         classes = problem.setting.find_classes(plan, costs)
         share = 1.0 if classes is None else len(classes.members) / plan.num_ranks

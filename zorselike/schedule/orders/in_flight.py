@@ -15,17 +15,22 @@ running is balanced.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from zorselike.errors import PlanError
 from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.spec import ScheduleSpec
-from zorselike.schedule.transfers import match_rows
+
+_Integers = npt.NDArray[np.int64]
 
 BACKWARD_PASSES = {"none": 2, "layer": 3}
 """What a backward takes, in forwards, by the group's `recompute`."""
@@ -112,11 +117,28 @@ class Needs(NamedTuple):
 
 def find_needs(earlier: Group, later: Group) -> Needs:
     """Microbatches wait for all that share a row with them, and for all that those before them wait for."""
-    needs = Needs([0] * later.max_microbatches, [0] * earlier.max_microbatches)
-    for _, sent, _, received, _, _ in match_rows(earlier, later):
-        needs.forward[received] = max(needs.forward[received], sent)
-        needs.backward[sent] = max(needs.backward[sent], received)
-    return Needs(*(list(accumulate(last, max)) for last in needs))
+    (sent_ends, sent), (received_ends, received) = (_number_rows(group) for group in (earlier, later))
+    # Every end of a microbatch of either ends a range of rows that one of each has in common.
+    ends = np.union1d(sent_ends, received_ends)
+    senders = sent[np.searchsorted(sent_ends, ends)]
+    receivers = received[np.searchsorted(received_ends, ends)]
+    forward = np.zeros(later.max_microbatches, dtype=np.int64)
+    backward = np.zeros(earlier.max_microbatches, dtype=np.int64)
+    np.maximum.at(forward, receivers, senders)
+    np.maximum.at(backward, senders, receivers)
+    return Needs(*(np.maximum.accumulate(last).tolist() for last in (forward, backward)))
+
+
+def _number_rows(group: Group) -> tuple[_Integers, _Integers]:
+    """The ends of all microbatches, rising, and their numbers among those of their ranks."""
+    num_before: defaultdict[int, int] = defaultdict(int)
+    ends, numbers = [], []
+    for microbatch in group.microbatches:
+        ends.append(microbatch.stop)
+        numbers.append(num_before[microbatch.rank])
+        num_before[microbatch.rank] += 1
+    by_row = np.argsort(ends)
+    return np.array(ends)[by_row], np.array(numbers)[by_row]
 
 
 # -- nominal time ------------------------------------------------------------------------------
