@@ -51,6 +51,23 @@ def test_plans_carry_estimates_and_come_best_first():
     assert len(structures) == len(answer.plans)
 
 
+def test_plans_of_devices_that_are_alike_take_the_time_of_all_of_them():
+    """The search simulates one rank of those that are alike."""
+    nodes = [make_node(f"a{i}", "A100-40", 4, nic=Link(3e9)) for i in range(2)]
+    problem = make_problem(*nodes, make_node("b", "T4", 4, nic=Link(1e9)), workload=make_decoder(3))
+    answer = search_plans(problem, budget_s=2)
+    num_actions = []
+    for planned in answer.plans:
+        case = planned.case
+        whole = problem.setting.simulate(case.plan)
+        assert case.simulation.iteration_s == pytest.approx(whole.simulation.iteration_s, rel=1e-9)
+        assert case.simulation.cost == pytest.approx(whole.simulation.cost, rel=1e-9)
+        assert case.peak_bytes == whole.peak_bytes and case.host_bytes == whole.host_bytes
+        assert {rank: [*actions] for rank, actions in case.actions.items()} == whole.actions
+        num_actions.append((case.simulation.num_actions, whole.simulation.num_actions))
+    assert any(own < of_all for own, of_all in num_actions)
+
+
 def test_plans_that_differ_in_alike_devices_alone_are_shown_once():
     """Two cards of one node, and two such nodes: whoever is first, it is the same plan to a reader."""
     nodes = [make_node("a", "A100-40", 2), make_node("b", "T4", 1), make_node("c", "T4", 1)]
