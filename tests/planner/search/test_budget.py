@@ -47,7 +47,7 @@ def find_end_of_enumeration(clock: SimpleNamespace, budget: SearchBudget) -> flo
 )
 def test_where_the_first_simulation_is_long_it_begins_sooner(clock, long_s, share):
     budget = make_budget()
-    budget.expected_actions = int(long_s / ASSUMED_S)
+    budget.count_expected = lambda: int(long_s / ASSUMED_S)
     assert find_end_of_enumeration(clock, budget) == pytest.approx(share, abs=0.011)
     assert budget.is_cut
 

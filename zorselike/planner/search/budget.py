@@ -42,8 +42,9 @@ class SearchBudget:
         """Once something fits and keeps the constraints."""
         self.is_cut = False
         """Whether time, and so not the question alone, decided what was looked at."""
-        self.expected_actions = 0
-        """Actions of what will be simulated first, as far as is known."""
+        self.count_expected: Callable[[], int] = lambda: 0
+        """Counts the actions of what will be simulated first, as far as is known; is asked when that matters,
+        for it may take a while."""
         self.num_simulated = 0
         self.actions = 0
         """Actions of all simulations."""
@@ -75,8 +76,11 @@ class SearchBudget:
 
     def is_enumeration_over(self) -> bool:
         """Whether it is time to simulate what was found."""
-        is_long = self.expected_actions >= MANY_ACTIONS
-        if is_long and self._end_s(self.expected_actions, 1.0) > FAR_LATE * self.budget_s:
+        if self.may_stop and self.elapsed_s <= COARSE_SHARE * self.budget_s:
+            self._report()
+            return False
+        expected = self.count_expected()
+        if expected >= MANY_ACTIONS and self._end_s(expected, 1.0) > FAR_LATE * self.budget_s:
             return self.is_past(COARSE_SHARE)
         return self.is_past(ENUMERATION_SHARE)
 

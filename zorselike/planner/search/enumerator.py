@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 
 from zorselike.planner.candidate.candidate import CandidatePlan
@@ -111,14 +112,14 @@ class CandidateEnumerator:
         """What was found with other memory."""
         self.found.clear()
         self._best = None
-        self._budget.expected_actions = 0
+        self._budget.count_expected = lambda: 0
         self._budget.may_stop = False
 
     def _keep(self, estimated: EstimatedCandidate) -> None:
         self.found.setdefault(estimated.candidate, estimated)
         if self._best is None or estimated.score < self._best.score:
             self._best = estimated
-            self._budget.expected_actions = self._count_actions(estimated.candidate)
+            self._budget.count_expected = partial(self._count_actions, estimated.candidate)
         self._budget.may_stop = self._budget.may_stop or estimated.score.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
