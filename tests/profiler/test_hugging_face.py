@@ -105,19 +105,28 @@ def test_frozen_layers_before_the_first_that_trains_are_a_kind_of_their_own() ->
     assert above.backward_flops > above.forward_flops_per_row and above.activation_bytes_per_row
 
 
-def test_experts_are_counted() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_experts_are_counted(dtype: str) -> None:
     model = make_model("mixtral", None)
-    layer = measure(model.bfloat16(), "bfloat16").kinds["layer"]
+    layer = measure(model, dtype).kinds["layer"]
     experts = 2 * LENGTH * 2 * 3 * 16 * 24  # Two of three compute each token.
     assert experts < layer.forward_flops_per_row < 2 * experts
     assert layer.backward_flops_per_row is None
+
+
+def test_experts_keep_twice_as_much_in_float32() -> None:
+    kept = {
+        dtype: measure(make_model("mixtral", None), dtype).kinds["layer"].activation_bytes_per_row
+        for dtype in ("bfloat16", "float32")
+    }
+    assert 1.5 * kept["bfloat16"] < kept["float32"] <= 2 * kept["bfloat16"]
 
 
 # -- layers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "mistral", "mixtral"])
 def test_layers_are_called_as_in_training(family: str, rank: int | None) -> None:
     model = make_model(family, rank)
     workload = measure(model)

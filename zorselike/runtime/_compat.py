@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def reduces_unused_parameters(module: FSDPModule) -> bool:

@@ -34,7 +34,7 @@ def training_arguments(model: nn.Module) -> dict[str, Any]:
 
 def use_grouped_experts(model: nn.Module) -> None:
     """Lets a causal LM's experts, if it has some, compute in the way whose shapes do not depend on values,
-    and that a GPU trains with; of fake tensors torch has it for bfloat16 alone."""
+    and that a GPU trains with."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "grouped_mm"

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -22,16 +22,46 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from zorselike.errors import ConfigError
+from zorselike.runtime._compat import TorchDispatchMode, grouped_products
 from zorselike.runtime.model.nested import map_leaves, tensors_in
 from zorselike.runtime.model.signature import KwargSpecs, Signature
 from zorselike.text.wording import first_line
 
-FakeMode = AbstractContextManager[Any]
+
+class FakeMode:
+    """While it is entered, tensors are made without memory; `from_tensor(t)` is for those that exist."""
+
+    def __init__(self, mode: Any) -> None:
+        """`mode`: torch's own."""
+        self._modes = (mode, _GroupedProducts())
+        self.from_tensor: Callable[[Tensor], Tensor] = mode.from_tensor
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*raised)
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of fake tensors torch has the products of experts for bfloat16 alone, of real ones for others too: here
+    they are all there. Below autograd, so that what is kept for a backward is as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket not in grouped_products() or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        halved = [own.bfloat16() for own in args[:2]]
+        return func(*halved, *args[2:], **(kwargs or {})).to(args[0].dtype)
 
 
 def make_fake_mode() -> FakeMode:
-    """A mode in which tensors are made without memory. Has `from_tensor(t)` for those that exist."""
-    modes: list[FakeMode] = []
+    """A mode of its own."""
+    modes: list[Any] = []
 
     def keep(x: Any) -> Any:
         modes.append(x.fake_mode)
@@ -39,7 +69,7 @@ def make_fake_mode() -> FakeMode:
 
     # The public way to one: torch exports no name for the class itself.
     make_fx(keep, tracing_mode="fake")(torch.empty(0))
-    return modes[0]
+    return FakeMode(modes[0])
 
 
 def fake_copies(
