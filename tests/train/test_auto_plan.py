@@ -233,6 +233,14 @@ def test_a_failing_measurement_ends_all_ranks_with_its_reason(
     assert not list(tmp_path.glob("auto-2*"))
 
 
+def test_wrong_data_is_said_before_devices_are_measured(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    said = one_error(run(tmp_path, "--training.dataset_path", str(data)))
+    assert "line 2" in said
+    assert not (tmp_path / "auto-plan").exists()
+
+
 def test_where_nothing_fits_all_ranks_say_so(first: tuple[str, Path], tmp_path: Path) -> None:
     kept = copy_of(first[1], tmp_path)
     (kept / "plan.toml").unlink()

@@ -75,6 +75,8 @@ def run(request: Request, plan: Plan | None) -> int:
     with join_job(config, plan) as world:
         if plan is not None:
             return _train(request, config, plan, model, world)
+        # Wrong data is said before devices are measured; what is read here is read from the cache later.
+        _open_data(config, model, model.build(), world, global_batch=config.training.global_batch_size)
         auto = find_auto_plan(config, model, world, request.config_path)
         with narrow(world, auto.members) as members:
             if members is None:
@@ -94,14 +96,7 @@ def _train(
     """Trains with the plan's processes; returns the exit code. `beside_plan`: further files for the run's
     folder, by name."""
     module = model.build()
-    reader = partial(
-        open_rows,
-        config,
-        vocab_size=model.vocab_size,
-        before_packing=partial(document_keywords, module),
-    )
-    rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
-    held_out = open_validation_rows(config, rows, reader, global_batch=plan.global_batch, world=world)
+    rows, held_out = _open_data(config, model, module, world, global_batch=plan.global_batch)
     is_packed = rows.is_packed or (held_out is not None and held_out.is_packed)
     keywords = document_keywords(module) if is_packed else ()
     refused: CheckpointError | None = None
@@ -131,6 +126,20 @@ def _train(
     if refused is not None:
         raise refused
     return 128 + signal_number if signal_number else 0
+
+
+def _open_data(
+    config: Config, model: TrainedModel, module: nn.Module, world: Processes, *, global_batch: int
+) -> tuple[Rows, Rows | None]:
+    """The rows of `[training]` and `[validation]`, the same on every rank. Collective."""
+    reader = partial(
+        open_rows,
+        config,
+        vocab_size=model.vocab_size,
+        before_packing=partial(document_keywords, module),
+    )
+    rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
+    return rows, open_validation_rows(config, rows, reader, global_batch=global_batch, world=world)
 
 
 def _run_steps(
