@@ -91,7 +91,7 @@ def test_a_hugging_face_folder_is_a_model(
     names = [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "ln_f")]
     assert [name for name, _ in workload.layers] == [*names, "lm_head"]
     assert workload.ties == (("transformer.wte", "lm_head"),)
-    assert "give --seq-len" in fail(capsys, *sizes, "--hf", "tiny")
+    assert "--hf tiny has no sequence length; give --seq-len" in fail(capsys, *sizes, "--hf", "tiny")
     assert "give its folder by --hf" in fail(capsys, *sizes, "--lora-rank", "4")
     assert "at least 1" in fail(capsys, *sizes, "--hf", "tiny", "--lora-rank", "0")
     assert "give --lora-rank 16" in fail(capsys, *sizes, "--hf", "tiny", "--lora-targets", "c_attn")

@@ -52,9 +52,14 @@ def initialise(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     "name, targets, words",
     [
         ("llama", ("embed_tokens",), "is of class Embedding"),
-        ("llama", ("nothing",), "nothing"),
+        (
+            "llama",
+            ("nothing",),
+            "no module of the model is called 'nothing'; its linear layers are down_proj",
+        ),
+        ("llama", ("q_projj", "v_proj"), "called 'q_projj'; .*; did you mean 'q_proj'"),
         ("llama, tied", ("lm_head",), "shares its weight with model.embed_tokens.weight"),
-        ("mixtral", ("w1", "w2", "w3"), "name linear layers only"),
+        ("mixtral", ("w1", "w2", "w3"), "no module of the model is called 'w1'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")

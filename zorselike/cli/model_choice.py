@@ -114,7 +114,8 @@ class ModelOptions:
         choice = folder or self._choose(command, source, known)
         length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
         if length is None:
-            raise ConfigError(f"{command}: {source} has no sequence length; give --seq-len 2048")
+            named = source if folder is None else f"--hf {self.hf}"
+            raise ConfigError(f"{command}: {named} has no sequence length; give --seq-len 2048")
         return choice.measure(sequence_length=length, dtype=dtype or choose_dtype(devices))
 
     def list_options(self, name: str) -> tuple[str, ...]:

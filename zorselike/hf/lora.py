@@ -13,7 +13,7 @@ from torch import nn
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.model.causal_lm import find_decoder
-from zorselike.text.wording import first_line, list_few
+from zorselike.text.wording import first_line, list_few, suggest
 
 _PREFIX = "lora_"
 """How `peft` begins the names of what an adapter adds to a layer."""
@@ -110,6 +110,14 @@ def peft_config(model: nn.Module, lora: Lora) -> Any:
     """
     linear = _linear_layers(model)
     targets = set(lora.target_modules) or {name.rpartition(".")[2] for name in linear}
+    names = [name for name, _ in model.named_modules()]
+    for target in sorted(targets):  # peft passes over those that fit nothing while another fits
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            valid = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError(
+                f"lora: target_modules: no module of the model is called '{target}'; its linear layers are "
+                f"{', '.join(valid)}{suggest(target, valid)}"
+            )
     if not targets:
         raise ConfigError(f"lora: {type(model).__name__} has no linear layers in its decoder layers")
     alpha = lora.scale * lora.rank

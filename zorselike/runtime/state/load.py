@@ -227,9 +227,13 @@ class Loader:
                 "or zorselike.hf.pipeline(DIR, plan, lora=...))"
             )
         if here.fingerprint != there.fingerprint:
+            begin_with = f"{self._path}: its adapters were trained beside other weights"
+            if there.folder == here.folder:
+                raise OtherCheckpointError(
+                    f"{begin_with} than {here.folder} has now: bring those back, or train into another folder"
+                )
             raise OtherCheckpointError(
-                f"{self._path}: its adapters were trained beside other weights ({there.folder}) than those "
-                f"of {here.folder}; name that folder"
+                f"{begin_with} ({there.folder}) than those of {here.folder}; name that folder"
             )
 
     def _refuse_other_optimizer(self) -> None:
