@@ -12,8 +12,10 @@ import device_problems
 import pytest
 from searched_problems import draw_problem, make_decoder
 
+from zorselike.cost.profile import Profile
 from zorselike.errors import ConfigError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import budget as search_budget
@@ -66,6 +68,44 @@ def test_plans_of_devices_that_are_alike_take_the_time_of_all_of_them():
         assert {rank: [*actions] for rank, actions in case.actions.items()} == whole.actions
         num_actions.append((case.simulation.num_actions, whole.simulation.num_actions))
     assert any(own < of_all for own, of_all in num_actions)
+
+
+def make_adapted(num_layers: int = 8) -> Workload:
+    """Large frozen layers beside small trained ones, on which a row keeps much unless it is recomputed."""
+    kind = LayerKind(
+        name="layer",
+        num_parameters=400_000_000,
+        num_trainable=1_000_000,
+        forward_flops_per_row=8e11,
+        backward_flops_per_row=8e11,
+        input_elements_per_row=2**20,
+        output_elements_per_row=2**20,
+        activation_bytes_per_row=2**29,
+    )
+    layers = tuple((f"layers.{i}", "layer") for i in range(num_layers))
+    return Workload(
+        model="adapted",
+        sequence_length=1024,
+        dtype="float16",
+        layers=layers,
+        kinds={"layer": kind},
+        num_moments=2,
+    )
+
+
+def test_one_device_computes_nothing_twice_where_small_microbatches_fit():
+    """Whole weights beside the sharded ones leave no room but with recomputation, nor do many rows at once:
+    neither is as good as row after row, gathered layer by layer."""
+    cluster = Cluster(nodes=(make_node("a", "T4", 1),))
+    workload = make_adapted()
+    problem = PlanProblem(
+        workload=workload, cluster=cluster, profile=Profile(model="adapted"), global_batch=16
+    )
+    for fixed in (Fixed(), Fixed(recompute="none")):
+        answer = search_plans(replace(problem, fixed=fixed), budget_s=5)
+        (group,) = answer.best.case.plan.groups
+        assert (group.zero, group.recompute, group.offload) == (3, "none", ())
+        assert answer.best.share_of_ideal > 0.95
 
 
 def test_plans_that_differ_in_alike_devices_alone_are_shown_once():

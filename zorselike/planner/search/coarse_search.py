@@ -39,6 +39,9 @@ class CoarseSearch:
         self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
         self._microbatch_counts = evaluator.list_microbatch_counts(groups)
+        self._goes_back_at_once = len(groups) == 1 and self._ministage_counts[0] == 1
+        """Whether there may be one ministage of all layers, of which little is kept: each microbatch goes back
+        before the next begins."""
         self._has_few_layers = evaluator.has_few_layers
         families = evaluator.families
         self._once = [family for family in families if not family[0].reduces_per_microbatch]
@@ -72,10 +75,8 @@ class CoarseSearch:
     def _try_once(self) -> EstimatedCandidate | None:
         """With collectives once for all microbatches."""
         best = self._try_in_turn(self._once, self._first_tries())
-        if len(self._groups) == 1 and self._ministage_counts[0] == 1:
-            # With one ministage of all layers each microbatch goes at once back, and little is kept.
-            tries = dict.fromkeys((1, number) for _, number in self._first_tries())
-            best = _take_better(best, self._try_in_turn(self._once, tries))
+        if self._goes_back_at_once:
+            best = _take_better(best, self._try_in_turn(self._once, self._tries_of_one()))
         return best
 
     def _try_forward_first(self) -> EstimatedCandidate | None:
@@ -86,8 +87,14 @@ class CoarseSearch:
             found = self._try_in_turn(self._often, fewest)
             if best is None:
                 found = _take_better(found, self._try_in_turn(self._often, self._first_tries()))
+            if self._goes_back_at_once:  # Of small microbatches nothing need be done twice.
+                found = _take_better(found, self._try_in_turn(self._often[:1], self._tries_of_one()))
             best = _take_better(best, found)
         return best
+
+    def _tries_of_one(self) -> Iterable[tuple[int, int]]:
+        """The usual microbatches of one ministage of all layers."""
+        return dict.fromkeys((1, number) for _, number in self._first_tries())
 
     def _first_tries(self) -> Iterator[tuple[int, int]]:
         """Ministages in all and microbatches of a device: the usual, then what needs least memory."""
@@ -131,6 +138,8 @@ class CoarseSearch:
             return False
         usual = self._at_least(_FIRST_MINISTAGES_PER_GROUP * len(self._groups))
         wanted = self._ministage_counts[::-1] if self._has_few_layers else (self._ministage_counts[-1], usual)
+        if self._goes_back_at_once:
+            wanted = (*wanted, 1)
         return any(
             self._fits_at_least(family, number, self._microbatch_counts[-1])
             for number in dict.fromkeys(wanted)
