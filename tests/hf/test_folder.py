@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ from zorselike import list_modules
 from zorselike.checkpoint.export import export
 from zorselike.checkpoint.read import read_manifest
 from zorselike.errors import CheckpointError
+from zorselike.hf.names import make_namer
 from zorselike.plan import ConfigError
+from zorselike.plan.holdings import VALUE, Box
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.pipeline import HeteroPipeline
@@ -154,6 +157,23 @@ def test_experts_must_all_be_there(tmp_path: Path, run_ranks: RunRanks) -> None:
     save_file(tensors, path)
     (said,) = run_ranks(refuse, 1, tmp_path)
     assert said.endswith("it holds a part of model.layers.1.mlp.experts.gate_up_proj alone")
+
+
+def test_patterns_of_experts_may_have_escaped_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Kimi Linear."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    rule = loading.WeightConverter(
+        [r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
+        r"\.experts.gate_up_proj",
+        [loading.MergeModulelist(dim=0), loading.Concatenate(dim=1)],
+    )
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda model: [rule])
+    with torch.device("meta"):
+        name_of = make_namer(make_model("mixtral"))
+    name = "model.layers.1.mlp.experts"
+    expected = Box(f"{name}.gate_up_proj", VALUE, (2, 24, 0), (3, 48, 16))
+    assert name_of(f"{name}.2.w3.weight") == expected
 
 
 def hand_on(rank: int, world_size: int, folder: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import hf_families
 import pytest
 import torch
@@ -9,6 +12,7 @@ from ranks import RunRanks
 
 from zorselike import initialize, list_modules
 from zorselike.errors import ConfigError
+from zorselike.hf.adapters import check_same_adapters
 from zorselike.hf.lora import Lora, add_lora, is_adapter
 
 peft = pytest.importorskip("peft")
@@ -68,6 +72,30 @@ def test_targets_that_are_no_linear_layers_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         add_lora(make_model(name), Lora(rank=2, target_modules=targets))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_of_two_kinds_are_refused() -> None:
+    """`peft` notes for all of them at once whether weights are transposed, and a merge goes by that."""
+    with torch.device("meta"):
+        model = hf_families.make_model("gpt2", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"c_proj' is transposed and that of 'lm_head' is not"):
+        add_lora(model, Lora(rank=2, target_modules=("attn.c_proj", "lm_head")))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"alora_invocation_tokens": [1]}],
+)
+def test_adapters_that_compute_otherwise_are_refused(setting: dict[str, object], tmp_path: Path) -> None:
+    model = make_model("llama")
+    add_lora(model, Lora(rank=2, alpha=4.0))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "gaussian"}))
+    check_same_adapters(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **setting}))
+    with pytest.raises(ConfigError, match=f"asks for {next(iter(setting))}"):
+        check_same_adapters(model, tmp_path)
 
 
 @pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "dropout": 1.0}])

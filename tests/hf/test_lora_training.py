@@ -280,6 +280,8 @@ def test_adapters_of_other_weights_are_refused(tmp_path: Path, run_ranks: RunRan
     (step,) = (steps / "a").glob("step-*")
     said = run_ranks(refuse, 2, folder, step, {"lora": None})
     assert all("holds adapters, without the model of" in own for own in said)
+    said = run_ranks(refuse, 2, folder, step, {"lora": Lora(rank=3, alpha=5.0)})
+    assert all("have rank 3 and alpha 4, and these have 3 and 5; set" in own for own in said)
     with pytest.raises(CheckpointError, match="holds adapters, without the model of"):
         export(step, tmp_path / "whole")
     path = next(folder.glob("*.safetensors"))

@@ -13,8 +13,14 @@ from zorselike.errors import ConfigError
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.text.wording import list_few
 
-_UNKNOWN_SETTINGS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""Of `adapter_config.json`."""
+_UNKNOWN_SETTINGS = (
+    *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+    *("monteclora_config", "lora_bias", "target_parameters", "trainable_token_indices"),
+)
+"""Of `adapter_config.json`: by these more is trained, or it computes otherwise."""
+_KEEP_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Of `init_lora_weights`; by others, such as "pissa", the model's own weights are changed before training."""
 
 
 def load_adapters(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> None:
@@ -49,6 +55,8 @@ def check_same_adapters(model: nn.Module, folder: Path) -> None:
     not looked at."""
     there, (here,) = read_adapter_config(folder), cast(Any, model).peft_config.values()
     odd = [key for key in _UNKNOWN_SETTINGS if there.get(key)]
+    if there.get("init_lora_weights") not in _KEEP_THE_MODEL:
+        odd.append(f'init_lora_weights = "{there["init_lora_weights"]}"')
     if there.get("peft_type") != "LORA" or odd:
         raise ConfigError(
             f"lora: {folder}: {ADAPTER_CONFIG} asks for {list_few(odd) or there.get('peft_type')}, which is "

@@ -57,8 +57,8 @@ def add_lora(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) 
     The model keeps its class, and its modules their names; the layers get `lora_A`, `lora_B` and, for what
     they were, `base_layer`. `dtype`: of the adapters; None: fp32, or fp64 if their layer is.
 
-    Raises `ConfigError` where `peft` is missing, or where a target is no linear layer of the model or shares
-    its weight with another module.
+    Raises `ConfigError` where `peft` is missing, or where a target is no linear layer of the model, or shares
+    its weight with another module, or has its weight transposed and another has not.
     """
     peft = _import_peft()
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -153,7 +153,8 @@ def _check_targets(model: nn.Module) -> None:
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    for name, layer in lora_layers(model).items():
+    layers = lora_layers(model)
+    for name, layer in layers.items():
         base = layer.base_layer
         if not (isinstance(base, nn.Linear) or _is_transposed(base)):
             raise ConfigError(
@@ -166,6 +167,12 @@ def _check_targets(model: nn.Module) -> None:
                 f"lora: target_modules: '{name}' shares its weight with {list_few(shared)}, which an adapter "
                 "would leave as it is; leave it out"
             )
+    by_kind = {_is_transposed(layer.base_layer): name for name, layer in layers.items()}
+    if len(by_kind) > 1:  # `peft` has one `fan_in_fan_out` for all.
+        raise ConfigError(
+            f"lora: target_modules: the weight of '{by_kind[True]}' is transposed and that of "
+            f"'{by_kind[False]}' is not; name layers of one kind only"
+        )
 
 
 def _import_peft() -> Any:

@@ -68,7 +68,7 @@ def _find_part(name: str, shape: tuple[int, ...], rule: Any, pattern: str, sourc
         (type(one).__name__, getattr(one, "dim", None)) for one in rule.operations
     ]
     if kinds[:1] == [("MergeModulelist", 0)]:
-        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), source)
+        number = re.search(pattern.replace(".*.", r"\.(\d+)\."), source)
         if number is None:
             return None
         starts[0] = int(number[1])

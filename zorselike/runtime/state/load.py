@@ -235,6 +235,12 @@ class Loader:
             raise OtherCheckpointError(
                 f"{begin_with} ({there.folder}) than those of {here.folder}; name that folder"
             )
+        was, now = (tuple(base.adapter.get(key) for key in ("r", "lora_alpha")) for base in (there, here))
+        if was != now:
+            raise OtherCheckpointError(
+                f"{self._path}: its adapters have rank {was[0]} and alpha {was[1]}, and these have {now[0]} "
+                f"and {now[1]}; set rank and alpha as they were"
+            )
 
     def _refuse_other_optimizer(self) -> None:
         kinds = {
