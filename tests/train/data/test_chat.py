@@ -30,6 +30,14 @@ def test_answers_are_what_the_assistant_says(tmp_path: Path, template: str) -> N
     assert decode(folder, tokens[is_answer]) == "a fox<|im_end|>\né!<|im_end|>\n"
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_an_assistant_that_speaks_first(tmp_path: Path, template: str) -> None:
+    messages = turns("", "hello", "what?", "a fox")["messages"][1:]
+    folder = save_tokenizer(tmp_path / "tokenizer", template)
+    tokens, is_answer = ChatTokenizer(folder).encode(Conversation(messages, None), "here")
+    assert decode(folder, tokens[is_answer]) == "hello<|im_end|>\na fox<|im_end|>\n"
+
+
 def test_fingerprints_know_the_template(tmp_path: Path) -> None:
     prints = [ChatTokenizer(save_tokenizer(tmp_path, t)).fingerprint for t in (TEMPLATE, TEMPLATE, MARKED)]
     assert prints[0] == prints[1] != prints[2]

@@ -43,6 +43,12 @@ def test_examples_are_read_in_order(tmp_path: Path) -> None:
     assert [located.example for located in read_examples(pairs, "completion")] == [Completion("", "b")]
 
 
+def test_halves_of_characters_are_replaced(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "\ud83d", "completion": "é😀 \\ud83d\ude00"}])
+    (found,) = read_examples(path, "completion")
+    assert found.example == Completion("\ufffd", "é😀 \\ud83d\ufffd")
+
+
 def test_files_of_two_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "empty.jsonl", [])

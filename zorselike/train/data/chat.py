@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -108,7 +108,11 @@ class ChatTokenizer:
         """Where in the text of a conversation an answer is: it begins after the template's prompt for it, and
         ends with what the template writes after it where it is the last."""
         messages = conversation.messages
-        before = self._render(messages[:number], conversation, prompts=True) if number else ""
+        if number:
+            before = self._render(messages[:number], conversation, prompts=True)
+        else:  # Templates need a message: what stays as it is if this one's content is another.
+            changed = self._render([_with_other_content(messages[0]), *messages[1:]], conversation)
+            before = text[: _count_common(text, changed)]
         after = ending = ""
         if number + 1 < len(messages):
             ending = self._render_after(messages[: number + 1], conversation, number)
@@ -125,14 +129,10 @@ class ChatTokenizer:
         self, messages: Sequence[Mapping[str, Any]], conversation: Conversation, number: int
     ) -> str:
         """What follows the content of a message: what stays as it is at the end if the content is another."""
-        content = messages[number].get("content") or ""
-        last = {content[-1:], content.strip()[-1:]}
-        other = {**messages[number], "content": next(letter for letter in "abc" if letter not in last)}
+        other = _with_other_content(messages[number])
         text = self._render(messages, conversation)
         changed = self._render([*messages[:number], other, *messages[number + 1 :]], conversation)
-        ends = zip(reversed(text), reversed(changed), strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
-        return text[len(text) - common :]
+        return text[len(text) - _count_common(reversed(text), reversed(changed)) :]
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], conversation: Conversation, *, prompts: bool = False
@@ -141,3 +141,15 @@ class ChatTokenizer:
             messages, tools=conversation.tools, tokenize=False, add_generation_prompt=prompts
         )
         return text
+
+
+def _with_other_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content begins and ends with another letter."""
+    content = message.get("content") or ""
+    ends = {end for text in (content, content.strip()) for end in (text[:1], text[-1:])}
+    return {**message, "content": next(letter for letter in "abcde" if letter not in ends)}
+
+
+def _count_common(one: Iterable[str], other: Iterable[str]) -> int:
+    """Letters with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

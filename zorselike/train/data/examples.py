@@ -68,9 +68,24 @@ def read_lines(file: Path) -> Iterator[Line]:
                 continue
             where = f"{file}, line {number}"
             try:
-                yield Line(where, json.loads(line.decode("utf-8", errors="replace")), len(line))
+                value = json.loads(line.decode("utf-8", errors="replace"))
             except ValueError as error:
                 raise ConfigError(f"{where}: is not JSON: {error}") from error
+            has_surrogates = b"\\ud" in line.lower()
+            yield Line(where, _replace_surrogates(value) if has_surrogates else value, len(line))
+
+
+def _replace_surrogates(value: Any) -> Any:
+    """Tokenizers take no halves of characters, with which texts end that were cut within an emoji."""
+    match value:
+        case str():
+            return value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+        case list():
+            return [_replace_surrogates(one) for one in value]
+        case dict():
+            return {_replace_surrogates(key): _replace_surrogates(one) for key, one in value.items()}
+        case _:
+            return value
 
 
 def find_kind(files: Sequence[Path]) -> Kind:
