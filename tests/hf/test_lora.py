@@ -13,9 +13,10 @@ from ranks import RunRanks
 from zorselike import initialize, list_modules
 from zorselike.errors import ConfigError
 from zorselike.hf.adapters import check_same_adapters
-from zorselike.hf.lora import Lora, add_lora, is_adapter
+from zorselike.hf.lora import Lora, add_lora, is_adapter, lora_layers
 
 peft = pytest.importorskip("peft")
+transformers = hf_families.transformers
 
 
 def make_model(name: str) -> torch.nn.Module:
@@ -72,6 +73,27 @@ def test_targets_that_are_no_linear_layers_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         add_lora(make_model(name), Lora(rank=2, target_modules=targets))
+
+
+def test_shared_experts_are_left_out_by_default() -> None:
+    """`peft` takes the names of their layers for those of all experts."""
+    config = transformers.Glm4MoeConfig(
+        vocab_size=19,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+    )
+    with torch.device("meta"):
+        model = transformers.Glm4MoeForCausalLM(config)
+    add_lora(model, Lora(rank=2))
+    found = {name.rpartition(".")[2] for name in lora_layers(model)}
+    assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

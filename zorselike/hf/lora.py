@@ -3,7 +3,9 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +37,8 @@ class Lora:
     dropout: float = 0.0
     """Share of A's inputs that are dropped in training."""
     target_modules: tuple[str, ...] = ()
-    """Names of linear layers, or how such names end, such as `q_proj`; empty: all in decoder layers."""
+    """Names of linear layers, or how such names end, such as `q_proj`; empty: all in decoder layers, but for
+    those that `peft` does not tell from experts."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -109,26 +112,46 @@ def peft_config(model: nn.Module, lora: Lora) -> Any:
     Raises `ConfigError` where `peft` is missing, or the model has no linear layers.
     """
     linear = _linear_layers(model)
-    targets = set(lora.target_modules) or {name.rpartition(".")[2] for name in linear}
+    _refuse_unknown(lora.target_modules, model, linear)
+    alpha = lora.scale * lora.rank
+    make = partial(
+        _import_peft().LoraConfig,
+        r=lora.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=lora.dropout,
+        fan_in_fan_out=any(_is_transposed(layer) for layer in linear.values()),
+        task_type="CAUSAL_LM",
+    )
+    targets = set(lora.target_modules)
+    if not targets:
+        targets = _without_names_of_experts(
+            make(target_modules={name.rpartition(".")[2] for name in linear}), model
+        )
+    if not targets:
+        raise ConfigError(f"lora: {type(model).__name__} has no linear layers in its decoder layers")
+    return make(target_modules=targets)
+
+
+def _refuse_unknown(targets: Sequence[str], model: nn.Module, linear: Collection[str]) -> None:
     names = [name for name, _ in model.named_modules()]
-    for target in sorted(targets):  # peft passes over those that fit nothing while another fits
+    for target in targets:  # peft passes over those that fit nothing while another fits
         if not any(name == target or name.endswith(f".{target}") for name in names):
             valid = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"lora: target_modules: no module of the model is called '{target}'; its linear layers are "
                 f"{', '.join(valid)}{suggest(target, valid)}"
             )
-    if not targets:
-        raise ConfigError(f"lora: {type(model).__name__} has no linear layers in its decoder layers")
-    alpha = lora.scale * lora.rank
-    return _import_peft().LoraConfig(
-        r=lora.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        fan_in_fan_out=any(_is_transposed(layer) for layer in linear.values()),
-        task_type="CAUSAL_LM",
-    )
+
+
+def _without_names_of_experts(config: Any, model: nn.Module) -> set[str]:
+    """The targets of a config whose names `peft` does not take for those of experts (`gate_proj` of DeepSeek
+    3, which its shared experts have too)."""
+    try:
+        conversion = import_module("peft.utils.transformers_weight_conversion")
+    except ImportError:  # An older peft, or transformers: names are what they are.
+        return set(config.target_modules)
+    conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
+    return set(config.target_modules)
 
 
 def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
