@@ -328,6 +328,27 @@ def test_skipping_initialises_buffers_alone() -> None:
     assert module.angles.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_what_is_loaded_needs_no_initialiser() -> None:
+    """Such as the parameters and buffers of Apertus' activations. No file has adapters or other buffers."""
+
+    def blank() -> torch.Tensor:
+        return torch.empty(3, dtype=torch.bfloat16, device="meta")
+
+    module = nn.Linear(2, 2, device="meta")
+    module.alpha = nn.Parameter(blank())
+    module.register_buffer("beta", blank())
+    initialize_unit(module, "own", seed=0, device="cpu", skips=True)
+    for tensor in (module.alpha, module.beta):
+        assert tensor.dtype == torch.bfloat16 and bool(tensor.isnan().all())
+    module.lora_magnitude = nn.Parameter(blank())
+    with pytest.raises(ConfigError, match=r"nothing initialises the parameter 'own\.lora_magnitude'"):
+        initialize_unit(module, "own", seed=0, device="cpu", skips=True)
+    del module.lora_magnitude
+    module.register_buffer("angles", blank(), persistent=False)
+    with pytest.raises(ConfigError, match=r"nothing initialises the buffer 'own\.angles'"):
+        initialize_unit(module, "own", seed=0, device="cpu", skips=True)
+
+
 def test_skipping_copies_no_parameter_that_is_there() -> None:
     class Watched(nn.Module):
         def __init__(self) -> None:

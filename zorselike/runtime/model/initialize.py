@@ -70,7 +70,8 @@ def initialize_unit(
 
     Parameters and buffers that are not on the meta device keep their values and are moved. Tensors
     used twice stay one tensor. The caller's random numbers are not touched.
-    Raises `ConfigError` for a parameter or buffer that nothing initialises.
+    Raises `ConfigError` for a parameter or buffer that nothing initialises; with `skips`, only where it is an
+    adapter, or no checkpoint has it.
     """
     if root is None and not fqn:
         root = module
@@ -135,9 +136,14 @@ class _Unit:
         for name, child in module.named_children():
             if self.has_pending(child):
                 self.initialise(child, join(fqn, name), callback)
-        for name, tensor in _named_tensors(module, recurse=False):
+        for name, tensor in list(_named_tensors(module, recurse=False)):
             if id(tensor) in self._pending:
-                raise _nothing_initialises(module, join(fqn, name), tensor)
+                own = join(fqn, name)
+                if not self._skips or name not in module.state_dict(keep_vars=True) or ".lora_" in f".{own}":
+                    raise _nothing_initialises(module, own, tensor)
+                blank = torch.empty_like(tensor, device="cpu")
+                _mark_blank(blank)
+                self._finish(tensor, blank)
 
     def take_values(self, other: nn.Module) -> None:
         """Takes the values of what is pending from an initialised copy of the module."""
