@@ -40,8 +40,8 @@ class CoarseSearch:
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
         self._microbatch_counts = evaluator.list_microbatch_counts(groups)
         self._goes_back_at_once = len(groups) == 1 and self._ministage_counts[0] == 1
-        """Whether there may be one ministage of all layers, of which little is kept: each microbatch goes back
-        before the next begins."""
+        """Whether there may be one ministage of all layers, of which little is kept: each microbatch goes
+        back before the next begins."""
         self._has_few_layers = evaluator.has_few_layers
         families = evaluator.families
         self._once = [family for family in families if not family[0].reduces_per_microbatch]
