@@ -97,9 +97,15 @@ def test_it_is_scaled_as_the_loss_is(run_ranks: RunRanks) -> None:
         assert weights == {scale / PLAN.global_batch}
 
 
-def test_it_is_one_number_and_nothing_elsewhere() -> None:
+def add_outside(rank: int, size: int) -> tuple[bool, str]:
     x = torch.ones(2, 3, requires_grad=True)
     add_loss(x, x.square().sum()).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.ones(2, 3))
-    with pytest.raises(ConfigError, match=r"of shape \[2\]; give one number"):
+    with pytest.raises(ConfigError) as caught:
         add_loss(x, x.sum(1))
+    return x.grad is not None and torch.equal(x.grad, torch.ones(2, 3)), str(caught.value)
+
+
+def test_it_is_one_number_and_nothing_elsewhere(run_ranks: RunRanks) -> None:
+    ((adds_nothing, refusal),) = run_ranks(add_outside, 1)
+    assert adds_nothing
+    assert "of shape [2]; give one number" in refusal
