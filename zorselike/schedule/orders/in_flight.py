@@ -19,10 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from zorselike.errors import PlanError
 from zorselike.plan.plan import Group, Plan
@@ -30,7 +27,11 @@ from zorselike.schedule.actions import Kind
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.spec import ScheduleSpec
 
-_Integers = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    _Integers = npt.NDArray[np.int64]
 
 BACKWARD_PASSES = {"none": 2, "layer": 3}
 """What a backward takes, in forwards, by the group's `recompute`."""
@@ -117,6 +118,8 @@ class Needs(NamedTuple):
 
 def find_needs(earlier: Group, later: Group) -> Needs:
     """Microbatches wait for all that share a row with them, and for all that those before them wait for."""
+    import numpy as np  # Takes as long as all else that is imported; most plans have no bounds.
+
     (sent_ends, sent), (received_ends, received) = (_number_rows(group) for group in (earlier, later))
     # Every end of a microbatch of either ends a range of rows that one of each has in common.
     ends = np.union1d(sent_ends, received_ends)
@@ -131,6 +134,8 @@ def find_needs(earlier: Group, later: Group) -> Needs:
 
 def _number_rows(group: Group) -> tuple[_Integers, _Integers]:
     """The ends of all microbatches, rising, and their numbers among those of their ranks."""
+    import numpy as np
+
     num_before: defaultdict[int, int] = defaultdict(int)
     ends, numbers = [], []
     for microbatch in group.microbatches:
