@@ -153,6 +153,9 @@ def test_experts_must_all_be_there(tmp_path: Path, run_ranks: RunRanks) -> None:
     (path,) = tmp_path.glob("*.safetensors")
     tensors = load_file(path)
     (lost,) = [name for name in tensors if name.endswith("layers.1.block_sparse_moe.experts.2.w3.weight")]
+    save_file({**tensors, lost.replace("experts.2", "experts.3"): tensors[lost].clone()}, path)
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "layers.1.block_sparse_moe.experts.3.w3.weight is (" in said
     del tensors[lost]
     save_file(tensors, path)
     (said,) = run_ranks(refuse, 1, tmp_path)

@@ -3,7 +3,6 @@ which they were trained."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -21,6 +20,7 @@ from zorselike.checkpoint.export import (
     copy_companions,
     folder_to_be,
     write_index,
+    writing,
 )
 from zorselike.checkpoint.layout import DTYPE_BYTES
 from zorselike.checkpoint.manifest import Base, Manifest
@@ -32,7 +32,7 @@ from zorselike.checkpoint.safetensors_file import (
     fingerprint_weights,
     open_folder,
 )
-from zorselike.checkpoint.slices import Slice, SlicesWriter, write_file
+from zorselike.checkpoint.slices import Slice, write_file
 from zorselike.checkpoint.verify import OnBytes
 from zorselike.errors import CheckpointError
 from zorselike.plan.holdings import VALUE, Box
@@ -89,7 +89,7 @@ def export_adapters(
     slices = list_adapters(manifest, dtype=dtype)
     name_of = {FILE_PREFIX + name.replace(ADAPTER, "."): name for name in manifest.tensors}
     with folder_to_be(target) as partial, closing(SlicesReader(root, manifest)) as reader:
-        with _writing(partial, ADAPTER_WEIGHTS, slices) as writer:
+        with writing(partial, ADAPTER_WEIGHTS, slices) as writer:
             for one in slices:
                 values = _read(reader, manifest, name_of[one.box.name])
                 content = encode(values.reshape(-1), one.dtype)
@@ -102,8 +102,7 @@ def export_adapters(
 
 def list_merged(root: Path, *, dtype: str | None = None, like: Path | None = None) -> Shards:
     """What `export_merged` writes: the tensors of each file."""
-    files = open_folder(find_base(root, read_manifest(root), like))
-    return [[_converted(one, dtype) for one in file.slices] for file in files]
+    return _convert(open_folder(find_base(root, read_manifest(root), like)), dtype)
 
 
 def export_merged(
@@ -133,11 +132,11 @@ def export_merged(
     folder = find_base(root, manifest, like)
     files = open_folder(folder)
     adapters = _match(manifest, folder, files)
-    shards = list_merged(root, dtype=dtype, like=like)
+    shards = _convert(files, dtype)
     names = [WEIGHTS] if len(files) == 1 else [file.path.name for file in files]
     with folder_to_be(target) as partial, closing(SlicesReader(root, manifest)) as reader:
         for name, file, shard in zip(names, files, shards, strict=True):
-            with _writing(partial, name, shard) as writer:
+            with writing(partial, name, shard) as writer:
                 for source, one in zip(file.slices, shard, strict=True):
                     adapter = adapters.get(source.box.name)
                     pair = None if adapter is None else adapter.load(reader, manifest)
@@ -256,8 +255,11 @@ def _merge(
         yield content
 
 
-def _converted(one: Slice, dtype: str | None) -> Slice:
-    return replace(one, dtype=dtype) if dtype is not None and one.dtype in FLOATS else one
+def _convert(files: Sequence[SafetensorsFile], dtype: str | None) -> Shards:
+    return [
+        [replace(one, dtype=dtype) if dtype and one.dtype in FLOATS else one for one in file.slices]
+        for file in files
+    ]
 
 
 def _read(reader: SlicesReader, manifest: Manifest, name: str) -> Values:
@@ -266,13 +268,3 @@ def _read(reader: SlicesReader, manifest: Manifest, name: str) -> Values:
     content = np.empty(int(np.prod(shape)) * DTYPE_BYTES[dtype], np.uint8)
     reader.read_box(Box.whole(name, VALUE, shape), content.data)
     return decode(content, dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path, name: str, slices: Sequence[Slice]) -> Iterator[SlicesWriter]:
-    writer = SlicesWriter(folder, name, slices, says_where=False)
-    try:
-        yield writer
-        writer.finish()
-    finally:
-        writer.abort()

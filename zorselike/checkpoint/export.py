@@ -17,7 +17,7 @@ from zorselike.checkpoint.blocks import dtype_of, read_blocks
 from zorselike.checkpoint.dtypes import FLOATS, decode, encode
 from zorselike.checkpoint.manifest import Manifest
 from zorselike.checkpoint.read import SlicesReader, read_manifest
-from zorselike.checkpoint.safetensors_file import INDEX, WEIGHTS, open_folder
+from zorselike.checkpoint.safetensors_file import INDEX, WEIGHTS, may_be, open_folder
 from zorselike.checkpoint.slices import Slice, SlicesWriter, make_folders, sync_folder, write_file
 from zorselike.checkpoint.verify import OnBytes
 from zorselike.errors import CheckpointError
@@ -69,7 +69,7 @@ def list_parts(
         if box.name not in left:  # There may be masks, which no model has.
             continue
         whole = Box.whole(box.name, VALUE, manifest.tensors[box.name].shape)
-        if one.shape not in (box.shape, box.shape[1:]) or (box != whole and whole.intersect(box) != box):
+        if not may_be(one, box, whole):
             raise _of_other_model(like, whole, f"has {one.shape} as {one.box.name}")
         left[box.name] = [rest for own in left[box.name] for rest in subtract(own, box)]
         parts[one.box.name] = Part(box, one.shape)
@@ -167,8 +167,8 @@ def export(
     with folder_to_be(target) as partial:
         with closing(SlicesReader(root, manifest)) as reader:
             for name, shard in zip(names, shards, strict=True):
-                writer = SlicesWriter(partial, name, shard, says_where=False)
-                _write(reader, manifest, writer, shard, parts, progress)
+                with writing(partial, name, shard) as writer:
+                    _write(reader, manifest, writer, shard, parts, progress)
         if len(shards) > 1:
             write_index(partial, names, shards)
             names.append(INDEX)
@@ -231,6 +231,17 @@ def _say_dtype(path: Path, content: bytes, dtypes: Collection[str]) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
+@contextlib.contextmanager
+def writing(folder: Path, name: str, slices: Sequence[Slice]) -> Iterator[SlicesWriter]:
+    """A writer of one file, which is there whole or not at all."""
+    writer = SlicesWriter(folder, name, slices, says_where=False)
+    try:
+        yield writer
+        writer.finish()
+    finally:
+        writer.abort()
+
+
 def _write(
     reader: SlicesReader,
     manifest: Manifest,
@@ -239,20 +250,17 @@ def _write(
     parts: Mapping[str, Part],
     progress: OnBytes | None,
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        stack.callback(writer.abort)
-        for one in shard:
-            box = parts[one.box.name].box
-            saved = dtype_of(manifest, box.name, VALUE)
-            for content in read_blocks(reader, box, saved):
-                if saved != one.dtype:
-                    content = encode(decode(content, saved), one.dtype)
-                writer.append(content.data)
-                if progress is not None:
-                    progress(content.nbytes)
-            if not one.num_bytes:
-                writer.append(memoryview(b""))
-        writer.finish()
+    for one in shard:
+        box = parts[one.box.name].box
+        saved = dtype_of(manifest, box.name, VALUE)
+        for content in read_blocks(reader, box, saved):
+            if saved != one.dtype:
+                content = encode(decode(content, saved), one.dtype)
+            writer.append(content.data)
+            if progress is not None:
+                progress(content.nbytes)
+        if not one.num_bytes:
+            writer.append(memoryview(b""))
 
 
 def write_index(folder: Path, names: Sequence[str], shards: Shards) -> None:

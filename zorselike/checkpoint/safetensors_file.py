@@ -92,6 +92,12 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
 
 
+def may_be(one: Slice, part: Box, whole: Box) -> bool:
+    """Whether a file's tensor may be a part of a tensor: it has its shape, or has it without the first
+    dimension if the part has one entry of that; and the part lies inside."""
+    return part.shape in (one.shape, (1, *one.shape)) and (part == whole or whole.intersect(part) == part)
+
+
 def list_files(paths: Sequence[Path]) -> list[Path]:
     """Files for themselves, and of a folder those of its weights; raises `CheckpointError` for none."""
     return [file for path in paths for file in (_list_folder(path) if path.is_dir() else [path])]

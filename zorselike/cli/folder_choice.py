@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from zorselike.errors import ConfigError
 from zorselike.plan.workload import Workload
@@ -55,32 +56,48 @@ class FolderChoice:
 
     @cached_property
     def _model(self) -> nn.Module:
-        from zorselike.hf import build_on_meta
+        import torch
 
-        model = build_on_meta(self.folder)
-        if self.lora_rank is not None:
-            from zorselike.hf.lora import Lora, add_lora
+        from zorselike.hf import Lora, build_on_meta
 
-            add_lora(model, Lora(self.lora_rank, target_modules=self.lora_targets))
-        return model
+        rank = self.lora_rank
+        lora = None if rank is None else Lora(rank, target_modules=self.lora_targets)
+        return build_on_meta(self.folder, lora=lora, frozen_dtype=torch.float32)
 
 
-def choose_folder(
-    command: str, folder: str | None, lora_rank: int | None, lora_targets: Sequence[str]
-) -> FolderChoice | None:
-    """What the options name; None without a folder. Raises `ConfigError` for options that do not fit."""
-    if lora_rank is not None and lora_rank < 1:
-        raise ConfigError(
-            f"{command}: --lora-rank is {lora_rank}; it must be at least 1 (8 and 16 are usual)"
-        )
-    if lora_targets and lora_rank is None:
-        raise ConfigError(
-            f"{command}: --lora-targets has no adapters to name layers for; give --lora-rank 16"
-        )
-    if folder is None:
-        if lora_rank is not None:
+@dataclass(frozen=True, kw_only=True)
+class FolderOptions:
+    """A model of Hugging Face."""
+
+    hf: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: no such model)")] = (
+        None
+    )
+    """Folder of a Hugging Face causal LM, of which config.json is read; give --seq-len too."""
+
+    lora_rank: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all of it trains)")
+    ] = None
+    """With --hf: rank of LoRA adapters; only they train, the model itself is frozen."""
+
+    lora_targets: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all in decoder layers)"),
+    ] = ()
+    """With --lora-rank: linear layers with adapters, such as q_proj v_proj."""
+
+    def choose_folder(self, command: str) -> FolderChoice | None:
+        """What the options name; None without a folder. Raises `ConfigError` for options that do not fit."""
+        rank = self.lora_rank
+        if rank is not None and rank < 1:
+            raise ConfigError(f"{command}: --lora-rank is {rank}; it must be at least 1 (8 and 16 are usual)")
+        if self.lora_targets and rank is None:
             raise ConfigError(
-                f"{command}: --lora-rank is for a model of Hugging Face; give its folder by --hf"
+                f"{command}: --lora-targets has no adapters to name layers for; give --lora-rank 16"
             )
-        return None
-    return FolderChoice(Path(folder).expanduser(), lora_rank, tuple(lora_targets))
+        if self.hf is None:
+            if rank is not None:
+                raise ConfigError(
+                    f"{command}: --lora-rank is for a model of Hugging Face; give its folder by --hf"
+                )
+            return None
+        return FolderChoice(Path(self.hf).expanduser(), rank, self.lora_targets)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from zorselike.cli.folder_choice import PREFIX, choose_folder
+from zorselike.cli.folder_choice import PREFIX, FolderOptions
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.workload import Workload
-from zorselike.text.assignments import read_assignment
+from zorselike.text.assignments import name_model, read_assignment, write_assignments
 
 if TYPE_CHECKING:
     from zorselike.cost.profile import Profile
@@ -28,29 +28,13 @@ _NAMED = "(default: from the plan or profile)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(FolderOptions):
     """The model; needed if neither plan nor profile name it."""
 
     workload: Annotated[
         str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: made from family and flavor)")
     ] = None
     """The model's layers as numbers (JSON), for a model of your own."""
-
-    hf: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: no such model)")] = (
-        None
-    )
-    """Folder of a Hugging Face causal LM, of which config.json is read; give --seq-len too."""
-
-    lora_rank: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all of it trains)")
-    ] = None
-    """With --hf: rank of LoRA adapters; only they train, the model itself is frozen."""
-
-    lora_targets: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all in decoder layers)"),
-    ] = ()
-    """With --lora-rank: linear layers with adapters, such as q_proj v_proj."""
 
     family: Annotated[
         str | None, tyro.conf.arg(aliases=["--model"], metavar="NAME", help_behavior_hint=_NAMED)
@@ -107,7 +91,7 @@ class ModelOptions:
                 )
             return Workload.load(self.workload)
 
-        folder = choose_folder(command, self.hf, self.lora_rank, self.lora_targets)
+        folder = self.choose_folder(command)
         if folder is not None and (self.family or self.flavor or self.override):
             raise ConfigError(f"{command}: --hf is the model; leave out --family, --flavor and --override")
         known = model or (profile.model if profile is not None else None)
@@ -121,13 +105,13 @@ class ModelOptions:
     def list_options(self, name: str) -> tuple[str, ...]:
         """Options of the trainer for a workload of that name; empty for a workload file, whose model a script
         must name."""
-        folder = choose_folder("plan", self.hf, self.lora_rank, self.lora_targets)
+        folder = self.choose_folder("plan")
         if folder is not None:
             return folder.list_options()
         with suppress(ConfigError):
             choice = parse_model(name)
             if self.workload is None:
-                overrides = [f"{key}={value}" for key, value in choice.overrides]
+                overrides = write_assignments(choice.overrides)
                 named = ("--model.name", choice.family, "--model.flavor", choice.flavor)
                 return (*named, "--model.override", *overrides) if overrides else named
         return ()
@@ -188,7 +172,7 @@ class ModelChoice:
 
     @property
     def name(self) -> str:
-        return " ".join([self.family, self.flavor, *(f"{key}={value}" for key, value in self.overrides)])
+        return name_model(self.family, self.flavor, self.overrides)
 
     def config(self) -> DecoderConfig:
         """The model's configuration; raises `ConfigError` for names that do not exist."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tyro
 
-from zorselike.cli.folder_choice import FolderChoice, choose_folder
+from zorselike.cli.folder_choice import FolderChoice, FolderOptions
 from zorselike.cli.model_choice import ModelChoice, choose_model
 from zorselike.cli.options import check_at_least, check_outputs, read_size
 from zorselike.errors import ConfigError
@@ -23,7 +23,7 @@ _PARTS: tuple[_Part, ...] = get_args(_Part)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileCommand:
+class ProfileCommand(FolderOptions):
     """Measure layers, largest batches, memory, links and the program; write a profile and a cluster file.
 
     One process measures one device. For several devices and the links between them start it like a training
@@ -31,22 +31,6 @@ class ProfileCommand:
     will take, adds to a profile that exists, and works without a GPU (with a number of CPU ranks in place of
     gpu). A machine that does other work meanwhile is slower than its profile says.
     """
-
-    hf: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: no such model)")] = (
-        None
-    )
-    """Folder of a Hugging Face causal LM whose layers are measured; of it config.json is read."""
-
-    lora_rank: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all of it trains)")
-    ] = None
-    """With --hf: rank of LoRA adapters; only they train, the model itself is frozen."""
-
-    lora_targets: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(default: all in decoder layers)"),
-    ] = ()
-    """With --lora-rank: linear layers with adapters, such as q_proj v_proj."""
 
     family: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: llama)")] = None
     """Family of the built-in model whose layers are measured."""
@@ -102,7 +86,7 @@ class ProfileCommand:
     def run(self) -> None:
         self._check()
         memory_bytes = read_size("profile", "--memory", self.memory)
-        folder = choose_folder("profile", self.hf, self.lora_rank, self.lora_targets)
+        folder = self.choose_folder("profile")
         if folder is not None and (self.family or self.flavor or self.override):
             raise ConfigError("profile: --hf is the model; leave out --family, --flavor and --override")
         model = folder or choose_model(self.family or "llama", self.flavor or "debug", self.override)

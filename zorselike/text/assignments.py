@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from typing import Any
 
 from zorselike.errors import ConfigError
@@ -18,3 +19,13 @@ def read_assignment(text: str, where: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         raise ConfigError(f"{where}: {key} = '{value}' is neither a number nor True or False") from None
+
+
+def write_assignments(settings: Iterable[tuple[str, Any]]) -> list[str]:
+    """The inverse of `read_assignment`."""
+    return [f"{key}={value}" for key, value in settings]
+
+
+def name_model(family: str, flavor: str, settings: Iterable[tuple[str, Any]]) -> str:
+    """What workloads, plans, profiles and runs call a built-in model: `llama 7b num_layers=8`."""
+    return " ".join([family, flavor, *write_assignments(settings)])

@@ -14,7 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zorselike.checkpoint.safetensors_file import SafetensorsFile, fingerprint_weights, open_folder
+from zorselike.checkpoint.safetensors_file import (
+    SafetensorsFile,
+    fingerprint_weights,
+    may_be,
+    open_folder,
+)
 from zorselike.checkpoint.slices import Slice
 from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.plan.holdings import VALUE, Box, subtract
@@ -132,9 +137,8 @@ def _find_fault(places: Sequence[_Place], whole: Box) -> str | None:
     """What is wrong with the parts of a tensor."""
     left = [whole]
     for place in places:
-        shape = place.box.shape if len(places) > 1 else whole.shape
-        if place.one.shape not in (shape, shape[1:] if len(places) > 1 else shape):
-            return f"{place.one.box.name} is {place.one.shape} there, {shape} here"
+        if not may_be(place.one, place.box, whole):
+            return f"{place.one.box.name} is {place.one.shape} there, and {whole.name} {whole.shape} here"
         if place.one.dtype != places[0].one.dtype:
             names = f"{places[0].one.box.name} and {place.one.box.name}"
             return f"{names} are of different dtypes, and one tensor here"

@@ -19,7 +19,7 @@ from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
 from zorselike.runtime.model.causal_lm import find_decoder
 from zorselike.runtime.processes.device import ParamDtype
-from zorselike.text.assignments import read_assignment
+from zorselike.text.assignments import name_model, read_assignment
 from zorselike.train.config.config import HUGGING_FACE, Config
 
 
@@ -70,7 +70,7 @@ def find_model(config: Config) -> TrainedModel:
     overrides = dict(sorted(read_assignment(one, "[model] override") for one in named.override))
     shape = get_config(named.name, named.flavor, **overrides)
     return TrainedModel(
-        name=" ".join([named.name, named.flavor, *(f"{key}={value}" for key, value in overrides.items())]),
+        name=name_model(named.name, named.flavor, overrides.items()),
         vocab_size=shape.vocab_size,
         max_seq_len=shape.max_seq_len,
         num_parameters=num_parameters(shape),
