@@ -29,6 +29,7 @@ LAYERS = [
     "hf",
     "profiler",
     "models",
+    "elastic",
     "train",
     "cli",
 ]

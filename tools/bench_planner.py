@@ -2,16 +2,21 @@
 
     python tools/bench_planner.py --json figures.json
     python tools/bench_planner.py --only "Llama 65b"
+    python tools/bench_planner.py --budgets --clusters 4 --reference-seconds 120
 
 The clusters of Zorse's paper with all four Llamas, by the layer times that its authors published (left out,
 with a word, where `--data` has none); two and three types of GPUs in machines of four, as in Sailor's
 experiments; 1,024 GPUs of four types. Each search is a process of its own on one core, and its budget seven
 tenths of the most that it may take. Published times of other planners stand beside them: Zorse's with the
 profiling, Sailor's as measured on a machine of this class (128 + 384) and as in its paper (3 x 256).
+
+With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s: how much worse is
+the plan found in little time than the best, and is one ever worse with more time?
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import resource
@@ -28,6 +33,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
+from tools.bench.budgets import (
+    REFERENCE_S,
+    Course,
+    follow,
+    format_course,
+    list_questions,
+    summarize,
+)
+from tools.bench.budgets import (
+    list_misses as list_budget_misses,
+)
 from tools.papers.zorse.paper import CONTEXT_BYTES, make_clusters
 from tools.papers.zorse.runs import make_setup
 from tools.papers.zorse.times import find_folder, read_workload
@@ -91,7 +107,19 @@ def main() -> int:
     parser.add_argument("--data", type=Path, metavar="DIR", help="with github.com/benson-guo/zorse, a clone")
     parser.add_argument("--only", metavar="TEXT", default="", help="those whose names hold this")
     parser.add_argument("--budget", type=float, metavar="S", help="of each search, in place of seven tenths")
+    parser.add_argument(
+        "--budgets", action="store_true", help="what is found in 10 and 30 s, beside the best"
+    )
+    parser.add_argument("--clusters", type=int, default=12, metavar="N", help="of the twelve, with --budgets")
+    parser.add_argument(
+        "--reference-seconds", type=float, default=REFERENCE_S, metavar="S", help="of the longest search"
+    )
+    parser.add_argument(
+        "--by-processor", action="store_true", help="budgets are seconds of the processor, on a busy machine"
+    )
     options = parser.parse_args()
+    if options.budgets:
+        return follow_budgets(options)
     if options.data is None:
         print("note: no --data with Zorse's layer times (github.com/benson-guo/zorse). Left out: A, B, C")
     print(
@@ -116,6 +144,32 @@ def main() -> int:
         misses += [f"{scale.name}: {miss}" for miss in missed]
     print("\n".join(["", *(f"MISSED: {miss}" for miss in misses)]) if misses else "\nall targets met")
     write_json(options.json, {"misses": misses, "cases": results, "machine": describe_machine()})
+    return int(bool(misses))
+
+
+def follow_budgets(options: argparse.Namespace) -> int:
+    """Searches with several budgets; the exit status says whether plans were near the best in little time,
+    and never worse with more."""
+    zorse = None if options.data is None else partial(make_zorse, find_folder(options.data))
+    questions = [own for own in list_questions(zorse) if options.only in own.name][: options.clusters]
+    courses: list[Course] = []
+    print(
+        f"{'question':<28}{'GPUs':>5}{'used':>6}{'budget':>9}{'step s':>10}{'money':>10}{'ratio':>8}"
+        f"{'estim.':>8}{'simul.':>7}  ended by"
+    )
+    for question in questions:
+        try:
+            courses.append(follow(question, options.reference_seconds, by_processor=options.by_processor))
+        except ProfileError as error:
+            print(f"{question.name:<28} left out: {error}")
+            continue
+        print(*format_course(courses[-1]), sep="\n", flush=True)
+    misses = list_budget_misses(courses)
+    summary = summarize(courses)
+    print("", *(f"{name}: {value:g}" for name, value in summary.items()), sep="\n")
+    print(*(f"MISSED: {miss}" for miss in misses), sep="\n")
+    found = {"misses": misses, **summary, "courses": courses, "machine": describe_machine()}
+    write_json(options.json, found)
     return int(bool(misses))
 
 

@@ -14,6 +14,7 @@ from zorselike.plan import ConfigError, Group, Microbatch, Ministage, Plan, Plan
 from zorselike.version import __version__
 
 if TYPE_CHECKING:
+    from zorselike.elastic.pipeline import ElasticPipeline
     from zorselike.runtime.auxiliary_loss import add_loss
     from zorselike.runtime.model.decoder_cut import list_modules
     from zorselike.runtime.model.initialize import initialize
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Broadcast",
     "ConfigError",
+    "ElasticPipeline",
     "Group",
     "HeteroPipeline",
     "Microbatch",
@@ -43,6 +45,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # Its name until torch 2.9.
 
 _WITH_TORCH = {
     "Broadcast": "zorselike.runtime.model.signature",
+    "ElasticPipeline": "zorselike.elastic.pipeline",
     "HeteroPipeline": "zorselike.runtime.pipeline",
     "add_loss": "zorselike.runtime.auxiliary_loss",
     "initialize": "zorselike.runtime.model.initialize",

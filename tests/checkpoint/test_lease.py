@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,28 @@ def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> N
     other.release()
 
 
+def test_rivals_take_a_lease_over_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = Lease(tmp_path)
+    change(dead.path, started="1")
+    judge, seen = leases._is_gone, []
+
+    def is_gone(*args: Any) -> bool:
+        """What another process meets that comes at this moment."""
+        folder = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)
+        seen.append(args)
+        return judge(*args)
+
+    monkeypatch.setattr(leases, "_is_gone", is_gone)
+    Lease(tmp_path).release()
+    assert len(seen) == 1
+    dead.release()
+
+
 @pytest.mark.parametrize("values", [{"host": "elsewhere"}, {"machine": "another boot"}])
 def test_another_machine_s_lease_lasts_until_it_expires(tmp_path: Path, values: dict[str, str]) -> None:
     lease = Lease(tmp_path)
@@ -73,6 +97,20 @@ def test_another_machine_s_lease_lasts_until_it_expires(tmp_path: Path, values: 
     expired = lease.path.stat().st_mtime - EXPIRES_S - 1
     os.utime(lease.path, (expired, expired))
     Lease(tmp_path).release()
+
+
+def test_a_job_s_lease_passes_to_who_leads_it_next(tmp_path: Path) -> None:
+    lease = Lease(tmp_path, job="mine")
+    change(lease.path, host="elsewhere")
+    for stranger in ("", "other"):
+        with pytest.raises(CheckpointError, match="saves into this folder"):
+            Lease(tmp_path, job=stranger)
+    heir = Lease(tmp_path, job="mine")
+    with pytest.raises(CheckpointError, match="no longer holds the lease"):
+        lease.check()
+    lease.release()
+    heir.check()
+    heir.release()
 
 
 def test_a_lease_that_says_nothing_counts_until_it_expires(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The search itself is in place only where a test says so: elsewhere `searched.py`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -360,6 +361,48 @@ def test_a_line_hides_devices_that_the_plan_leaves_out(
     assert line in run(capsys, *known)
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "jobset", "skypilot", "ray"])
+def test_a_job_file_has_the_plan_s_name(
+    capsys: pytest.CaptureFixture[str], asked: Asked, launcher: str
+) -> None:
+    shown = run(capsys, *EIGHT, "-o", "mine.toml", "--launch", "torchrun", launcher)
+    told = next(line for line in shown.splitlines() if line.startswith("wrote mine."))
+    written = Path(told.split()[1].removesuffix(":"))
+    assert "--hetero.plan" in written.read_text() and "torchrun --nnodes 2" in shown
+    assert shown.endswith("wrote mine.toml\n")
+
+
+def test_a_launcher_that_cannot_start_the_plan_says_why(
+    capsys: pytest.CaptureFixture[str], asked: Asked
+) -> None:
+    two = Node(name="desk", devices=("T4", "A100-40"), fabric=Link(1e9))
+    Cluster(nodes=(two,)).save("desk.toml")
+    shown = run(capsys, "--cluster", "desk.toml", *EIGHT[2:], "--launch", "jobset", "slurm")
+    assert "no file for jobset: Kubernetes asks for GPUs of one type on a node, and node desk has" in shown
+    assert "wrote plan.sbatch: sbatch plan.sbatch" in shown and shown.endswith("wrote plan.toml\n")
+
+
+def test_a_page_shows_the_plan_with_its_search(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
+    pytest.importorskip("bokeh", reason="Bokeh is not installed (pip install 'zorselike[html]')")
+    shown = run(capsys, *EIGHT, "--compare", "--html", "page.html")
+    assert "wrote page.html: open it in a browser\n" in shown
+    page = Path("page.html").read_text()
+    step = f"{Plan.load('plan.toml').estimates.iteration_s:.4g} s"
+    assert f"<b>{step}</b>" in page and "Plans found, against time" in page and "TorchTitan-Het" in page
+    assert "Plans found" not in page.partition("<body>")[0]
+
+
+def test_a_page_that_cannot_be_made_is_said_before_the_search(
+    capsys: pytest.CaptureFixture[str], asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    assert "pip install 'zorselike[html]'" in fail(capsys, *EIGHT, "--html", "page.html")
+    assert "--html is none/p.html, in a folder that does not exist" in fail(
+        capsys, *EIGHT, "--html", "none/p.html"
+    )
+    assert not asked
+
+
 # -- the search itself -------------------------------------------------------------------------
 
 
@@ -465,9 +508,20 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--fix", "ministages=9"], "9 ministages are fixed; chain has 4 layers"),
         ([*EIGHT, "--fix", "zero=3", "grad_reduce=once"], "ZeRO 3 reduces after every microbatch"),
         ([*EIGHT, "--fix", "in_flight=4"], "--fix in_flight=4: give bounded or unbounded"),
-        ([*EIGHT, "--fix", "in_flight=bounded", "groups=node", "ministages=4"], "with one ministage a group"),
+        (
+            [
+                *EIGHT,
+                "--fix",
+                "in_flight=bounded",
+                "groups=node",
+                "ministages=4",
+                "zero=2",
+                "grad_reduce=once",
+            ],
+            "fixed are ZeRO 2, reductions once and 4 ministages, and there are 2 groups",
+        ),
         ([*EIGHT, "--fix", "in_flight=bounded", "offload=params"], "offload nothing but optimizer"),
-        ([*EIGHT, "--fix", "in_flight=bounded", "ministages=4"], "4 ministages, and there are 3 devices"),
+        ([*EIGHT, "--fix", "in_flight=bounded", "ministages=1"], "two ministages or more; fixed is 1"),
         ([*EIGHT, "--quota", "T4=0", "--fix", "in_flight=bounded"], "two groups or more, and there is one"),
         ([*EIGHT, "--fix", "rows_per_microbatch=9"], "a microbatch has no more rows than a step"),
         ([*EIGHT, "--fix", "groups="], "--fix groups= is empty; give type, node, zone, or nodes"),

@@ -122,6 +122,14 @@ def test_a_plan_for_another_cluster_is_told(capsys: pytest.CaptureFixture[str], 
     assert "another cluster" not in run(capsys, "own.toml", *MEASURED)
 
 
+def test_a_page_in_one_file(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    pytest.importorskip("bokeh", reason="Bokeh is not installed (pip install 'zorselike[html]')")
+    shown = run(capsys, "plan.toml", *MEASURED, "--html", "page.html")
+    assert shown.endswith("\npage written to page.html: open it in a browser\n")
+    case = SimulationInputs(workload=WORKLOAD, cluster=CLUSTER, profile=PROFILE).simulate(PLAN)
+    assert f"<b>{case.simulation.iteration_s:.4g} s</b>" in Path("page.html").read_text()
+
+
 def test_a_trace_a_picture_and_estimates(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     pytest.importorskip("matplotlib")
     text = Path("plan.toml").read_text()

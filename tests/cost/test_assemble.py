@@ -14,13 +14,15 @@ from plans import random_plan
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.layer_times import REACHED_OF_PEAK
+from zorselike.cost.memory import walk_memory
 from zorselike.cost.profile import HostLinkRates, LayerTimes, Overheads, Profile, Source, UpdateTime
+from zorselike.cost.sizes import measure_ministages
 from zorselike.cost.step_costs import UnitBytes
 from zorselike.errors import ClusterError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
-from zorselike.schedule import ScheduleSpec, build
+from zorselike.schedule import Kind, ScheduleSpec, build
 
 SOURCE = Source("measured", "2026-11-21")
 GIB = 2**30
@@ -134,7 +136,10 @@ def test_everything_that_a_schedule_needs() -> None:
         (2, 3): 10.0,  # Not of the borrowed weight.
     }
     assert costs.row_bytes == (0, 100, 100, 100)
-    assert costs.units[0] == (UnitBytes(2000, 4000), UnitBytes(1200, 2400), UnitBytes(1200, 2400))
+    assert costs.units[0] == (
+        UnitBytes(2000, 4000),
+        *[UnitBytes(1200, 2400, is_cut=True)] * 2,
+    )
     assert costs.units[3] == (UnitBytes(20, 40), UnitBytes(1600, 3200))
     assert (costs.tie_bytes, costs.tie_gradient_bytes) == ({(0, 3): 1600}, {(0, 3): 3200})
     assert costs.sizes[2][1].activation_bytes_per_row == 900
@@ -233,13 +238,6 @@ def rename(plan: Plan, old: str, new: str) -> Plan:
 )
 def test_a_plan_of_another_model_is_refused(plan: Plan, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        make_costs(plan, WORKLOAD, CLUSTER, PROFILE)
-
-
-def test_replicas_of_several_ranks_are_refused() -> None:
-    group = replace(PLAN.groups[0], ranks=((0, 1),), microbatches=(Microbatch(0, 0, 4),))
-    plan = replace(PLAN, groups=(group, PLAN.groups[1])).validate()
-    with pytest.raises(PlanError, match=r"groups\[0\].ranks holds a tensor-parallel replica"):
         make_costs(plan, WORKLOAD, CLUSTER, PROFILE)
 
 
@@ -342,3 +340,79 @@ def test_what_units_cost_the_host() -> None:
     costs = make_costs(replace(PLAN, groups=zero3).validate(), WORKLOAD, CLUSTER, profile)
     computing = {key: seconds for key, seconds in costs.unit_host_s.items() if key[0] == "F"}
     assert computing == {("F", 0): 300.0, ("F", 2): 100.0}
+
+
+# -- tensor-parallel replicas ------------------------------------------------------------------
+
+PAIR = Plan(
+    global_batch=4,
+    groups=(
+        Group(ranks=((0, 1),), microbatches=(Microbatch(0, 0, 4),), recompute="layer"),
+        Group(ranks=(2,), microbatches=(Microbatch(2, 0, 4),)),
+    ),
+    ministages=(
+        Ministage(0, ("emb", "layers.0", "layers.1")),
+        Ministage(1, ("layers.2", "layers.3")),
+        Ministage(0, ("norm", "head")),
+    ),
+    sequence_length=512,
+).validate()
+FABRIC = Link(100.0, latency_s=0.5)
+QUICK = replace(CLUSTER, nodes=(replace(CLUSTER.nodes[0], fabric=FABRIC), *CLUSTER.nodes[1:]))
+ROW_BYTES = 2 * 50
+"""At the boundary of a layer."""
+
+
+def ring_s(rows: int) -> float:
+    """A ring of two: half of the activations over the fabric, and one latency."""
+    half = rows * ROW_BYTES / 2
+    return half / FABRIC.rate(half) + FABRIC.latency_s
+
+
+def test_layers_share_their_time_and_meet_in_collectives() -> None:
+    costs = make_costs(PAIR, WORKLOAD, QUICK, PROFILE)
+    for rank in (0, 1):
+        # Half of 4 rows' second each, and two all-gathers and two reduce-scatters a layer.
+        assert costs.forward_s[rank, 0, 4] == pytest.approx(2 * (4 * 1.0 / 2 + 4 * ring_s(4)))
+        # Recomputed: backward and a second forward, in each of them as many collectives.
+        assert costs.backward_s[rank, 0, 4] == pytest.approx(2 * (4 * 3.0 / 2 + 8 * ring_s(4)))
+        # The head's FLOPs are twice a layer's, and each rank has half of the positions.
+        assert costs.forward_s[rank, 2, 4] == pytest.approx(4 * 2.0 / 2)
+    assert costs.forward_s[2, 1, 4] == 2 * 4 * 4.0
+    assert any("not measured at tensor parallelism 2; 1/2 of its time" in line for line in costs.assumptions)
+    measured = layer_times("A100-40", 0.75, tensor_parallel=2)
+    found = make_costs(PAIR, WORKLOAD, QUICK, replace(PROFILE, layers=(*PROFILE.layers, measured)))
+    assert found.forward_s[0, 0, 4] == pytest.approx(2 * (4 * 0.75 + 4 * ring_s(4)))
+    assert not any("tensor parallelism" in line for line in found.assumptions)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_single_card_beside_a_replica_holds_as_many_pieces_more(zero: int) -> None:
+    """600 parameters of each of four layers are cut; embedding (tied to the head) and norm are not."""
+    firsts = (0, 4, 6)
+    microbatches = tuple(Microbatch(rank, row, row + 1) for row, rank in enumerate(firsts))
+    group = Group(ranks=((0, 1, 2, 3), (4, 5), 6), microbatches=microbatches, zero=zero)
+    modules = tuple(name for name, _ in WORKLOAD.layers)
+    plan = Plan(3, (group,), (Ministage(0, modules),), sequence_length=512).validate()
+    sizes = [own[0] for own in measure_ministages(plan, WORKLOAD)]
+    uncut = 1000 + 10
+    rest = -(-1000 // 7) + -(-10 // 7) if zero else uncut
+    for own, degree in zip(sizes, (4, 4, 4, 4, 2, 2, 1), strict=True):
+        pieces = 4 * 600 // degree
+        assert own.gathered_bytes == 2 * (uncut + pieces)
+        assert own.shard_bytes == 2 * (rest + pieces // (3 if zero else 1))
+        # What attention and feed-forward take in is of all positions, 50 elements of 2 bytes twice a layer.
+        assert own.activation_bytes_per_row == 4 * (900 // degree + 2 * (ROW_BYTES - ROW_BYTES // degree))
+    if zero:  # Every piece is held once.
+        assert sum(own.shard_bytes // 2 - rest for own in sizes) == 4 * 600
+
+
+def test_a_walk_counts_what_a_rank_receives_of_its_positions() -> None:
+    sizes = measure_ministages(PAIR, WORKLOAD)
+    lists = build(ScheduleSpec(PAIR))
+    assert [own[i].boundary_bytes_per_row for own, i in zip(sizes, (0, 0, 1), strict=True)] == [50, 50, 100]
+    received = [action for action in lists[2] if action.kind is Kind.RECV_F]
+    assert [action.positions for action in received] == [(0, 256), (256, 512)]
+    held = walk_memory(PAIR, 2, lists[2], sizes[2]).device_bytes
+    first, second = map(lists[2].index, received)
+    assert second == first + 1 and held[second] - held[first] == 4 * ROW_BYTES / 2

@@ -150,8 +150,12 @@ def test_tensor_parallel_degrees_are_kept_apart() -> None:
     assert clock.forward_s("layer", "T4", 2, "none", 4) == 1.0
     assert clock.forward_s("layer", "T4", 2, "none") == 2.0
     assert clock.forward_s("head", "T4", 2, "none", 4) == pytest.approx(3.0)
-    with pytest.raises(ProfileError, match="T4 at tensor parallelism 2, only at 1, 4"):
-        clock.forward_s("layer", "T4", 2, "none", 2)
+    assert clock.forward_s("layer", "T4", 2, "none", 2) == 1.0
+    assert clock.assumptions[-1] == (
+        "layer on T4: not measured at tensor parallelism 2; 1/2 of its time on one device"
+    )
+    with pytest.raises(ProfileError, match="T4 at tensor parallelism 2, only at 4"):
+        clock_of(four).forward_s("layer", "T4", 2, "none", 2)
 
 
 def test_other_dtypes_and_lengths_are_not_mixed_in() -> None:

@@ -229,6 +229,21 @@ def test_transfers_between_groups() -> None:
     one = walk_memory(plan, 0, parse_actions(text), sizes, num_sends_kept=1)
     assert one.device_bytes[:5] == found.device_bytes[:5]
     assert list(one.device_bytes[5:]) == [n - sent for n in found.device_bytes[5:]]  # 2B0 sends more.
+    assert not found.host[Purpose.COMMUNICATION] and not found.device[Purpose.COMMUNICATION]
+    # Ministage 2 follows 1: what it receives and the gradients that it sends go over host memory.
+    on_gpu = walk_memory(plan, 0, parse_actions(text), sizes, on_gpu=True, communicator_bytes=1000)
+    pieces, gradient = 2 + 2, 4
+    assert on_gpu.host[Purpose.COMMUNICATION] == max(pieces, gradient)
+    assert on_gpu.host_peak_bytes == max(pieces, gradient)
+    assert on_gpu.device[Purpose.COMMUNICATION] == 2 * 1000  # To rank 1 forward, from it backward.
+    assert [n - 2000 for n in on_gpu.device_bytes] == list(found.device_bytes)
+    rows = {0: bare, 2: replace(bare, boundary_bytes_per_row=3)}
+    edges = {(0, 1, "F"), (1, 0, "B"), (1, 0, "F"), (0, 1, "B")}
+    all_by_host = walk_memory(
+        plan, 0, parse_actions(text), rows, on_gpu=True, by_host=edges, communicator_bytes=1000
+    )
+    assert all_by_host.host[Purpose.COMMUNICATION] == 2 + 8 + 2  # Powers of two; all is held to the end.
+    assert not all_by_host.device[Purpose.COMMUNICATION]
 
 
 def test_a_rank_without_actions_holds_what_is_its_own() -> None:

@@ -284,7 +284,7 @@ def test_modules_tied_within_a_ministage_are_one_unit_that_comes_last() -> None:
     plan = make_plan(workload, ranks=(0,))
     assert list_units(plan, workload) == (
         (
-            UnitSize(num_parameters=600, num_trainable=600),
+            UnitSize(num_parameters=600, num_trainable=600, is_cut=True),
             UnitSize(num_parameters=1100, num_trainable=1100),
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import hf_families
 import pytest
 import torch
 import torch.distributed as dist
+import volume
 from hf_families import make_model, tokens
 from ranks import RunRanks
 from tiny import adamw
@@ -60,12 +62,23 @@ def save(rank: int, world_size: int, family: str, folder: Path, dtype: torch.dty
     make_model(family).to(dtype).save_pretrained(folder, max_shard_size="20KB")
 
 
+def make_folder(run_ranks: RunRanks, family: str, folder: Path, dtype: torch.dtype = torch.float64) -> Path:
+    run_ranks(save, 1, family, folder, dtype)
+    names_of(folder)
+    return folder
+
+
 def open_pipeline(
     folder: Path, plan: Any, dtype: torch.dtype = torch.float64, **options: Any
 ) -> HeteroPipeline:
-    names = list_modules(zorselike.hf.build_on_meta(folder, lora=LORA))
     options = {"lora": LORA, "optimizer": adamw, "dtype": dtype, **options}
-    return zorselike.hf.pipeline(folder, plan(names), **options)
+    return zorselike.hf.pipeline(folder, plan(names_of(folder)), **options)
+
+
+@cache
+def names_of(folder: Path) -> list[str]:
+    """Of a model's modules. Asked before ranks are forked, which then find shapes and rules of names warm."""
+    return list_modules(zorselike.hf.build_on_meta(folder, lora=LORA))
 
 
 def count_gathers(patch: pytest.MonkeyPatch, run: Any) -> int:
@@ -121,11 +134,11 @@ def train_alone(rank: int, world_size: int, folder: Path, first: dict[str, Tenso
     return losses, adapters_of(state)
 
 
-@pytest.mark.parametrize("family, zero", [("llama, tied", 0), ("llama", 2), ("gpt2", 3)])
+@volume.parametrize("family, zero", [("llama, tied", 0), ("llama", 2), ("gpt2", 3)])
 def test_adapters_train_as_peft_trains_them_alone(
     family: str, zero: int, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    run_ranks(save, 1, family, tmp_path)
+    make_folder(run_ranks, family, tmp_path)
     first, losses, found = run_ranks(train_planned, 4, tmp_path, zero)[0]
     ((expected, adapters),) = run_ranks(train_alone, 1, tmp_path, first)
     for name, tensor in first.items():
@@ -166,7 +179,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(
     param_dtype: torch.dtype | None, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
     """Also where weights in bf16 and adapters in fp32 are gathered together: one gather a layer."""
-    run_ranks(save, 1, "llama", tmp_path, torch.bfloat16)
+    make_folder(run_ranks, "llama", tmp_path, torch.bfloat16)
     for found, _, gathers in run_ranks(measure, 2, tmp_path, param_dtype):
         sizes = [own for own, _, _ in found.values()]
         layers, others = hf_families.NUM_LAYERS, 2  # Norm and head.
@@ -189,7 +202,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(
 
 
 def train_in_parts(rank: int, world_size: int, folder: Path, steps: Path) -> Any:
-    """Adapters after three steps, the last two under another plan; and after a second time of the same."""
+    """Losses of the last two of three steps and adapters after them, with a checkpoint after the first."""
     with open_pipeline(folder, lambda names: make_plan(names, 3)) as pipe:
         pipe.step_global(*batch(0))
         pipe.save(steps / "a")
@@ -215,6 +228,12 @@ def begin_with(rank: int, world_size: int, folder: Path, adapters: Path) -> Any:
         return adapters_of(pipe.full_state_dict())
 
 
+def save_adapters(rank: int, world_size: int, folder: Path, steps: Path) -> None:
+    with open_pipeline(folder, other_plan) as pipe:
+        pipe.step_global(*batch(0))
+        pipe.save(steps)
+
+
 def refuse(rank: int, world_size: int, folder: Path, steps: Path, options: Any) -> str:
     with open_pipeline(folder, other_plan, **options) as pipe, pytest.raises(CheckpointError) as caught:
         pipe.load(steps)
@@ -235,12 +254,11 @@ def logits_of(rank: int, world_size: int, folder: Path, adapters: Path | None, s
         return model(tokens(ROWS), use_cache=False).logits, model.dtype, state
 
 
-@pytest.mark.parametrize("family", ["llama, tied", "gpt2"])
+@volume.parametrize("family", ["llama, tied", "gpt2"])
 def test_checkpoints_hold_adapters_and_become_folders(
     family: str, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    folder, steps = tmp_path / "model", tmp_path / "steps"
-    run_ranks(save, 1, family, folder)
+    folder, steps = make_folder(run_ranks, family, tmp_path / "model"), tmp_path / "steps"
     unbroken, adapters = run_ranks(train_in_parts, 4, folder, steps)[0]
     first, losses, found = run_ranks(go_on, 2, folder, steps)[0]
     assert losses == pytest.approx(unbroken, rel=1e-12)
@@ -274,10 +292,9 @@ def test_checkpoints_hold_adapters_and_become_folders(
 
 
 def test_adapters_of_other_weights_are_refused(tmp_path: Path, run_ranks: RunRanks) -> None:
-    folder, steps = tmp_path / "model", tmp_path / "steps"
-    run_ranks(save, 1, "llama", folder)
-    run_ranks(train_in_parts, 4, folder, steps)
-    (step,) = (steps / "a").glob("step-*")
+    folder, steps = make_folder(run_ranks, "llama", tmp_path / "model"), tmp_path / "steps"
+    run_ranks(save_adapters, 2, folder, steps)
+    (step,) = steps.glob("step-*")
     said = run_ranks(refuse, 2, folder, step, {"lora": None})
     assert all("holds adapters, without the model of" in own for own in said)
     said = run_ranks(refuse, 2, folder, step, {"lora": Lora(rank=3, alpha=5.0)})

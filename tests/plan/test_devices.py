@@ -147,3 +147,21 @@ def test_differences_are_named(plan, processes, messages):
 def test_processes_that_claim_one_place_are_refused(processes, message):
     with pytest.raises(ClusterError, match=message):
         match_devices(PLAN, processes)
+
+
+def test_a_replica_runs_on_like_devices_of_one_node():
+    replica = replace(GROUP, ranks=((0, 1, 2), 3))
+    plan = replace(BARE, groups=(replica,), sequence_length=8).validate()
+    types = ("A100", "", "A100", "T4")
+    alike = [Process("fast", rank, type_, rank) for rank, type_ in enumerate(types)]
+    assert match_devices(plan, alike) == {0: 0, 1: 1, 2: 2, 3: 3}
+    mixed = [*alike[:2], Process("fast", 2, "V100", 2), alike[3]]
+    with pytest.raises(PlanError, match=r"^groups\[0\].ranks\[0\] .*: rank 0 is 'A100' and rank 2 'V100'"):
+        match_devices(plan, mixed)
+    apart = [*alike[:2], Process("slow", 0, "A100", 2), alike[3]]
+    with pytest.raises(PlanError, match=r"across nodes: rank 1 is on 'fast' and rank 2 on 'slow'"):
+        match_devices(plan, apart)
+    # Where the plan names no types, those that run count.
+    untyped = replace(plan, devices=tuple(Device(rank, "fast", rank) for rank in range(4)))
+    with pytest.raises(PlanError, match="unlike devices"):
+        match_devices(untyped, mixed)

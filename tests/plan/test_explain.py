@@ -75,9 +75,15 @@ def test_explain_shows_devices_and_estimates_where_the_plan_has_them():
 
 
 def test_explain_shows_replicas():
-    group = Group(ranks=((0, 1), (2, 3)), microbatches=(Microbatch(0, 0, 5), Microbatch(2, 5, 9)))
-    plan = Plan(global_batch=9, groups=(group,), ministages=(Ministage(0, ("layers.0",)),))
-    assert "group 0: ranks (0, 1), (2, 3);" in plan.explain()
+    group = Group(ranks=((0, 1), 2), microbatches=(Microbatch(0, 0, 5), Microbatch(2, 5, 9)))
+    stages = (Ministage(0, ("layers.0",)),)
+    lines = Plan(global_batch=9, groups=(group,), ministages=stages, sequence_length=8).explain().splitlines()
+    assert lines[3].startswith("group 0: ranks (0, 1), 2; tensor parallelism 2 and 1; ZeRO 2;")
+    assert [line.split(maxsplit=2) for line in lines[5:8]] == [
+        ["0", "5", "55.6 %  1 x 5 rows"],
+        ["1", "with", "rank 0"],
+        ["2", "4", "44.4 %  1 x 4 rows"],
+    ]
 
 
 def test_explain_tells_how_many_microbatches_may_be_in_flight():

@@ -7,9 +7,21 @@ from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import random_plan
+from plans import random_plan, with_replicas
 
-from zorselike.plan.holdings import VALUE, Box, copies, rows_held, rows_of_chunks, rows_written, subtract
+from zorselike.plan.holdings import (
+    VALUE,
+    Box,
+    boxes_held,
+    boxes_written,
+    copies,
+    rows_held,
+    rows_of_chunks,
+    rows_written,
+    subtract,
+)
+from zorselike.plan.pieces import Cut, cut_evenly, holders_of, pieces_of, positions_of
+from zorselike.plan.plan import Replica
 
 
 @st.composite
@@ -59,6 +71,51 @@ def test_every_row_is_written_once(seed: int, num_rows: int) -> None:
         assert sorted(row for rows in written.values() for row in range(*rows)) == list(range(num_rows))
         for rank, (start, stop) in written.items():
             assert held[rank][0] <= start <= stop <= held[rank][1] or start == stop
+
+
+@given(st.integers(0, 2**32), st.tuples(st.integers(0, 9), st.integers(0, 9)), st.sampled_from((None, 0, 1)))
+def test_pieces_make_up_the_tensor(seed: int, extra: tuple[int, int], dim: int | None) -> None:
+    rng = random.Random(seed)
+    plan = with_replicas(random_plan(rng, max_groups=2, max_ministages_per_group=1), rng)
+    process_of = list(range(plan.num_ranks))
+    rng.shuffle(process_of)
+    for i in range(plan.num_ministages):
+        group = plan.group_of(i)
+        shape = (group.degree + extra[0], group.degree + extra[1])
+        cut = None if dim is None else Cut(dim, cut_evenly(shape[dim], group.degree))
+        found = [
+            boxes(plan, i, "w", VALUE, shape, process_of=process_of, cut=cut)
+            for boxes in (boxes_held, boxes_written)
+        ]
+        held, written = (
+            {rank: [e for b in own for e in elements(b)] for rank, own in f.items()} for f in found
+        )
+        whole = sorted(elements(Box.whole("w", VALUE, shape)))
+        assert sorted(e for own in written.values() for e in own) == whole
+        assert all(set(written[rank]) <= set(held[rank]) for rank in group.flat_ranks)
+        if cut is None:
+            for by_rows, boxes in zip((rows_held, rows_written), found, strict=True):
+                rows = by_rows(plan, i, shape[0], process_of=process_of)
+                assert boxes == {r: (Box.of_rows("w", VALUE, shape, own),) for r, own in rows.items()}
+            continue
+        for replica in group.replicas:  # Whole with ZeRO 0, else a share of its own.
+            parts = [e for rank in replica.ranks for e in held[rank]]
+            assert len(parts) == len(set(parts))
+            assert group.zero or sorted(parts) == whole
+        for rank in group.flat_ranks:
+            edges = [cut.edges[p : p + 2] for p in pieces_of(group, rank)]
+            assert len(found[0][rank]) == len(edges)
+            assert all(any(a <= e[cut.dim] < b for a, b in edges) for e in held[rank])
+            assert all(rank in holders_of(group, piece) for piece in pieces_of(group, rank))
+
+
+@given(st.integers(1, 8), st.integers(0, 30))
+def test_positions_are_cut_without_gaps(degree: int, extra: int) -> None:
+    replica = Replica(tuple(range(10, 10 + degree)))
+    slices = [positions_of(replica, rank, degree + extra) for rank in replica.ranks]
+    assert [p for own in slices for p in range(*own)] == list(range(degree + extra))
+    sizes = [stop - start for start, stop in slices]
+    assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1
 
 
 @given(st.data(), st.integers(1, 2))

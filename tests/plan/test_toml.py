@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plans, random_plan
+from plans import plans, random_plan, with_replicas
 
 from zorselike.plan import Device, Estimates, Group, Microbatch, Plan, PlanError
 
@@ -50,16 +50,13 @@ def full_plans(draw: st.DrawFn) -> Plan:
         replace(group, offload=tuple(draw(st.permutations(("params", "optimizer", "activations")))[:n]))
         for group, n in zip(plan.groups, draw(st.lists(st.integers(0, 3), min_size=3)), strict=False)
     ]
-    last = groups[-1]
+    plan = replace(plan, groups=tuple(groups), sequence_length=draw(st.none() | st.integers(1, 2**20)))
     if draw(st.booleans()):
-        replica = last.flat_ranks
-        microbatches = tuple(replace(m, rank=replica[0]) for m in last.microbatches)
-        groups[-1] = replace(last, ranks=(replica,), microbatches=microbatches)
+        plan = with_replicas(plan, random.Random(draw(st.integers(0, 99))))
+        devices = [replace(device, node=nodes[0], type=devices[0].type) for device in devices]
     return replace(
         plan,
-        groups=tuple(groups),
         devices=tuple(devices) if draw(st.booleans()) else (),
-        sequence_length=draw(st.none() | st.integers(1, 2**20)),
         model=draw(st.none() | texts),
         cluster_fingerprint=draw(st.none() | texts),
         workload_fingerprint=draw(st.none() | texts),

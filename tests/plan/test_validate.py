@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plans, random_plan, with_bounds
+from plans import plans, random_plan, with_bounds, with_replicas
 
 from zorselike.plan import (
     Device,
@@ -18,6 +18,7 @@ from zorselike.plan import (
     Ministage,
     Plan,
     PlanError,
+    validate_degrees,
     validate_modules,
 )
 
@@ -241,7 +242,7 @@ def microbatch_inside_a_replica(plan, rng):
     if len(replica) < 2:
         return None
     microbatches = tuple(replace(m, rank=replica[1]) for m in plan.groups[g].microbatches)
-    changed = with_group(plan, g, ranks=(replica,), microbatches=microbatches)
+    changed = replace(with_group(plan, g, ranks=(replica,), microbatches=microbatches), sequence_length=64)
     return (
         changed,
         rf"^groups\[{g}\].microbatches\[0\] is for rank {replica[1]}, inside a replica; name .* {replica[0]}",
@@ -452,7 +453,7 @@ def test_any_single_mistake_is_refused(name, plan, rng):
     assert "\n" not in str(error.value)
 
 
-@given(plans(max_ministages_per_group=1), st.randoms(use_true_random=False))
+@given(plans(max_ministages_per_group=3), st.randoms(use_true_random=False))
 def test_bounds_on_microbatches_in_flight_pass(plan, rng):
     with_bounds(plan, rng).validate()
 
@@ -478,16 +479,18 @@ def test_wrong_bounds_on_microbatches_in_flight_are_refused(bound, message):
         with_group(bounded_plan(), 0, max_in_flight=bound).validate()
 
 
-def test_microbatches_in_flight_are_bounded_with_one_ministage_a_group_only():
+def test_a_group_that_returns_to_its_ministages_keeps_no_whole_gradients_with_zero_2():
     plan = bounded_plan()
     more = replace(plan, ministages=(*plan.ministages, Ministage(1, ("one.more",))))
     second = next(s for s, ministage in enumerate(plan.ministages) if ministage.group == 1)
     message = (
-        rf"^groups\[0\].max_in_flight is 3, but group 1 owns ministages {second} and {len(plan.ministages)}; "
-        "microbatches in flight are bounded where every group has one ministage: join them, or remove"
+        rf"^groups\[0\].max_in_flight is 3, but group 1 owns ministages {second} and {len(plan.ministages)} "
+        'and returns .*: set zero = 1 or 3, or grad_reduce = "microbatch", or remove max_in_flight$'
     )
     with pytest.raises(PlanError, match=message):
-        more.validate()
+        with_group(more, 1, zero=2, grad_reduce="once").validate()
+    for zero, grad_reduce in ((0, "once"), (1, "once"), (2, "microbatch"), (3, "once")):
+        with_group(more, 1, zero=zero, grad_reduce=grad_reduce).validate()
 
 
 @pytest.mark.parametrize("g", [0, 1])
@@ -501,9 +504,81 @@ def test_where_microbatches_in_flight_are_bounded_the_optimizer_alone_is_offload
         wrong.validate()
 
 
-def test_replicas_pass():
-    group = Group(ranks=((0, 1), 2), microbatches=(Microbatch(0, 0, 3), Microbatch(2, 3, 4)))
-    Plan(global_batch=4, groups=(group,), ministages=(Ministage(0, ("layers",)),)).validate()
+REPLICAS = Plan(
+    global_batch=4,
+    groups=(
+        Group(ranks=((0, 1), 2), microbatches=(Microbatch(0, 0, 3), Microbatch(2, 3, 4))),
+        Group(ranks=((3, 4, 5, 6), (7, 8), 9), microbatches=(Microbatch(7, 0, 4),)),
+    ),
+    ministages=(Ministage(0, ("embed", "layers.0")), Ministage(1, ("layers.1", "norm"))),
+    sequence_length=4,
+)
+
+
+@given(plans(max_groups=3), st.randoms(use_true_random=False))
+def test_replicas_pass(plan, rng):
+    plan = with_replicas(plan, rng).validate()
+    assert plan.has_replicas == any(group.degree > 1 for group in plan.groups)
+    for group in plan.groups:
+        for replica in group.replicas:
+            assert len({group.microbatches_by_rank[rank] for rank in replica.ranks}) == 1
+            assert all(plan.replica_of(rank) == replica for rank in replica.ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"ranks": ((3, 4, 5), (6, 7), 8, 9)},
+            r"groups\[1\].ranks\[1\] is a replica of 2 ranks beside one of 3, .* every replica 1 or 3 ranks",
+        ),
+        (
+            {"sequence_length": None},
+            r"groups\[1\].ranks holds a tensor-parallel replica.* the plan has no sequence_length; give it",
+        ),
+        (
+            {"sequence_length": 3},
+            r"sequence_length is 3, and groups\[1\].ranks holds a replica of 4 ranks, .* give longer rows",
+        ),
+        (
+            {"devices": {4: ("far", "A100")}},
+            r"groups\[1\].ranks\[0\] .* across nodes: rank 3 is on 'near' and rank 4 on 'far'; keep a",
+        ),
+        (
+            {"devices": {4: ("near", ""), 5: ("near", "T4")}},
+            r"groups\[1\].ranks\[0\] .* unlike devices: rank 3 is 'A100' and rank 5 'T4'; .* of one type",
+        ),
+        ({"devices": {2: ("far", "T4"), 9: ("far", "V100")}}, None),
+    ],
+)
+def test_what_replicas_must_be_like(change, message):
+    plan = REPLICAS
+    if "ranks" in change:
+        plan = with_group(plan, 1, ranks=change["ranks"])
+    if "sequence_length" in change:
+        plan = replace(plan, sequence_length=change["sequence_length"])
+    if "devices" in change:
+        places = {**dict.fromkeys(range(10), ("near", "A100")), **change["devices"]}
+        devices = tuple(Device(rank, node, rank, type_) for rank, (node, type_) in places.items())
+        plan = replace(plan, devices=devices)
+    if message is None:
+        plan.validate()
+        return
+    with pytest.raises(PlanError, match=f"^{message}"):
+        plan.validate()
+
+
+def test_a_models_heads_say_which_degrees_it_allows():
+    validate_degrees(REPLICAS, {})
+    validate_degrees(REPLICAS, {"layers.0": 2, "layers.1": 4, "layers.2": 1})
+    validate_degrees(REPLICAS, {"layers.0.attention": 2, "layers.1.attention": 8})
+    for name in ("layers.1", "layers.1.attention"):
+        message = (
+            rf"^groups\[1\].ranks has a replica of 4 ranks, and '{name}' of ministages\[1\] can be cut "
+            "into 2 .*: let no replica have more than 2 ranks"
+        )
+        with pytest.raises(PlanError, match=message):
+            validate_degrees(REPLICAS, {"layers.0": 2, name: 2})
 
 
 def test_an_enormous_batch_is_checked_at_once():

@@ -9,6 +9,7 @@ from typing import Any
 import hf_families
 import pytest
 import torch
+import volume
 from profiled import free_port, join
 from ranks import RunRanks
 from torch import nn
@@ -189,13 +190,9 @@ def hold(rank: int, size: int, port: int, family: str, dtype: str, lora_rank: in
     return found
 
 
-@pytest.mark.parametrize(
+@volume.parametrize(
     ("family", "dtype", "lora_rank"),
-    [
-        ("llama, tied", "bfloat16", 2),
-        pytest.param("llama", "float32", 2, marks=pytest.mark.nightly),
-        pytest.param("gpt2", "bfloat16", None, marks=pytest.mark.nightly),
-    ],
+    [("llama, tied", "bfloat16", 2), ("llama", "float32", 2), ("gpt2", "bfloat16", None)],
 )
 def test_memory_is_as_expected(run_ranks: RunRanks, family: str, dtype: str, lora_rank: int | None) -> None:
     for own in run_ranks(hold, 2, free_port(), family, dtype, lora_rank, init=False):

@@ -23,6 +23,7 @@ from zorselike.profiler.layers.in_step import (
 )
 from zorselike.profiler.layers.probes import LayerProbe, find_probes
 from zorselike.profiler.layers.row_search import TrialResult
+from zorselike.profiler.machine.device_memory import HostMemory
 from zorselike.profiler.program import timing
 from zorselike.profiler.program.timing import MICROBATCHES as OF_A_RANK
 from zorselike.profiler.program.timing import ProgramBench, make_plan
@@ -36,6 +37,21 @@ def probes(dtype: str = "float32") -> dict[str, LayerProbe]:
 
 
 # -- the program -----------------------------------------------------------------------------
+
+
+class Grows(HostMemory):
+    """Each pipeline takes 300 bytes beside its tensors, and 70 for its streams."""
+
+    def restart_pools(self) -> None:
+        super().restart_pools()
+        self.num_asked = 0
+
+    def context_bytes(self) -> int:
+        self.num_asked += 1
+        return 1000 + 300 * (self.num_asked - 1)
+
+    def pools_bytes(self) -> int:
+        return 70
 
 
 def measure(rank: int, size: int, port: int, dtype: str) -> tuple[Overheads, int]:
@@ -52,7 +68,7 @@ def measure(rank: int, size: int, port: int, dtype: str) -> tuple[Overheads, int
 
     with join(port) as processes:
         model = measured_model(dtype=dtype)
-        bench = ProgramBench(model, probes(dtype)["layer"], processes, between_steps=counting)
+        bench = ProgramBench(model, probes(dtype)["layer"], processes, Grows(), between_steps=counting)
         return bench.measure(SOURCE), num_calls
 
 
@@ -67,12 +83,14 @@ def test_every_rank_finds_the_same_of_all_kinds_of_actions(run_ranks: RunRanks, 
     assert dict(found.unit_s).keys() == (usual | transfers) - {"F", "B"}
     assert dict(found.shared_unit_s).keys() <= {"UNSHARD", "RESHARD", "REDUCE_GRAD", "F", "B"}
     assert dict(found.unit_s)["REDUCE_GRAD"] > 0 and dict(found.unit_s)["STEP"] > 0
+    assert found.pools_bytes == 70
+    assert found.communicator_bytes == 300  # Of a group; edges each way are two.
     assert found.step_s > 0 and found.overlap_slowdown >= 1 and found.source == SOURCE
 
 
 def test_one_rank_shares_with_nobody(run_ranks: RunRanks) -> None:
     ((found, _),) = run_ranks(measure, 1, free_port(), "float32", init=False)
-    assert not found.shared_unit_s and found.overlap_slowdown == 1
+    assert not found.shared_unit_s and found.overlap_slowdown == 1 and not found.communicator_bytes
     assert not any("SEND" in kind for kind, _ in found.action_s)
 
 

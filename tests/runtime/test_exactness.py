@@ -67,6 +67,7 @@ def test_the_cases_cover_bounds_on_microbatches_in_flight() -> None:
     assert sum(has_group(plan, 3, "once") or has_group(plan, 3, "microbatch") for plan in several) >= 3
     assert sum(has_unequal_zero3(plan) for plan in several) >= 2
     assert sum(has_group(plan, 2, "microbatch") for plan in several) >= 2
+    assert sum(plan.num_ministages > len(plan.groups) for plan in several) >= 5
 
 
 def unbounded(plan: Plan) -> Plan:

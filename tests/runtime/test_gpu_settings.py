@@ -21,6 +21,7 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import assembly
 from zorselike.runtime.comm.ranks import Groups, Ranks
 from zorselike.runtime.comm.transport import Transport
+from zorselike.runtime.memory.streams import make_streams
 from zorselike.runtime.ministage.updates import default_optimizer
 from zorselike.runtime.pipeline import find_patience
 
@@ -153,3 +154,15 @@ def test_the_default_optimizer_is_fused_on_a_gpu(is_on_gpu: bool) -> None:
 
     optimizer = default_optimizer([("weight", Parameter(torch.zeros(2)))])
     assert bool(optimizer.defaults["fused"]) is is_on_gpu
+
+
+def test_no_stream_of_ours_but_that_of_updates_is_dealt_to_nccl() -> None:
+    with (
+        mock.patch.object(torch.cuda, "Stream", lambda device, priority=0: priority),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: "compute"),
+    ):
+        streams = make_streams(torch.device("cuda", 0))
+        made = {name: stream._stream for name, stream in vars(streams).items() if name != "_device"}
+        made["staged copies"] = streams.make("staged copies")._stream
+    assert made.pop("compute") == "compute"
+    assert {name for name, priority in made.items() if priority == 0} == {"update"} and len(made) == 9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hf_families
@@ -53,6 +53,18 @@ def three_groups(names: Sequence[str]) -> Plan:
     return Plan(ROWS, groups, tuple(Ministage(i % 3, tuple(own)) for i, own in enumerate(cuts)))
 
 
+IN_REPLICAS = ("llama", "llama, tied", "qwen2", "qwen3", "mistral")
+"""Families whose layers replicas can cut."""
+
+
+def replicas(names: Sequence[str]) -> Plan:
+    """A replica of two beside a rank alone, and another group that is a rank alone; four ministages."""
+    plan = two_groups(names)
+    microbatches = tuple(Microbatch(*m) for m in ((2, 0, 2), (2, 2, 3), (1, 3, 4), (2, 4, 7)))
+    group = replace(plan.groups[0], ranks=((2, 0), 1), microbatches=microbatches)
+    return replace(plan, groups=(group, plan.groups[1]), sequence_length=hf_families.LENGTH)
+
+
 PLANS = {"two groups": two_groups, "three groups": three_groups}
 
 
@@ -60,6 +72,9 @@ PLANS = {"two groups": two_groups, "three groups": three_groups}
 class Case:
     family: str
     plan: str
+
+    def plan_of(self, names: Sequence[str]) -> Plan:
+        return (PLANS | {"replicas": replicas})[self.plan](names)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The arguments change from step to step: masks on both sides, nothing, packed documents."""
@@ -76,6 +91,7 @@ class Case:
 
 
 CASES = [Case(family, plan) for plan in PLANS for family in FAMILIES]
+CASES += [Case(family, "replicas") for family in IN_REPLICAS]
 
 
 def train_alone(
@@ -103,7 +119,7 @@ def train_planned(rank: int, world_size: int, cases: Sequence[Case]) -> list[tup
     for case in cases:
         with exact_norms(case.family):
             model = make_model(case.family)
-            plan = PLANS[case.plan](list_modules(model))
+            plan = case.plan_of(list_modules(model))
             with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
                 losses = []
                 for step in range(NUM_STEPS):

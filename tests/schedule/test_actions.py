@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,8 @@ _optional = st.none() | _numbers
 _plain = st.builds(Action, st.sampled_from(list(Kind)), _optional, _optional)
 _rows = (_numbers, _numbers, _numbers)
 _with_rows = st.builds(Action, st.sampled_from(list(Kind)), _optional, _optional, *_rows)
-_actions = _plain | _with_rows
+_with_positions = st.builds(replace, _with_rows, positions=st.tuples(_numbers, _numbers))
+_actions = _plain | _with_rows | _with_positions
 
 
 @given(_actions)
@@ -23,7 +26,7 @@ def test_parser_is_the_inverse_of_the_text(action: Action) -> None:
 _NUMBER = "(0|[1-9][0-9]{0,3})?"
 
 
-@given(st.from_regex(rf"{_NUMBER}(F|B|STEP|TIE_GRAD|RECV_F){_NUMBER}(@7\[3:5\])?", fullmatch=True))
+@given(st.from_regex(rf"{_NUMBER}(F|B|STEP|TIE_GRAD|RECV_F){_NUMBER}(@7\[3:5(,0:1024)?\])?", fullmatch=True))
 def test_text_is_the_inverse_of_the_parser(text: str) -> None:
     assert parse_action(text).text == text
 
@@ -34,7 +37,7 @@ def test_lists_on_one_line(actions: list[Action]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "3", "3X0", "0SEND_F2@", "0SEND_F2@4[3]", "F0 B0", "-1F0", "3f0", "\u0663F0"]
+    "text", ["", "3", "3X0", "0SEND_F2@", "0SEND_F2@4[3]", "0F1@4[3:5,6]", "F0 B0", "-1F0", "3f0", "\u0663F0"]
 )
 def test_what_is_no_action_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="is not an action"):

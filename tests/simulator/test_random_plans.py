@@ -26,7 +26,7 @@ class Case:
 
     def __init__(self, seed: str) -> None:
         rng = random.Random(seed)
-        self.spec = random_spec(rng, small=rng.random() < 0.9)
+        self.spec = random_spec(rng, small=rng.random() < 0.9, replicas=rng.random() < 0.3)
         self.plan = self.spec.plan
         self.lists: Lists = build(self.spec)
         self._rng_seed = seed
@@ -53,6 +53,7 @@ class Case:
             row_bytes=rng.choice([0, 2]),
             unit_bytes=rng.choice([0, 4]),
             num_units=rng.randint(1, 3),
+            is_cut=rng.random() < 0.7,
             cpu=is_cpu if cpu is None else cpu,
             sends_buffer=rng.random() < 0.5,
             tie_bytes=dict.fromkeys(self.spec.ties, 3),
@@ -170,6 +171,7 @@ def test_bytes_on_the_wires_are_those_of_the_actions(block: int) -> None:
             sent = sum(
                 ((a.stop or 0) - (a.start or 0))
                 * costs.row_bytes[(a.ministage or 0) + (1 if a.kind is Kind.SEND_F else 0)]
+                * (1 if a.positions is None else (a.positions[1] - a.positions[0]) / case.spec.num_positions)
                 for a in own
                 if a.kind in SENDS
             )

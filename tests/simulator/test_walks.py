@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,11 +26,17 @@ def test_shared_walks_are_those_of_each_rank() -> None:
     for seed in volume.part(range(60)):
         plan = random_plan(random.Random(seed), max_groups=3, max_ranks_per_group=4)
         actions = build(ScheduleSpec(plan))
-        costs = make_costs(plan, row_bytes=3, sizes=SIZES)
+        costs = replace(make_costs(plan, row_bytes=3, sizes=SIZES), communicator_bytes=5)
         found = MemoryWalks(plan, actions, costs)
         for rank in range(plan.num_ranks):
             alone = walk_memory(
-                plan, rank, actions[rank], costs.sizes[rank], num_sends_kept=SENDS_KEPT_BY_NCCL
+                plan,
+                rank,
+                actions[rank],
+                costs.sizes[rank],
+                num_sends_kept=SENDS_KEPT_BY_NCCL,
+                on_gpu=True,
+                communicator_bytes=5,
             )
             assert found[rank] == alone, (seed, rank)
 

@@ -64,10 +64,12 @@ def make_costs(
     num_units: int = 1,
     sizes: Mapping[str, int] | None = None,
     cpu: bool = False,
+    is_cut: bool = False,
     **others: Any,
 ) -> StepCosts:
     """`forward` and `backward` in seconds a row, or by rank, ministage and rows; `backward` is by default
-    twice the forward; `unit_bytes` are gathered and reduced by each of a ministage's units."""
+    twice the forward; `unit_bytes` are gathered and reduced by each of a ministage's units, which tensor
+    parallelism cuts if `is_cut`."""
     if backward is None:
         backward = 2 * forward if isinstance(forward, float | int) else lambda *key: 2 * forward(*key)
 
@@ -100,7 +102,7 @@ def make_costs(
             for i in plan.ministages_of_rank(rank)
         },
         row_bytes=(0,) + (row_bytes,) * (plan.num_ministages - 1),
-        units=((UnitBytes(unit_bytes, unit_bytes),) * num_units,) * plan.num_ministages,
+        units=((UnitBytes(unit_bytes, unit_bytes, is_cut),) * num_units,) * plan.num_ministages,
         sizes=tuple(dict.fromkeys(plan.ministages_of_rank(rank), own) for rank in ranks),
         is_cpu=(cpu,) * len(ranks),
         **others,

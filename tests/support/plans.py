@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -57,16 +58,38 @@ def plans(**limits: int | bool) -> st.SearchStrategy[Plan]:
 
 
 def with_bounds(plan: Plan, rng: random.Random) -> Plan:
-    """A plan of one ministage a group with random bounds on microbatches in flight, none too low, in one
-    group at least."""
+    """The plan with random bounds on microbatches in flight, none too low, in one group at least."""
     must = rng.randrange(len(plan.groups))
     groups = []
     for g, (group, least) in enumerate(zip(plan.groups, least_in_flight(plan), strict=True)):
         bounds = (least, least + 1, least + rng.randint(0, 4))
         bound = rng.choice(bounds if g == must else (*bounds, None))
         kept = tuple(kind for kind in group.offload if kind == "optimizer")
+        if len(plan.ministages_of_group(g)) > 1 and group.zero == 2 and group.grad_reduce == "once":
+            zero: dict[str, Any] = {"zero": 1} if rng.random() < 0.4 else {"grad_reduce": "microbatch"}
+            group = replace(group, **zero)
         groups.append(replace(group, max_in_flight=bound, offload=kept))
     return replace(plan, groups=tuple(groups))
+
+
+def with_replicas(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with ranks joined to tensor-parallel replicas of random degrees, by chance none in a group;
+    a replica computes the microbatches that its ranks had, whose order stays."""
+    groups = []
+    for group in plan.groups:
+        largest = rng.choice([degree for degree in (1, 2, 2, 3, 4, 4, 6) if degree <= len(group.flat_ranks)])
+        left, entries = list(group.flat_ranks), []
+        while left:
+            fitting = [d for d in range(1, largest + 1) if largest % d == 0 and d <= len(left)]
+            degree = rng.choice(fitting) if entries else largest
+            entries.append(tuple(left[:degree]) if degree > 1 else left[0])
+            left = left[degree:]
+        rng.shuffle(entries)
+        joined = replace(group, ranks=tuple(entries))
+        booked = tuple(replace(m, rank=joined.replica_of(m.rank).first) for m in group.microbatches)
+        groups.append(replace(joined, microbatches=booked))
+    largest = max(group.degree for group in groups)
+    return replace(plan, groups=tuple(groups), sequence_length=largest + rng.randint(0, 9))
 
 
 def _random_ranks(rng: random.Random, num_groups: int, max_ranks: int) -> list[tuple[int, ...]]:

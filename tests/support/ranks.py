@@ -213,7 +213,7 @@ def _run_child(
     gc.freeze()  # A collection need not look through all that the parent had made; that takes 0.2 s.
     try:
         os.setsid()
-        _die_with_parent()
+        die_with_parent()
         _redirect_output(rank, folder)
         if not volume.is_full():
             known_shapes.share(shapes)
@@ -291,7 +291,7 @@ def _redirect_output(rank: int, folder: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -6,20 +6,24 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from plans import random_plan
+from plans import random_plan, with_replicas
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.orders.in_flight import order_in_flight
 from zorselike.schedule.spec import ScheduleSpec
 
 Lists = dict[int, list[Action]]
 
 
-def random_spec(rng: random.Random, *, small: bool) -> ScheduleSpec:
-    """Of a valid plan of up to 6 groups of 8 ranks and 8 ministages (small: 3, 3 and 3)."""
+def random_spec(rng: random.Random, *, small: bool, replicas: bool = False) -> ScheduleSpec:
+    """Of a valid plan of up to 6 groups of 8 ranks and 8 ministages (small: 3, 3 and 3; with tensor-parallel
+    replicas up to 6 ranks)."""
     sizes = (3, 3, 3, 10) if small else (6, 8, 8, 24)
     max_groups, max_ranks, max_ministages, max_rows = sizes
+    max_ranks = max(max_ranks, 6) if replicas else max_ranks
     plan = random_plan(
         rng,
         max_groups=max_groups,
@@ -28,7 +32,7 @@ def random_spec(rng: random.Random, *, small: bool) -> ScheduleSpec:
         max_rows=max_rows,
         round_robin=rng.random() < 0.5,
     )
-    return spec_of(rng, plan)
+    return spec_of(rng, with_replicas(plan, rng) if replicas else plan)
 
 
 def spec_of(rng: random.Random, plan: Plan) -> ScheduleSpec:
@@ -59,6 +63,16 @@ def as_checked(spec: ScheduleSpec) -> ScheduleSpec:
     """
     groups = tuple(replace(group, zero=1) if group.zero == 2 else group for group in spec.plan.groups)
     return replace(spec, plan=replace(spec.plan, groups=groups))
+
+
+def count_in_flight(spec: ScheduleSpec) -> tuple[int, ...]:
+    """Per group, how many microbatches of its ministages are in flight at most in the order of
+    `order_in_flight`. Those of ministages below the lowest backward keep no activations."""
+    counts = []
+    for order in order_in_flight(spec):
+        goes_back = [action for action in order if (action.ministage or 0) >= spec.lowest_backward]
+        counts.append(max(accumulate(1 if a.kind is Kind.F else -1 for a in goes_back), default=0))
+    return tuple(counts)
 
 
 _Channel = tuple[int | None, int | None, str]
@@ -144,8 +158,12 @@ class NaiveRun:
             for channel, count in self._due[rank, kind, ministage, action.microbatch]:
                 if self._sent[channel] < count:
                     return False
-            joins = self._plan.groups[group].zero == 3 and kind is not Kind.RESHARD
-            return not joins or self._meets(rank, action, group, size)
+            if kind is Kind.RESHARD:
+                return True
+            if self._plan.groups[group].zero == 3:
+                return self._meets(rank, action, group, size)
+            replica = self._plan.replica_of(rank)
+            return len(replica.ranks) == 1 or self._meets(rank, action, replica, len(replica.ranks))
         return self._passes_collective(rank, action, group, size)
 
     def _passes_collective(self, rank: int, action: Action, group: int, size: int) -> bool:
@@ -169,7 +187,7 @@ class NaiveRun:
     def _size(self, ministage: int) -> int:
         return len(self._plan.group_of(ministage).flat_ranks)
 
-    def _meets(self, rank: int, action: Action, group: int | None, size: int) -> bool:
+    def _meets(self, rank: int, action: Action, group: object, size: int) -> bool:
         key = (group, action.text)
         if not self._begun[rank]:
             self._begun[rank] = True

@@ -103,6 +103,8 @@ def search_by_shares(
     top: int = 5,
     seed: int = 0,
     on_progress: OnProgress | None = None,
+    all_devices: bool = False,
+    workers: int = 1,
     ending: Ending = "finished",
     notes: Iterable[str] = (),
 ) -> PlanAnswer:

@@ -17,7 +17,8 @@ from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.bandwidths import read_bandwidths
 from zorselike.planner.groups.candidates import find_groupings
 from zorselike.planner.problem import Fixed, PlanProblem
-from zorselike.planner.search.builder import CandidateBuilder, Choice, GroupChoice
+from zorselike.planner.search.builder import CandidateBuilder
+from zorselike.planner.search.choice import Choice, GroupChoice
 
 TYPES = ("A100-40", "T4", "V100-16", "A10G", "H100-SXM")
 WIDTH = 2048
@@ -121,6 +122,5 @@ class Bench:
         groups = tuple(
             GroupChoice(own, rng.choice(modes), rng.choice([2, 4, 8, 16])) for own in grouping.groups
         )
-        return self.builder.build(
-            Choice(groups, len(groups), in_flight_factor=rng.choice([1.0, 1.5, 2.0, 3.0]))
-        )
+        number = min(len(self.table.keys), len(groups) * rng.choice([1, 1, 2, 3]) + rng.choice([0, 0, 1]))
+        return self.builder.build(Choice(groups, 1).bound(rng.choice([1.0, 1.5, 2.0, 3.0]), number))

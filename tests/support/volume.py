@@ -52,9 +52,9 @@ def describe() -> str:
     return "--nightly" if _Volume.is_full else f"--volume-seed {_Volume.seed}"
 
 
-def part(cases: Sequence[Case], *, least: int = 1) -> list[Case]:
-    """Every tenth of the cases, `least` of them or more; ten seeds in turn draw all."""
-    step = 1 if _Volume.is_full else max(1, min(_SHARE, len(cases) // least))
+def part(cases: Sequence[Case], *, least: int = 1, share: int = _SHARE) -> list[Case]:
+    """Every `share`-th of the cases, `least` of them or more; so many seeds in turn draw all."""
+    step = 1 if _Volume.is_full else max(1, min(share, len(cases) // least))
     return list(cases[_Volume.seed % step :: step])
 
 
@@ -63,8 +63,9 @@ def parametrize(
     cases: Sequence[Any],
     *,
     least: int = 1,
+    share: int = _SHARE,
     ids: Callable[[Any], str] | None = None,
 ) -> Callable[[Any], Any]:
     """`pytest.mark.parametrize` over a part of the cases."""
-    some = pytest.mark.parametrize(names, part(cases, least=least), ids=ids)
+    some = pytest.mark.parametrize(names, part(cases, least=least, share=share), ids=ids)
     return lambda test: pytest.mark.nightly(some(test))

@@ -233,9 +233,13 @@ def test_groups_have_options_of_their_own_where_a_host_is_small() -> None:
     fixed = Fixed(groups=((0,), (1,)), ministages=4, zero=2, grad_reduce="once", recompute="none")
     problem = make_problem("T4", "T4", num_layers=4, rows=2, fixed=fixed)
     shape = next(iter(list_shapes(problem)))
-    peak_bytes = problem.setting.simulate(make_plan(problem, shape, ONE_BY_ONE)).peak_bytes
+    case = problem.setting.simulate(make_plan(problem, shape, ONE_BY_ONE))
+    peak_bytes, buffer_bytes = case.peak_bytes, case.host_bytes[0]  # The latter of transfers over the host.
     first, second = problem.cluster.nodes
-    nodes = (replace(first, host_memory_bytes=1), replace(second, memory_bytes=(peak_bytes[1] - 1,)))
+    nodes = (
+        replace(first, host_memory_bytes=buffer_bytes),
+        replace(second, memory_bytes=(peak_bytes[1] - 1,)),
+    )
     problem = replace(problem, cluster=replace(problem.cluster, nodes=nodes))
     case = find_fit(problem)
     assert case is not None

@@ -68,12 +68,18 @@ def run(
     return ends, read_column(own, LOSS) if list(own.glob("*/metrics.csv")) else []
 
 
-def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path) -> None:
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """Of two ranks, the recipe's being of four."""
+    path = tmp_path / "other.plan.toml"
+    path.write_text(OTHER_PLAN)
+    return path
+
+
+def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path, plan: Path) -> None:
     whole = train(run_ranks, "debug_cpu.toml", *STEPS, "--training.steps", "6", folder=tmp_path / "whole")
     assert [end.code for end in whole] == [0] * 4, whole[0].stderr
     expected = read_column(tmp_path / "whole", LOSS)
-    plan = tmp_path / "other.plan.toml"
-    plan.write_text(OTHER_PLAN)
     folder = tmp_path / "checkpoints"
 
     _, losses = run(run_ranks, tmp_path, steps=3, number=0)
@@ -104,15 +110,16 @@ def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path) -
     assert losses == pytest.approx(expected[4:], rel=1e-5)
 
 
-def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(
+    run_ranks: RunRanks, tmp_path: Path, plan: Path
+) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("a rose is a rose is a rose\n" * 45)
     best = ("--validation.enable", "--validation.dataset_path", str(held_out), "--validation.freq", "1")
     keeps = ("--checkpoint.keep_best", "--checkpoint.keep_latest_k", "1", "--optimizer.lr", "0.3")
-    ends, _ = run(
-        run_ranks, tmp_path, *best, *keeps, "--checkpoint.async_mode", "disabled", steps=4, number=0
-    )
-    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+    at_once = ("--checkpoint.async_mode", "disabled")
+    ends, _ = run(run_ranks, tmp_path, *best, *keeps, *at_once, steps=4, number=0, plan=plan)
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
     losses = read_column(tmp_path / "0", "validation_metrics/loss")
     lowest = 1 + losses.index(min(losses))
     kept = {step_folder(lowest), step_folder(4)}
@@ -120,8 +127,8 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRa
     # No file may be as large as a checkpoint's.
     with files_no_larger_than(200_000):
         small = ("--training.dataset_path", str(held_out), "--checkpoint.folder", "../full")
-        ends, losses = run(run_ranks, tmp_path, *small, steps=3, number=1)
-    assert [end.code for end in ends] == [2] * 4
+        ends, losses = run(run_ranks, tmp_path, *small, steps=3, number=1, plan=plan)
+    assert [end.code for end in ends] == [2] * 2
     assert len(losses) == 3
     assert "step 2 is not saved, older ones are as they were: rank " in ends[0].stdout
     assert (
@@ -131,8 +138,8 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRa
     assert not list_steps(tmp_path / "full")
     # Two jobs, one folder.
     lease = Lease(tmp_path / "full")
-    ends, losses = run(run_ranks, tmp_path, "--checkpoint.folder", "../full", steps=3, number=2)
-    assert [end.code for end in ends] == [2] * 4 and not losses
+    ends, losses = run(run_ranks, tmp_path, "--checkpoint.folder", "../full", steps=3, number=2, plan=plan)
+    assert [end.code for end in ends] == [2] * 2 and not losses
     assert f"process {os.getpid()} on" in ends[0].stderr and "saves into this folder" in ends[0].stderr
     lease.release()
 
@@ -148,16 +155,17 @@ def files_no_larger_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_branching_off_is_asked_for(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run(run_ranks, tmp_path, steps=3, number=0)
-    ends, _ = run(run_ranks, tmp_path, "--checkpoint.load_step", "2", steps=3, number=1)
-    assert [end.code for end in ends] == [2] * 4
+def test_branching_off_is_asked_for(run_ranks: RunRanks, tmp_path: Path, plan: Path) -> None:
+    run(run_ranks, tmp_path, steps=3, number=0, plan=plan)
+    ends, _ = run(run_ranks, tmp_path, "--checkpoint.load_step", "2", steps=3, number=1, plan=plan)
+    assert [end.code for end in ends] == [2] * 2
     assert "has newer ones (step 3)" in ends[0].stderr
     path = tmp_path / "checkpoints" / step_folder(2)
     branch = ("--checkpoint.folder", "branch", "--checkpoint.initial_load_path", str(path))
-    ends, whole = run(
-        run_ranks, tmp_path, *branch, "--checkpoint.no-initial_load_model_only", steps=3, number=2
-    )
+    all_of_it = "--checkpoint.no-initial_load_model_only"
+    ends, whole = run(run_ranks, tmp_path, *branch, all_of_it, steps=3, number=2, plan=plan)
     assert len(whole) == 1 and "goes on from" in ends[0].stdout
-    ends, alone = run(run_ranks, tmp_path, *branch, "--checkpoint.folder", "new", steps=2, number=3)
+    ends, alone = run(
+        run_ranks, tmp_path, *branch, "--checkpoint.folder", "new", steps=2, number=3, plan=plan
+    )
     assert len(alone) == 2 and "begins with the model of" in ends[0].stdout

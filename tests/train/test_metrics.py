@@ -219,7 +219,7 @@ def test_a_full_disk_costs_numbers_there_and_does_not_end_the_run(caplog: pytest
     log._writers = {Full(): True, works: True}
     metrics.logger.propagate = True
     for step in (1, 2, 3, 4):
-        log._write(step, {})
+        log.write(step, {})
     log.close()
     assert written == [1, 2, 3, 4]
     assert [record.getMessage() for record in caplog.records] == [
@@ -240,6 +240,27 @@ def test_rows_that_were_not_written_whole_are_written_again(tmp_path: Path) -> N
     writer._file = file
     writer.close()
     assert path.read_text() == "step,loss\n1,2.5\n2,2.5\n4,2.5\n"
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 9])
+def test_a_file_goes_on_after_a_step(tmp_path: Path, after: int) -> None:
+    """As another process has left it, which was killed while it wrote."""
+    path = tmp_path / "metrics.csv"
+    CsvWriter(path, later=["more"], after=4).write(1, {"loss": 2.5})  # Nothing is there yet.
+    path.write_text(path.read_text() + "2,1.5,\n3,0.5,7.0\n4,0.")
+    writer = CsvWriter(path, later=["more"], after=after)
+    assert writer.row.get("step") == (min(after, 3) or None)
+    writer.write(after, {"more": 8.0} if after else {"loss": 9.0})
+    writer.write(after + 1, {"loss": 4.5})
+    writer.close()
+    kept = ["1,2.5,", "2,1.5,", "3,0.5,7.0"][:after]
+    if after == 9:
+        kept.append("9,,8.0")
+    elif after:
+        kept[-1] = kept[-1].rpartition(",")[0] + ",8.0"
+    else:
+        kept = ["0,9.0,"]
+    assert path.read_text().splitlines() == ["step,loss,more", *kept, f"{after + 1},4.5,"]
 
 
 def test_wandb_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

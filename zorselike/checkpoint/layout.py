@@ -49,7 +49,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 _STEP = re.compile(r"step-([0-9]{8,})")
 _MODEL = re.compile(r"model-step-[0-9]{8,}")
 _BESIDE = re.compile(r"step-([0-9]{8,})\.(partial|removed|replaced)-[0-9a-f]+")
-_SLICES = re.compile(r"(model|optim)/rank-[0-9]{5,}\.safetensors")
+_SLICES = re.compile(r"(model|optim)/rank-[0-9]{5,}(-[0-9]+)?\.safetensors")
 
 
 def step_folder(step: int) -> str:
@@ -69,9 +69,10 @@ def partial_folder(step: int, token: str) -> str:
     return f"{step_folder(step)}.partial-{token}"
 
 
-def slices_file(part: Literal["model", "optim"], rank: int) -> str:
-    """Inside a step's folder."""
-    return f"{part}/rank-{rank:05}.safetensors"
+def slices_file(part: Literal["model", "optim"], rank: int, place: int = 0) -> str:
+    """Inside a step's folder. A file has one slice of a tensor: where a rank has several, as it may have
+    several pieces, the others are in files of further places."""
+    return f"{part}/rank-{rank:05}{f'-{place}' if place else ''}.safetensors"
 
 
 def is_slices_file(file: str) -> bool:

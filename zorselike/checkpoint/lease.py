@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import threading
+import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +22,8 @@ from zorselike.errors import CheckpointError
 EXPIRES_S = 600.0
 """After so many seconds without renewal a holder on another machine is taken to be gone."""
 RENEWS_S = 60.0
+_LOCKED_S = 10.0
+"""Who takes a lease is done with it long before."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,17 @@ class _Holder:
     started: str
     """When the process began, in the system's count: numbers of processes come again."""
     since: str
+    job: str = ""
+    """Of a job whose leader may be another process tomorrow: that one is its heir."""
 
 
 class Lease:
     """A folder's lease, held from its making until `release` or the process's end. A thread renews it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, job: str = "") -> None:
         """Takes the lease; makes the folder if need be. That of a process of this machine that has ended
-        is taken over, and so is another machine's that has not been renewed for `EXPIRES_S`.
+        is taken over, and so are another machine's that has not been renewed for `EXPIRES_S`, and that of
+        the same `job`, whose processes agree on which of them saves.
 
         Raises:
             CheckpointError: Another one holds it; says who.
@@ -54,12 +62,14 @@ class Lease:
             os.getpid(),
             _find_start(os.getpid()) or "",
             datetime.now(UTC).isoformat(timespec="seconds"),
+            job,
         )
         written = folder / f"{LEASE}.{self._holder.token[:8]}"
         try:
             write_file(written, json.dumps(vars(self._holder)).encode())
-            if not self._place(written):
-                self._take_over(written)
+            with _alone(folder):
+                if not self._place(written):
+                    self._take_over(written)
         finally:
             with contextlib.suppress(OSError):
                 written.unlink()
@@ -98,12 +108,14 @@ class Lease:
 
     def _take_over(self, written: Path) -> None:
         holder = _read(self.path)
-        if not _is_gone(holder, self.path, written):
+        is_heir = bool(holder and self._holder.job and holder.job == self._holder.job)
+        if not is_heir and not _is_gone(holder, self.path, written):
             raise CheckpointError(
                 f"{self.path}: {_describe(holder)} saves into this folder; give each job a folder of its "
                 f"own, or delete {self.path} if that process is gone"
             )
-        # Moved before it is deleted: another one may just have taken the lease over, whose it is then.
+        # Moved before it is deleted: another one may just have taken the lease over, whose it is then
+        # (where `_alone` could not keep it out).
         moved = self.path.with_name(f"{written.name}.old")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(moved)
@@ -122,6 +134,34 @@ class Lease:
             with contextlib.suppress(OSError, CheckpointError):
                 self.check()
                 os.utime(self.path)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process takes the folder's lease meanwhile, where the file system can lock a folder: a lease
+    that one rival has just taken must not be moved away by another that saw its predecessor's."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(opened)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # A process forked meanwhile would hold it longer.
+        os.close(opened)
+
+
+def _lock(opened: int) -> None:
+    """Goes without the lock where the file system has none, or where a holder has been stopped."""
+    gives_up = time.monotonic() + _LOCKED_S
+    while time.monotonic() < gives_up:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _read(path: Path) -> _Holder | None:

@@ -17,8 +17,12 @@ import tyro
 
 from zorselike.cli.checkpoint.command import CheckpointCommand
 from zorselike.cli.doctor import Doctor
+from zorselike.cli.job.run import Join, Run
+from zorselike.cli.job.status import Leave, Status
+from zorselike.cli.launch.command import LaunchCommand
 from zorselike.cli.plan.command import PlanCommand
 from zorselike.cli.profile import ProfileCommand
+from zorselike.cli.replay import Replay
 from zorselike.cli.show import Show
 from zorselike.cli.simulate import Simulate
 from zorselike.errors import USER_ERRORS
@@ -35,10 +39,16 @@ _PIPE_CLOSED = 141
 COMMANDS: dict[str, type[Command]] = {
     "checkpoint": CheckpointCommand,
     "doctor": Doctor,
+    "launch": LaunchCommand,
+    "join": Join,
+    "leave": Leave,
     "plan": PlanCommand,
     "profile": ProfileCommand,
+    "replay": Replay,
+    "run": Run,
     "show": Show,
     "simulate": Simulate,
+    "status": Status,
 }
 
 

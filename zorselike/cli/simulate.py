@@ -64,6 +64,10 @@ class Simulate:
     png: _File = None
     """Also draw the step as a picture; needs matplotlib (pip install 'zorselike[viz]')."""
 
+    html: _File = None
+    """Also write a page to look at in a browser, by itself and without a network; needs Bokeh (pip install
+    'zorselike[html]')."""
+
     write_estimates: bool = False
     """Also write time, memory and cost into the plan; a run then ends with a comparison by rank."""
 
@@ -86,7 +90,11 @@ def simulate_plan(command: Simulate) -> str:
             f"simulate: --write-estimates is for runs, which do not use --schedule {command.schedule}; leave "
             "one out"
         )
-    check_outputs("simulate", {"--trace": command.trace, "--png": command.png})
+    check_outputs("simulate", {"--trace": command.trace, "--png": command.png, "--html": command.html})
+    if command.html is not None:
+        from zorselike.simulator.html.document import check_bokeh
+
+        check_bokeh()
     plan = Plan.load(command.plan)
     inputs = _load_inputs(command, plan)
     with _naming_files(command):
@@ -94,15 +102,18 @@ def simulate_plan(command: Simulate) -> str:
     clock = LayerTimeModel(inputs.profile, inputs.workload)
     speeds = measure_speeds(plan, inputs.workload, inputs.cluster, clock)
     width = find_width()
-    page = format_report(
-        simulated,
-        compare_even(simulated, inputs, speeds),
-        ideal_s=plan.global_batch / sum(speeds),
-        notes=_list_notes(command, plan, inputs),
-        width=width,
-    )
+    baselines = compare_even(simulated, inputs, speeds)
+    ideal_s = plan.global_batch / sum(speeds)
+    notes = _list_notes(command, plan, inputs)
+    page = format_report(simulated, baselines, ideal_s=ideal_s, notes=notes, width=width)
     drawing = draw_gantt(plan, simulated.simulation, device_types=simulated.device_types, width=width)
-    return "\n\n".join([page, drawing, *_write_files(command, simulated)])
+    written = _write_files(command, simulated)
+    if command.html is not None:
+        from zorselike.simulator.html.document import save_page
+
+        save_page(simulated, command.html, baselines=baselines, speeds=speeds, ideal_s=ideal_s, notes=notes)
+        written.append(f"page written to {command.html}: open it in a browser")
+    return "\n\n".join([page, drawing, *(["\n".join(written)] if written else [])])
 
 
 @contextmanager
@@ -169,7 +180,7 @@ def _write_files(command: Simulate, simulated: SimulatedPlan) -> list[str]:
     if command.write_estimates:
         write_estimates(Path(command.plan), estimate(simulated))
         lines.append(f"estimates written to {command.plan}")
-    return ["\n".join(lines)] if lines else []
+    return lines
 
 
 def _write_trace(path: str, measured: str | None, simulated: SimulatedPlan) -> None:

@@ -9,9 +9,11 @@ from itertools import pairwise, permutations
 from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.largest_batch import find_corrections
 from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.network import Network
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Overheads, Profile
 from zorselike.cost.sizes import (
+    GATHERS_PER_LAYER,
     count_updated,
     find_boundary_bytes,
     find_tie_bytes,
@@ -23,7 +25,7 @@ from zorselike.cost.step_costs import StepCosts, UnitBytes
 from zorselike.cost.wires import REACHED_OF_BUS, make_network
 from zorselike.errors import PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Place
-from zorselike.plan.plan import Plan, Recompute
+from zorselike.plan.plan import Plan, Recompute, Replica
 from zorselike.plan.validate import validate_modules
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import COMPUTE
@@ -40,26 +42,26 @@ def make_costs(
 
     Raises:
         PlanError: The plan's modules are not those of the workload, it is for another model or sequence
-            length, or it has tensor-parallel replicas.
+            length.
         ProfileError: The profile is for another workload, has nothing about a device that the catalogue
             does not know either, or says that a microbatch does not fit.
         ClusterError: A rank has no place in the cluster, or nothing says how two ranks that exchange
             data are connected.
     """
     check_plan(plan, workload)
-    _refuse_replicas(plan)
     places = cluster.place_ranks(plan)
     _check_links(plan, cluster, places)
     devices = tuple(cluster.device_type(place) for place in places)
     clock = LayerTimeModel(profile, workload)
-    forward_s, backward_s = _time_microbatches(plan, workload, clock, devices)
+    network = make_network(cluster, places, profile)
+    forward_s, backward_s = _time_microbatches(plan, workload, clock, devices, network)
     overheads = profile.overheads
     corrections = find_corrections(profile, workload, clock.kept_bytes)
     extra_bytes = {device: found.num_bytes for device, found in corrections.items()}
     units, each = _list_unit_bytes(plan, workload), ParameterBytes.of(workload)
     return StepCosts(
         places=places,
-        network=make_network(cluster, places, profile),
+        network=network,
         forward_s=forward_s,
         backward_s=backward_s,
         update_s={
@@ -76,7 +78,8 @@ def make_costs(
         step_host_s=overheads.step_s,
         is_cpu=tuple(device == CPU for device in devices),
         overlap_slowdown=overheads.overlap_slowdown,
-        context_bytes=tuple(overheads.context_bytes + extra_bytes.get(device, 0) for device in devices),
+        context_bytes=tuple(overheads.process_bytes + extra_bytes.get(device, 0) for device in devices),
+        communicator_bytes=overheads.communicator_bytes,
         allocator_share=overheads.allocator_share,
         memory_bytes=_find_memory(cluster, places),
         price_per_hour=sum(cluster.nodes[node].price_per_hour for node in {place.node for place in places}),
@@ -105,17 +108,6 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         )
 
 
-def _refuse_replicas(plan: Plan) -> None:
-    """Raises `PlanError` for tensor-parallel ranks, which schedules do not know: they would neither compute
-    nor gather what is theirs."""
-    for g, group in enumerate(plan.groups):
-        if any(not isinstance(entry, int) for entry in group.ranks):
-            raise PlanError(
-                f"groups[{g}].ranks holds a tensor-parallel replica, whose work is not modelled yet; list "
-                "single ranks"
-            )
-
-
 def _check_links(plan: Plan, cluster: Cluster, places: Sequence[Place]) -> None:
     """Raises `ClusterError` if nothing says how ranks of one group, or of two that pass on rows, are
     connected."""
@@ -135,7 +127,7 @@ _BySize = dict[tuple[int, int, int], float]
 
 
 def _time_microbatches(
-    plan: Plan, workload: Workload, clock: LayerTimeModel, devices: Sequence[str]
+    plan: Plan, workload: Workload, clock: LayerTimeModel, devices: Sequence[str], network: Network
 ) -> tuple[_BySize, _BySize]:
     """Seconds of the forward and the backward of every ministage for every size of microbatch."""
     forward_s: _BySize = {}
@@ -146,7 +138,14 @@ def _time_microbatches(
             (workload.kind_of[name].name, group.recompute if is_layer(name) else "none")
             for name in ministage.modules
         )
-        for rank in group.flat_ranks:
+        for replica in (replica for replica in group.replicas if replica.degree > 1):
+            for rows in {microbatch.num_rows for microbatch in group.microbatches_by_rank[replica.first]}:
+                found = _time_replica(
+                    plan, workload, clock, devices[replica.first], network, replica, i, rows
+                )
+                for rank in replica.ranks:
+                    forward_s[rank, i, rows], backward_s[rank, i, rows] = found
+        for rank in (replica.first for replica in group.replicas if replica.degree == 1):
             device = devices[rank]
             for rows in {microbatch.num_rows for microbatch in group.microbatches_by_rank[rank]}:
                 for kind, recompute in layers:
@@ -162,6 +161,48 @@ def _time_microbatches(
                         number * time(kind, device, rows, recompute)
                         for (kind, recompute), number in layers.items()
                     )
+    return forward_s, backward_s
+
+
+def _time_replica(
+    plan: Plan,
+    workload: Workload,
+    clock: LayerTimeModel,
+    device: str,
+    network: Network,
+    replica: Replica,
+    ministage: int,
+    rows: int,
+) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of a ministage on every rank of a replica, whose devices are
+    of one type, collectives inside it included: nothing runs beside them that does not share their links.
+
+    Layers take the time of their degree. What comes before the first layer (the embedding) computes all
+    positions on every rank, what comes after (the head, the loss) each rank's own.
+    """
+    group, degree = plan.group_of(ministage), replica.degree
+    modules = [name for name, _ in workload.layers]
+    first_layer = next((i for i, name in enumerate(modules) if is_layer(name)), len(modules))
+    whole = frozenset(modules[:first_layer])
+    forward_s = backward_s = 0.0
+    for name in plan.ministages[ministage].modules:
+        kind = workload.kind_of[name]
+        if is_layer(name):
+            recompute = group.recompute
+            forward_s += clock.forward_s(kind.name, device, rows, recompute, degree)
+            backward_s += clock.backward_s(kind.name, device, rows, recompute, degree)
+            num_bytes = rows * kind.input_elements_per_row * workload.itemsize
+            each_s = sum(
+                network.time_alone(network.collective(op, replica.ranks, num_bytes))
+                for op in ("all_gather", "reduce_scatter")
+            )
+            forward_s += GATHERS_PER_LAYER * each_s
+            if kind.backward_flops:
+                backward_s += GATHERS_PER_LAYER * each_s * (2 if recompute == "layer" else 1)
+        else:
+            share = 1 if name in whole else degree
+            forward_s += clock.forward_s(kind.name, device, rows, "none") / share
+            backward_s += clock.backward_s(kind.name, device, rows, "none") / share
     return forward_s, backward_s
 
 
@@ -188,7 +229,10 @@ def _add_up_units(
 def _list_unit_bytes(plan: Plan, workload: Workload) -> tuple[tuple[UnitBytes, ...], ...]:
     each = ParameterBytes.of(workload)
     return tuple(
-        tuple(UnitBytes(u.num_parameters * each.weight, u.num_trainable * each.gradient) for u in units)
+        tuple(
+            UnitBytes(u.num_parameters * each.weight, u.num_trainable * each.gradient, u.is_cut)
+            for u in units
+        )
         for units in list_units(plan, workload)
     )
 

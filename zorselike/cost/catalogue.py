@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zorselike.errors import ClusterError
 from zorselike.plan.cluster.cluster import Cluster, Place
-from zorselike.plan.cluster.device_types import require_device_type
+from zorselike.plan.cluster.device_types import require_device_type, split_speed
 
 CPU = "CPU"
 """The device type whose thread computes by itself."""
@@ -49,6 +49,11 @@ class DeviceSpec(NamedTuple):
     """One way of the bus to host memory, in theory."""
     source: str
     """Data sheets of the figures."""
+
+    def at_speed(self, share: float) -> DeviceSpec:
+        """One that computes slower."""
+        bf16, fp16, fp32 = (peak and share * peak for peak in (self.bf16, self.fp16, self.fp32))
+        return self._replace(bf16=bf16, fp16=fp16, fp32=fp32)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -128,7 +133,8 @@ CATALOGUE: Mapping[str, DeviceSpec] = {
 def find_device(type: str) -> DeviceSpec:
     """What is known of a device type; raises `ClusterError`, with the nearest names, if nothing."""
     require_device_type(type)
-    return CATALOGUE[type]
+    base, share = split_speed(type)
+    return CATALOGUE[base] if share == 1 else CATALOGUE[base].at_speed(share)
 
 
 def find_memory_bytes(cluster: Cluster, place: Place) -> int | None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from zorselike.cost.memory import MemoryWalk, walk_memory
+from zorselike.cost.memory import walk_memory
+from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import find_tie_bytes, measure_ministages

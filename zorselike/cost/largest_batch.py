@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zorselike.cost.memory import MemoryWalk, walk_memory
+from zorselike.cost.memory import walk_memory
+from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.profile import LargestBatch, Profile
 from zorselike.cost.sizes import KeptBytes, add_up, find_row_bytes, list_units

@@ -144,7 +144,7 @@ class LayerTimeModel:
         other: Recompute = "layer" if recompute == "none" else "none"
         near = self._fit((kind, device, other, tensor_parallel), rows)
         if near is None:
-            return None
+            return self._measured_whole(asked) if tensor_parallel > 1 else None
         if which == "forward":
             return near["forward"](rows)
         if recompute == "layer" and not near["backward"](rows):
@@ -154,6 +154,18 @@ class LayerTimeModel:
             return near["backward"](rows) + near["forward"](rows)
         self._assume(f"{kind} on {device}: measured with recomputation only; backward without its forward")
         return max(0.0, near["backward"](rows) - near["forward"](rows))
+
+    def _measured_whole(self, asked: _Asked) -> float | None:
+        """A rank's part of what was measured without tensor parallelism."""
+        whole = self._measured(asked._replace(tensor_parallel=1))
+        if whole is None:
+            return None
+        degree = asked.tensor_parallel
+        self._assume(
+            f"{asked.kind} on {asked.device}: not measured at tensor parallelism {degree}; 1/{degree} of its "
+            "time on one device"
+        )
+        return whole / degree
 
     def _fit(self, key: _Key, rows: int) -> _Curves | None:
         """One entry as curves, if there is one; notes where `rows` are beyond what was measured."""

@@ -13,7 +13,7 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
 - What an action adds is there before it frees anything. All copies are over when a step ends.
 - What a rank sends to another group is kept until the step ends, as Gloo keeps it; with `num_sends_kept`
   the newest so many computations' (NCCL gives a tensor back once it has left). What it receives counts
-  from its post.
+  from its post. Over host memory (`by_host`) both have buffers there, rounded up to powers of two.
 - Parameters gathered without an action (ZeRO 0) stay until the reduction; what a step leaves gathered,
   the next one finds.
 - Buffers that come and go inside an action are the "working set": a microbatch's internals, a unit's
@@ -23,13 +23,26 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
+from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import MinistageBytes
+from zorselike.plan.pieces import positions_of
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import COMPUTE, NEEDED_BY, RECEIVES, SENDS, TRANSFERS, Action, Kind
+from zorselike.schedule.actions import (
+    COMPUTE,
+    NEEDED_BY,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Edge,
+    Kind,
+    edge_of,
+    edges_of_rank,
+)
+from zorselike.schedule.checker.rendezvous import find_wrapping
 from zorselike.schedule.contract import COPIES_IN_FLIGHT, reduces_beside
 
 REDUCTION_BUFFERS = 1
@@ -41,38 +54,6 @@ ZERO3_UNITS = 2
 """FSDP units gathered at once with ZeRO 3: the one that computes and the one ahead."""
 
 
-@dataclass(frozen=True)
-class MemoryWalk:
-    """What one rank's memory holds during a step, in bytes."""
-
-    device: Mapping[Purpose, int]
-    """The most that the device holds at once, for each purpose by itself."""
-    host: Mapping[Purpose, int]
-    """Host copies, which are allocated once and kept."""
-    device_bytes: tuple[int, ...]
-    """The most on the device during each action, the context included."""
-    at_peak: Mapping[Purpose, int]
-    """What the device holds at its peak."""
-    holders: Mapping[Purpose, tuple[int, ...]]
-    """Whose parameters, gradients and state are on the device at its peak: ministages."""
-    between_steps: Mapping[Purpose, int]
-    """What stays on the device between two steps."""
-    context_bytes: int
-    peak_position: int | None
-    """The action at which the device holds most; None if the rank has no actions."""
-    peak_action: Action | None
-
-    @property
-    def device_peak_bytes(self) -> int:
-        """The most that the device holds at once, the context included."""
-        return max(self.device_bytes, default=self.context_bytes + sum(self.between_steps.values()))
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """All host copies together."""
-        return sum(self.host.values())
-
-
 def walk_memory(
     plan: Plan,
     rank: int,
@@ -82,6 +63,8 @@ def walk_memory(
     context_bytes: int = 0,
     num_sends_kept: int | None = None,
     on_gpu: bool = False,
+    by_host: Collection[Edge] | None = None,
+    communicator_bytes: int = 0,
 ) -> MemoryWalk:
     """What `rank` holds while it runs `actions`, a step or an evaluation that has passed `check`.
 
@@ -89,9 +72,12 @@ def walk_memory(
         sizes: of each of the rank's ministages.
         context_bytes: what is on the device whatever the rank does, such as the CUDA context.
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
-        on_gpu: whether reductions may run beside what follows.
+        on_gpu: whether reductions may run beside what follows, and rows may travel over host memory.
+        by_host: edges on which they do; None: those that lead back (`find_wrapping`).
+        communicator_bytes: of each communicator of a GPU's rank: one an edge, and one of its group.
     """
-    walk = _Walk(plan, rank, actions, sizes, num_sends_kept, on_gpu=on_gpu)
+    staged = (find_wrapping(plan, rank, actions) if by_host is None else by_host) if on_gpu else None
+    walk = _Walk(plan, rank, actions, sizes, num_sends_kept, staged, communicator_bytes * on_gpu)
     began = walk.holding
     walk.run()
     if walk.holding != began:  # What a step leaves for the next one.
@@ -114,18 +100,21 @@ class _Walk:
         actions: Sequence[Action],
         sizes: Mapping[int, MinistageBytes],
         num_sends_kept: int | None,
-        *,
-        on_gpu: bool,
+        staged: Collection[Edge] | None,
+        communicator_bytes: int,
     ) -> None:
+        """`staged`: edges over host memory; None on a CPU rank."""
         group = plan.groups[plan.group_of_rank[rank]]
         own = plan.ministages_of_rank(rank)
         self._actions, self._own = actions, own
         self._sizes = {i: sizes[i] for i in own}
         self._rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
+        first, last = positions_of(group.replica_of(rank), rank, plan.sequence_length or 1)
+        self._num_positions = last - first
         self._zero = group.zero
         self._is_alone = len(group.flat_ranks) == 1
         self._reduces_beside = reduces_beside(
-            group.zero, len(group.flat_ranks), overlap=group.overlap_grad_reduce, on_gpu=on_gpu
+            group.zero, len(group.flat_ranks), overlap=group.overlap_grad_reduce, on_gpu=staged is not None
         )
         self._reducing_bytes = 0
         """Whole gradients that the newest reduction may still read."""
@@ -155,9 +144,14 @@ class _Walk:
         self._num_sends_kept = num_sends_kept
         self._updated: set[int] = set()
         """Ministages whose shards are newer than their host copies."""
+        self._rank, self._staged, self._host_buffers = rank, staged or (), 0
+        edges = edges_of_rank(rank, actions)
+        num_communicators = len(edges.difference(self._staged)) + (not self._is_alone)
+        self._buffers: dict[_Entry, int] = {}
         self._on_host: dict[tuple[int, int], int] = {}
         self._host_activations = 0
         self._peaks = dict(self._totals)
+        self._hold(Purpose.COMMUNICATION, num_communicators * communicator_bytes)
         self._begin()
         self.start_recording()
 
@@ -184,7 +178,7 @@ class _Walk:
         """Forgets all peaks so far."""
         self._peaks = dict(self._totals)
         self._working_peak = 0
-        self._host_peak = 0
+        self._host_peak = self._host_buffers_peak = 0
         self._device_bytes: list[int] = []
         self._peak = -1
         self._peak_position: int | None = None
@@ -225,6 +219,7 @@ class _Walk:
         for purpose, ministages in self._away.items():
             host[purpose] = sum(self._size(purpose, ministage) for ministage in ministages)
         host[Purpose.ACTIVATIONS] = self._host_peak
+        host[Purpose.COMMUNICATION] = self._host_buffers_peak
         position = self._peak_position
         return MemoryWalk(
             device=self._peaks | {Purpose.WORKING_SET: self._working_peak},
@@ -294,7 +289,16 @@ class _Walk:
     def _drop_activations(self, entry: _Entry) -> int:
         num_bytes = self._activations.pop(entry, 0)
         self._free(Purpose.ACTIVATIONS, num_bytes)
+        self._host_buffers -= self._buffers.pop(entry, 0)
         return num_bytes
+
+    def _put_buffer(self, entry: _Entry, action: Action, num_bytes: int) -> None:
+        """The host's, of a transfer that goes over it."""
+        if self._staged and num_bytes and edge_of(self._rank, action) in self._staged:
+            rounded = 1 << (num_bytes - 1).bit_length()
+            self._buffers[entry] = self._buffers.get(entry, 0) + rounded
+            self._host_buffers += rounded
+            self._host_buffers_peak = max(self._host_buffers_peak, self._host_buffers)
 
     def _num_rows(self, microbatch: int) -> int:
         """None for a dummy."""
@@ -305,9 +309,21 @@ class _Walk:
     def _add(self, action: Action) -> int:
         """Enters what an action allocates; returns what it needs only while it runs."""
         kind, i, m = action.kind, action.ministage, action.microbatch
-        if i is None or kind in SENDS:
+        if i is None:
             return 0
         sizes = self._sizes[i]
+        if kind in TRANSFERS and m is not None:
+            assert action.start is not None and action.stop is not None
+            num_bytes = (action.stop - action.start) * sizes.boundary_bytes_per_row
+            if action.positions is not None:  # Of those that the rank has, which the size is of.
+                num_bytes = num_bytes * (action.positions[1] - action.positions[0]) // self._num_positions
+            if kind in RECEIVES:
+                entry: _Entry = ("passed on", NEEDED_BY[kind], i, m)
+                self._put_activations(entry, num_bytes)
+            else:
+                entry = ("sent", Kind.F if kind is Kind.SEND_F else Kind.B, i, m)
+            self._put_buffer(entry, action, num_bytes)
+            return 0
         match kind:
             case Kind.UNSHARD:
                 self._put(Purpose.GATHERED_PARAMETERS, i, sizes.gathered_bytes)
@@ -334,10 +350,6 @@ class _Walk:
                 if kind is Kind.LOAD_GRAD:
                     self._settle(purpose)
                 self._put(purpose, i, self._size(purpose, i))
-            case _ if kind in RECEIVES and m is not None:
-                assert action.start is not None and action.stop is not None
-                num_bytes = (action.stop - action.start) * sizes.boundary_bytes_per_row
-                self._put_activations(("passed on", NEEDED_BY[kind], i, m), num_bytes)
         return 0
 
     def _forward(self, i: int, m: int) -> int:

@@ -72,6 +72,7 @@ class LayerTimes:
     recompute: Recompute = "none"
     """What the backward recomputes: with `layer` it holds the second forward."""
     tensor_parallel: Positive = 1
+    """Degree; seconds are those of one of its ranks without collectives."""
     rows: Sizes
     """Row counts that were measured, rising."""
     forward_s: tuple[Seconds, ...]
@@ -170,9 +171,18 @@ class Overheads:
     """How much longer computation takes while communication runs beside it."""
     context_bytes: Natural = 0
     """Device memory in use before any tensor: CUDA context, libraries."""
+    pools_bytes: Natural = 0
+    """Device memory that the allocator holds for the runtime's streams beside what tensors ask for."""
+    communicator_bytes: Natural = 0
+    """Device memory of one NCCL communicator: of two ranks in one direction, or of a group."""
     allocator_share: Quantity = 0.0
     """What the allocator adds by rounding and gaps, as a share of what tensors ask for."""
     source: Source = Source("given")
+
+    @property
+    def process_bytes(self) -> int:
+        """Device memory that a process takes whatever its plan is."""
+        return self.context_bytes + self.pools_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +319,10 @@ def _merge_overheads(earlier: Overheads, later: Overheads) -> Overheads:
     return replace(earlier, **said)
 
 
-_OF_PROGRAM = ("action_s", "unit_s", "shared_unit_s", "step_s", "overlap_slowdown")
+_OF_PROGRAM = (
+    *("action_s", "unit_s", "shared_unit_s", "step_s", "overlap_slowdown"),
+    *("pools_bytes", "communicator_bytes"),
+)
 """Fields of `Overheads`."""
 
 

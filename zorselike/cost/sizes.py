@@ -2,6 +2,8 @@
 
 What FSDP2 adds when it pads dimension 0 of each parameter to a multiple of the group is not counted, since
 a workload knows numbers of parameters and not their shapes: less than one row of a parameter a rank.
+For the same reason tensor parallelism is taken to cut all weights of a layer (its norms are no thousandth of
+them) and none of other modules.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class MinistageBytes:
     """Sizes of one ministage on one rank, in bytes."""
 
     gathered_bytes: int
-    """All parameters, whole, in the compute dtype."""
+    """All parameters that the rank computes with, whole, in the compute dtype."""
     shard_bytes: int
     """This rank's shards, in the compute dtype."""
     kept_shard_bytes: int = 0
@@ -74,13 +76,17 @@ class UnitSize:
     """Of the trainable: copies of another ministage's weights, which this one does not update."""
     num_tied: int = 0
     """Of the parameters: borrowed or lent, which never leave the device."""
+    is_cut: bool = False
+    """Whether tensor parallelism cuts it into pieces, as it does layers."""
 
     @property
     def num_updated(self) -> int:
         return self.num_trainable - self.num_borrowed
 
     def __add__(self, other: UnitSize) -> UnitSize:
-        return UnitSize(**{name: number + getattr(other, name) for name, number in vars(self).items()})
+        """Of modules that share a weight, which is not cut."""
+        added = {name: number + getattr(other, name) for name, number in vars(self).items()}
+        return UnitSize(**added | {"is_cut": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +99,36 @@ class RowBytes:
 
 
 def add_up(
-    units: Sequence[UnitSize], rows: RowBytes, each: ParameterBytes, *, num_shards: int = 1
+    units: Sequence[UnitSize],
+    rows: RowBytes,
+    each: ParameterBytes,
+    *,
+    num_shards: int = 1,
+    degree: int = 1,
+    num_replicas: int | None = None,
 ) -> MinistageBytes:
-    """The sizes of a ministage of these units on one rank, whose parameters so many ranks share."""
+    """The sizes of a ministage of these units on one rank, whose parameters so many ranks share.
 
-    def shard(number: int) -> int:
-        return largest_shard(number, num_shards)
+    Of what tensor parallelism cuts, the rank has a `degree`-th, and shares that with a rank each of the other
+    replicas; `num_replicas` is how many share it, as many as `num_shards` if None.
+    """
+    num_cut_shards = degree * (num_shards if num_replicas is None else num_replicas)
 
-    whole = [unit.num_parameters * each.weight for unit in units]
-    gradients = [unit.num_trainable * each.gradient for unit in units]
+    def shard(unit: UnitSize, number: int) -> int:
+        return largest_shard(number, num_cut_shards if unit.is_cut else num_shards)
+
+    def own(unit: UnitSize, number: int) -> int:
+        return largest_shard(number, degree if unit.is_cut else 1)
+
+    whole = [own(unit, unit.num_parameters) * each.weight for unit in units]
+    gradients = [own(unit, unit.num_trainable) * each.gradient for unit in units]
     return MinistageBytes(
         gathered_bytes=sum(whole),
-        shard_bytes=each.weight * sum(shard(unit.num_parameters) for unit in units),
-        kept_shard_bytes=each.weight * sum(shard(unit.num_tied) for unit in units),
+        shard_bytes=each.weight * sum(shard(unit, unit.num_parameters) for unit in units),
+        kept_shard_bytes=each.weight * sum(shard(unit, unit.num_tied) for unit in units),
         gradient_bytes=sum(gradients),
-        gradient_shard_bytes=each.gradient * sum(shard(unit.num_trainable) for unit in units),
-        state_bytes=each.state * sum(shard(unit.num_updated) for unit in units),
+        gradient_shard_bytes=each.gradient * sum(shard(unit, unit.num_trainable) for unit in units),
+        state_bytes=each.state * sum(shard(unit, unit.num_updated) for unit in units),
         masters=each.masters,
         activation_bytes_per_row=rows.activation_bytes,
         working_bytes_per_row=rows.working_bytes,
@@ -141,7 +161,8 @@ def list_units(plan: Plan, workload: Workload) -> tuple[tuple[UnitSize, ...], ..
     for ministage in plan.ministages:
         units, together = [], UnitSize(num_parameters=0, num_trainable=0)
         for name in ministage.modules:
-            unit = _unit(workload.kind_of[name], borrows=name in borrowers, num_lent=lent.get(name, 0))
+            kind, lends = workload.kind_of[name], lent.get(name, 0)
+            unit = _unit(kind, borrows=name in borrowers, num_lent=lends, is_cut=is_layer(name))
             if name in joined:
                 together += unit
             else:
@@ -150,39 +171,55 @@ def list_units(plan: Plan, workload: Workload) -> tuple[tuple[UnitSize, ...], ..
     return tuple(listed)
 
 
-def _unit(kind: LayerKind, *, borrows: bool, num_lent: int) -> UnitSize:
+def _unit(kind: LayerKind, *, borrows: bool, num_lent: int, is_cut: bool) -> UnitSize:
     borrowed, trained = (kind.num_borrowed, kind.borrowed_trainable) if borrows else (0, 0)
     return UnitSize(
         num_parameters=kind.num_parameters + borrowed,
         num_trainable=kind.trainable + trained,
         num_borrowed=trained,
         num_tied=borrowed + num_lent,
+        is_cut=is_cut,
     )
 
+
+GATHERS_PER_LAYER = 2
+"""All-gathers of activations in the forward of a layer that tensor parallelism cuts, one before its attention
+and one before its feed-forward; there are as many reduce-scatters, and in the backward as many of both."""
 
 KeptBytes = Mapping[tuple[str, str, Recompute], float]
 """What was measured that one row of a layer keeps for its backward, by kind, device and recomputation."""
 
 
 def find_row_bytes(
-    plan: Plan, workload: Workload, ministage: int, device: str = "", measured: KeptBytes | None = None
+    plan: Plan,
+    workload: Workload,
+    ministage: int,
+    device: str = "",
+    measured: KeptBytes | None = None,
+    degree: int = 1,
 ) -> RowBytes:
     """What a row of a ministage keeps, needs and passes on, with or without recomputation of layers: as
-    measured on a device of that type, else as the workload counts it."""
+    measured on a device of that type, else as the workload counts it. A rank of a replica of that degree
+    has its positions of all, and while a layer computes what its attention and its feed-forward take in of
+    all positions, which autograd keeps."""
     group_recomputes = plan.group_of(ministage).recompute == "layer"
     kept, working = 0, 0
     for name in plan.ministages[ministage].modules:
         kind = workload.kind_of[name]
         found = measured or {}
-        whole = math.ceil(found.get((kind.name, device, "none"), kind.activation_bytes_per_row))
+        whole = math.ceil(found.get((kind.name, device, "none"), kind.activation_bytes_per_row) / degree)
+        inside = math.ceil(kind.working_bytes_per_row / degree)
+        inputs = kind.input_elements_per_row * workload.itemsize
+        if is_layer(name):
+            whole += GATHERS_PER_LAYER * (inputs - inputs // degree)
         if group_recomputes and is_layer(name):
-            inputs = kind.input_elements_per_row * workload.itemsize
-            kept += math.ceil(found.get((kind.name, device, "layer"), inputs))
-            working = max(working, whole + kind.working_bytes_per_row)
+            kept += math.ceil(found.get((kind.name, device, "layer"), inputs) / degree)
+            working = max(working, whole + inside)
         else:
             kept += whole
-            working = max(working, kind.working_bytes_per_row)
-    entering = find_boundary_bytes(plan, workload)[ministage : ministage + 2]
+            working = max(working, inside)
+    boundaries = find_boundary_bytes(plan, workload)[ministage : ministage + 2]
+    entering = [math.ceil(num_bytes / degree) for num_bytes in boundaries]
     return RowBytes(
         activation_bytes=max(kept, entering[0]), working_bytes=working, boundary_bytes=max(entering)
     )
@@ -207,9 +244,11 @@ def measure_ministages(
         {
             i: add_up(
                 units[i],
-                find_row_bytes(plan, workload, i, types[rank], measured),
+                find_row_bytes(plan, workload, i, types[rank], measured, plan.replica_of(rank).degree),
                 each,
                 num_shards=_count_shards(plan, i),
+                degree=plan.replica_of(rank).degree,
+                num_replicas=_count_replicas(plan, i),
             )
             for i in plan.ministages_of_rank(rank)
         }
@@ -221,15 +260,30 @@ def count_updated(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
     """Parameters that one update changes, by rank and ministage."""
     units = list_units(plan, workload)
     return {
-        (rank, i): sum(largest_shard(unit.num_updated, _count_shards(plan, i)) for unit in units[i])
+        (rank, i): sum(
+            largest_shard(
+                unit.num_updated,
+                plan.replica_of(rank).degree * _count_replicas(plan, i)
+                if unit.is_cut
+                else _count_shards(plan, i),
+            )
+            for unit in units[i]
+        )
         for rank in range(plan.num_ranks)
         for i in plan.ministages_of_rank(rank)
     }
 
 
 def _count_shards(plan: Plan, ministage: int) -> int:
+    """Ranks that share what is not cut."""
     group = plan.group_of(ministage)
-    return count_shards(group.zero, len(group.ranks))
+    return count_shards(group.zero, len(group.flat_ranks))
+
+
+def _count_replicas(plan: Plan, ministage: int) -> int:
+    """Ranks that share a piece of what is cut."""
+    group = plan.group_of(ministage)
+    return count_shards(group.zero, len(group.replicas))
 
 
 def find_tie_bytes(plan: Plan, workload: Workload, itemsize: int) -> dict[tuple[int, int], int]:

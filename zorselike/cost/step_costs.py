@@ -21,6 +21,8 @@ class UnitBytes:
     """What an all-gather gives, in the compute dtype."""
     reduced_bytes: int
     """What a reduction takes: fp32 with master weights, else the compute dtype; 0 where frozen."""
+    is_cut: bool = False
+    """Whether tensor parallelism cuts it into pieces, each shared by a rank of every replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class StepCosts:
     """Of each rank."""
     network: Network
     forward_s: Mapping[tuple[int, int, int], float]
-    """By rank, ministage, rows of the microbatch; the loss is in that of the last ministage."""
+    """By rank, ministage, rows of the microbatch; the loss is in that of the last ministage, and collectives
+    inside a tensor-parallel replica in all."""
     backward_s: Mapping[tuple[int, int, int], float]
     """Recomputation included where the group recomputes."""
     update_s: Mapping[tuple[int, int], float]
@@ -63,6 +66,8 @@ class StepCosts:
     have moved, at its place in the lists (DeepSpeed's pipeline); else it runs beside computation."""
     context_bytes: tuple[int, ...] = ()
     """Memory of each rank's device that tensors do not have; empty: 0."""
+    communicator_bytes: int = 0
+    """Memory of a GPU that each communicator of its rank takes."""
     memory_corrections: tuple[str, ...] = ()
     """What of it the largest batches that were found ask for, a line for each type of device."""
     allocator_share: float = 0.0

@@ -6,6 +6,7 @@ Parameter names are those of Meta's checkpoints and of TorchTitan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -109,6 +110,15 @@ class TransformerBlock(nn.Module):
 
 class Llama(Decoder):
     """A Llama of any size."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        **{f"layers.*.attention.{name}": "colwise" for name in ("wq", "wk", "wv")},
+        "layers.*.attention.wo": "rowwise",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+    }
+    """How layers are cut over the ranks of a tensor-parallel replica, in Hugging Face's words."""
 
     def __init__(self, config: LlamaConfig) -> None:
         std = _STD if config.tie_embeddings else 1.0

@@ -5,7 +5,7 @@ from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
 from zorselike.plan.devices import Process, match_devices
 from zorselike.plan.plan import Device, Estimates, Group, Microbatch, Ministage, Plan
 from zorselike.plan.shares import expand_shares
-from zorselike.plan.validate import validate_modules
+from zorselike.plan.validate import validate_degrees, validate_modules
 from zorselike.plan.workload import LayerKind, Workload
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "Workload",
     "expand_shares",
     "match_devices",
+    "validate_degrees",
     "validate_modules",
 ]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zorselike.errors import ClusterError, PlanError
 from zorselike.plan.plan import Device, Plan
+from zorselike.plan.validate import check_alike
 from zorselike.text.wording import count, list_few
 
 
@@ -32,7 +33,8 @@ def match_devices(plan: Plan, processes: Iterable[tuple[str, int, str, int]]) ->
         processes: `Process`es, or plain `(node, local_rank, type, rank)`, one per rank.
 
     Raises:
-        PlanError: The plan is not for these processes; names every difference.
+        PlanError: The plan is not for these processes (names every difference), or a tensor-parallel replica
+            would run on unlike devices or on several nodes.
         ClusterError: Two processes claim one rank, or one device of one node.
     """
     running = sorted((Process(*process) for process in processes), key=lambda process: process.rank)
@@ -42,7 +44,9 @@ def match_devices(plan: Plan, processes: Iterable[tuple[str, int, str, int]]) ->
         if len(running) != plan.num_ranks:
             mend = f"start {count(plan.num_ranks, 'process')} or make a plan for {len(running)}"
             raise PlanError(f"{counts}; {mend}")
-        return {process.rank: process.rank for process in running}
+        matched = {process.rank: process.rank for process in running}
+        _check_replicas(plan, running, matched)
+        return matched
 
     hostname_of = _match_nodes(
         sorted({device.node for device in plan.devices}), sorted({process.node for process in running})
@@ -56,7 +60,18 @@ def match_devices(plan: Plan, processes: Iterable[tuple[str, int, str, int]]) ->
             "Start what [[devices]] of the plan names, or plan for what runs; a node's name is its hostname, "
             "or what ZORSELIKE_NODE says there"
         )
+    _check_replicas(plan, running, matched)
     return matched
+
+
+def _check_replicas(plan: Plan, running: Sequence[Process], matched: Mapping[int, int]) -> None:
+    process_of = {matched[process.rank]: process for process in running}
+    for g, group in enumerate(plan.groups):
+        for i, replica in enumerate(group.replicas):
+            processes = [(rank, process_of[rank]) for rank in replica.ranks]
+            check_alike(
+                f"groups[{g}].ranks[{i}]", [(r, process.node, process.type) for r, process in processes]
+            )
 
 
 def _match_places(

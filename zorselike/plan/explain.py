@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zorselike.plan.parts import Estimates, Group, Microbatch
 from zorselike.text.layout import align_columns
-from zorselike.text.wording import count, show_modules, show_numbers
+from zorselike.text.wording import count, list_few, show_modules, show_numbers
 
 if TYPE_CHECKING:
     from zorselike.plan.plan import Plan
@@ -60,20 +60,26 @@ def _explain_estimates(estimates: Estimates) -> list[str]:
 
 def _explain_settings(group: Group) -> str:
     ranks = [
-        show_numbers([entry]) if isinstance(entry, int) else f"({show_numbers(entry)})"
-        for entry in group.ranks
+        str(replica.first) if replica.degree == 1 else f"({show_numbers(replica.ranks)})"
+        for replica in group.replicas
     ]
-    named = show_numbers(group.flat_ranks) if len(group.flat_ranks) == len(ranks) else ", ".join(ranks)
+    named = show_numbers(group.flat_ranks) if group.degree == 1 else ", ".join(ranks)
     reduce = "per microbatch" if group.reduces_per_microbatch else "once per step"
     reduce += " and waited for" if group.waits_for_reductions else ""
     settings = [
         f"{'rank' if len(group.flat_ranks) == 1 else 'ranks'} {named}",
+        *([f"tensor parallelism {_show_degrees(group)}"] if group.degree > 1 else []),
         f"ZeRO {group.zero}",
         f"gradients reduced {reduce}",
         f"offload {', '.join(group.offload) or 'none'}",
         f"recompute {group.recompute}",
     ]
     return "; ".join(settings)
+
+
+def _show_degrees(group: Group) -> str:
+    """`2`, or `4, 2 and 1`."""
+    return list_few(sorted({replica.degree for replica in group.replicas}, reverse=True))
 
 
 def _list_ranks(plan: Plan, group: Group) -> list[tuple[str, ...]]:
@@ -88,6 +94,9 @@ def _list_ranks(plan: Plan, group: Group) -> list[tuple[str, ...]]:
         microbatches = group.microbatches_by_rank[rank]
         rows = sum(microbatch.num_rows for microbatch in microbatches)
         cells = [str(rank), str(rows), f"{100 * rows / plan.global_batch:.1f} %", _show_sizes(microbatches)]
+        first = group.replica_of(rank).first
+        if rank != first:
+            cells[1:] = ["", "", f"with rank {first}"]
         if device_of:
             device = device_of[rank]
             cells.append(f"{device.node}:{device.local_rank} {device.type}".rstrip())

@@ -1,7 +1,7 @@
 """Who holds which part of which tensor: what checkpoints, changes of plan and tied weights are made of.
 
 A tensor is known by its global name and a kind: its values, or a state that the optimizer keeps of it. Its
-parts are boxes, of rows alone as long as nothing is split by columns.
+parts are boxes, of rows alone unless tensor parallelism cuts it into pieces by columns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from zorselike.plan.pieces import Cut, holders_of, pieces_of
 from zorselike.plan.plan import Plan
 
 VALUE = "value"
@@ -87,6 +88,84 @@ def rows_written(plan: Plan, ministage: int, num_rows: int, *, process_of: Seque
     """Rows that each rank answers for, none of them twice: with ZeRO 0, where all hold all, they share."""
     ranks = sorted(plan.group_of(ministage).flat_ranks, key=lambda rank: process_of[rank])
     return dict(zip(ranks, rows_of_chunks(num_rows, len(ranks)), strict=True))
+
+
+def boxes_held(
+    plan: Plan,
+    ministage: int,
+    name: str,
+    kind: str,
+    shape: Sequence[int],
+    *,
+    process_of: Sequence[int],
+    cut: Cut | None = None,
+) -> dict[int, tuple[Box, ...]]:
+    """The boxes of one of a ministage's tensors that each rank of its group holds, perhaps empty ones.
+
+    Not cut, as `rows_held`: one. Cut: one of each of the rank's pieces, in their order, which is whole with
+    ZeRO 0, and else the rank's part of the piece's rows among its holders, one of each replica, in ascending
+    order of processes.
+
+    Args:
+        plan: a valid plan.
+        ministage: whose tensor it is.
+        name: of the tensor.
+        kind: of the tensor.
+        shape: of the whole tensor, of one dimension or more.
+        process_of: the process of each rank.
+        cut: how tensor parallelism cuts it, if it does.
+    """
+    shared = plan.group_of(ministage).zero > 0
+    return _boxes(plan, ministage, Box.whole(name, kind, shape), process_of, cut, shared=shared)
+
+
+def boxes_written(
+    plan: Plan,
+    ministage: int,
+    name: str,
+    kind: str,
+    shape: Sequence[int],
+    *,
+    process_of: Sequence[int],
+    cut: Cut | None = None,
+) -> dict[int, tuple[Box, ...]]:
+    """The boxes that each rank answers for, none of them twice: with ZeRO 0 all holders of a piece share
+    its rows. See `boxes_held`."""
+    return _boxes(plan, ministage, Box.whole(name, kind, shape), process_of, cut, shared=True)
+
+
+def _boxes(
+    plan: Plan, ministage: int, whole: Box, process_of: Sequence[int], cut: Cut | None, *, shared: bool
+) -> dict[int, tuple[Box, ...]]:
+    group = plan.group_of(ministage)
+    if cut is None:
+        return {rank: (box,) for rank, box in _share_rows(whole, group.flat_ranks, process_of, shared)}
+    pieces = [
+        dict(_share_rows(piece_of(whole, cut, piece), holders_of(group, piece), process_of, shared))
+        for piece in range(group.degree)
+    ]
+    return {rank: tuple(pieces[piece][rank] for piece in pieces_of(group, rank)) for rank in group.flat_ranks}
+
+
+def piece_of(whole: Box, cut: Cut, piece: int) -> Box:
+    """A piece of a tensor that is cut."""
+    starts, stops = list(whole.starts), list(whole.stops)
+    starts[cut.dim], stops[cut.dim] = cut.edges[piece : piece + 2]
+    return Box(whole.name, whole.kind, tuple(starts), tuple(stops))
+
+
+def _share_rows(
+    box: Box, ranks: Sequence[int], process_of: Sequence[int], shared: bool
+) -> Iterator[tuple[int, Box]]:
+    """Each rank's rows of a box, in the order of their processes; without sharing all."""
+    ordered = sorted(ranks, key=lambda rank: process_of[rank])
+    if not shared:
+        yield from ((rank, box) for rank in ordered)
+        return
+    first = box.starts[0]
+    for rank, (start, stop) in zip(ordered, rows_of_chunks(box.shape[0], len(ordered)), strict=True):
+        starts, stops = (first + start, *box.starts[1:]), (first + stop, *box.stops[1:])
+        yield rank, Box(box.name, box.kind, starts, stops)
 
 
 def copies(source: Mapping[int, Sequence[Box]], target: Mapping[int, Sequence[Box]]) -> Iterator[Copy]:

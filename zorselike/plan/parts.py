@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from zorselike.text.annotations import Must, Natural, OneOf, Positive, Quantity
 
-Replica = Natural | Annotated[tuple[Natural, ...], Must(bool, "give the replica a rank or remove it")]
-"""One rank, or (once tensor parallelism exists) the ranks that hold one copy together."""
+RanksEntry = Natural | Annotated[tuple[Natural, ...], Must(bool, "give the replica a rank or remove it")]
+"""One rank, or the ranks of a tensor-parallel replica."""
 
 GradReduce = Literal["once", "microbatch"]
 Recompute = Literal["none", "layer"]
@@ -38,15 +38,33 @@ class Microbatch:
         return self.stop - self.start
 
 
+class Replica(NamedTuple):
+    """The ranks that compute the same microbatches, each its part: one rank, or several by tensor and
+    sequence parallelism. A rank's place among them says which part."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The rank that the replica's microbatches are booked under."""
+        return self.ranks[0]
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share ministages and do data parallelism among themselves.
+    """Replicas that share ministages and do data parallelism among themselves.
 
     `microbatches` are in processing order; those of one rank, in that order, are its
-    microbatches 0, 1, 2, ... A rank of `ranks` without any holds shards only.
+    microbatches 0, 1, 2, ... A rank of `ranks` without any holds shards only. An entry of `ranks` that is a
+    tuple is a tensor-parallel replica: its microbatches are its first rank's and all of its ranks execute
+    them.
     """
 
-    ranks: Annotated[tuple[Replica, ...], Must(bool, "give the group a rank or remove it")]
+    ranks: Annotated[tuple[RanksEntry, ...], Must(bool, "give the group a rank or remove it")]
     microbatches: tuple[Microbatch, ...]
     zero: Annotated[int, OneOf((0, 1, 2, 3))] = 2
     grad_reduce: GradReduce = "once"
@@ -57,14 +75,34 @@ class Group:
     offload: tuple[Annotated[str, OneOf(OFFLOAD_KINDS)], ...] = ()
     recompute: Recompute = "none"
     max_in_flight: Positive | None = None
-    """The most microbatches of a rank whose activations are held at once, between forward and backward.
+    """The most microbatches of a rank, of all its ministages, whose activations are held at once, between
+    forward and backward.
     Where any group of a plan says so, all its groups go backward before forward as soon as they can
     (`zorselike/schedule/orders/in_flight.py`); None beside such a group is that order without a bound."""
 
-    @property
+    @cached_property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All replicas, single ranks included, in the plan's order."""
+        return tuple(Replica((entry,) if isinstance(entry, int) else tuple(entry)) for entry in self.ranks)
+
+    @cached_property
     def flat_ranks(self) -> tuple[int, ...]:
         """All ranks, those of tensor-parallel replicas included."""
-        return tuple(r for entry in self.ranks for r in ((entry,) if isinstance(entry, int) else entry))
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+    @cached_property
+    def degree(self) -> int:
+        """The largest tensor-parallel degree of its replicas, and the number of pieces that a cut weight
+        has; 1 without tensor parallelism."""
+        return max(replica.degree for replica in self.replicas)
+
+    def replica_of(self, rank: int) -> Replica:
+        """The replica that a rank of the group belongs to."""
+        return self._replica_by_rank[rank]
+
+    @cached_property
+    def _replica_by_rank(self) -> dict[int, Replica]:
+        return {rank: replica for replica in self.replicas for rank in replica.ranks}
 
     @property
     def reduces_per_microbatch(self) -> bool:
@@ -79,11 +117,14 @@ class Group:
 
     @cached_property
     def microbatches_by_rank(self) -> dict[int, tuple[Microbatch, ...]]:
-        """Microbatches of each rank in its processing order; `()` for a rank without rows."""
-        by_rank: dict[int, list[Microbatch]] = {rank: [] for rank in self.flat_ranks}
+        """Microbatches that each rank executes in its processing order, all ranks of a replica those of its
+        first; `()` for a rank without rows."""
+        by_first: dict[int, list[Microbatch]] = {replica.first: [] for replica in self.replicas}
         for microbatch in self.microbatches:
-            by_rank.setdefault(microbatch.rank, []).append(microbatch)
-        return {rank: tuple(microbatches) for rank, microbatches in by_rank.items()}
+            by_first.setdefault(microbatch.rank, []).append(microbatch)
+        booked = {rank: tuple(microbatches) for rank, microbatches in by_first.items()}
+        executed = {rank: booked[replica.first] for replica in self.replicas for rank in replica.ranks}
+        return {**booked, **executed} if len(executed) < len(booked) else executed
 
     @property
     def max_microbatches(self) -> int:

@@ -89,6 +89,15 @@ class Plan(Document):
         """Index of the ministage that each module is in, by its name, in model order."""
         return {name: s for s, ministage in enumerate(self.ministages) for name in ministage.modules}
 
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether any replica has several ranks."""
+        return any(group.degree > 1 for group in self.groups)
+
+    def replica_of(self, rank: int) -> Replica:
+        """The replica that a rank belongs to."""
+        return self.groups[self.group_of_rank[rank]].replica_of(rank)
+
     def group_of(self, ministage: int) -> Group:
         """The group that owns a ministage."""
         return self.groups[self.ministages[ministage].group]
@@ -102,7 +111,8 @@ class Plan(Document):
         return self.ministages_of_group(self.group_of_rank[rank])
 
     def microbatches_of_rank(self, rank: int) -> tuple[Microbatch, ...]:
-        """Microbatches of a rank in processing order, `()` if it has no rows."""
+        """Microbatches that a rank executes in processing order, those of its replica; `()` if it has no
+        rows."""
         return self.groups[self.group_of_rank[rank]].microbatches_by_rank[rank]
 
     @classmethod

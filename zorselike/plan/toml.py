@@ -57,6 +57,11 @@ def read_group(value: object, where: str, *, plan: Mapping[str, Any]) -> Group:
                 f"{where}.shares[{i}] is for rank {rank}, which is not in {where}.ranks; "
                 "add it there, or give its rows to a rank of the group"
             )
+        first = group.replica_of(rank).first
+        if rank != first:
+            raise FileError(
+                f"{where}.shares[{i}] is for rank {rank}, inside a replica; name the replica's first, {first}"
+            )
     check_value(Positive, plan["global_batch"], "global_batch")
     try:
         return replace(group, microbatches=expand_shares(rows, plan["global_batch"]))
@@ -114,7 +119,10 @@ def fingerprint_plan(plan: Plan) -> str:
         "model": plan.model,
         "groups": [
             {
-                "ranks": group.ranks,
+                # A list of one rank is that rank.
+                "ranks": [
+                    replica.ranks if replica.degree > 1 else replica.first for replica in group.replicas
+                ],
                 "microbatches": [(m.rank, m.start, m.stop) for m in group.microbatches],
                 "zero": group.zero,
                 "reduces_per_microbatch": group.reduces_per_microbatch,

@@ -6,7 +6,7 @@ written as in the file: `groups[1].zero`, `ministages[0].modules`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ def validate_plan(plan: Plan) -> None:
 
     Then every row of the global batch is computed exactly once by each group, ranks are
     0, 1, ... each in one group, every group owns a ministage, and no module is planned twice.
+    A group's tensor-parallel degrees divide its largest one, and a replica's devices are alike, in one node.
     """
     try:
         check_dataclass(plan)
@@ -32,6 +33,7 @@ def validate_plan(plan: Plan) -> None:
     for g, group in enumerate(plan.groups):
         _validate_settings(f"groups[{g}]", group)
     _validate_ranks(plan.groups)
+    _validate_replicas(plan)
     for g, group in enumerate(plan.groups):
         _validate_microbatches(f"groups[{g}]", group)
         _validate_rows(f"group {g}", group, plan.global_batch)
@@ -101,6 +103,34 @@ def validate_modules(plan: Plan, names: Sequence[str], owners: Sequence[str]) ->
         )
 
 
+def validate_degrees(plan: Plan, num_units: Mapping[str, int]) -> None:
+    """Raises `PlanError` unless the plan's tensor-parallel degrees fit a model's weights.
+
+    Args:
+        plan: a valid plan.
+        num_units: of each module that tensor parallelism cuts, by its name, into how many pieces at most: as
+            many as the weight of it with the fewest units has (whole heads of keys and values, features of
+            the feed-forward). Others are not cut and allow any degree.
+    """
+    for s, ministage in enumerate(plan.ministages):
+        group = plan.groups[ministage.group]
+        if group.degree == 1:
+            continue
+        for name in ministage.modules:
+            inside = {
+                cut: units
+                for cut, units in num_units.items()
+                if cut == name or cut.startswith(f"{name}.") or name.startswith(f"{cut}.")
+            }
+            cut = min(inside, key=lambda cut: inside[cut], default=None)
+            if cut is not None and inside[cut] < group.degree:
+                raise PlanError(
+                    f"groups[{ministage.group}].ranks has a replica of {group.degree} ranks, and {cut!r} of "
+                    f"ministages[{s}] can be cut into {inside[cut]} at most (whole heads of keys and values, "
+                    f"features of the feed-forward): let no replica have more than {inside[cut]} ranks"
+                )
+
+
 def _suggest_module(name: str, names: Sequence[str]) -> str:
     """`; did you mean 'transformer.h.0'?` for `h.0` and for `layers.0`; nothing if no module is near."""
     number = name.rpartition(".")[2]
@@ -144,9 +174,59 @@ def _validate_ranks(groups: Sequence[Group]) -> None:
         )
 
 
+def _validate_replicas(plan: Plan) -> None:
+    """What tensor-parallel replicas must be like; single ranks may be anything."""
+    for g, group in enumerate(plan.groups):
+        for i, replica in enumerate(group.replicas):
+            if group.degree % replica.degree:
+                fitting = [degree for degree in range(1, group.degree + 1) if group.degree % degree == 0]
+                raise PlanError(
+                    f"groups[{g}].ranks[{i}] is a replica of {replica.degree} ranks beside one of "
+                    f"{group.degree}, which has the pieces that weights are cut into; give every replica "
+                    f"{' or '.join(map(str, fitting))} ranks"
+                )
+    if not plan.has_replicas:
+        return
+    most, g = max((group.degree, -g) for g, group in enumerate(plan.groups))
+    if plan.sequence_length is None:
+        raise PlanError(
+            f"groups[{-g}].ranks holds a tensor-parallel replica, whose ranks share the positions of a row, "
+            "and the plan has no sequence_length; give it the number of tokens of a row"
+        )
+    if plan.sequence_length < most:
+        raise PlanError(
+            f"sequence_length is {plan.sequence_length}, and groups[{-g}].ranks holds a replica of {most} "
+            "ranks, each of which needs a position; give longer rows or smaller replicas"
+        )
+    device_of = {device.rank: device for device in plan.devices}
+    for g, group in enumerate(plan.groups):
+        for i, replica in enumerate(group.replicas):
+            places = [(rank, device_of[rank]) for rank in replica.ranks if rank in device_of]
+            check_alike(
+                f"groups[{g}].ranks[{i}]", [(rank, device.node, device.type) for rank, device in places]
+            )
+
+
+def check_alike(where: str, devices: Sequence[tuple[int, str, str]]) -> None:
+    """Raises `PlanError` unless the devices of a replica, `(rank, node, type)` each, are alike and in one
+    node: its ranks meet four times a layer, and each waits for the slowest. A type may be unknown."""
+    for (rank, node, _), (other, its_node, _) in pairwise(devices):
+        if node != its_node:
+            raise PlanError(
+                f"{where} is a tensor-parallel replica across nodes: rank {rank} is on {node!r} and rank "
+                f"{other} on {its_node!r}; keep a replica inside a node, and let replicas of a group be on "
+                "different ones"
+            )
+    for (rank, _, type_), (other, _, its_type) in pairwise(device for device in devices if device[2]):
+        if type_.casefold() != its_type.casefold():
+            raise PlanError(
+                f"{where} is a tensor-parallel replica of unlike devices: rank {rank} is {type_!r} and rank "
+                f"{other} {its_type!r}; a replica shares its work evenly, so give it devices of one type"
+            )
+
+
 def _validate_microbatches(where: str, group: Group) -> None:
     # A replica's microbatches are computed by all of its ranks and booked under its first.
-    first_of = {rank: entry[0] for entry in group.ranks if isinstance(entry, tuple) for rank in entry}
     ranks = set(group.flat_ranks)
     for i, microbatch in enumerate(group.microbatches):
         place = f"{where}.microbatches[{i}]"
@@ -155,7 +235,7 @@ def _validate_microbatches(where: str, group: Group) -> None:
                 f"{place} is for rank {microbatch.rank}, which is not in the group; "
                 f"its {list_few(sorted(ranks), 'rank')}"
             )
-        first = first_of.get(microbatch.rank, microbatch.rank)
+        first = group.replica_of(microbatch.rank).first
         if microbatch.rank != first:
             raise PlanError(
                 f"{place} is for rank {microbatch.rank}, inside a replica; name the replica's first, {first}"
@@ -235,10 +315,11 @@ def _validate_in_flight(plan: Plan) -> None:
     why = f"groups[{first}].max_in_flight is {bounds[first]}"
     for g, group in enumerate(plan.groups):
         owned = plan.ministages_of_group(g)
-        if len(owned) != 1:
+        if len(owned) > 1 and group.zero == 2 and not group.reduces_per_microbatch:
             raise PlanError(
-                f"{why}, but group {g} owns {list_few(owned, 'ministage')}; microbatches in flight are "
-                "bounded where every group has one ministage: join them, or remove max_in_flight"
+                f"{why}, but group {g} owns {list_few(owned, 'ministage')} and returns to each again and "
+                'again, which zero = 2 with grad_reduce = "once" is not for: set zero = 1 or 3, or '
+                'grad_reduce = "microbatch", or remove max_in_flight'
             )
         unfit = [kind for kind in group.offload if kind not in OFFLOAD_IN_FLIGHT]
         if unfit:

@@ -51,6 +51,20 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Improvement:
+    """When a search found something better than all before."""
+
+    elapsed_s: float
+    """Since the search began."""
+    num_simulated: int
+    """Plans simulated until then."""
+    iteration_s: float
+    cost: float
+    """Money of a step."""
+    num_devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
     """The end of a search."""
 
@@ -60,6 +74,10 @@ class PlanAnswer:
     ending: Ending
     notes: tuple[str, ...] = ()
     """What a user should know: parts of the cluster that are not joined, devices left out."""
+    improvements: tuple[Improvement, ...] = ()
+    """How the best found moved over time."""
+    unseen: tuple[str, ...] = ()
+    """What was not looked at, each in a few words: `12 of 40 sets of devices`."""
 
     @property
     def best(self) -> Planned:

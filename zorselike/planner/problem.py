@@ -126,11 +126,14 @@ class PlanProblem:
         most_groups = len(self.usable) if fixed.groups is None else len(fixed.groups)
         if most_groups < 2:
             yield "of two groups or more, and there is one; leave in_flight out"
-        least_groups = 2 if fixed.groups is None else most_groups
-        if fixed.ministages is not None and not least_groups <= fixed.ministages <= most_groups:
+        if fixed.ministages == 1:
+            yield "of two ministages or more; fixed is 1 ministage"
+        once = fixed.zero == 2 and fixed.grad_reduce == "once"
+        if once and fixed.ministages is not None and fixed.ministages > most_groups:
             yield (
-                f"with one ministage a group; fixed are {fixed.ministages} ministages, and there are "
-                f"{most_groups} {'groups' if fixed.groups else 'devices'}"
+                "of several ministages a group with ZeRO 0, 1 or 3, or with reductions after every "
+                f"microbatch; fixed are ZeRO 2, reductions once and {fixed.ministages} ministages, and "
+                f"there are {most_groups} {'groups' if fixed.groups else 'devices'}"
             )
         if unfit := [kind for kind in fixed.offload or () if kind not in OFFLOAD_IN_FLIGHT]:
             allowed = " or ".join(OFFLOAD_IN_FLIGHT)

@@ -39,6 +39,10 @@ def _lines(profile: Profile) -> Iterator[str]:
         )
     if profile.overheads.action_s:
         yield _describe_program(profile.overheads)
+        yield (
+            f"beside tensors: {profile.overheads.pools_bytes / 2**20:.3g} MiB for its streams, and "
+            f"{profile.overheads.communicator_bytes / 2**20:.3g} MiB for each communicator of a GPU"
+        )
     for batch in profile.largest_batches:
         refused = "" if batch.refused_rows is None else f", {batch.refused_rows} do not"
         fitted = f"{count(batch.max_rows, 'row')} fit with ZeRO {batch.zero}"

@@ -380,7 +380,7 @@ class _Measurer:
         def run(profile: Profile, tell: Told) -> Profile | None:
             if not job.typical.follows_itself:
                 return None
-            bench = ProgramBench(job, job.typical, processes, between_steps=job.between_steps)
+            bench = ProgramBench(job, job.typical, processes, self._memory, between_steps=job.between_steps)
             if min(processes.gather(self._memory.limit_bytes)) < bench.least_bytes:
                 return None
             found = bench.measure(self._source)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -69,10 +72,54 @@ def default_store() -> Store:
     return store
 
 
+def forget_unmade_world() -> None:
+    """After `init_process_group` has failed half-way: torch names the default group by a count that such a
+    failure leaves higher than in other processes, and processes would wait for each other by different names.
+    """
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
+
+
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Gloo between processes that need have no default group, with `send`, `recv` and `allgather` of lists of
+    tensors; collective."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 def release_groups(mesh: DeviceMesh) -> None:
     """Makes a mesh let go of its process groups: torch's caches of sharding decisions keep meshes
     for good, and with them sockets and threads of pipelines that are closed."""
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup], *, deadline_s: float) -> bool:
+    """Ends what NCCL still runs in these groups; whether all of it ended in time. (What Gloo runs ends with
+    its connections.)
+
+    Not seen on a GPU yet. Each from a thread of its own, because aborting one after the other can hang
+    (pytorch#119797, nccl#1013); by torch's documentation only with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` set
+    before the first group is made, lest its watchdog ends the process.
+    """
+    doomed = [group for group in groups if _is_nccl(group)]
+    device = torch.cuda.current_device() if doomed else 0
+
+    def abort(group: dist.ProcessGroup) -> None:
+        torch.cuda.set_device(device)  # Or this thread would open a context on the first card.
+        group.abort()
+
+    aborting = [
+        threading.Thread(target=abort, args=(group,), name="zorselike-abort", daemon=True) for group in doomed
+    ]
+    for thread in aborting:
+        thread.start()
+    until_s = time.monotonic() + deadline_s
+    for thread in aborting:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in aborting)
+
+
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
 
 
 def nccl_options(*, max_blocks: int) -> Any:
@@ -100,6 +147,21 @@ def share_streams(roots: Sequence[FSDPModule]) -> None:
 def gather_stream(root: FSDPModule) -> Any:
     """The stream of the device on which gathers that FSDP starts by itself read the shards."""
     return root._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream
+
+
+def grow_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """`storage.resize_`, which on a GPU may wait until that has computed, without Python's lock meanwhile (as
+    `resize_` would keep it, and with it the alarm's heartbeats and the threads that feed the GPU)."""
+    if storage.device.type == "cpu" or torch.version.hip is not None:  # Builds for ROCm lack it.
+        storage.resize_(num_bytes)
+    else:
+        resize_unlocked(storage, num_bytes)
+
+
+def resize_unlocked(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """`storage.resize_` as an operator, which gives Python's lock up as all operators do."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    torch.ops.inductor.resize_storage_bytes_.default(whole, num_bytes)
 
 
 def version_of(tensor: Tensor) -> int:

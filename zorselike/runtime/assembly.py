@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.runtime._compat import reduce_scatter_whole
-from zorselike.runtime.busy import BusyClock
 from zorselike.runtime.comm.agreement import check_same_plan
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
-from zorselike.runtime.comm.transport import Edge, Transport, edges_of
+from zorselike.runtime.comm.transport import Transport, edges_of
 from zorselike.runtime.loss import Unpack
+from zorselike.runtime.meshes import Meshes, backend_for
 from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.norm_sums import NormGroup
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.ties import TiedWeights, borrowed_names, tied_names
 from zorselike.runtime.ministage.updates import Clip, LossScale, OptimizerFactory, Updates
-from zorselike.runtime.model.boundaries import Trace, trainable_ministages
+from zorselike.runtime.model.boundaries import StepInputs, Trace, Traces, trainable_ministages
 from zorselike.runtime.model.initialize import initialize_unit
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.partition import Split, Tie, find_ties, partition
@@ -34,7 +32,9 @@ from zorselike.runtime.model.pruning import plan_module
 from zorselike.runtime.processes.world import ProcessInfo, check_world, describe_process, gather_world
 from zorselike.runtime.state.inventory import Inventory
 from zorselike.runtime.state.pipeline_state import PipelineState
-from zorselike.schedule.actions import Action
+from zorselike.runtime.tensor_parallel.cut_plan import CutPlan, cut_model
+from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
+from zorselike.schedule.actions import Action, Edge
 from zorselike.schedule.build import build
 from zorselike.schedule.checker.check import CheckReport, check
 from zorselike.schedule.spec import ScheduleSpec
@@ -58,6 +58,10 @@ class CompiledPlan:
     state: tuple[dict[str, Tensor], ...]
     """Parameters and persistent buffers of each ministage as the model was given, by global name, on the meta
     device."""
+    traces: Traces = field(default_factory=Traces, compare=False)
+    """What is known of this model in these ministages."""
+    cut: CutPlan = field(default_factory=CutPlan)
+    """What tensor-parallel replicas have in pieces."""
 
 
 def compile_plan(
@@ -68,23 +72,26 @@ def compile_plan(
     unpack: Unpack | None = None,
     defer_steps: bool = False,
     param_dtype: torch.dtype | None = None,
+    traces: Traces | None = None,
+    tp_plan: TensorParallelPlan | None = None,
 ) -> CompiledPlan:
-    """Divides the model, builds the schedules and proves them; needs no process group.
+    """Divides the model, builds the schedules and proves them; needs no process group. `tp_plan`: how layers
+    are cut over the ranks of a replica, by default as the model itself says.
+
+    `traces`: of the same model in the same ministages; what it was tried out for is not tried again.
 
     Raises `PlanError` where plan and model disagree and `ConfigError` where nothing trains or
     this runtime lacks something that the plan asks for.
     """
     plan.validate()
-    for g, group in enumerate(plan.groups):
-        if any(not isinstance(entry, int) for entry in group.ranks):
-            raise PlanError(
-                f"groups[{g}].ranks holds a tensor-parallel replica, which the runtime cannot run yet; "
-                "list single ranks"
-            )
-    parts = tuple(partition(model, plan, split=split, unpack=unpack))
+    traces = traces or Traces()
+    parts = tuple(partition(model, plan, split=split, unpack=unpack, is_proven=traces.is_proven))
+    traces.is_proven = parts[0].skeleton.takes_any_shape
     ties = tuple(find_ties(model, plan))
     _refuse_mixed_dtypes(parts)
     _refuse_uneven_sharing(plan, parts)
+    tied = [name for tie in ties for name in (tie.owner_fqn, tie.borrower_fqn)]
+    cut = cut_model(model, plan, parts, tp_plan, tied=tied)
     trainable = trainable_ministages(parts)
     if not any(trainable):
         raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
@@ -119,6 +126,8 @@ def compile_plan(
         state=tuple(
             {name: t.detach().to("meta") for name, t in part.module.state_dict().items()} for part in parts
         ),
+        traces=traces,
+        cut=cut,
     )
 
 
@@ -198,7 +207,7 @@ class Assembly:
     def __init__(
         self,
         compiled: CompiledPlan,
-        ranks: Ranks,
+        groups: Groups,
         processes: tuple[ProcessInfo, ...],
         *,
         model: nn.Module,
@@ -213,10 +222,10 @@ class Assembly:
         skip_init: bool,
     ) -> None:
         self.compiled, self.plan = compiled, compiled.plan
+        self.groups, ranks = groups, groups.ranks
         if compiled.parts[0].skeleton.note and ranks.rank == 0:
             logger.warning(compiled.parts[0].skeleton.note)
         self.ranks, self.processes, self.device = ranks, processes, device
-        self.groups = Groups(ranks)
         everyone = range(self.plan.num_ranks)
         self.control, self.totals, norms = (_member(self.groups.make(everyone, "gloo")) for _ in range(3))
         hosts = [self.groups.make(group.flat_ranks, "gloo") for group in self.plan.groups]
@@ -226,7 +235,11 @@ class Assembly:
         """Gloo group of the last ministage's ranks; None elsewhere."""
         self.group_control = _member(hosts[own])
         """Gloo group of the ranks of this rank's group."""
-        mesh = self._make_mesh()
+        meshes = Meshes(self.plan, groups, processes, device)
+        mesh = meshes.of_group()
+        parallel = meshes.of_replicas(compiled.cut)
+        self.positions = None if parallel is None else parallel.positions
+        """Of the sequence, those that are this rank's; None if it has all."""
         joined = mesh.get_group(0) if dist.get_backend(mesh.get_group(0)) == "nccl" else None
         untie(compiled)
         self.resources = RankResources.of(
@@ -245,6 +258,7 @@ class Assembly:
                 keeps_shards=not self.ministages,
                 tied=tied_names(compiled.ties),
                 borrowed=borrowed_names(compiled.ties),
+                tensor_parallel=parallel,
             )
             part = compiled.parts[index]
             ministage = ShardedMinistage(index, part.module, part.units, settings, self.resources)
@@ -271,7 +285,7 @@ class Assembly:
         self.state = PipelineState(
             self.plan,
             ranks,
-            Inventory.of(modules, compiled.state, owner_of, param_dtype),
+            Inventory.of(modules, compiled.state, owner_of, param_dtype, compiled.cut),
             self.ministages,
             self.updates.optimizers,
             owner_of=owner_of,
@@ -282,7 +296,9 @@ class Assembly:
         by_host = frozenset(filter(self._goes_by_host, edges))
         streams = self.resources.memory.streams
         self.transport = Transport(self.groups, edges, by_host=by_host, device=device, streams=streams)
-        self.busy = BusyClock(device)
+        self.busy = self.resources.busy
+        self.step_inputs: StepInputs | None = None
+        """What steps are given; None before the first, and of several kinds the newest."""
 
     def take_calls(self, trace: Trace) -> None:
         """Before the first step: refuses what `check_unit_order` does, and prepares for the rest."""
@@ -311,32 +327,6 @@ class Assembly:
             lines.append(f"  a blocking send could close this cycle, so it goes over Gloo: {cycle}")
         return "\n".join(lines)
 
-    def _make_mesh(self) -> DeviceMesh:
-        """The mesh of this rank's group; every process creates every group, in one order."""
-        ranks, groups = self.ranks, self.plan.groups
-        backends = [backend_for(group.flat_ranks, ranks, self.processes) for group in groups]
-        made = [self.groups.make(group.flat_ranks, b) for group, b in zip(groups, backends, strict=True)]
-        own = self.plan.group_of_rank[ranks.rank]
-        group = groups[own]
-        process_group = _member(made[own])
-        if len(group.flat_ranks) > 1:
-            self._warm_up(process_group)
-        if group.zero > 0 or len(group.flat_ranks) == 1:
-            return self.groups.make_mesh([process_group], self.device.type, [])
-        # ZeRO 0: replicas of shards of one, so that FSDP all-reduces and gathers nothing.
-        alone = self.groups.make_own(backends[own])
-        members = sorted(ranks.processes(group.flat_ranks))
-        return self.groups.make_mesh(
-            [process_group, alone], self.device.type, [[process] for process in members]
-        )
-
-    def _warm_up(self, group: ProcessGroup) -> None:
-        """Makes a group's communicator exist: in a first reduction, in autograd's thread and beside receives
-        that wait, making it could hang."""
-        whole = torch.zeros(group.size(), device=self.device)
-        dist.all_reduce(whole, group=group)
-        reduce_scatter_whole(torch.zeros(1, device=self.device), whole, group)
-
     def _goes_by_host(self, edge: Edge) -> bool:
         """Whether NCCL cannot serve an edge, or a blocking send on it could close a cycle."""
         is_buffered = edge in self.compiled.report.buffered_edges
@@ -359,13 +349,6 @@ def untie(compiled: CompiledPlan) -> None:
             if parameter is shared:
                 owner, _, name = fqn.rpartition(".")
                 part.get_submodule(owner).register_parameter(name, copy)
-
-
-def backend_for(members: Sequence[int], ranks: Ranks, processes: Sequence[ProcessInfo]) -> str:
-    """NCCL, where every one of these ranks has a GPU of its own; elsewhere Gloo, which takes a GPU's
-    tensors through host memory."""
-    gpus = [processes[process].gpu for process in ranks.processes(members)]
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def _member(group: ProcessGroup | None) -> ProcessGroup:

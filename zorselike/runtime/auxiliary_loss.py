@@ -13,6 +13,7 @@ from zorselike.errors import ConfigError
 
 _weight = 0.0
 """Of what is added now. Not by thread: layers are computed again in autograd's."""
+_is_in_replica = False
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
@@ -28,8 +29,14 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
             on the plan's microbatches.
 
     Raises:
-        ConfigError: `loss` is not one number.
+        ConfigError: `loss` is not one number, or a rank of a tensor-parallel replica computes, which has some
+            positions of its rows alone.
     """
+    if _is_in_replica:
+        raise ConfigError(
+            "add_loss: a rank of a tensor-parallel replica has some positions of its rows alone: what it "
+            "adds is no sum over rows; list single ranks in the plan"
+        )
     if loss.dim() != 0:
         raise ConfigError(
             f"add_loss: the loss is a tensor of shape {list(loss.shape)}; give one number, the sum over rows"
@@ -39,14 +46,15 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 @contextmanager
-def weighing(weight: float) -> Iterator[None]:
-    """Inside, what layers add counts so much."""
-    global _weight
-    before, _weight = _weight, weight
+def weighing(weight: float, *, is_in_replica: bool = False) -> Iterator[None]:
+    """Inside, what layers add counts so much; in a tensor-parallel replica none may add anything."""
+    global _weight, _is_in_replica
+    before = _weight, _is_in_replica
+    _weight, _is_in_replica = weight, is_in_replica
     try:
         yield
     finally:
-        _weight = before
+        _weight, _is_in_replica = before
 
 
 class _Added(torch.autograd.Function):

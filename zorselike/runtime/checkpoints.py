@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,6 @@ from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder, step_of
 from zorselike.checkpoint.manifest import Base, check_json
 from zorselike.errors import CheckpointError, ConfigError, OtherCheckpointError
-from zorselike.plan.holdings import Box
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.ministage.updates import LossScale
 from zorselike.runtime.state.load import Loader
@@ -73,13 +72,13 @@ class Checkpoints:
             self._schedulers.load_state_dict(self._schedule)
         return self._schedulers
 
-    def claim(self, folder: Path) -> None:
+    def claim(self, folder: Path, *, job: str = "") -> None:
         """Makes this pipeline the one that saves into a folder; collective.
 
         Raises:
             CheckpointError: On every rank alike: another process does, or nothing can be written there.
         """
-        self._make_saver().claim(folder.absolute())
+        self._make_saver().claim(folder.absolute(), job=job)
 
     def _make_saver(self) -> Saver:
         if self._saver is None:
@@ -102,22 +101,26 @@ class Checkpoints:
         saver = self._make_saver()
         if not saver.is_idle():
             return None
-        schedule, failure = None, None
+        failure: CheckpointError | ConfigError | None = None
         try:
-            check_json(extra, "extra")
-            schedule = None if self._schedulers is None or model_only else self._schedulers.state_dict()
+            facts = self.facts(extra, model_only=model_only)
         except (CheckpointError, ConfigError) as error:
-            failure, extra = error, {}
-        facts = RunFacts(
+            failure, facts = error, replace(self.facts({}, model_only=True), model_only=model_only)
+        return saver.start(folder.absolute(), facts, stages=stages, after=after, failure=failure)
+
+    def facts(self, extra: Mapping[str, Any], *, model_only: bool = False) -> RunFacts:
+        """What is to be kept beside the tensors. `CheckpointError` or `ConfigError` for what JSON cannot
+        say."""
+        check_json(extra, "extra")
+        return RunFacts(
             step=self.num_steps,
             rows_seen=self.rows_seen,
             seed=self._seed,
             loss_scale=None if self._scale is None else self._scale.state_dict(),
-            schedule=schedule,
+            schedule=None if self._schedulers is None or model_only else self._schedulers.state_dict(),
             extra=extra,
             model_only=model_only,
         )
-        return saver.start(folder.absolute(), facts, stages=stages, after=after, failure=failure)
 
     def load(self, path: Path, *, model_only: bool, options: bool) -> Loaded:
         """Fills the pipeline from a step's folder, or from the newest of a folder of them that is complete;
@@ -197,6 +200,11 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.close()
 
+    def abandon(self) -> None:
+        """Gives up a save on its way."""
+        if self._saver is not None:
+            self._saver.abandon()
+
     def _find(self, path: Path) -> list[Path]:
         """The step's folder itself, or those in the folder that any rank sees, newest first."""
         return [path / step_folder(step) for step in self.list_steps(path)] or [path]
@@ -205,14 +213,33 @@ class Checkpoints:
         manifest = loader.manifest
         if loader.model_only:
             return
-        self.num_steps, self.rows_seen = manifest.step, manifest.rows_seen
-        if self._scale is not None and manifest.loss_scale is not None:
-            self._scale.load_state_dict(manifest.loss_scale)
         if options:
             loader.load_options()
-            self._schedule = manifest.schedule
-            if self._schedulers is not None and manifest.schedule is not None:
-                self._schedulers.load_state_dict(manifest.schedule)
+            self._schedule = None
+        self.take_over(
+            step=manifest.step,
+            rows_seen=manifest.rows_seen,
+            loss_scale=manifest.loss_scale,
+            schedule=manifest.schedule if options else None,
+        )
+
+    def take_over(
+        self,
+        *,
+        step: int,
+        rows_seen: int,
+        loss_scale: Mapping[str, float] | None,
+        schedule: Mapping[str, Any] | None,
+    ) -> None:
+        """Goes on counting where another pipeline has stopped, whose tensors this one has now."""
+        self.must_load = False
+        self.num_steps, self.rows_seen = step, rows_seen
+        if self._scale is not None and loss_scale is not None:
+            self._scale.load_state_dict(loss_scale)
+        if schedule is not None:
+            self._schedule = schedule
+            if self._schedulers is not None:
+                self._schedulers.load_state_dict(schedule)
 
 
 class Stateful(ABC):
@@ -220,6 +247,16 @@ class Stateful(ABC):
 
     _assembly: Assembly
     _checkpoints: Checkpoints
+
+    @property
+    def assembly(self) -> Assembly:
+        """What it runs with, for who moves its state to another pipeline."""
+        return self._assembly
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """What it has counted, for the same."""
+        return self._checkpoints
 
     @abstractmethod
     def _alone(self, what: str, *, needs_values: bool = True) -> AbstractContextManager[None]:
@@ -328,19 +365,15 @@ class Stateful(ABC):
         with self._alone("checkpoint_steps", needs_values=False):
             return self._checkpoints.list_steps(Path(folder).expanduser())
 
-    def claim_checkpoints(self, folder: str | Path) -> None:
+    def claim_checkpoints(self, folder: str | Path, *, job: str = "") -> None:
         """Makes this job the one that saves into a folder, as the first `save` would; makes the folder.
-        Collective.
+        Collective. `job`: a name that another process may claim it by, once this one leads the job no more.
 
         Raises:
             CheckpointError: On every rank: another job does, or nothing can be written there.
         """
         with self._alone("claim_checkpoints", needs_values=False):
-            self._checkpoints.claim(Path(folder).expanduser())
-
-    def state_boxes(self) -> list[Box]:
-        """Which parts of which tensors this rank holds, values and optimizer state."""
-        return self._assembly.state.boxes()
+            self._checkpoints.claim(Path(folder).expanduser(), job=job)
 
     @property
     def num_steps(self) -> int:

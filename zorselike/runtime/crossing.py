@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from zorselike.errors import ConfigError
 from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.host_checks import check_host_room, reserve_activations
-from zorselike.runtime.model.boundaries import Trace, trace_boundaries
-from zorselike.runtime.model.signature import Signature
+from zorselike.runtime.model.boundaries import StepInputs, Trace, Traces, trace_step
+from zorselike.runtime.model.signature import Signature, describe_kwargs
 
 
 def refuse_fixed_shapes(compiled: CompiledPlan) -> None:
@@ -24,6 +24,30 @@ def refuse_fixed_shapes(compiled: CompiledPlan) -> None:
             "dynamic_shapes=True needs ministages that take any shape, and those that torch.export makes "
             f"take that of the first step; pad to one shape, or pass split=. {skeleton.note}"
         )
+
+
+def trace_plan(compiled: CompiledPlan, step: StepInputs) -> Trace:
+    """`trace_step`, or what it gave before. Not where it makes the graphs that run."""
+    traces = compiled.traces if compiled.parts[0].skeleton.takes_any_shape else Traces()
+    trace = traces.find(step)
+    if trace is None:
+        trace = trace_step(compiled.parts, compiled.plan, step, trainable=compiled.spec.trains)
+        traces.keep(trace, step)
+    return trace
+
+
+def refuse_other_length(boundaries: Sequence[Signature], length: int) -> None:
+    """Raises `ConfigError` unless dimension 1 of all that crosses are the positions of the plan's sequences,
+    of which each rank of a tensor-parallel replica has some."""
+    for index, boundary in enumerate(boundaries):
+        least = 2 if index else 1
+        for spec in boundary.tensors:
+            if len(spec.shape_per_row) < least or spec.shape_per_row[0] != length:
+                what = f"ministage {index - 1} returns" if index else "inputs are"
+                raise ConfigError(
+                    f"{what} {spec}, and the plan's sequence_length is {length}: with tensor-parallel "
+                    "replicas dimension 1 must be that many positions everywhere; set sequence_length, or pad"
+                )
 
 
 class Crossing:
@@ -68,14 +92,10 @@ class Crossing:
 
     def _trace(self, inputs: Signature, kwargs: Mapping[str, Any]) -> Trace:
         assembly = self._assembly
-        trace = trace_boundaries(
-            assembly.compiled.parts,
-            assembly.plan,
-            inputs,
-            kwargs,
-            trainable=assembly.compiled.spec.trains,
-            param_dtype=self._param_dtype,
-        )
+        step = assembly.step_inputs = StepInputs(inputs, describe_kwargs(kwargs), self._param_dtype)
+        trace = trace_plan(assembly.compiled, step)
+        if assembly.plan.has_replicas:
+            refuse_other_length(trace.boundaries, assembly.plan.sequence_length or 0)
         if not self._traces:
             assembly.take_calls(trace)
             if any(group.offload for group in assembly.plan.groups):

@@ -53,6 +53,7 @@ class Executor:
         self._updates = assembly.updates
         self._ties = assembly.ties
         self._busy = assembly.busy
+        self._positions = assembly.positions
         self.enter = enter
         """Told every action before it runs."""
         self.leave: Callable[[Action], None] = lambda _: None
@@ -171,7 +172,10 @@ class Executor:
                     return
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
         num_rows = self._own[number].num_rows
-        check_crossing(tensors, run.boundaries[index + 1], num_rows, name_ministage(self._plan, index))
+        boundary = run.boundaries[index + 1]
+        if self._positions is not None:
+            boundary = boundary.at_positions(self._positions.size)
+        check_crossing(tensors, boundary, num_rows, name_ministage(self._plan, index))
         if trains:
             ministage.keep_outputs(number, tensors)
         self._pass_on(Kind.F, index + 1, number, tensors, run)
@@ -221,7 +225,8 @@ class Executor:
     def _send(self, action: Action, boundary: Signature, run: _Run) -> None:
         assert run.produced is not None, f"{action.text} has nothing to send"
         tensors, first_row = run.produced
-        self._transport.send(action, tensors, boundary, first_row)
+        first_position = 0 if self._positions is None else self._positions.start
+        self._transport.send(action, tensors, boundary, (first_row, first_position))
 
 
 def _grad_mode(train: bool) -> AbstractContextManager[Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zorselike.cost.memory import walk_memory
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
@@ -20,6 +19,7 @@ from zorselike.runtime.memory.host_room import HostRoom, find_host_room
 from zorselike.runtime.memory_report import GIB, expect_moments
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.model.boundaries import Trace
+from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.schedule.actions import Kind
 
@@ -35,7 +35,7 @@ def refuse_unfitting_plan(
     memory than it has: what they offload, and on CPU ranks all that they hold. Counts parameters, gradients
     and master weights; moments and activations are known later."""
     plan, own_processes = compiled.plan, [processes[process] for process in ranks.process_of]
-    sizes = {part.index: _measure(plan, part.index, part.module, param_dtype) for part in compiled.parts}
+    sizes = {part.index: measure_part(plan, part, param_dtype) for part in compiled.parts}
     needed = []
     for rank, process in enumerate(own_processes):
         walk = walk_memory(plan, rank, compiled.step_actions[rank], sizes)
@@ -50,12 +50,12 @@ def refuse_unfitting_plan(
     )
 
 
-def _measure(plan: Plan, index: int, module: nn.Module, param_dtype: torch.dtype | None) -> MinistageBytes:
+def measure_part(plan: Plan, part: ModelPart, param_dtype: torch.dtype | None) -> MinistageBytes:
     """The sizes of a ministage on one rank of its group, from its parameters' shapes."""
-    group = plan.group_of(index)
+    group = plan.group_of(part.index)
     num_shards = count_shards(group.zero, len(group.flat_ranks))
     whole = gradients = masters = 0
-    for parameter in module.parameters():
+    for parameter in part.module.parameters():
         dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
         one = ParameterBytes(dtype.itemsize)
         whole += parameter.numel() * one.weight

@@ -11,6 +11,7 @@ from zorselike.cost.memory import walk_memory
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import MinistageBytes
 from zorselike.runtime.assembly import Assembly
+from zorselike.runtime.comm.transport import BY_HOST
 from zorselike.runtime.memory.memory import CHECKPOINT_COPIES
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments
@@ -18,8 +19,8 @@ from zorselike.runtime.model.boundaries import Trace
 from zorselike.runtime.model.signature import Signature
 
 GIB = 2**30
-_UNCOUNTED = (Purpose.GRADIENTS, Purpose.WORKING_SET)
-"""Not in the ledger: FSDP2 and autograd allocate and free it."""
+_UNCOUNTED = (Purpose.GRADIENTS, Purpose.COMMUNICATION, Purpose.WORKING_SET)
+"""Not in the ledger: FSDP2, autograd, torch's pinned pool and NCCL allocate and free it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ def report_memory(assembly: Assembly, trace: Trace | None) -> MemoryReport:
     sizes = {i: measure_ministage(ministage, assembly, trace) for i, ministage in assembly.ministages.items()}
     actions = assembly.compiled.step_actions[rank]
     is_concurrent = assembly.resources.memory.streams.is_concurrent
-    walk = walk_memory(assembly.plan, rank, actions, sizes, on_gpu=is_concurrent)
+    kinds = assembly.transport.kinds
+    by_host = [edge for edge, kind in kinds.items() if kind == BY_HOST]
+    walk = walk_memory(assembly.plan, rank, actions, sizes, on_gpu=is_concurrent, by_host=by_host)
     lines = []
     offload = assembly.resources.activations
     for purpose in walk.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +17,22 @@ from zorselike.errors import CheckpointError, ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
-from zorselike.runtime.assembly import Assembly, compile_plan, find_ranks
+from zorselike.runtime.alarm.watch import OnLoss
+from zorselike.runtime.arguments import check_arguments, find_patience, refuse_with_replicas
+from zorselike.runtime.assembly import Assembly, CompiledPlan, compile_plan, find_ranks
 from zorselike.runtime.auxiliary_loss import weighing
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import check_same_weights
+from zorselike.runtime.comm.connections import Connections
+from zorselike.runtime.comm.ranks import Groups
 from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.host_checks import refuse_unfitting_plan
+from zorselike.runtime.leaving import forget, leave_alone, leave_together
 from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
 from zorselike.runtime.memory.host_heap import giving_back
 from zorselike.runtime.memory_report import MemoryReport, report_memory
-from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.ministage.updates import (
     Clip,
     LossScale,
@@ -39,9 +43,9 @@ from zorselike.runtime.ministage.updates import (
 from zorselike.runtime.model.boundaries import check_additive, check_kwargs
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
-from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, find_device
-from zorselike.runtime.processes.world import ProcessInfo
+from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, use_device
 from zorselike.runtime.result import StepResult, SumOverRanks
+from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 from zorselike.schedule.actions import Action
 
 
@@ -78,6 +82,11 @@ class HeteroPipeline(Stateful):
             loss of every microbatch, so not free on a GPU).
         silence_s: a rank that gives no sign of life for this long ends the job; None: never; "auto": 5 s, and
             30 s in a job with GPUs, whose allocator holds Python's lock while it waits for the device.
+        on_loss: told in a thread of all ranks that are lost, and how, instead of ending this process. Then a
+            rank that fails raises its error, and `interrupt` and `abandon` are what remains to be called.
+        compiled: what `compile_plan` has made of this very model and this plan, to be spared it now.
+        tp_plan: which layers the plan's tensor-parallel replicas cut, `{"layers.*.attention.wq": "colwise",
+            "layers.*.attention.wo": "rowwise", ...}` as Hugging Face has it; by default the model's own.
 
     Raises `PlanError` or `ConfigError`, on every rank alike, before any work starts.
     """
@@ -102,28 +111,34 @@ class HeteroPipeline(Stateful):
         skip_init: bool = False,
         forbid_nonfinite_loss: bool = False,
         silence_s: float | Literal["auto"] | None = "auto",
+        on_loss: OnLoss | None = None,
+        compiled: CompiledPlan | None = None,
+        tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        _check_arguments(max_norm, clip, param_dtype)
+        check_arguments(max_norm, clip, param_dtype)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group first "
                 "and start the script with torchrun"
             )
-        self.device = _find_device(device)
+        self._connections = Connections()
+        self.device = use_device(device)
         named_device = None if device is None else self.device.type
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
         check_same_weights(model)
         dtype = choose_dtype(param_dtype, processes)
         self._scale = LossScale() if computes_in_fp16(model, dtype) else None
-        compiled = compile_plan(
+        compiled = compiled or compile_plan(
             model,
             self.plan,
             split=split,
             unpack=unpack,
             defer_steps=defers_updates(max_norm, clip, self._scale),
             param_dtype=dtype,
+            tp_plan=tp_plan,
         )
+        refuse_with_replicas(self.plan, compiles=compile, dynamic_shapes=dynamic_shapes)
         if any(group.offload for group in self.plan.groups):
             refuse_unfitting_plan(compiled, ranks, processes, param_dtype=dtype)
         if compile and not any(part.units for part in compiled.parts):
@@ -141,12 +156,16 @@ class HeteroPipeline(Stateful):
         """Dtype in which layers compute; None: the model's own."""
         if silence_s == "auto":
             silence_s = find_patience(processes)
-        self._alarm = Alarm(ranks.rank, ranks.world_size, default_store(), silence_s=silence_s)
+        self._alarm = Alarm(
+            ranks.rank, ranks.world_size, default_store(), silence_s=silence_s, on_loss=on_loss
+        )
+        self._reports_losses = on_loss is not None
+        groups = Groups(ranks)
         try:
             with giving_back():
                 self._assembly = Assembly(
                     compiled,
-                    ranks,
+                    groups,
                     processes,
                     model=model,
                     device=self.device,
@@ -161,7 +180,11 @@ class HeteroPipeline(Stateful):
                 )
             self._executor = Executor(self._assembly, self._alarm.enter)
         except Exception as error:
-            self._alarm.fail(error)  # The others wait for this rank already.
+            if on_loss is None:
+                self._alarm.fail(error)  # The others wait for this rank already.
+            else:
+                self._alarm.abandon()
+                groups.abandon()
             raise
         self._alarm.idle()
         self.rank = ranks.rank
@@ -177,7 +200,8 @@ class HeteroPipeline(Stateful):
         self._totals = SumOverRanks(self._assembly.totals, self._assembly.resources.memory)
         self._crossing = Crossing(self._assembly, param_dtype=dtype, dynamic=dynamic_shapes)
         self._is_closed = False
-        self._is_broken = False
+        self.is_broken = False
+        """Whether a call has failed in its middle, so that no other can follow."""
         self._is_loaded = False
 
     # -- training --------------------------------------------------------------------------
@@ -270,19 +294,28 @@ class HeteroPipeline(Stateful):
         if self._is_loaded:
             self._refuse_unusable()
         self._is_closed = True
-        self._alarm.begin("close")
-        self._checkpoints.close()
-        self._totals.close()
-        self._assembly.transport.close()
-        self._assembly.updates.close()
-        self._assembly.ties.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # The last copies to the host may be on their way.
-        self._assembly.resources.memory.pool.close()
-        # Nobody leaves before everybody has all that was sent; only then is leaving no failure.
-        dist.barrier(group=self._assembly.control)
-        self._alarm.close()
-        self._assembly.groups.close()
+        leave_together(self._assembly, self._checkpoints, self._totals, self._alarm)
+
+    def interrupt(self) -> None:
+        """Frees this rank's thread from whatever other ranks it waits for: the call that it is in fails, and
+        `abandon` comes next. From any thread. (What NCCL runs ends with `abandon` only.)"""
+        self._connections.shut()
+
+    def abandon(self, error: BaseException | None = None, *, is_own: bool = False) -> None:
+        """`close` without the other ranks, some of which may be gone, in whatever state the last step is. The
+        caller can then leave the default group, make another and build another pipeline.
+
+        `error`: what ended the last call, of which nothing is kept; `is_own`: this rank itself has failed by
+        it, and the others hear why it leaves.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if error is not None:
+            if is_own:
+                self._alarm.fail(error)
+            forget(error)
+        leave_alone(self._assembly, self._checkpoints, self._totals, self._alarm, self._connections)
 
     def __enter__(self) -> HeteroPipeline:
         return self
@@ -290,9 +323,12 @@ class HeteroPipeline(Stateful):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Closes; after an error tells the other ranks why, and all end."""
+        """Closes; after an error tells the other ranks why, and all end (or go on, with `on_loss`)."""
         if isinstance(error, Exception) and not self._is_closed:
-            self._alarm.fail(error)
+            if self._reports_losses:
+                self.abandon(error, is_own=True)
+            else:
+                self._alarm.fail(error)
         elif error is None:
             self.close()
 
@@ -312,6 +348,8 @@ class HeteroPipeline(Stateful):
         with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
             self._alarm.enter(f"{call}() (before its first action)")
             boundaries = self._crossing.find(feeds, kwargs).boundaries
+            if self._assembly.positions is not None and self.target_rows:
+                targets = self._assembly.positions.of_targets(targets)
             count = float(self._count_fn(targets)) if self.target_rows else 0.0
             batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
             scale = self._scale.value if self._scale is not None else 1.0
@@ -325,7 +363,8 @@ class HeteroPipeline(Stateful):
             )
             updates = self._assembly.updates
             updates.begin()
-            added = weighing(scale / self.plan.global_batch)
+            in_replica = self._assembly.positions is not None
+            added = weighing(scale / self.plan.global_batch, is_in_replica=in_replica)
             with added, self._training() if train else self._in_eval_mode():
                 self._executor.run(batch, loss, boundaries, train=train)
             self._alarm.enter(f"{call}() (after its last action)")
@@ -378,7 +417,9 @@ class HeteroPipeline(Stateful):
         try:
             yield
         except Exception as error:
-            if self._assembly.ranks.world_size > 1:
+            if self._reports_losses:
+                self.is_broken = True  # Whether it is this rank's error or an echo is the caller's to say.
+            elif self._assembly.ranks.world_size > 1:
                 self._alarm.fail(error)
             else:
                 self._recover(error)
@@ -398,7 +439,7 @@ class HeteroPipeline(Stateful):
             raise ConfigError("inside `with pipe.loaded():` nothing else runs; leave the block first")
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
-        if self._is_broken:
+        if self.is_broken:
             raise ConfigError("this pipeline failed in the middle of a step; build another one")
         if self._checkpoints.must_load and needs_values:
             raise ConfigError(
@@ -411,7 +452,7 @@ class HeteroPipeline(Stateful):
         try:
             self._executor.recover()
         except Exception as failed:
-            self._is_broken = True
+            self.is_broken = True
             error.add_note(f"zorselike: this pipeline cannot take another step ({failed}); build another one")
 
     def _check_rows(self, feeds: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
@@ -433,6 +474,8 @@ class HeteroPipeline(Stateful):
         if not self._is_loss_checked:
             self._is_loss_checked = True
             check_additive(self._loss_fn, self._count_fn, outputs, targets)
+            if self._assembly.plan.has_replicas:
+                check_additive(self._loss_fn, self._count_fn, outputs, targets, over="positions")
         return self._loss_fn(outputs, targets)
 
     def _select(
@@ -447,29 +490,3 @@ class HeteroPipeline(Stateful):
             for name, value in kwargs.items()
         }
         return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows), selected
-
-
-def find_patience(processes: Sequence[ProcessInfo]) -> float:
-    """Seconds of silence after which a rank of this job is taken for stopped."""
-    return max(30.0 if process.device == "cuda" else 5.0 for process in processes)
-
-
-def _check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype) -> None:
-    if max_norm is not None and not max_norm > 0:
-        raise ConfigError(f"max_norm = {max_norm} clips nothing; give a number above 0, or None")
-    if clip not in ("global", "ministage"):
-        raise ConfigError(f"clip = '{clip}' is neither 'global' nor 'ministage'")
-    if param_dtype not in (None, "auto", torch.float32, torch.float64, *HALF):
-        raise ConfigError(
-            f'param_dtype = {param_dtype!r}; give torch.bfloat16, torch.float16, "auto", or None'
-        )
-
-
-def _find_device(device: torch.device | str | None) -> torch.device:
-    found = None if device is None else torch.device(device)
-    if found is not None and (found.type != "cuda" or not torch.cuda.is_available()):
-        return found  # That there is none is an error of all ranks alike.
-    if found is not None and found.index is not None:
-        torch.cuda.set_device(found)
-        return found
-    return find_device("auto", without_gpu="", rank=dist.get_rank())

@@ -52,6 +52,15 @@ class StepResult:
         """Whether nothing was updated, because a gradient overflowed in fp16 (the loss scale halves)."""
         return self._scaled and not math.isfinite(self._sums()[2])
 
+    def read_sums(self) -> Sums:
+        """All three, as they are; waits for them."""
+        return self._sums()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss was, in fp16."""
+        return self._scaled
+
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss}, num_targets={self.num_targets}, grad_norm={self.grad_norm})"
 
@@ -89,6 +98,12 @@ class SumOverRanks:
             self._last = None
         if self._thread is not None:
             self._thread.close()
+
+    def abandon(self) -> None:
+        """Ends without the last sum."""
+        self._last = None
+        if self._thread is not None:
+            self._thread.abandon()
 
 
 def _read(values: Tensor) -> Sums:

@@ -2,7 +2,8 @@
 
 Vocabulary and text form follow `torch.distributed.pipelining` (`3F0`, `2UNSHARD`, `0SEND_F2`)
 and add what it lacks: `STEP`, `NORM`, copies between device and host, exchanges of tied weights,
-and on transfers the peer with the rows of the global batch: `0SEND_F2@4[3:5]`.
+and on transfers the peer with the rows of the global batch: `0SEND_F2@4[3:5]`, to or from a tensor-parallel
+replica with the positions of the sequence too: `0SEND_F2@4[3:5,0:1024]`.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class Action:
     """One entry of a rank's list.
 
     `microbatch` counts the rank's microbatches in the order of the plan; a number past the rank's
-    last one is a dummy that joins collectives and runs no user code. `peer`, `start` and
-    `stop` belong to transfers: rows `[start, stop)` of the global batch.
+    last one is a dummy that joins collectives and runs no user code. `peer`, `start`, `stop` and `positions`
+    belong to transfers: rows `[start, stop)` of the global batch, and of them positions `[first, last)` of
+    the sequence, all if that is None.
     """
 
     kind: Kind
@@ -85,21 +87,24 @@ class Action:
     peer: int | None = None
     start: int | None = None
     stop: int | None = None
+    positions: tuple[int, int] | None = None
 
     @cached_property
     def text(self) -> str:
         """The one-line form, read back by `parse_action`."""
         ministage = "" if self.ministage is None else self.ministage
         microbatch = "" if self.microbatch is None else self.microbatch
-        rows = "" if self.peer is None else f"@{self.peer}[{self.start}:{self.stop}]"
-        return f"{ministage}{self.kind.value}{microbatch}{rows}"
+        if self.peer is None:
+            return f"{ministage}{self.kind.value}{microbatch}"
+        positions = "" if self.positions is None else f",{self.positions[0]}:{self.positions[1]}"
+        return f"{ministage}{self.kind.value}{microbatch}@{self.peer}[{self.start}:{self.stop}{positions}]"
 
     def __str__(self) -> str:
         return self.text
 
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
-_PATTERN = re.compile(rf"(\d+)?({_KINDS})(\d+)?(?:@(\d+)\[(\d+):(\d+)\])?", re.ASCII)
+_PATTERN = re.compile(rf"(\d+)?({_KINDS})(\d+)?(?:@(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+))?\])?", re.ASCII)
 
 
 def parse_action(text: str) -> Action:
@@ -107,9 +112,12 @@ def parse_action(text: str) -> Action:
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"'{text}' is not an action; expected for example 3F0, 2UNSHARD or 0SEND_F2@4[3:5]")
-    ministage, kind, microbatch, *rows = match.groups()
-    numbers = [None if part is None else int(part) for part in (ministage, microbatch, *rows)]
-    return Action(Kind(kind), *numbers)
+    kind = match[2]
+    ministage, microbatch, peer, start, stop = (
+        None if part is None else int(part) for part in match.group(1, 3, 4, 5, 6)
+    )
+    positions = None if match[7] is None else (int(match[7]), int(match[8]))
+    return Action(Kind(kind), ministage, microbatch, peer, start, stop, positions)
 
 
 def format_actions(actions: Iterable[Action]) -> str:
@@ -120,3 +128,21 @@ def format_actions(actions: Iterable[Action]) -> str:
 def parse_actions(text: str) -> list[Action]:
     """The inverse of `format_actions`."""
     return [parse_action(word) for word in text.split()]
+
+
+Edge = tuple[int, int, str]
+"""A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
+
+
+def edge_of(rank: int, action: Action) -> Edge:
+    """The channel that a transfer of `rank` uses."""
+    assert action.peer is not None
+    direction = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+    if action.kind in SENDS:
+        return rank, action.peer, direction
+    return action.peer, rank, direction
+
+
+def edges_of_rank(rank: int, actions: Iterable[Action]) -> set[Edge]:
+    """The channels that a rank's actions use."""
+    return {edge_of(rank, action) for action in actions if action.kind in TRANSFERS}

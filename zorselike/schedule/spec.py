@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+from zorselike.plan.pieces import positions_of
 from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.errors import ScheduleError
 
@@ -29,6 +30,8 @@ class ScheduleSpec:
     """All updates wait for the global gradient norm."""
     masters: bool = False
     """Updates change fp32 master weights and overwrite the shards, which a step need not load for that."""
+    sequence_length: int | None = None
+    """Tokens of a row, where other than the plan's. The ranks of a tensor-parallel replica share them."""
 
     def __post_init__(self) -> None:
         num_ministages, trainable = self.plan.num_ministages, self.trainable
@@ -44,6 +47,22 @@ class ScheduleSpec:
                 )
             if trainable is not None and not (trainable[owner] and trainable[borrower]):
                 raise ScheduleError(f"tie ({owner}, {borrower}) has a frozen end: leave frozen weights out")
+        if self.plan.has_replicas:
+            most = max(group.degree for group in self.plan.groups)
+            if self.num_positions < most:
+                raise ScheduleError(
+                    f"rows of {self.num_positions} tokens (sequence_length) are too short for a replica of "
+                    f"{most} ranks, each of which needs one: give longer rows or smaller replicas"
+                )
+
+    @property
+    def num_positions(self) -> int:
+        """Of a row; 0 if nobody said, which a plan without replicas does not ask."""
+        return self.sequence_length or self.plan.sequence_length or 0
+
+    def positions_of(self, rank: int) -> tuple[int, int]:
+        """Positions `[first, last)` of every row that a rank has between layers."""
+        return positions_of(self.plan.replica_of(rank), rank, self.num_positions)
 
     @cached_property
     def trains(self) -> tuple[bool, ...]:

@@ -75,7 +75,7 @@ class SimulationInputs:
 
     def context_bytes(self, device: str) -> int:
         """Memory of a type of device that tensors do not have."""
-        return self.profile.overheads.context_bytes + self.corrected_bytes.get(device, 0)
+        return self.profile.overheads.process_bytes + self.corrected_bytes.get(device, 0)
 
     def find_costs(self, plan: Plan) -> StepCosts:
         """Costs of a plan's actions; raises `ClusterError` and `ProfileError`."""

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
-from zorselike.cost.memory import MemoryWalk, walk_memory
+from zorselike.cost.memory import walk_memory
+from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import Action
+from zorselike.schedule.actions import TRANSFERS, Action, edge_of
+from zorselike.schedule.checker.rendezvous import find_wrapping
 from zorselike.schedule.contract import SENDS_KEPT_BY_NCCL
 
 
@@ -51,13 +53,19 @@ class MemoryWalks(Sequence[MemoryWalk]):
         costs, actions = self._costs, self._actions[rank]
         context_bytes = costs.context_bytes[rank] if costs.context_bytes else 0
         is_cpu = bool(costs.is_cpu) and costs.is_cpu[rank]
+        by_host = find_wrapping(self._plan, rank, actions)
+        edges = [edge_of(rank, a) if a.kind in TRANSFERS else None for a in actions]
         key = (
             self._plan.group_of_rank[rank],
             tuple(microbatch.num_rows for microbatch in self._plan.microbatches_of_rank(rank)),
             tuple(sorted(costs.sizes[rank].items())),
             context_bytes,
             is_cpu,
-            tuple((a.kind, a.ministage, a.microbatch, (a.stop or 0) - (a.start or 0)) for a in actions),
+            len({edge for edge in edges if edge not in by_host}),
+            tuple(
+                (a.kind, a.ministage, a.microbatch, (a.stop or 0) - (a.start or 0), edge in by_host)
+                for a, edge in zip(actions, edges, strict=True)
+            ),
         )
         if key not in self._alike:
             self._alike[key] = walk_memory(
@@ -68,5 +76,7 @@ class MemoryWalks(Sequence[MemoryWalk]):
                 context_bytes=context_bytes,
                 num_sends_kept=None if is_cpu else SENDS_KEPT_BY_NCCL,
                 on_gpu=not is_cpu,
+                by_host=by_host,
+                communicator_bytes=costs.communicator_bytes,
             )
         return self._alike[key]

@@ -17,6 +17,10 @@ def main() -> int:
         plan = load_plan(request.config)
 
         # Imported after the checks: torch takes seconds, which a misspelt key should not cost.
+        if request.config.elastic.enable and not request.dry_run:
+            from zorselike.train.elastic.program import run_elastic
+
+            return run_elastic(request, plan)
         from zorselike.train.trainer import run
 
         return run(request, plan)

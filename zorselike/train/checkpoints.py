@@ -28,7 +28,7 @@ from zorselike.hf import find_parts
 from zorselike.hf.adapters import name_in_model
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
-from zorselike.runtime.processes.processes import Processes
+from zorselike.runtime.processes.processes import Peers
 from zorselike.runtime.state.save import Save
 from zorselike.text.wording import list_few
 from zorselike.train.config.config import Config
@@ -45,7 +45,7 @@ class RunCheckpoints:
         self,
         config: Config,
         pipe: HeteroPipeline,
-        world: Processes,
+        world: Peers,
         facts: Mapping[str, Any],
         *,
         origin: Path | None = None,
@@ -70,9 +70,26 @@ class RunCheckpoints:
 
     # -- at the start ----------------------------------------------------------------------
 
-    def go_on(self) -> None:
+    def claim(self, *, job: str = "") -> None:
+        """Makes this run the one that saves into its folder, for whoever leads `job`, if it has a name;
+        collective. `CheckpointError` on every rank: another one does."""
+        self._pipe.claim_checkpoints(self.folder, job=job)
+
+    @property
+    def saved(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest step that is saved, and the best validation that is; None: none yet."""
+        if self._on_its_way is not None and self._on_its_way[0].finished.is_set():
+            self._report()
+        return None if self._saved_step is None else (self._saved_step, self._best)
+
+    def remember(self, saved: tuple[int, dict[str, Any]]) -> None:
+        """What `saved` was elsewhere, for a pipeline that goes on where another one stopped."""
+        self._saved_step, self._best = saved
+        self._lowest = self._best
+
+    def go_on(self, *, claims: bool = True) -> None:
         """Loads what the run goes on from: its own newest checkpoint, or what it is told to begin with, if
-        there is either. Collective.
+        there is either; `claims`: and the folder, if it saves. Collective.
 
         Raises:
             CheckpointError: There are checkpoints, and none of them can be loaded; or going on from an older
@@ -85,7 +102,8 @@ class RunCheckpoints:
         if not settings.enable:
             self._take_adapters()
             return
-        self._pipe.claim_checkpoints(self.folder)  # Now, not at the first save.
+        if claims:
+            self.claim()  # Now, not at the first save.
         if settings.upload:
             self._world.from_first(lambda: check_target(settings.upload))
         steps = self._pipe.checkpoint_steps(self.folder)
@@ -148,10 +166,11 @@ class RunCheckpoints:
         first = settings.enable_first_step_checkpoint and step == 1
         return settings.enable and (first or step % settings.interval == 0)
 
-    def save_if_due(self, step: int, *, validation_loss: float) -> None:
+    def save_if_due(self, step: int, *, validation_loss: float, is_owed: bool = False) -> None:
         """Begins a save, and says how the last one ended; collective. A save that fails is no reason to stop.
-        `validation_loss`: of a validation after this step; nan if there was none."""
-        if not self._settings.enable:
+        `validation_loss`: of a validation after this step; nan if there was none. `is_owed`: one that was due
+        earlier has come to nothing."""
+        if not self._settings.enable or step == self._saved_step:
             return
         if self._on_its_way is not None and self._on_its_way[0].finished.is_set():
             self._report()
@@ -161,7 +180,7 @@ class RunCheckpoints:
             self._lowest = {"step": step, "loss": validation_loss}
         if step == self._config.training.steps:
             return  # `save_last` saves it, or the model alone.
-        if is_best or self.is_due(step):
+        if is_best or is_owed or self.is_due(step):
             self._begin(waits=self._settings.async_mode == "disabled")
             if self._settings.async_mode == "disabled":
                 self._report()

@@ -18,7 +18,13 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import find_identity
-from zorselike.runtime.processes.processes import Processes, choose_backend, join_processes, make_processes
+from zorselike.runtime.processes.processes import (
+    Peers,
+    Processes,
+    choose_backend,
+    join_processes,
+    make_processes,
+)
 from zorselike.train.config.config import Config
 from zorselike.train.report.colors import PlainFormatter
 
@@ -86,7 +92,7 @@ def narrow(processes: Processes, members: Sequence[int]) -> Iterator[Processes |
             store.set(_ENDED, "")
 
 
-def agree_on_data(processes: Processes, read: Callable[[], T], *, describe: Callable[[T], str]) -> T:
+def agree_on_data(processes: Peers, read: Callable[[], T], *, describe: Callable[[T], str]) -> T:
     """What `read` gives here, if every rank can read it and `describe` is the same everywhere.
 
     Raises:
@@ -116,13 +122,15 @@ def agree_on_data(processes: Processes, read: Callable[[], T], *, describe: Call
     return found
 
 
-def set_up_logging(rank: int) -> None:
-    """Rank 0 logs everything, on standard output; the others only what is wrong."""
+def set_up_logging(rank: int | None) -> None:
+    """Rank 0 logs everything, on standard output; the others, and who has no rank yet, only what is wrong."""
     logging.raiseExceptions = False  # A log that no longer fits on the disk: no traceback a line.
     handler = logging.StreamHandler(sys.stdout)
     style = PlainFormatter if not sys.stdout.isatty() else logging.Formatter
-    who = "" if rank == 0 else f"rank {rank} - "
+    who = "" if not rank else f"rank {rank} - "
     handler.setFormatter(style(f"[zorselike] %(asctime)s - {who}%(levelname)s - %(message)s"))
+    for old in logger.handlers:
+        old.close()
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False

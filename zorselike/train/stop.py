@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -40,9 +41,12 @@ class SignalWatch:
     To be constructed in the main thread; `close` restores the previous handlers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[int], str] | None = None) -> None:
+        """`on_first`: called with the first signal's number, in a thread; says what is done about it, for
+        this process alone."""
         self.received = 0
         """Number of the first signal, or 0."""
+        self._on_first = on_first
         self._received_at = 0.0
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -72,27 +76,41 @@ class SignalWatch:
         if self.received:
             print(f"zorselike: {name} again, stopping now", file=sys.stderr, flush=True)
             os._exit(128 + number)
-        if is_first_of_node():  # A launcher tells all of them.
+        if self._on_first is not None:
+            print(f"zorselike: {name}, {self._on_first(number)}", file=sys.stderr, flush=True)
+        elif is_first_of_node():  # A launcher tells all of them.
             text = f"zorselike: {name}, stopping after this step (again: stop now)"
             print(text, file=sys.stderr, flush=True)
         self._received_at = time.monotonic()
         self.received = number
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first signal; 0 where there was none."""
+        return time.monotonic() - self._received_at if self.received else 0.0
+
 
 class StopVote:
     """Agreement of all ranks on whether to stop, beside each step and so without cost."""
 
-    def __init__(self, watch: SignalWatch, group: dist.ProcessGroup) -> None:
-        """`group`: a Gloo group of all ranks that nothing else uses during a step."""
+    def __init__(
+        self,
+        watch: SignalWatch,
+        group: dist.ProcessGroup,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX,
+    ) -> None:
+        """`group`: a Gloo group of all ranks that nothing else uses during a step; `operation`: makes one of
+        what all ranks have received, 0 being nothing."""
         self._watch = watch
         self._group = group
+        self._operation = operation
         self._signal = torch.zeros((), dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def open(self) -> None:
         """At a step's beginning: contributes the signal that this rank has received so far."""
         self._signal.fill_(self._watch.received)
-        self._work = dist.all_reduce(self._signal, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._signal, self._operation, group=self._group, async_op=True)
 
     def close(self) -> int:
         """At a step's end: the signal for which all ranks stop now, or 0."""

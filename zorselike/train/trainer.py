@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -19,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zorselike.cost.catalogue import peak_flops
-from zorselike.errors import CheckpointError, ConfigError, PlanError
-from zorselike.hf import load_weights
+from zorselike.errors import CheckpointError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
 from zorselike.runtime.ministage.updates import defers_updates
@@ -37,18 +34,17 @@ from zorselike.train.config.model import TrainedModel, find_model, find_param_dt
 from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.data.packed_models import document_keywords
 from zorselike.train.data.rows import Rows
-from zorselike.train.data.sources import open_rows
 from zorselike.train.dry_run import describe_planning, describe_run
 from zorselike.train.optimizer import WarmupStableDecay, build_lr_scheduler_factory, build_optimizer_factory
-from zorselike.train.processes import agree_on_data, join_job, narrow, set_up_logging
+from zorselike.train.parts import build_metrics, check_seq_len, collecting_garbage, open_data, take_weights
+from zorselike.train.processes import join_job, narrow, set_up_logging
 from zorselike.train.report.estimates import compare_with_estimates
 from zorselike.train.report.memory import describe_deferral, describe_fullest
-from zorselike.train.report.metrics import MetricsLog, sum_peak_flops, work_of_step
 from zorselike.train.report.profiling import profiler
 from zorselike.train.report.run_folder import open_run_folder
 from zorselike.train.report.writers import check_writers, open_writers
 from zorselike.train.stop import WHAT_TORCHRUN_PRINTS, SignalWatch, StopVote
-from zorselike.train.validation import Validation, open_validation_rows
+from zorselike.train.validation import Validation
 
 logger = logging.getLogger("zorselike")
 
@@ -63,7 +59,7 @@ def run(request: Request, plan: Plan | None) -> int:
     set_up_logging(find_identity().rank)
     config = request.config
     model = find_model(config)
-    _check_seq_len(config, model)
+    check_seq_len(config, model)
     if request.dry_run:
         if find_identity().rank == 0:
             print(_describe_dry_run(request, plan, model))
@@ -76,7 +72,7 @@ def run(request: Request, plan: Plan | None) -> int:
         if plan is not None:
             return _train(request, config, plan, model, world)
         # Wrong data is said before devices are measured; what is read here is read from the cache later.
-        _open_data(config, model, model.build(), world, global_batch=config.training.global_batch_size)
+        open_data(config, model, model.build(), world, global_batch=config.training.global_batch_size)
         auto = find_auto_plan(config, model, world, request.config_path)
         with narrow(world, auto.members) as members:
             if members is None:
@@ -96,7 +92,7 @@ def _train(
     """Trains with the plan's processes; returns the exit code. `beside_plan`: further files for the run's
     folder, by name."""
     module = model.build()
-    rows, held_out = _open_data(config, model, module, world, global_batch=plan.global_batch)
+    rows, held_out = open_data(config, model, module, world, global_batch=plan.global_batch)
     is_packed = rows.is_packed or (held_out is not None and held_out.is_packed)
     keywords = document_keywords(module) if is_packed else ()
     refused: CheckpointError | None = None
@@ -119,27 +115,13 @@ def _train(
                 model,
                 world,
                 folder,
-                partial(_take_weights, pipe, model, module),
+                partial(take_weights, pipe, model, module),
             )
         except CheckpointError as error:  # Every rank raises it: none waits for another.
             refused = error
     if refused is not None:
         raise refused
     return 128 + signal_number if signal_number else 0
-
-
-def _open_data(
-    config: Config, model: TrainedModel, module: nn.Module, world: Processes, *, global_batch: int
-) -> tuple[Rows, Rows | None]:
-    """The rows of `[training]` and `[validation]`, the same on every rank. Collective."""
-    reader = partial(
-        open_rows,
-        config,
-        vocab_size=model.vocab_size,
-        before_packing=partial(document_keywords, module),
-    )
-    rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
-    return rows, open_validation_rows(config, rows, reader, global_batch=global_batch, world=world)
 
 
 def _run_steps(
@@ -178,7 +160,8 @@ def _run_steps(
         keywords=keywords if rows.is_packed else (),
     )
     loader = RowLoader(dataset, config.training.dataloader, device=world.device)
-    metrics = _build_metrics(config, pipe, model, world, folder)
+    writers = open_writers(config, folder=folder, rank=pipe.rank, launcher_rank=world.rank)
+    metrics = build_metrics(config, pipe, model, world.control, writers)
     began = time.perf_counter()
     schedulers = pipe.lr_schedulers(
         build_lr_scheduler_factory(config.lr_scheduler, steps=steps, steps_before=before)
@@ -192,7 +175,7 @@ def _run_steps(
         closing(metrics),
         closing(SignalWatch()) as watch,
         profiler(config.profiling, folder=folder, rank=pipe.rank) as profile,
-        _collecting_garbage(config.training.gc_freq) as collect,
+        collecting_garbage(config.training.gc_freq) as collect,
     ):
         vote = StopVote(watch, world.control)
         validation = None
@@ -241,25 +224,6 @@ def _run_steps(
 # -- parts of a run ----------------------------------------------------------------------------
 
 
-@contextmanager
-def _collecting_garbage(freq: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call after each step, by its number: Python's garbage is collected every `freq`
-    steps on all ranks together, so that none delays the others. With 0 it is when Python likes."""
-    was_enabled = gc.isenabled()
-    if freq:
-        gc.disable()
-
-    def collect(step: int) -> None:
-        if freq and step % freq == 0:
-            gc.collect()
-
-    try:
-        yield collect
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _describe_dry_run(request: Request, plan: Plan | None, model: TrainedModel) -> str:
     """Describes what a run would do."""
     config, lines = request.config, []
@@ -304,15 +268,6 @@ def _build_pipeline(
         )
 
 
-def _take_weights(pipe: HeteroPipeline, model: TrainedModel, module: nn.Module) -> None:
-    """Begins with the weights of a Hugging Face model, if it has any; collective."""
-    if model.weights is not None:
-        load_weights(pipe, module, model.weights)
-        logger.info("begins with the weights of %s", model.weights)
-    elif model.folder is not None:
-        logger.warning("%s holds no weights: the model begins with random ones", model.folder)
-
-
 def _log_deferral(config: Config, pipe: HeteroPipeline, world: Processes) -> None:
     """Logs what deferred updates keep in memory; collective."""
     if defers_updates(config.training.max_norm or None, config.hetero.clip, pipe.loss_scale):
@@ -327,30 +282,3 @@ def _naming_plan_file(config: Config) -> Iterator[None]:
         yield
     except PlanError as error:
         raise PlanError(f"{config.hetero.plan}: {error}") from error
-
-
-def _build_metrics(
-    config: Config, pipe: HeteroPipeline, model: TrainedModel, world: Processes, folder: Path
-) -> MetricsLog:
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    dtype = str(pipe.param_dtype or torch.float32).removeprefix("torch.")
-    peak = sum_peak_flops(peak_flops(name, dtype), group=world.control)
-    return MetricsLog(
-        config.metrics,
-        rank=pipe.rank,
-        steps=config.training.steps,
-        work=work_of_step(model, pipe.plan, seq_len=config.training.seq_len),
-        peak_flops=peak,
-        device=world.device,
-        group=world.control,
-        writers=open_writers(config, folder=folder, rank=pipe.rank, launcher_rank=world.rank),
-        estimated_step_s=pipe.plan.estimates.iteration_s,
-    )
-
-
-def _check_seq_len(config: Config, model: TrainedModel) -> None:
-    if config.training.seq_len > model.max_seq_len:
-        raise ConfigError(
-            f"[training] seq_len = {config.training.seq_len}, but [model] {model.name} has "
-            f"{model.max_seq_len} positions: set seq_len to that or less"
-        )

@@ -10,7 +10,7 @@ from functools import partial
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.pipeline import HeteroPipeline
-from zorselike.runtime.processes.processes import Processes
+from zorselike.runtime.processes.processes import Peers
 from zorselike.text.wording import count
 from zorselike.train.config.config import Config
 from zorselike.train.data.loader import StepDataset
@@ -23,7 +23,7 @@ logger = logging.getLogger("zorselike")
 
 
 def open_validation_rows(
-    config: Config, training: Rows, reader: Callable[..., Rows], *, global_batch: int, world: Processes
+    config: Config, training: Rows, reader: Callable[..., Rows], *, global_batch: int, world: Peers
 ) -> Rows | None:
     """The rows of `[validation]`, the same on every rank; None if that is not enabled. Collective.
 

@@ -10,12 +10,13 @@ import pytest
 from scipy.stats import spearmanr
 from searched_problems import Bench, draw_problem, make_decoder
 
+from zorselike.cost.purposes import Purpose
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import Fixed
-from zorselike.planner.search.builder import Choice, GroupChoice, list_microbatch_counts
+from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
 from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
 from zorselike.schedule.orders.in_flight import least_in_flight
 
@@ -68,25 +69,30 @@ def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):
 
 
 def test_memory_with_bounds_in_flight_is_what_the_whole_plan_needs(simulated_in_flight):
+    found = []
     for bench, candidate, case in simulated_in_flight:
         assert not any(map(case.is_overfull, range(case.plan.num_ranks)))
+        returns = candidate.num_ministages > len(candidate.groups)
         rank = 0
         for g, group in enumerate(candidate.groups):
             for position in range(len(group.devices)):
                 need = bench.memory.need(candidate, g, position)
+                ratio = need.device_bytes / case.peak_bytes[rank]
                 # More where a rank has fewer microbatches than the largest: it need not keep two sets of
-                # gradients while reductions run beside its backwards.
-                assert 0.95 < need.device_bytes / case.peak_bytes[rank] < 1.5
+                # gradients while reductions run beside its backwards. Of several ministages some hold fewer
+                # microbatches than others.
+                assert (0.9 if returns else 0.95) < ratio < (2.1 if returns else 1.6)
+                found += [ratio] * returns
                 rank += 1
+    assert len(found) > 20 and 0.99 < median(found) < 1.08
 
 
 def test_bounds_in_flight_let_a_step_end_and_are_few(simulated_in_flight):
     for _, candidate, case in simulated_in_flight:
-        bounds = [group.max_in_flight for group in case.plan.groups]
-        assert all(
-            own is not None and least <= own <= group.max_microbatches
-            for own, least, group in zip(bounds, least_in_flight(case.plan), case.plan.groups, strict=True)
-        )
+        plan = case.plan
+        for g, (least, group) in enumerate(zip(least_in_flight(plan), plan.groups, strict=True)):
+            most = group.max_microbatches * len(plan.ministages_of_group(g))
+            assert group.max_in_flight is not None and least <= group.max_in_flight <= most
         # The ranks of a group have microbatches in about as many rounds, or wait for each other in vain.
         for group in candidate.groups:
             counts = {len(own) for own in group.sizes if own}
@@ -100,7 +106,9 @@ def test_memory_is_what_the_whole_plan_needs(simulated):
             for position in range(len(group.devices)):
                 need = bench.memory.need(candidate, g, position)
                 assert 0.9 < need.device_bytes / case.peak_bytes[rank] < 1.15
-                assert need.host_bytes >= 0.97 * case.simulation.memory[rank].host_peak_bytes
+                walk = case.simulation.memory[rank]
+                offloaded = walk.host_peak_bytes - walk.host.get(Purpose.COMMUNICATION, 0)
+                assert need.host_bytes >= 0.97 * offloaded  # The whole plan shows what travels over hosts.
                 rank += 1
 
 
@@ -196,3 +204,24 @@ def test_a_group_of_two_sizes_of_cards_gives_the_small_ones_fewer_rows_where_mem
     assert candidate is not None
     rows = [sum(own) for own in candidate.groups[0].sizes]
     assert rows[0] == rows[1] > rows[2] > 0 and sum(rows) == 64
+
+
+def test_several_ministages_a_group_shorten_the_fill_of_a_pipeline_with_few_in_flight():
+    """Estimated and simulated, where the microbatches are few and memory is not."""
+    nodes = tuple(Node(name=name, devices=("A100-40",), fabric=Link(50e9)) for name in "ab")
+    cluster = Cluster(nodes=nodes, default_link=Link(50e9))
+    bench = Bench(
+        draw_problem(
+            random.Random(0), cluster=cluster, global_batch=8, workload=make_decoder(14, tokens=1024)
+        )
+    )
+    found = {}
+    for number in (2, 4):
+        choice = Choice.alike(((0,), (1,)), Mode(), 4, 2).bound(1.0, number)
+        candidate = bench.builder.build(choice)
+        assert candidate is not None and candidate.bounds_in_flight and candidate.num_ministages == number
+        plan = make_plan(candidate, bench.problem, bench.table).validate()
+        simulated_s = bench.problem.setting.simulate(plan).simulation.iteration_s
+        found[number] = bench.step_time.estimate_s(candidate), simulated_s
+        assert {group.zero for group in plan.groups} == {2 if number == 2 else 1}
+    assert all(several < 0.95 * one for several, one in zip(found[4], found[2], strict=True))

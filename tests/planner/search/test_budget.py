@@ -1,4 +1,4 @@
-"""When the parts of a search end."""
+"""When a search ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from zorselike.planner.search import budget as search_budget
-from zorselike.planner.search.budget import ASSUMED_S, COARSE_SHARE, ENUMERATION_SHARE, FAR_LATE, SearchBudget
+from zorselike.planner.search.budget import ASSUMED_S, FUTILE_S, BudgetOverError, SearchBudget
 
 BUDGET_S = 10.0
 
@@ -21,53 +21,59 @@ def clock(monkeypatch):
     return fake
 
 
-def make_budget() -> SearchBudget:
-    budget = SearchBudget(BUDGET_S, lambda: None)
-    budget.may_stop = True
+def make_budget(*, may_stop: bool = True, budget_s: float = BUDGET_S) -> SearchBudget:
+    budget = SearchBudget(budget_s, lambda: None)
+    budget.may_stop = may_stop
     return budget
 
 
-def find_end_of_enumeration(clock: SimpleNamespace, budget: SearchBudget) -> float:
-    """As a share of the budget, to a hundredth."""
-    for percent in range(101):
-        clock.now = percent / 100 * BUDGET_S
-        if budget.is_enumeration_over():
-            return percent / 100
-    raise AssertionError("never")
+def is_over(budget: SearchBudget, num_actions: int = 0) -> bool:
+    try:
+        budget.check(num_actions)
+    except BudgetOverError:
+        return True
+    return False
 
 
-@pytest.mark.parametrize(
-    ("long_s", "share"),
-    [
-        (0.0, ENUMERATION_SHARE),
-        ((FAR_LATE - ENUMERATION_SHARE) * BUDGET_S * 0.98, ENUMERATION_SHARE),
-        (FAR_LATE * BUDGET_S, COARSE_SHARE),
-        (100 * BUDGET_S, COARSE_SHARE),
-    ],
-)
-def test_where_the_first_simulation_is_long_it_begins_sooner(clock, long_s, share):
+def test_a_search_ends_after_its_time_or_before_a_simulation_that_would_end_later(clock):
     budget = make_budget()
-    budget.count_expected = lambda: int(long_s / ASSUMED_S)
-    assert find_end_of_enumeration(clock, budget) == pytest.approx(share, abs=0.011)
-    assert budget.is_cut
+    clock.now = 0.9 * BUDGET_S
+    assert not is_over(budget)
+    few = int(0.05 * BUDGET_S / ASSUMED_S)
+    assert not is_over(budget, few) and is_over(budget, 3 * few)
+    clock.now = 1.01 * BUDGET_S
+    assert is_over(budget)
 
 
-def test_before_anything_fits_no_budget_ends_exploring_but_computing_in_vain_does(clock):
-    budget = make_budget()
-    budget.may_stop = False
+def test_before_anything_fits_no_budget_ends_it_but_computing_in_vain_does(clock):
+    budget = make_budget(may_stop=False)
     clock.now = 1.9 * BUDGET_S
-    assert not budget.is_enumeration_over() and not budget.is_over() and not budget.is_cut
+    assert not is_over(budget)
     clock.now = 2.1 * BUDGET_S
-    assert budget.is_enumeration_over() and budget.is_over() and budget.is_cut
+    assert is_over(budget)
+
+
+def test_what_was_found_is_simulated_however_late_it_is(clock):
+    budget = make_budget(may_stop=False, budget_s=0.0)
+    clock.now = 2 * FUTILE_S
+    assert is_over(budget)
+    budget.has_found = True
+    assert not is_over(budget, 10**9)
+    budget.count_simulation(actions=1, expected_actions=1, seconds=1.0)
+    assert is_over(budget)
 
 
 def test_what_was_simulated_says_how_long_the_next_will_take(clock):
     budget = make_budget()
     actions = 100_000
-    assert not budget.must_hurry(actions)  # Two steps, by what is assumed: 3.4 s of 10.
-    budget.count_simulation(actions=actions, estimated_actions=actions, seconds=8.0, is_one_step=False)
     clock.now = 5.0
-    assert not budget.would_overrun(actions)  # One step takes 4 s of the 5 that are left,
-    assert budget.must_hurry(actions)  # and two take 8.
-    clock.now = 6.5
-    assert budget.would_overrun(actions) and budget.is_cut
+    assert not is_over(budget, actions)  # 1.7 s, by what is assumed.
+    budget.count_simulation(actions=actions, expected_actions=actions, seconds=6.0)
+    assert is_over(budget, actions)
+
+
+def test_where_nothing_may_end_it_nothing_does(clock):
+    budget = make_budget()
+    budget.may_end = False
+    clock.now = 100 * BUDGET_S
+    assert not is_over(budget, 10**9)

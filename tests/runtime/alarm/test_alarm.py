@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankExit, RunRanks
 
-from zorselike.errors import ClusterError, ConfigError
+from zorselike.errors import ClusterError
 from zorselike.runtime.alarm import heartbeat as lifeline
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.alarm.failure import (
@@ -193,50 +193,6 @@ def test_a_stall_is_blamed_on_the_rank_that_computes(run_ranks: RunRanks, tmp_pa
         assert re.search(r"no progress for [1-9]", ended.last_line), ended.last_line
 
 
-def _hold_lock_before_first_action(rank: int, world_size: int, folder: str) -> str:
-    alarm = Alarm(rank, world_size, _store(folder, world_size), silence_s=0.5, interval_s=0.1)
-    if rank == 1:
-        _keep_interpreter_lock(1.5)
-    dist.barrier()
-    alarm.close()
-    return "trained"
-
-
-def _keep_interpreter_lock(seconds: float) -> None:
-    """One call into C that neither releases Python's lock nor lets another thread have it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(3600)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
-    sys.setswitchinterval(before)
-
-
-def test_start_up_may_be_silent_for_longer(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(_hold_lock_before_first_action, 2, str(tmp_path)) == ["trained"] * 2
-
-
-def _stop_with_silence_off(rank: int, world_size: int, folder: str) -> str:
-    os.environ["ZORSELIKE_SILENCE_S"] = "off"
-    alarm = Alarm(rank, world_size, _store(folder, world_size), silence_s=0.5, interval_s=0.1)
-    alarm.enter(FORWARD)
-    if rank == 1 and os.fork() == 0:
-        time.sleep(1.2)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-    alarm.idle()
-    alarm.close()
-    return "trained"
-
-
-def test_silence_can_be_allowed_for_a_debugger(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(_stop_with_silence_off, 2, str(tmp_path)) == ["trained"] * 2
-
-
 def _leave_at_different_times(rank: int, world_size: int, folder: str) -> float:
     with Alarm(rank, world_size, _store(folder, world_size)) as alarm:
         alarm.enter(FORWARD)
@@ -341,19 +297,16 @@ def test_a_rank_that_never_comes_is_named(run_ranks: RunRanks, tmp_path: Path) -
         run_ranks(_join_alone, 1, str(tmp_path), init=False)
 
 
-def test_a_wrong_silence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZORSELIKE_SILENCE_S", "never")
-    with pytest.raises(ConfigError, match="ZORSELIKE_SILENCE_S is 'never'; give a number of seconds"):
-        Alarm(0, 1, dist.HashStore())
-
-
 SCRIPT = """
     import os, pathlib, sys, time
     from zorselike.runtime.alarm.alarm import Alarm
     from zorselike.schedule.actions import parse_action
 
-    class Store:  # Saves four imports of torch.
-        path = pathlib.Path(sys.argv[2])
+    folder = pathlib.Path(sys.argv[1])
+
+    class Store:
+        def __init__(self, path):
+            self.path = path
 
         def add(self, key, amount):
             return amount
@@ -367,8 +320,22 @@ SCRIPT = """
                 time.sleep(0.01)
             return self.path.read_bytes()
 
-    rank, how = int(sys.argv[1]), sys.argv[3]
-    alarm = Alarm(rank, 2, Store())
+    # One interpreter imports torch, and each of its forks ends as an interpreter ends.
+    children = {}
+    for how in sys.argv[2:]:
+        for rank in range(2):
+            children[how, rank] = os.fork()
+            if not children[how, rank]:
+                break
+        else:
+            continue
+        break
+    else:
+        for (how, rank), child in children.items():
+            print(how, rank, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        sys.exit()
+    os.dup2(os.open(folder / f"{how}{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    alarm = Alarm(rank, 2, Store(folder / how))
     alarm.enter(parse_action("1F0"))
     alarm.idle()
     if rank == 1:
@@ -383,37 +350,33 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("raises", "rank 1 failed first, between steps: KeyError: 'a sample'"),
-        ("exits", "rank 1 failed first, between steps: it ended while other ranks went on"),
-        ("ends", ""),
-    ],
-)
-def test_an_interpreter_that_ends_without_close(tmp_path: Path, how: str, reason: str) -> None:
+def test_an_interpreter_that_ends_without_close(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "LOCAL_WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), how],
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
-    if reason:
-        assert [process.returncode for process in processes] == [1, 1 if how == "raises" else 3]
-        assert reason in errors[0].splitlines()[-1]
-        if how == "raises":
-            assert errors[1].count("Traceback") == 1
-            assert reason in errors[1].splitlines()[-1]
-    else:
-        assert [process.returncode for process in processes] == [0, 0]
-        assert errors == ["", ""]
+    finished = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "raises", "exits", "ends"],
+        capture_output=True,
+        env=environment,
+        text=True,
+        timeout=90,
+    )
+    codes = dict(line.rsplit(" ", 1) for line in finished.stdout.splitlines())
+    assert codes == {
+        "raises 0": "1",
+        "raises 1": "1",
+        "exits 0": "1",
+        "exits 1": "3",
+        "ends 0": "0",
+        "ends 1": "0",
+    }
+    errors = {path.name: path.read_text() for path in tmp_path.glob("*[01]")}
+    reason = "rank 1 failed first, between steps: KeyError: 'a sample'"
+    assert reason in errors["raises0"].splitlines()[-1] and reason in errors["raises1"].splitlines()[-1]
+    assert errors["raises1"].count("Traceback") == 1
+    reason = "rank 1 failed first, between steps: it ended while other ranks went on"
+    assert reason in errors["exits0"].splitlines()[-1]
+    assert errors["ends0"] == errors["ends1"] == ""
 
 
 def test_places_are_described() -> None:

@@ -121,7 +121,7 @@ def break_everywhere(rank: int, world_size: int, setting: Setting) -> list[list[
         *(Setting(zero=zero, cuts=(NAMES,)) for zero in (0, 2, 3)),
         Setting(dtype=torch.bfloat16, grad_reduce="microbatch", recompute="layer", cuts=(NAMES,)),
     ],
-    least=5,
+    least=3,
 )
 def test_a_step_may_break_off_before_any_action(setting: Setting, run_ranks: RunRanks) -> None:
     assert run_ranks(break_everywhere, 1, setting, timeout=180) == [[]]

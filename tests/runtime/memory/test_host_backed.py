@@ -6,6 +6,8 @@ Whatever is read or changed between steps.
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from unittest.mock import Mock
@@ -21,6 +23,7 @@ from torch import Tensor
 from zorselike import HeteroPipeline
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import OFFLOAD_KINDS
+from zorselike.runtime._compat import resize_unlocked
 from zorselike.runtime.memory.host_backed import HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Stream, Streams
@@ -275,3 +278,25 @@ def test_misuse_is_refused_by_name(run_ranks: RunRanks) -> None:
     assert "LBFGS" in closure and "loaded()" in outside
     assert len(inside) == 3 and all("leave the block" in message for message in inside)
     assert "closed" in closed and "closed" in exported
+
+
+def test_other_threads_run_while_a_storage_grows() -> None:
+    begun, grows, has_run = threading.Event(), threading.Event(), []
+
+    def run() -> None:
+        begun.set()
+        grows.wait()
+        has_run.append(True)
+
+    other = threading.Thread(target=run)
+    other.start()
+    begun.wait()
+    tensor = torch.ones(2**28, dtype=torch.uint8)  # Its copy takes long enough for a thread to wake.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(3600)  # Only who gives the lock up lets others have it.
+    grows.set()
+    resize_unlocked(tensor.untyped_storage(), 2**28 + 1)
+    ran = bool(has_run)
+    sys.setswitchinterval(before)
+    other.join()
+    assert ran and tensor.untyped_storage().nbytes() == 2**28 + 1

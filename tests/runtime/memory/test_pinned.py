@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -73,6 +75,22 @@ class Driver:
         self.locked.remove(address)
 
 
+@contextmanager
+def on_card(driver: Driver, used: list[int]) -> Iterator[None]:
+    """Card 5, with this driver; `used`: cards that were asked for by number."""
+
+    def use(number: int) -> AbstractContextManager[None]:
+        used.append(number)
+        return nullcontext()
+
+    with (
+        mock.patch.object(pinned, "_cudart", lambda: driver),
+        mock.patch.object(torch.cuda, "current_device", lambda: 5),
+        mock.patch.object(torch.cuda, "device", use),
+    ):
+        yield
+
+
 def fork_and_look(tensor: Tensor) -> tuple[int, bool]:
     """How a child ends that reads a tensor, and whether another finds it mapped at all."""
     codes = []
@@ -86,8 +104,8 @@ def fork_and_look(tensor: Tensor) -> tuple[int, bool]:
 
 
 def pin(rank: int, world_size: int) -> None:
-    driver = Driver()
-    with mock.patch.object(pinned, "_cudart", lambda: driver):
+    driver, used = Driver(), []
+    with on_card(driver, used):
         ledger = Ledger()
         pool = HostPool(ledger, pin=True)
         pool.reserve("activations", SIZES)
@@ -114,6 +132,7 @@ def pin(rank: int, world_size: int) -> None:
         assert driver.locked == {slab.data_ptr()} and "dc" in mappings_of(slab)[0].flags
         with mock.patch.object(torch.cuda, "synchronize", lambda: None):
             del small
+        assert used == [5]  # Whatever thread collects it.
         assert not driver.locked and fork_and_look(held.fill_(7)) == (7, True)
 
 
@@ -123,7 +142,7 @@ def test_pages_are_there_before_they_are_locked_and_a_fork_has_none(run_ranks: R
 
 def refuse(rank: int, world_size: int) -> None:
     driver = Driver(code=2)
-    with mock.patch.object(pinned, "_cudart", lambda: driver):
+    with on_card(driver, []):
         pool = HostPool(Ledger(), pin=True)
         with pytest.raises(ConfigError, match=r"does not lock 0\.00 GiB .*activations \(CUDA error 2;"):
             pool.reserve("activations", [100])

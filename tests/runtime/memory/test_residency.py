@@ -120,6 +120,8 @@ def counting() -> Iterator[Counted]:
     def count(storage: torch.UntypedStorage, size: int) -> Any:
         found = resize(storage, size)
         frame = sys._getframe(1)
+        if frame.f_code.co_name == "grow_storage" and frame.f_back is not None:
+            frame = frame.f_back
         if frame.f_code.co_filename.endswith("host_backed.py"):
             counted.note(storage, frame.f_locals["self"]._purpose, size)
         elif "fsdp" in frame.f_code.co_filename:

@@ -38,7 +38,14 @@ PALS = {
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 STEP = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "1"}
 BATCH = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
-NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *SLURM, *STEP)
+HETEROGENEOUS = {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "3(x2)",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2,3",
+}
+"""As Slurm 22.05 sets it for nodes a and c in one component, b in the other."""
+NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *SLURM, *STEP, *HETEROGENEOUS)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,9 @@ NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *SLURM, *STEP)
         (SLURM | STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "Slurm", 4),
         # A heterogeneous job: the variable without STEP counts the tasks of one component only.
         (SLURM | STEP | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "Slurm", 3),
+        # There nodes are numbered component by component, while the step lists them by name.
+        (SLURM | STEP | HETEROGENEOUS, "Slurm", 3),
+        (SLURM | STEP | HETEROGENEOUS | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_HET_SIZE": "1"}, "Slurm", None),
     ],
 )
 def test_each_launcher_says_it_in_its_own_variables(
@@ -167,6 +177,8 @@ def test_a_slurm_step_meets_on_its_first_node(
     for name, value in (STEP | {"SLURM_STEP_NODELIST": nodes}).items():
         monkeypatch.setenv(name, value)
     assert _find_meeting_point(identity) == (first, 23456)
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "z[2-3]")  # Where rank 0 of a heterogeneous job is.
+    assert _find_meeting_point(identity) == ("z2", 23456)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert _find_meeting_point(identity) == ("10.0.0.1", 23456)
 

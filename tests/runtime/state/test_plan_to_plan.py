@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_case, with_offload
-from plans import random_plan
+from cases import make_case, other_plan, with_offload
 from ranks import run_ranks
 from saved import contents
-from tiny import Case, module_names, with_groups
-from volume import part
+from tiny import Case
+from volume import parametrize
 
 from zorselike import HeteroPipeline
 from zorselike.checkpoint.layout import step_folder
-from zorselike.plan.plan import Ministage, Plan
 
 NUM_PAIRS = 60
 STEPS_BEFORE, STEPS_AFTER = 2, 3
@@ -39,27 +37,11 @@ class Pair:
 def make_pair(seed: int) -> Pair:
     rng = random.Random(seed)
     case = make_case(seed, max_ranks=MAX_RANKS)
-    other = replace(case, plan=other_plan(case, rng))
+    other = replace(case, plan=other_plan(case, rng, max_ranks=MAX_RANKS))
     if rng.random() < 0.5:
         case, other = with_offload(case, rng), with_offload(other, rng)
     dtype = rng.choice((None, None, None, torch.bfloat16, torch.float16))
     return Pair(case, other, dtype, in_background=rng.random() < 0.5)
-
-
-def other_plan(case: Case, rng: random.Random) -> Plan:
-    """Another random plan for the same model and batch."""
-    names = module_names(case.num_layers)
-    while True:
-        plan = random_plan(rng, max_groups=3, max_ranks_per_group=3, max_ministages_per_group=3, max_rows=10)
-        fits = plan.num_ranks <= MAX_RANKS and plan.num_ministages <= len(names)
-        if fits and plan.global_batch == case.plan.global_batch:
-            break
-    count = plan.num_ministages
-    cuts = [0, *sorted(rng.sample(range(1, len(names)), count - 1)), len(names)]
-    ministages = tuple(
-        Ministage(m.group, tuple(names[cuts[i] : cuts[i + 1]])) for i, m in enumerate(plan.ministages)
-    )
-    return with_groups(replace(plan, ministages=ministages), lambda group: replace(group, offload=()))
 
 
 def build(case: Case, pair: Pair, **options: Any) -> HeteroPipeline:
@@ -134,6 +116,6 @@ def check(pair: Pair, folder: Path) -> None:
             assert (state[name] - tensor).abs().max() / largest <= (0 if again else 1e-10), name
 
 
-@pytest.mark.parametrize("seed", part(range(NUM_PAIRS), least=6))
+@parametrize("seed", range(NUM_PAIRS), share=20)
 def test_another_plan_goes_on_exactly(seed: int, tmp_path: Path) -> None:
     check(make_pair(seed), tmp_path)

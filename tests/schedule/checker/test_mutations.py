@@ -109,9 +109,10 @@ def _both_ends(rng: random.Random, lists: Lists) -> tuple[int, int, int, int] | 
     assert send.peer is not None and send.ministage is not None
     forward = send.kind is Kind.SEND_F
     kind = Kind.RECV_F if forward else Kind.RECV_B
-    wanted = (kind, send.ministage + (1 if forward else -1), rank, send.start, send.stop)
+    wanted = (kind, send.ministage + (1 if forward else -1), rank, send.start, send.stop, send.positions)
     for other, action in enumerate(lists[send.peer]):
-        if (action.kind, action.ministage, action.peer, action.start, action.stop) == wanted:
+        found = (action.kind, action.ministage, action.peer, action.start, action.stop, action.positions)
+        if found == wanted:
             return rank, position, send.peer, other
     return None
 
@@ -133,6 +134,54 @@ def _shorten_both_ends(rng: random.Random, plan: Plan, lists: Lists) -> str | No
         assert action.stop is not None
         lists[rank][position] = replace(action, stop=action.stop - 1)
     return f"left out the last row of a transfer from rank {ends[0]} to rank {ends[2]}"
+
+
+def _repeat_both_ends(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
+    ends = _both_ends(rng, lists)
+    if ends is None:
+        return None
+    for rank, position in (ends[:2], ends[2:]):
+        lists[rank].insert(position, lists[rank][position])
+    return f"repeated a transfer from rank {ends[0]} to rank {ends[2]}"
+
+
+def _shift_positions(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
+    """At one end or at both."""
+    ends = _both_ends(rng, lists)
+    if ends is None or lists[ends[0]][ends[1]].positions is None:
+        return None
+    shift = rng.choice(((-1, 0), (1, 0), (0, -1), (0, 1), (1, 1), (-1, -1)))
+    for rank, position in (ends[:2], ends[2:])[: rng.randint(1, 2)]:
+        action = lists[rank][position]
+        assert action.positions is not None
+        first, last = (p + by for p, by in zip(action.positions, shift, strict=True))
+        lists[rank][position] = replace(action, positions=(first, last))
+    return f"shifted the positions of a transfer from rank {ends[0]} to rank {ends[2]} by {shift}"
+
+
+def _forget_positions(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
+    """As if two single ranks sent to each other, or these told positions."""
+    ends = _both_ends(rng, lists)
+    if ends is None:
+        return None
+    told = lists[ends[0]][ends[1]].positions
+    for rank, position in (ends[:2], ends[2:]):
+        positions = (0, plan.sequence_length or 8) if told is None else None
+        lists[rank][position] = replace(lists[rank][position], positions=positions)
+    return f"made a transfer from rank {ends[0]} to rank {ends[2]} one of all positions"
+
+
+def _swap_inside_a_replica(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
+    """Two computations of one rank that differ, one after the other."""
+    kinds = {Kind.F, Kind.B}
+    shared = [r for g in plan.groups for replica in g.replicas if replica.degree > 1 for r in replica.ranks]
+    for rank in rng.sample(shared, len(shared)):
+        computed = [i for i, action in enumerate(lists[rank]) if action.kind in kinds]
+        pairs = [(i, j) for i, j in pairwise(computed) if j == i + 1]
+        if pairs:
+            _swap(lists[rank], *rng.choice(pairs))
+            return f"swapped two computations of rank {rank}"
+    return None
 
 
 def _gather_earlier(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
@@ -200,10 +249,16 @@ MUTATIONS: dict[str, Mutation] = {
     "wrong peer": _redirect,
     "drop a transfer at both ends": _drop_both_ends,
     "shorten a transfer at both ends": _shorten_both_ends,
+    "repeat a transfer at both ends": _repeat_both_ends,
+    "shift positions": _shift_positions,
+    "forget positions": _forget_positions,
+    "swap two computations inside a replica": _swap_inside_a_replica,
     "gather earlier": _gather_earlier,
     "compute before inputs": _compute_before_inputs,
     "update before reduction": _update_before_reduction,
 }
+
+OF_REPLICAS = {"shift positions", "forget positions", "swap two computations inside a replica"}
 
 
 @pytest.mark.nightly
@@ -213,7 +268,7 @@ def test_a_changed_schedule_is_refused(name: str) -> None:
     seeds = volume.part(range(120), least=24)
     for seed in seeds:
         rng = random.Random(f"{name}/{seed}")
-        spec = random_spec(rng, small=seed % 12 > 0)
+        spec = random_spec(rng, small=seed % 12 > 0, replicas=name in OF_REPLICAS or seed % 3 == 0)
         lists = build(spec)
         change = MUTATIONS[name](rng, spec.plan, lists)
         if change is not None:
@@ -225,7 +280,7 @@ def test_a_changed_schedule_is_refused(name: str) -> None:
 @pytest.mark.nightly
 def test_no_action_of_a_schedule_can_be_left_out() -> None:
     for seed in volume.part(range(25)):
-        spec = random_spec(random.Random(seed), small=True)
+        spec = random_spec(random.Random(seed), small=True, replicas=seed % 3 == 0)
         lists = build(spec)
         for rank, own in lists.items():
             for position in range(len(own)):

@@ -50,7 +50,7 @@ class Case:
         )
         self.times = rng.randint(2, 4)
         self.plan = repeat(plan, self.times)
-        if self.plan.num_ministages == len(self.plan.groups) > 1 and rng.random() < 0.4:
+        if len(self.plan.groups) > 1 and rng.random() < 0.4:
             bounded = replace(plan, groups=tuple(replace(group, max_in_flight=None) for group in plan.groups))
             self.plan = repeat(with_bounds(bounded, rng), self.times)
         self.spec: ScheduleSpec = replace(spec_of(rng, self.plan), ties=())

@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 from plans import random_plan, with_bounds
-from tiny import Case, over_model, with_groups
+from tiny import Case, module_names, over_model, with_groups
 
-from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch
+from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 
 NUM_CASES = 60
 MAX_RANKS = 7
 BOUNDED_EVERY = 4
-"""One in so many has one ministage a group and bounds microbatches in flight."""
+"""One in so many bounds microbatches in flight; half of these have one ministage a group."""
 
 
 def make_case(seed: int, *, max_ranks: int = MAX_RANKS, max_ministages: int = 9) -> Case:
@@ -25,7 +25,7 @@ def make_case(seed: int, *, max_ranks: int = MAX_RANKS, max_ministages: int = 9)
             rng,
             max_groups=4,
             max_ranks_per_group=4,
-            max_ministages_per_group=1 if is_bounded else 4,
+            max_ministages_per_group=1 if is_bounded and seed % (2 * BOUNDED_EVERY) else 4,
             max_rows=10,
             round_robin=rng.random() < 0.7,
         )
@@ -48,6 +48,22 @@ def make_case(seed: int, *, max_ranks: int = MAX_RANKS, max_ministages: int = 9)
         evaluate_before=rng.choice(((), (1,), (0, 2))),
         frozen=rng.choice(((), (), (), ("tok_embeddings", "layers.0."), ("layers.0.up", "norm"))),
     )
+
+
+def other_plan(case: Case, rng: random.Random, *, max_ranks: int, min_ranks: int = 1) -> Plan:
+    """Another random plan for the same model and batch."""
+    names = module_names(case.num_layers)
+    while True:
+        plan = random_plan(rng, max_groups=3, max_ranks_per_group=3, max_ministages_per_group=3, max_rows=10)
+        fits = min_ranks <= plan.num_ranks <= max_ranks and plan.num_ministages <= len(names)
+        if fits and plan.global_batch == case.plan.global_batch:
+            break
+    count = plan.num_ministages
+    cuts = [0, *sorted(rng.sample(range(1, len(names)), count - 1)), len(names)]
+    ministages = tuple(
+        Ministage(m.group, tuple(names[cuts[i] : cuts[i + 1]])) for i, m in enumerate(plan.ministages)
+    )
+    return with_groups(replace(plan, ministages=ministages), lambda group: replace(group, offload=()))
 
 
 def with_unequal_counts(group: Group, global_batch: int) -> Group:

@@ -16,7 +16,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,23 +45,21 @@ def share(folder: Path) -> None:
     from zorselike.runtime.model.partition import _Decoder
     from zorselike.runtime.model.tracing import Skeleton
 
-    trace_boundaries, try_tokens = crossing.trace_boundaries, _Decoder.try_tokens
+    trace_step, try_tokens = crossing.trace_step, _Decoder.try_tokens
 
-    def trace_once(parts: Any, plan: Any, inputs: Any, kwargs: Mapping[str, Any], **options: Any) -> Any:
+    def trace_once(parts: Any, plan: Any, step: Any, **options: Any) -> Any:
         skeleton, what = parts[0].skeleton, None
-        if type(skeleton) in (Skeleton, _Decoder) and not kwargs:  # `torch.export` makes its graphs here.
+        if type(skeleton) in (Skeleton, _Decoder) and not step.kwargs:  # `torch.export` makes graphs here.
             whole = _describe(skeleton.whole)
-            what = whole and ("trace", whole, plan.ministages, inputs, sorted(options.items()))
-        return _once(
-            folder, what, functools.partial(trace_boundaries, parts, plan, inputs, kwargs, **options)
-        )
+            what = whole and ("trace", whole, plan.ministages, step, sorted(options.items()))
+        return _once(folder, what, functools.partial(trace_step, parts, plan, step, **options))
 
     def try_once(decoder: Any) -> Any:
         whole, plan = _describe(decoder.whole), decoder._plan
         what = whole and ("try", whole, plan.ministages, plan.sequence_length)
         return _once(folder, what, functools.partial(try_tokens, decoder))
 
-    crossing.trace_boundaries = trace_once
+    crossing.trace_step = trace_once
     _Decoder.try_tokens = try_once  # type: ignore[method-assign]
 
 

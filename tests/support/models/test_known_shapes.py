@@ -12,7 +12,7 @@ from tiny import Decoder, Layer, module_names
 
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import crossing
-from zorselike.runtime.model.boundaries import trace_boundaries
+from zorselike.runtime.model.boundaries import StepInputs, trace_boundaries
 from zorselike.runtime.model.partition import partition
 from zorselike.runtime.model.signature import Signature, TensorSpec
 
@@ -34,7 +34,7 @@ def trace_twice(rank: int, world_size: int, folder: Path) -> tuple[bool, list[in
     counts, traces = [], []
     for each in (model, model, Decoder(2, tied=True), Decoder(2).double()):
         parts = partition(each, PLAN)
-        traces.append(crossing.trace_boundaries(parts, PLAN, TOKENS, {}, trainable=(True, True)))
+        traces.append(crossing.trace_step(parts, PLAN, StepInputs(TOKENS, {}), trainable=(True, True)))
         counts.append(len([path for path in folder.iterdir() if not path.suffix]))
     return traces[0] == traces[1] == found != traces[3], counts
 

@@ -200,3 +200,15 @@ def test_conversations_need_a_tokenizer(tmp_path: Path) -> None:
     path.write_text(json.dumps(turns("a", "b")))
     with pytest.raises(ConfigError, match=r"needs a tokenizer with a chat template: let .* hf_assets_path"):
         open_rows(make_config(tmp_path, path), vocab_size=256)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_model_whose_tokenizer_must_be_converted_gets_no_bytes(tmp_path: Path, name: str) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = replace(make_config(tmp_path, path), model=Model(name="hf", path=str(folder)))
+    assert open_rows(config, vocab_size=256).num_rows == 1  # A model without any tokenizer is of bytes.
+    (folder / name).touch()
+    with pytest.raises(ConfigError, match=rf"model has the tokenizer {name} and no tokenizer.json: make one"):
+        open_rows(config, vocab_size=256)

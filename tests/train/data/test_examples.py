@@ -19,6 +19,7 @@ GOOD = turns("hello", "hi")
     ("value", "kind"),
     [
         (GOOD, "messages"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "messages"),
         ({"prompt": "a", "completion": "b"}, "completion"),
         ({"text": "a"}, "text"),
         ({"prompt": "a", "text": "b", **GOOD}, "messages"),
@@ -41,6 +42,29 @@ def test_examples_are_read_in_order(tmp_path: Path) -> None:
     assert sum(located.num_bytes for located in found) == chats.stat().st_size
     pairs = write_lines(tmp_path / "y.jsonl", [{"prompt": "", "completion": "b"}])
     assert [located.example for located in read_examples(pairs, "completion")] == [Completion("", "b")]
+
+
+def test_turns_of_sharegpt_have_the_names_of_messages(tmp_path: Path) -> None:
+    said = [("system", "be brief"), ("human", "hello"), ("gpt", "hi"), ("human", "bye"), ("gpt", "bye")]
+    line = {"id": "1", "conversations": [{"from": who, "value": what} for who, what in said]}
+    under_roles = {"conversations": GOOD["messages"]}
+    path = write_lines(tmp_path / "x.jsonl", [line, under_roles])
+    first, second = (located.example for located in read_examples(path, "messages"))
+    assert isinstance(first, Conversation) and isinstance(second, Conversation)
+    assert [message["role"] for message in first.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert [message["content"] for message in first.messages] == [what for _, what in said]
+    assert second.messages == GOOD["messages"]
+    wrong = write_lines(tmp_path / "y.jsonl", [{"conversations": [{"from": "function_call", "value": "x"}]}])
+    with pytest.raises(
+        ConfigError, match=r"line 1: messages\[0\] has role 'function_call', which is none of"
+    ):
+        list(read_examples(wrong, "messages"))
 
 
 def test_halves_of_characters_are_replaced(tmp_path: Path) -> None:

@@ -169,7 +169,9 @@ def compare_logits(rank: int, world_size: int, rows: ExampleRows) -> dict[str, f
 def test_families_keep_documents_apart_or_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     (found,) = run_ranks(compare_logits, 1, make_rows(tmp_path / "rows"))
     assert set(FAMILIES) - set(found) == {"opt"}
-    assert not {name: difference for name, difference in found.items() if difference > 1e-12}
+    # Gemma 2 takes its softmax in fp32, whatever it computes in.
+    allowed = {name: 1e-6 if name == "gemma2" else 1e-12 for name in found}
+    assert not {name: difference for name, difference in found.items() if difference > allowed[name]}
 
 
 def logits_of(model: nn.Module, tokens: Tensor, **documents: Any) -> Tensor:

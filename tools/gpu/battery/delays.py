@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from zorselike.plan.plan import OFFLOAD_KINDS
+from zorselike.runtime.memory import host_backed
 from zorselike.schedule.actions import Action
 
 from ...bench.forked import run_forked
@@ -74,21 +75,27 @@ class Disturbance:
 def disturbing(seed: int) -> Iterator[Disturbance]:
     """Inside, storages grow to not-a-number and streams are noted; `enter` is to be told the actions."""
     own = Disturbance(seed)
-    resize, make = torch.UntypedStorage.resize_, torch.cuda.Stream.__new__
+    make = torch.cuda.Stream.__new__
 
-    def resize_and_fill(storage: torch.UntypedStorage, size: int) -> Any:
-        before = storage.nbytes()
-        result = resize(storage, size)
-        if size > before and storage.device.type != "meta":
-            own.fill(storage, before)
-        return result
+    def filling(resize: Callable[[torch.UntypedStorage, int], Any]) -> Any:
+        def resize_and_fill(storage: torch.UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            if size > before and storage.device.type != "meta":
+                own.fill(storage, before)
+            return result
+
+        return resize_and_fill
 
     def make_and_note(cls: Any, *args: Any, **kwargs: Any) -> Any:
         stream = make(cls, *args, **kwargs)
         own.streams.setdefault(stream.cuda_stream, stream)
         return stream
 
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize_and_fill):
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", filling(torch.UntypedStorage.resize_)),
+        mock.patch.object(host_backed, "grow_storage", filling(host_backed.grow_storage)),
+    ):
         torch.cuda.Stream.__new__ = staticmethod(make_and_note)  # type: ignore[method-assign]
         try:
             yield own

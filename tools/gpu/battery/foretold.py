@@ -116,6 +116,12 @@ def run_profile(record: Record) -> None:
         empty = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
         profile = profiler.run_tasks(tasks, empty, processes, _profile_path(record.settings))
     record.put("overheads", profile.overheads)
+    own = profile.overheads
+    mib = [num_bytes / 2**20 for num_bytes in (own.context_bytes, own.pools_bytes, own.communicator_bytes)]
+    record.say(
+        f"beside tensors, MiB: {mib[0]:.0f} of the process, {mib[1]:.0f} of its pools, {mib[2]:.0f} for "
+        "a communicator (on one card that is assumed)"
+    )
     record.keep(_profile_path(record.settings), "C-profile.json")
     unknown = [task.name for task in tasks if not task.is_known(profile)]
     record.check("everything was measured", not unknown, ", ".join(unknown))

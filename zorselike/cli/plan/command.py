@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from zorselike.cli.launch.launchers import Launcher
 from zorselike.cli.model_choice import ModelOptions
 from zorselike.cli.options import check_outputs
 from zorselike.errors import ConfigError
@@ -68,8 +69,16 @@ class SearchOptions:
     budget: Annotated[str, tyro.conf.arg(metavar="TIME")] = "30s"
     """Time for the search; Ctrl-C ends it early with the best plan so far."""
 
+    workers: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: one a core)")
+    ] = None
+    """Processes of the search; the plan does not depend on how many, unless the budget ends the search."""
+
     seed: int = 0
     """Random seed; the same seed gives the same plan if the search finishes within its budget."""
+
+    all_devices: bool = False
+    """Keep devices that make a step less than 1 % shorter and cost more; they are left out otherwise."""
 
     top: int = 5
     """Number of plans shown, each of a different structure."""
@@ -81,8 +90,18 @@ class SearchOptions:
     compare: bool = False
     """Also compare with even shares, Whale, TorchTitan-Het, HexiScale and Cephalo on the same devices."""
 
-    launch: bool = False
-    """Also print the torchrun command of each node."""
+    launch: Annotated[
+        tuple[Launcher, ...] | None,
+        tyro.conf.arg(
+            metavar="[torchrun|slurm|jobset|skypilot|ray ...]", help_behavior_hint="(default: none)"
+        ),
+    ] = None
+    """Also print the torchrun command of each node, or write a job file here, with a component for each kind
+    of node; `zorselike launch` does it for a plan that is there."""
+
+    html: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Also write a page to look at in a browser, by itself and without a network; needs Bokeh (pip install
+    'zorselike[html]'). With --compare the other systems stand beside the plans found."""
 
     output: Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = "plan.toml"
     """File to write the plan to."""
@@ -164,18 +183,14 @@ class PlanCommand:
 
     def _check(self) -> None:
         """Raises `ConfigError` for contradictory options, before files are read."""
-        if self.from_profile is not None and self.profile is not None:
-            raise ConfigError("plan: --from-profile and --profile are both given; keep one")
-        if self.cluster is None and self.from_profile is None:
-            raise ConfigError(
-                "plan: --cluster is missing; give a cluster file (examples: recipes/clusters), or "
-                "--from-profile with a file that `zorselike profile` wrote"
-            )
+        from zorselike.cli.plan.inputs import check_files
+
+        check_files("plan", self)
         if self.global_batch < 1:
             raise ConfigError(
                 f"plan: --global-batch is {self.global_batch}; give the number of rows of a step"
             )
-        check_outputs("plan", {"--output": self.search.output})
+        check_outputs("plan", {"--output": self.search.output, "--html": self.search.html})
         if self.proportional.shares:
             planned = SearchOptions(output=self.search.output)
             if self.problem != ProblemOptions() or self.search != planned:

@@ -1,9 +1,9 @@
-"""The files that `zorselike plan` reads."""
+"""The files that commands which plan read."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from zorselike.cli.assumed_profile import NOT_MEASURED, assume_profile
 from zorselike.cost.profile import Profile
@@ -13,7 +13,20 @@ from zorselike.plan.workload import Workload
 from zorselike.text.wording import list_few
 
 if TYPE_CHECKING:
-    from zorselike.cli.plan.command import PlanCommand
+    from zorselike.cli.model_choice import ModelOptions
+
+
+class Files(Protocol):
+    """Options of a command that name files."""
+
+    @property
+    def cluster(self) -> str | None: ...
+    @property
+    def profile(self) -> str | None: ...
+    @property
+    def from_profile(self) -> str | None: ...
+    @property
+    def model(self) -> ModelOptions: ...
 
 
 class Inputs(NamedTuple):
@@ -26,7 +39,18 @@ class Inputs(NamedTuple):
     """Notes for the reader on what was not measured."""
 
 
-def load_cluster(command: PlanCommand) -> Cluster:
+def check_files(name: str, command: Files) -> None:
+    """Raises `ConfigError` for contradictory options, before files are read; `name`: of the command."""
+    if command.from_profile is not None and command.profile is not None:
+        raise ConfigError(f"{name}: --from-profile and --profile are both given; keep one")
+    if command.cluster is None and command.from_profile is None:
+        raise ConfigError(
+            f"{name}: --cluster is missing; give a cluster file (examples: recipes/clusters), or "
+            "--from-profile with a file that `zorselike profile` wrote"
+        )
+
+
+def load_cluster(name: str, command: Files) -> Cluster:
     """The given cluster, or the one beside the profile; raises `ClusterError` and `ConfigError`."""
     if command.cluster is not None:
         return Cluster.load(command.cluster)
@@ -34,13 +58,13 @@ def load_cluster(command: PlanCommand) -> Cluster:
     path = Path(command.from_profile).parent / "cluster.toml"
     if not path.exists():
         raise ConfigError(
-            f"plan: --from-profile {command.from_profile}: {path}, which `zorselike profile` writes beside "
+            f"{name}: --from-profile {command.from_profile}: {path}, which `zorselike profile` writes beside "
             "it, does not exist; give --cluster"
         )
     return Cluster.load(path)
 
 
-def load_inputs(command: PlanCommand, cluster: Cluster, devices: set[str]) -> Inputs:
+def load_inputs(name: str, command: Files, cluster: Cluster, devices: set[str]) -> Inputs:
     """Profile and workload for these device types.
 
     Raises:
@@ -50,7 +74,7 @@ def load_inputs(command: PlanCommand, cluster: Cluster, devices: set[str]) -> In
     path = command.profile or command.from_profile
     profile = None if path is None else Profile.load(path)
     workload = command.model.load_workload(
-        "plan", source=path or str(command.cluster), devices=devices, profile=profile
+        name, source=path or str(command.cluster), devices=devices, profile=profile
     )
     if profile is None:
         return Inputs(cluster, assume_profile(workload), workload, (NOT_MEASURED,))

@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 from zorselike.cli.options import find_width
 from zorselike.cli.plan.fixed import read_fixed
 from zorselike.cli.plan.inputs import load_cluster, load_inputs
-from zorselike.cli.plan.launch import Launch, list_commands
+from zorselike.cli.plan.page import PlanPage
 from zorselike.cli.plan.progress import show_progress
 from zorselike.cli.plan.quotas import choose_devices, read_quotas
 from zorselike.errors import ConfigError, FileError
-from zorselike.planner.answer import PlanAnswer
+from zorselike.planner.answer import OnProgress, PlanAnswer, Progress
 from zorselike.planner.explain.answer import format_answer
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search import search
+from zorselike.planner.search.helpers import count_cores
 from zorselike.text.layout import wrap_prose
 from zorselike.text.units import read_time
 
 if TYPE_CHECKING:
     from zorselike.cli.plan.command import PlanCommand, SearchOptions
     from zorselike.planner.explain.kinds import Addition
+    from zorselike.simulator.simulated_plan import Baseline
 
 _OF_KINDS = 0.5
 """Additional time of `--explain`, for all kinds of devices together, as a share of the budget."""
@@ -40,10 +42,13 @@ def print_best_plan(command: PlanCommand) -> None:
     budget_s = _read_budget(command.search.budget)
     if command.search.top < 1:
         raise ConfigError(f"plan: --top is {command.search.top}; it must be at least 1")
+    if command.search.workers is not None and command.search.workers < 1:
+        raise ConfigError(f"plan: --workers is {command.search.workers}; it must be at least 1")
     problem, notes = _make_problem(command)
     problem.check()
     width = find_width()
-    answer = _search(problem, command.search, budget_s, "planning")
+    page = None if command.search.html is None else PlanPage(command.search.html)
+    answer = _search(problem, command.search, budget_s, "planning", None if page is None else page.follow)
     _save(command, answer)
     additions: tuple[Addition, ...] = ()
     if command.search.explain and answer.ending != "interrupted":
@@ -55,10 +60,16 @@ def print_best_plan(command: PlanCommand) -> None:
     explained = (
         _explain(problem, answer, additions, width) if command.search.explain else _list_assumptions(answer)
     )
-    for section in chain(sections, explained, _compare(command, problem, answer)):
+    for section in chain(sections, explained):
         print(f"{wrap_prose(section, width)}\n", flush=True)
-    if command.search.launch:
-        print("\n".join(_list_launch(command, problem, answer)), end="\n\n")
+    baselines = _plan_baselines(command, problem, answer)
+    for section in _compare(answer, baselines):
+        print(f"{wrap_prose(section, width)}\n", flush=True)
+    for line in _launch(command, problem, answer):
+        print(line)
+    if page is not None:
+        page.write(problem, answer, baselines, notes=(*notes, *answer.notes))
+        print(f"wrote {page.path}: open it in a browser")
     print(f"wrote {command.search.output}")
 
 
@@ -82,12 +93,12 @@ def _read_budget(text: str) -> float:
 def _make_problem(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
     """The planner's problem, and notes for the reader."""
     options = command.problem
-    cluster = load_cluster(command)
+    cluster = load_cluster("plan", command)
     quotas = read_quotas([*chain(*options.quota)], cluster)
     devices = choose_devices(cluster, quotas)
     fixed = read_fixed([*chain(*options.fix)], cluster, devices, spans_regions=options.span_regions)
     types = {cluster.device_type(cluster.places[device]) for device in devices}
-    inputs = load_inputs(command, cluster, types)
+    inputs = load_inputs("plan", command, cluster, types)
     workload = inputs.workload
     if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch > command.global_batch:
         raise ConfigError(
@@ -129,10 +140,29 @@ def _describe_updates(command: PlanCommand, problem: PlanProblem) -> list[str]:
     return ["computes in float16 with loss scaling: updates wait for the end of the step"]
 
 
-def _search(problem: PlanProblem, options: SearchOptions, budget_s: float, what: str) -> PlanAnswer:
-    with show_progress(budget_s, what) as on_progress:
+def _search(
+    problem: PlanProblem,
+    options: SearchOptions,
+    budget_s: float,
+    what: str,
+    also: OnProgress | None = None,
+) -> PlanAnswer:
+    """`also` is told of progress as the bar is."""
+    with show_progress(budget_s, what) as show:
+
+        def tell(progress: Progress) -> None:
+            show(progress)
+            if also is not None:
+                also(progress)
+
         return search.search_plans(
-            problem, budget_s=budget_s, top=options.top, seed=options.seed, on_progress=on_progress
+            problem,
+            budget_s=budget_s,
+            top=options.top,
+            seed=options.seed,
+            on_progress=tell,
+            all_devices=options.all_devices,
+            workers=count_cores() if options.workers is None else options.workers,
         )
 
 
@@ -173,21 +203,47 @@ def _explain(
         yield "\n".join(sentences)
 
 
-def _compare(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> Iterator[str]:
+def _plan_baselines(
+    command: PlanCommand, problem: PlanProblem, answer: PlanAnswer
+) -> Sequence[Baseline] | None:
+    """What `--compare` asks for."""
     if not command.search.compare:
-        return
+        return None
+    from zorselike.planner.baselines.subsets import plan_best_on_subsets
     from zorselike.planner.baselines.systems import plan_baselines
+
+    baselines = plan_baselines(problem)
+    places = problem.cluster.places
+    used = [places.index(place) for place in answer.best.case.costs.places]
+    return *baselines, plan_best_on_subsets(problem, baselines, used)
+
+
+def _compare(answer: PlanAnswer, baselines: Sequence[Baseline] | None) -> Iterator[str]:
+    if baselines is None:
+        return
     from zorselike.planner.explain.step import tabulate_baselines
 
-    table = tabulate_baselines(answer.best, plan_baselines(problem))
+    table = tabulate_baselines(answer.best, baselines)
     yield "\n".join(["Other systems on the same devices:", *(f"  {line}" for line in table)])
 
 
-def _list_launch(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> list[str]:
-    launch = Launch(
-        path=command.search.output,
+def _launch(command: PlanCommand, problem: PlanProblem, answer: PlanAnswer) -> Iterator[str]:
+    """Writes what `--launch` asks for; lines for the user."""
+    from zorselike.cli.launch.job import Job, Program
+    from zorselike.cli.launch.launchers import write_launch
+
+    if command.search.launch is None:
+        return
+    program = Program(
+        model=command.model.list_options(problem.workload.model),
         dtype=problem.workload.dtype,
         defer_updates=problem.defer_updates,
-        model=command.model.list_options(problem.workload.model),
     )
-    return list_commands(answer.best.case.plan, launch)
+    path, plan = command.search.output, answer.best.case.plan
+    job = Job(plan=plan, path=path, program=program, cluster=problem.cluster)
+    for launcher in command.search.launch or ("torchrun",):
+        try:
+            yield from write_launch(job, launcher)
+        except ConfigError as error:  # The plan is found and kept, whatever can start it.
+            yield f"no file for {launcher}: {str(error).removeprefix('launch: ')}"
+        yield ""

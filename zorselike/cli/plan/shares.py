@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 def print_shares_plan(command: PlanCommand) -> None:
     """Writes the plan and prints it."""
-    cluster = load_cluster(command)
+    cluster = load_cluster("plan", command)
     devices = {device for node in cluster.nodes for device in node.devices}
-    inputs = load_inputs(command, cluster, devices)
+    inputs = load_inputs("plan", command, cluster, devices)
     clock = LayerTimeModel(inputs.profile, inputs.workload)
     job = SharesJob(
         global_batch=command.global_batch,

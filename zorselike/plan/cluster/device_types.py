@@ -5,6 +5,8 @@ What each can do is in `zorselike/cost/catalogue.py`, one entry for each name he
 
 from __future__ import annotations
 
+import re
+
 from zorselike.errors import ClusterError
 from zorselike.text.wording import suggest
 
@@ -17,9 +19,20 @@ DEVICE_TYPES = (
 )
 
 
+def at_speed(name: str, share: float) -> str:
+    """The type of a device that reaches only a share of its type's speed: `T4@0.70`."""
+    return f"{split_speed(name)[0]}@{share:.2f}"
+
+
+def split_speed(name: str) -> tuple[str, float]:
+    """Of `T4@0.70` the type and the share of its speed; of a type itself 1."""
+    base, _, share = name.partition("@")
+    return base, float(share) if share else 1.0
+
+
 def require_device_type(name: str) -> None:
     """Raises `ClusterError`, with the nearest names, for a type that does not exist."""
-    if name in DEVICE_TYPES:
+    if re.fullmatch(r"[^@]+(@0\.\d*[1-9]\d*|@1\.0*)?", name) and split_speed(name)[0] in DEVICE_TYPES:
         return
     same_letters = [known for known in DEVICE_TYPES if _letters(known) == _letters(name)]
     starts_alike = [known for known in DEVICE_TYPES if _letters(known).startswith(_letters(name))]

@@ -193,6 +193,7 @@ def find_misfit(plan: Plan, costs: StepCosts, actions: Mapping[int, Sequence[Act
                 costs.sizes[rank],
                 num_sends_kept=None if by_gloo else SENDS_KEPT_BY_NCCL,
                 on_gpu=not by_gloo,
+                communicator_bytes=costs.communicator_bytes,
             )
             peaks[key] = round(walk.device_peak_bytes * (1 + costs.allocator_share))
         lack = peaks[key] + context_bytes - limit_bytes

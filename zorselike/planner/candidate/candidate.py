@@ -26,10 +26,10 @@ class CandidateGroup:
     max_in_flight: int | None = None
     """As `Group.max_in_flight`."""
 
-    def held_sizes(self, position: int) -> Sizes:
-        """The microbatches of a device whose activations it holds at once."""
+    def held_sizes(self, position: int, num_ministages: int) -> Sizes:
+        """The microbatches of a device whose activations it holds at once, of each of its ministages."""
         sizes = self.sizes[position]
-        return sizes if self.max_in_flight is None else sizes[: self.max_in_flight]
+        return sizes if self.max_in_flight is None else sizes[: -(-self.max_in_flight // num_ministages)]
 
     @property
     def num_shards(self) -> int:

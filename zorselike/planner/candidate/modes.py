@@ -36,6 +36,12 @@ class Mode:
         return {*self.offload} <= {*OFFLOAD_IN_FLIGHT}
 
     @property
+    def may_return(self) -> bool:
+        """Whether a group may come back to each of several ministages again and again, as bounds on
+        microbatches in flight have it: ZeRO 2 gathers once for all microbatches, so it may not."""
+        return self.zero != 2 or self.reduces_per_microbatch
+
+    @property
     def complexity(self) -> int:
         """What a person has to think of: of two modes that are equally fast the lesser is preferred."""
         often, recomputes = self.reduces_per_microbatch, self.recompute == "layer"

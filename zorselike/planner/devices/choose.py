@@ -27,6 +27,8 @@ from zorselike.text.wording import count, list_few
 MOST_SETS = 100
 LIKELY_SHARE = 0.75
 """Share of a bound that plans are likely to reach: sets that keep the constraints with it come first."""
+MOST_NAMED = 24
+"""Sets that a person would name, which are proposed before others."""
 MOST_FASTEST = 8
 """Mixes with the lowest bounds that are taken."""
 TIME_LIMIT_S = 0.3
@@ -48,6 +50,9 @@ class DeviceSet:
     """Price of all their nodes."""
     note: str = ""
     """What a user should know: which part of the cluster is not joined to these."""
+    is_share: bool = False
+    """Whether a person would name them: all, those of a type, a region, a zone or a kind of nodes, or all but
+    those. They are looked at first."""
 
     @property
     def bound_cost(self) -> float:
@@ -78,7 +83,7 @@ def propose_devices(
     _refuse(problem, bounds)
     if problem.fixed.groups is not None:
         devices = tuple(sorted(device for group in problem.fixed.groups for device in group))
-        return (_make_set(bounds, devices),)
+        return (replace(_make_set(bounds, devices), is_share=True),)
     whole = problem.read_bandwidths(problem.usable)
     parts = whole.connected_parts()
     max_tried = int(time_limit_s / len(parts) * TRIED_PER_S)
@@ -163,14 +168,16 @@ class _Chooser:
         allocated = allocate_devices(
             self._problem, self._bounds.clock, self._kinds, self._bandwidths, max_tried=self._max_tried
         )
-        possible = filter(self._is_possible, dict.fromkeys((*self._list_choices(), *allocated)))
-        sets = [_make_set(self._bounds, devices) for devices in possible]
+        shares = dict.fromkeys(self._list_named())
+        possible = filter(self._is_possible, dict.fromkeys((*shares, *self._list_choices(), *allocated)))
+        sets = [replace(_make_set(self._bounds, devices), is_share=devices in shares) for devices in possible]
         kept = [chosen for chosen in sets if _keeps(self._problem, chosen)] or sets
         kept.sort(key=lambda chosen: (not self._holds_state(chosen), *_rank(self._problem, chosen)))
         first = [chosen for chosen in kept if chosen.devices in allocated]
         if not self._problem.asks_for_money:
             first = [*kept[:1], *first]
-        return [*{chosen.devices: chosen for chosen in (*first, *kept)}.values()][:MOST_SETS]
+        named = [chosen for chosen in kept if chosen.is_share and self._holds_state(chosen)][:MOST_NAMED]
+        return [*{chosen.devices: chosen for chosen in (*first, *named, *kept)}.values()][:MOST_SETS]
 
     def _is_possible(self, devices: tuple[int, ...]) -> bool:
         """Not too many; where groups may not span regions, each region's could be a group of their own; and
@@ -199,16 +206,19 @@ class _Chooser:
 
     def _list_choices(self) -> Iterator[tuple[int, ...]]:
         """The same perhaps several times."""
-        usable = self._problem.usable
-        yield usable
-        for share in self._list_shares():
-            yield tuple(sorted({*usable} - {*share}))
-            yield tuple(sorted(share))
         for kind in self._kinds:
             yield tuple(sorted(kind.nodes[0]))
         for members in self._by(self._problem.device_types).values():
             yield (members[0],)
         yield from map(self._take, self._list_mixes())
+
+    def _list_named(self) -> Iterator[tuple[int, ...]]:
+        """All, each share, and all but that; the same perhaps several times."""
+        usable = self._problem.usable
+        yield usable
+        for share in self._list_shares():
+            yield tuple(sorted({*usable} - {*share}))
+            yield tuple(sorted(share))
 
     def _list_shares(self) -> Iterator[Sequence[int]]:
         """What people would leave out, or take alone: a type, a region, a zone, a kind of nodes."""

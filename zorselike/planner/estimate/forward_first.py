@@ -6,9 +6,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
         clock.compute = clock.reduce = clock.update = clock.end
         clock.before = clock.compute
     last = len(step.works) - 1
-    arrivals: list[float] | None = None
+    arrivals: Floats | None = None
     for i in range(last + 1):
         g = step.owners[i]
         done = _run_phase(step.workers[g], step.works[i], clocks[g], i, arrivals, forward=True)
@@ -133,10 +140,10 @@ def _run_phase(
     work: Work,
     clock: Clock,
     ministage: int,
-    arrivals: Sequence[float] | None,
+    arrivals: Floats | None,
     *,
     forward: bool,
-) -> list[float]:
+) -> Floats:
     """All microbatches of a ministage one way; when each is done."""
     number = worker.microbatches_per_device
     compute_s = work.forward_s if forward else work.backward_s
@@ -158,30 +165,80 @@ def _run_phase(
     elif load_s:
         first = max(clock.before, clock.shards[ministage]) + load_s
     clock.before = clock.compute
-    at = max(clock.compute, first)
+    begin = max(clock.compute, first)
     each_s = compute_s / number
     stash_s = 0.0 if worker.accumulates else stash_s / number
-    done: list[float] = []
-    copied: list[float] = []
-    for r in range(number):
-        if stash_s and not forward:
-            earlier = done[r - COPIES_IN_FLIGHT] if r >= COPIES_IN_FLIGHT else clock.before
-            clock.load = max(clock.load, earlier) + stash_s
-            at = max(at, clock.load)
-        elif stash_s and r >= COPIES_IN_FLIGHT:
-            at = max(at, copied[r - COPIES_IN_FLIGHT])
-        if arrivals is not None:
-            needed = -(-(r + 1) * len(arrivals) // number) - 1
-            at = max(at, arrivals[needed])
-        at += each_s
-        if r == 0:
-            at = max(at, all_there)
-        done.append(at)
-        if stash_s and forward:
-            clock.store = max(clock.store, at) + stash_s
-            copied.append(clock.store)
-    clock.compute = at
+    ready = arrivals
+    if arrivals is not None and len(arrivals) != number:
+        ready = arrivals[_last_needed(number, len(arrivals))]
+    # The first microbatch ends when everything was gathered, or later.
+    begin = max(begin, all_there - each_s)
+    if stash_s:
+        done = _run_with_copies(clock, number, begin, each_s, stash_s, ready, forward=forward)
+    else:
+        done = _chain(number, begin, each_s, ready)
+    clock.compute = float(done[-1])
     return done
+
+
+def _run_with_copies(
+    clock: Clock,
+    number: int,
+    begin: float,
+    each_s: float,
+    copy_s: float,
+    ready: Floats | None,
+    *,
+    forward: bool,
+) -> Floats:
+    """The same where activations leave for the host behind each microbatch, or come back before it.
+
+    What copies wait for and what waits for them is settled in two passes: the first knows the copies that
+    follow each other without a pause, the second those that microbatches hold up.
+    """
+    done = _chain(number, begin, each_s, ready)
+    late = np.full(number, -np.inf) if ready is None else ready
+    ahead = min(COPIES_IN_FLIGHT, number)
+    if forward:
+        copied = _chain(number, clock.store, copy_s, done)
+        waits = late.copy()
+        waits[ahead:] = np.maximum(late[ahead:], copied[: number - ahead])
+        done = _chain(number, begin, each_s, waits)
+        clock.store = float(_chain(number, clock.store, copy_s, done)[-1])
+        return done
+    for _ in range(2):
+        free = np.full(number, clock.before)
+        free[ahead:] = np.maximum(clock.before, done[: number - ahead])
+        loaded = _chain(number, clock.load, copy_s, free)
+        done = _chain(number, begin, each_s, np.maximum(late, loaded))
+    clock.load = float(loaded[-1])
+    return done
+
+
+def _chain(number: int, begin: float, each_s: float, ready: Floats | None) -> Floats:
+    """Ends of things that take as long as each other and follow each other, each once it is ready."""
+    before: Floats = each_s * _count(number)
+    if ready is None:
+        return before + (begin + each_s)
+    ends = ready - before
+    if ends[0] < begin:
+        ends[0] = begin
+    np.maximum.accumulate(ends, out=ends)
+    ends += before
+    ends += each_s
+    return ends
+
+
+@cache
+def _count(number: int) -> Floats:
+    """0, 1, ... as many."""
+    return np.arange(float(number))
+
+
+@cache
+def _last_needed(number: int, num_sent: int) -> Indices:
+    """Of so many that were sent the last that each of so many microbatches has rows of."""
+    return -(-np.arange(1, number + 1) * num_sent // number) - 1
 
 
 def _reduce(worker: Worker, work: Work, clock: Clock) -> None:
@@ -195,17 +252,11 @@ def _reduce(worker: Worker, work: Work, clock: Clock) -> None:
     clock.reduce = clock.compute + work.reduce_s
 
 
-def _send(done: Sequence[float], seconds: float) -> list[float]:
+def _send(done: Floats, seconds: float) -> Floats:
     """When each microbatch has reached the next group."""
     if not seconds:
-        return list(done)
-    each_s = seconds / len(done)
-    arrived = []
-    at = 0.0
-    for end in done:
-        at = max(at, end) + each_s
-        arrived.append(at)
-    return arrived
+        return done
+    return _chain(len(done), 0.0, seconds / len(done), done)
 
 
 def update(worker: Worker, work: Work, clock: Clock, ministage: int) -> None:

@@ -7,68 +7,56 @@ worker, and what it sends on shares the wire with nothing but itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from zorselike.planner.estimate.forward_first import Clock, StepWork, Work, Worker, update
-from zorselike.schedule.actions import Kind
-from zorselike.schedule.orders.in_flight import Computation
+from zorselike.planner.estimate.rounds import Step
 
 
-class Order(NamedTuple):
-    """What a group computes in turn."""
-
-    computations: Sequence[Computation]
-    needs: tuple[Sequence[int], Sequence[int]]
-    """The last microbatch of the group before that each forward waits for, `()` for the first group; and
-    likewise of the group behind and each backward."""
-
-
-@dataclass
-class _Stage:
-    """A group with its ministage, while a step goes on; pairs are for forward and backward."""
-
-    order: Order
-    seconds: tuple[float, float]
-    """Of a microbatch."""
-    ready_s: float
-    """From when on it can compute."""
-    gathered_s: float
-    """No microbatch ends before this."""
-    sends: tuple[float, float]
-    """What a microbatch's results take to the next group; 0 where there is none."""
-    arrivals: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """When the results of each microbatch have reached the next group."""
-    position: int = 0
-    """In its order."""
-
-
-def run_step_in_flight(step: StepWork, orders: Sequence[Order], clocks: Sequence[Clock]) -> None:
-    """One step of groups that have a ministage each, from where each group is."""
-    stages = []
-    for i, (worker, work, clock) in enumerate(zip(step.workers, step.works, clocks, strict=True)):
+def run_step_in_flight(step: StepWork, order: Sequence[Step], clocks: Sequence[Clock]) -> None:
+    """One step, from where each group is."""
+    seconds: list[float] = []
+    """Of a microbatch, forward and backward of each ministage."""
+    sends: list[float] = []
+    """What its results take to the next ministage; 0 where there is none."""
+    gathered: list[float] = []
+    """No microbatch ends before this, for each ministage both ways."""
+    ready: list[float] = []
+    """From when on each group can compute."""
+    for clock in clocks:
         begin = clock.compute = clock.reduce = clock.update = clock.end
-        clock.before = begin
-        gathers = worker.zero in (1, 2) and work.gather_s > 0
-        sends = [seconds / worker.microbatches_per_device for seconds in step.sends[i : i + 2]]
-        stages.append(
-            _Stage(
-                order=orders[i],
-                seconds=(
-                    _microbatch_s(worker, work, forward=True),
-                    _microbatch_s(worker, work, forward=False),
-                ),
-                ready_s=begin + gathers * work.first_unit * work.gather_s,
-                gathered_s=begin + gathers * work.gather_s,
-                sends=(
-                    sends[1] if i + 1 < len(step.sends) else 0.0,
-                    sends[0] if i > step.lowest_backward else 0.0,
-                ),
-            )
+        clock.before = clock.gather = begin
+        ready.append(begin)
+    last = len(step.works) - 1
+    is_first = [True] * len(clocks)
+    for i, work in enumerate(step.works):
+        g = step.owners[i]
+        worker, clock = step.workers[g], clocks[g]
+        if worker.zero in (1, 2) and work.gather_s > 0:
+            if is_first[g]:
+                ready[g] += work.first_unit * work.gather_s
+            clock.gather += work.gather_s
+        is_first[g] = False
+        gathered += (clock.gather, clock.gather)
+        seconds += (
+            _microbatch_s(worker, work, forward=True),
+            _microbatch_s(worker, work, forward=False),
         )
-    _run_stages(stages)
-    for clock, stage in zip(clocks, stages, strict=True):
-        clock.compute = stage.ready_s
+        number = worker.microbatches_per_device
+        sends.append(step.sends[i + 1] / number if i < last else 0.0)
+        sends.append(step.sends[i] / number if i > step.lowest_backward else 0.0)
+    ended = _run(order, seconds, sends, ready, gathered)
+    for clock, computed in zip(clocks, ready, strict=True):
+        clock.compute = computed
+    if len(step.works) == len(step.workers):
+        _reduce_alone(step, clocks)
+    else:
+        _reduce_in_turn(step, clocks, ended)
+    if step.defers:
+        step.update_together(clocks)
+
+
+def _reduce_alone(step: StepWork, clocks: Sequence[Clock]) -> None:
+    """With one ministage a group nothing is left to hide its reduction."""
     for i in range(step.lowest_backward, len(step.works)):
         worker, work, clock = step.workers[i], step.works[i], clocks[i]
         if worker.reduces_beside or (worker.zero != 3 and worker.num_reductions == 1):
@@ -76,37 +64,54 @@ def run_step_in_flight(step: StepWork, orders: Sequence[Order], clocks: Sequence
             clock.reduce = clock.compute
         if not step.defers:
             update(worker, work, clock, i)
-    if step.defers:
-        step.update_together(clocks)
 
 
-def _run_stages(stages: Sequence[_Stage]) -> None:
-    """Runs a step; `ready_s` is then when each group has computed all."""
-    before: list[int] = []
-    while (now := [stage.position for stage in stages]) != before:
-        before = now
-        for i, stage in enumerate(stages):
-            _go_on(stages, i, stage)
-    assert all(stage.position == len(stage.order.computations) for stage in stages), (
-        "orders wait for each other"
-    )
+def _reduce_in_turn(step: StepWork, clocks: Sequence[Clock], ended: Sequence[float]) -> None:
+    """With several the deepest are done first, and their reductions run beside what the others still do."""
+    computed = [clock.compute for clock in clocks]
+    for i in range(len(step.works) - 1, step.lowest_backward - 1, -1):
+        g = step.owners[i]
+        worker, work, clock = step.workers[g], step.works[i], clocks[g]
+        clock.compute = max(ended[2 * i + 1], clock.reduce)
+        if worker.reduces_beside or (worker.zero != 3 and worker.num_reductions == 1):
+            clock.compute += work.reduce_s
+            if not worker.reduces_beside:  # What follows waits.
+                computed[g] += work.reduce_s
+        clock.reduce = reduced = clock.compute
+        if not step.defers:
+            update(worker, work, clock, i)
+            computed[g] += clock.compute - reduced
+    for clock, seconds in zip(clocks, computed, strict=True):
+        clock.compute = max(clock.compute, seconds)
 
 
-def _go_on(stages: Sequence[_Stage], i: int, stage: _Stage) -> None:
-    """Computes until something has not arrived."""
-    while stage.position < len(stage.order.computations):
-        kind, m = stage.order.computations[stage.position]
-        way = 0 if kind is Kind.F else 1
-        arrived_s = 0.0
-        if needs := stage.order.needs[way]:
-            arrivals = stages[i + 1 if way else i - 1].arrivals[way]
-            if needs[m] >= len(arrivals):
-                return
-            arrived_s = arrivals[needs[m]]
-        stage.ready_s = max(stage.gathered_s, max(stage.ready_s, arrived_s) + stage.seconds[way])
-        sent = stage.arrivals[way]
-        sent.append(max(stage.ready_s, sent[-1] if sent else 0.0) + stage.sends[way])
-        stage.position += 1
+def _run(
+    order: Sequence[Step],
+    seconds: Sequence[float],
+    sends: Sequence[float],
+    ready: list[float],
+    gathered: Sequence[float],
+) -> list[float]:
+    """Runs a step; `ready` is then when each group has computed all, and what is returned when each ministage
+    has either way. A candidate has thousands of such, so nothing here is called."""
+    sent = [0.0] * len(seconds)
+    """When the last results of each kind had reached the next group."""
+    ended = [0.0] * len(seconds)
+    arrived: list[float] = []
+    for group, way, awaited in order:
+        time = ready[group]
+        if awaited >= 0 and arrived[awaited] > time:
+            time = arrived[awaited]
+        time += seconds[way]
+        if time < gathered[way]:
+            time = gathered[way]
+        ready[group] = ended[way] = time
+        if sent[way] > time:
+            time = sent[way]
+        time += sends[way]
+        sent[way] = time
+        arrived.append(time)
+    return ended
 
 
 def _microbatch_s(worker: Worker, work: Work, *, forward: bool) -> float:

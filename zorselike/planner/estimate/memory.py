@@ -27,9 +27,12 @@ from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan,
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.problem import PlanProblem
-from zorselike.schedule.actions import Action
+from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.build import build
 from zorselike.schedule.contract import RECEIVES_AHEAD, SENDS_KEPT_BY_NCCL
+from zorselike.schedule.lowering.lower import lower
+from zorselike.schedule.orders.order import Order
+from zorselike.schedule.spec import ScheduleSpec
 
 FEW_MICROBATCHES = 4
 """Microbatches of a device that are walked: more than are on their way to the host at once."""
@@ -112,13 +115,14 @@ class RankMemory:
         cuts = tuple(
             (layers.start, layers.stop) for layers in map(candidate.layers_of, candidate.ministages_of(group))
         )
-        sizes = chosen.held_sizes(position) or max(chosen.sizes, key=len)
+        held = chosen.held_sizes(position, len(cuts))
+        sizes = held or max(chosen.sizes, key=len)
         rows = max(sizes) if candidate.accumulates else sum(sizes)
         bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
         summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(chosen.sizes[position]), bounded)
         key = (self._describe_cuts(cuts), chosen.mode, summary, len(chosen.devices), device)
         if key not in self._needs:
-            self._needs[key] = self._walk(cuts, chosen, chosen.held_sizes(position), device)
+            self._needs[key] = self._walk(cuts, chosen, held, device)
         return self._needs[key]
 
     def _find_description(self, cuts: tuple[tuple[int, int], ...]) -> object:
@@ -138,14 +142,14 @@ class RankMemory:
         """About what `need` would find of a device, without a walk."""
         chosen = candidate.groups[group]
         device = self._problem.device_types[chosen.devices[position]]
-        sizes = chosen.held_sizes(position)
-        parts = [
-            self._part(candidate.layers_of(i), chosen.mode.recompute, device)
-            for i in candidate.ministages_of(group)
-        ]
+        ministages = candidate.ministages_of(group)
+        sizes = chosen.held_sizes(position, len(ministages))
+        parts = [self._part(candidate.layers_of(i), chosen.mode.recompute, device) for i in ministages]
         rows_at_once = max(sizes, default=0)
         rows = rows_at_once if candidate.accumulates else sum(sizes)
         held = _hold(parts, chosen.mode, chosen.num_shards, rows, rows_at_once, self._problem.defer_updates)
+        if chosen.max_in_flight is not None and len(parts) > 1:
+            held += _hold_returning(parts, chosen.mode)
         context_bytes = self._problem.setting.context_bytes(device)
         return context_bytes + round(held * (1 + self._overheads.allocator_share))
 
@@ -187,12 +191,37 @@ class RankMemory:
         self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes, device: str
     ) -> Need:
         few, share = _take_few(sizes)
+        if group.max_in_flight is not None and len(cuts) > 1:
+            num_held = len(few) or len(_take_few(max(group.sizes, key=len))[0])
+            more = (*few, *few[:1]) if len(sizes) < group.microbatches_per_device else few
+            walked = [
+                self._walk_few(cuts, group, sizes, device, (few, share, None)),
+                self._walk_few(cuts, group, sizes, device, (more, share, num_held)),
+            ]
+            return Need(*map(max, zip(*walked, strict=True)))
         if group.max_in_flight is not None and group.mode.reduces_per_microbatch:
             few, share = _take_more(sizes, group.microbatches_per_device)
         if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
             share = 1.0  # Each microbatch goes back before the next one comes.
+        return Need(*self._walk_few(cuts, group, sizes, device, (few, share, None)))
+
+    def _walk_few(
+        self,
+        cuts: tuple[tuple[int, int], ...],
+        group: CandidateGroup,
+        sizes: Sizes,
+        device: str,
+        walked: tuple[Sizes, float, int | None],
+    ) -> tuple[int, int]:
+        """Bytes of the device and of its host, of `sizes` held at once.
+
+        Args:
+            walked: few microbatches in their place, how many rows each of theirs stands for, and where they
+                go back before all are forward, how many are forward then.
+        """
+        few, share, num_held = walked
         plan = self._make_plan(cuts, group, few)
-        actions = self._list_actions(plan)
+        actions = self._list_actions(plan, num_held, keeps_gathered=group.max_in_flight is not None)
         is_stashed = "activations" in group.mode.offload
         measured = self._measure(plan, group.num_shards, device, 1.0 if is_stashed else share)
         context_bytes = self._problem.setting.context_bytes(device)
@@ -204,6 +233,7 @@ class RankMemory:
             context_bytes=context_bytes,
             num_sends_kept=None if device == CPU else SENDS_KEPT_BY_NCCL,
             on_gpu=device != CPU,
+            communicator_bytes=self._overheads.communicator_bytes,
         )
         # What is received: joined of several pieces, and with bounds on microbatches in flight early, the
         # gradients of all of these and the inputs of those that follow.
@@ -217,17 +247,21 @@ class RankMemory:
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
             kept = sum(size.activation_bytes_per_row for size in measured.values())
             host_bytes += sum(sizes) * kept - walk.host[Purpose.ACTIVATIONS]
-        return Need(peak + added, host_bytes)
+        return peak + added, host_bytes
 
-    def _list_actions(self, plan: Plan) -> Sequence[Action]:
+    def _list_actions(self, plan: Plan, num_held: int | None, *, keeps_gathered: bool) -> Sequence[Action]:
         """The device's actions, the same whatever layers the ministages have, and whatever waits for
-        reductions."""
+        reductions; of a group that returns to its ministages, with so many microbatches of each held."""
         spec = self._problem.setting.make_spec(plan)
         owners = tuple(ministage.group for ministage in plan.ministages)
         groups = tuple(replace(group, overlap_grad_reduce=True) for group in plan.groups)
-        key = (owners, groups, spec.trainable, spec.ties)
+        keeps_gathered = keeps_gathered and owners.count(_OWN) > 1
+        key = (owners, groups, spec.trainable, spec.ties, num_held, keeps_gathered)
         if key not in self._lists:
-            self._lists[key] = build(spec)[0]
+            if keeps_gathered:
+                self._lists[key] = lower(spec, _return_to_ministages(spec, num_held), (0,))[0]
+            else:
+                self._lists[key] = build(spec)[0]
         return self._lists[key]
 
     def _make_plan(self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes) -> Plan:
@@ -297,6 +331,36 @@ def _hold(
         held += sum(gradient_shards[i + 1 :]) if defers else max(gradient_shards[i + 1 :], default=0.0)
         peak = max(peak, held)
     return stays + peak
+
+
+def _hold_returning(parts: Sequence[_Part], mode: Mode) -> float:
+    """What a group that returns to its ministages holds besides, about: all whole, and all gradients."""
+    others = sorted(parts, key=lambda part: part.whole)[:-1]
+    held = 0.0
+    if mode.zero == 2:
+        held += sum(part.whole for part in others[:-1])
+    if not mode.reduces_per_microbatch:
+        held += sum(part.gradients for part in others)
+    return held
+
+
+def _return_to_ministages(spec: ScheduleSpec, num_held: int | None) -> Order:
+    """Orders in which each group returns to its ministages, and holds the most that it may in the schedule's
+    own: one after the other while the deepest is updated; or with `num_held` of each and all gradients, the
+    first having gone backward."""
+    number = spec.plan.groups[_OWN].max_microbatches
+    num_first = number if num_held is None else num_held
+    orders = []
+    for g in range(len(spec.plan.groups)):
+        own = spec.plan.ministages_of_group(g)
+        going_back = [i for i in reversed(own) if i >= spec.lowest_backward]
+        actions = [Action(Kind.F, i, m) for i in own for m in range(num_first)]
+        begun = range(0 if num_held is None else 1)
+        actions += [Action(Kind.B, i, m) for m in begun for i in going_back]
+        actions += [Action(Kind.F, i, m) for i in own for m in range(num_first, number)]
+        actions += [Action(Kind.B, i, m) for i in going_back for m in range(len(begun), number)]
+        orders.append(tuple(actions))
+    return Order(tuple(orders), keeps_gathered=True, receives_by_kind=True)
 
 
 def _take_few(sizes: Sizes) -> tuple[Sizes, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache, cached_property
-from itertools import pairwise
 
 from zorselike.cost.catalogue import CPU
 from zorselike.cost.network import CollectiveOp, Network
@@ -21,12 +20,11 @@ from zorselike.cost.wires import make_network
 from zorselike.plan.plan import Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
-from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.forward_first import Clock, Copies, StepWork, Work, Worker, run_step
-from zorselike.planner.estimate.in_flight import Order, run_step_in_flight
+from zorselike.planner.estimate.in_flight import run_step_in_flight
+from zorselike.planner.estimate.rounds import Order, Pipeline, RoundOrders, Rounds
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import NUM_STEPS, reduces_beside
-from zorselike.schedule.orders.in_flight import find_needs, order_in_flight
 
 
 class StepTimeEstimate:
@@ -40,8 +38,8 @@ class StepTimeEstimate:
         self.collective_s = cache(self._find_collective_s)
         self._sends: dict[object, float] = {}
         self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
+        self.orders = RoundOrders()
         self._copied: dict[object, float] = {}
-        self._orders: dict[object, list[Order]] = {}
 
     @cached_property
     def network(self) -> Network:
@@ -62,35 +60,33 @@ class StepTimeEstimate:
             defers=self._problem.defer_updates,
         )
         ties_s = self._measure_ties(candidate)
-        orders = self._order_in_flight(candidate, step.lowest_backward)
+        order = self._order_in_flight(candidate, step.lowest_backward)
         clocks = [Clock() for _ in step.workers]
         ended = began = 0.0
         for _ in range(NUM_STEPS):
             began = ended
-            if orders is None:
+            if order is None:
                 run_step(step, clocks)
             else:
-                run_step_in_flight(step, orders, clocks)
+                run_step_in_flight(step, order.steps, clocks)
             ended = max(clock.end for clock in clocks) + ties_s
             if ties_s:
                 for clock in clocks:
                     clock.compute = ended
         return ended - began
 
-    def _order_in_flight(self, candidate: CandidatePlan, lowest_backward: int) -> list[Order] | None:
-        """What each group computes in turn, and what its microbatches wait for, which depends on rows alone
-        and on what a backward takes; None where all is forward first."""
+    def _order_in_flight(self, candidate: CandidatePlan, lowest_backward: int) -> Order | None:
+        """What groups compute in turn, about; None where all is forward first."""
         if not candidate.bounds_in_flight:
             return None
-        rows = tuple((g.devices, g.sizes, g.max_in_flight, g.mode.recompute) for g in candidate.groups)
-        key = rows, lowest_backward
-        if key not in self._orders:
-            plan = make_plan(candidate, self._problem, self._table)
-            needs = [find_needs(a, b) for a, b in pairwise(plan.groups)]
-            forward, backward = [(), *(n.forward for n in needs)], [*(n.backward for n in needs), ()]
-            computations = order_in_flight(self._problem.setting.make_spec(plan))
-            self._orders[key] = [*map(Order, computations, zip(forward, backward, strict=True))]
-        return self._orders[key]
+        rounds = tuple(
+            Rounds(
+                group.microbatches_per_device,
+                group.max_in_flight or group.microbatches_per_device * candidate.owners.count(g),
+            )
+            for g, group in enumerate(candidate.groups)
+        )
+        return self.orders.find(Pipeline(rounds, candidate.owners, lowest_backward))
 
     def _lowest_backward(self, candidate: CandidatePlan) -> int:
         trains = (self._table.kind(key).trains for key in self._table.keys)

@@ -14,6 +14,8 @@ _CLOSE = 0.01
 """A step this near to the proven least is as good as the best."""
 _FAR = 1.0
 """From this on a gap is said as a multiple."""
+_POINTS = 6
+"""Of the way to the best plan."""
 _MAX_RANKS = 64
 """Up to how many ranks each has its line."""
 
@@ -65,7 +67,28 @@ def describe_search(answer: PlanAnswer, problem: PlanProblem, budget_s: float) -
             )
         case "finished":
             ending = f"Search finished; {looked}"
-    return [f"{ending}.", _describe_gap(answer, problem)]
+    return [f"{ending}.", *_describe_course(answer), _describe_gap(answer, problem)]
+
+
+def _describe_course(answer: PlanAnswer) -> list[str]:
+    """How the best found moved over time, and what was not looked at."""
+    lines = []
+    if len(answer.improvements) > 1:
+        points = [answer.improvements[i] for i in _pick_few(len(answer.improvements))]
+        told = ", ".join(
+            f"{own.iteration_s:.4g} s after {own.elapsed_s:.1f} s ({count(own.num_devices, 'device')})"
+            for own in points
+        )
+        lines.append(f"Steps of the best found over time: {told}.")
+    if answer.unseen:
+        lines.append(f"Not looked at: {'; '.join(answer.unseen)}.")
+    return lines
+
+
+def _pick_few(number: int) -> list[int]:
+    """The first, the last, and some between."""
+    few = min(number, _POINTS)
+    return sorted({round(i * (number - 1) / max(1, few - 1)) for i in range(few)})
 
 
 def list_limits(answer: PlanAnswer) -> list[str]:

@@ -1,31 +1,29 @@
-"""How much of its budget a search has used, and when its parts must end."""
+"""How much time a search has, what it has used of it, and when it stops.
+
+Nothing but the stop depends on the time: what is looked at in which order is decided by counts of work
+(`turns.py`), so that a longer budget does all that a shorter one does, and then more.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-COARSE_SHARE, ENUMERATION_SHARE = 0.35, 0.6
-"""Shares of the budget, after which first no more groupings are estimated coarsely, then none is refined: the
-best are simulated."""
-FAR_LATE = 1.25
-"""Budgets after which no simulation should end: where that of the best so far would, nothing is looked at
-closely any more once coarse estimates are over."""
 MOST_ACTIONS = 12_000_000
 """Simulated in all, about two minutes; and so deterministic."""
 FEW_ACTIONS = 1_500_000
 """Up to so many simulated actions, about ten seconds, more candidates are simulated than `MOST_SIMULATED`."""
-FUTILE_S = 5.0
-"""So long at least, and twice the budget, of computing something that fits and is allowed is looked for."""
-MANY_ACTIONS = 50_000
-"""From so many actions on a simulation takes seconds, and one step may have to do in place of several."""
-ASSUMED_S = 1.7e-5
-"""For each action of one simulated step, before anything was simulated."""
-SEVERAL_STEPS = 2.0
-"""How many times as long as one step a simulation of several takes."""
 TINY_ACTIONS = 50_000
 """Up to so many simulated actions, half a second, estimates decide nothing."""
+FUTILE_S = 5.0
+"""So long at least, and twice the budget, of computing something that fits and is allowed is looked for."""
+ASSUMED_S = 1.7e-5
+"""For each action of a simulation, before anything was simulated."""
 _TOLD_EVERY_S = 0.1
+
+
+class BudgetOverError(Exception):
+    """Ends a search from wherever it is: the best so far is the answer."""
 
 
 class SearchBudget:
@@ -39,16 +37,15 @@ class SearchBudget:
         self._tell = tell
         self.budget_s = budget_s
         self.may_stop = False
-        """Once something fits and keeps the constraints."""
-        self.is_cut = False
-        """Whether time, and so not the question alone, decided what was looked at."""
-        self.count_expected: Callable[[], int] = lambda: 0
-        """Counts the actions of what will be simulated first, as far as is known; is asked when that matters,
-        for it may take a while."""
+        """Once something that fits and keeps the constraints was simulated."""
+        self.may_end = True
+        """False where something has to be found, however long it takes."""
+        self.has_found = False
+        """Whether something was found that fits, by estimate."""
         self.num_simulated = 0
         self.actions = 0
         """Actions of all simulations."""
-        self._estimated_actions = 0
+        self._expected_actions = 0
         self._simulating_s = 0.0
 
     @property
@@ -60,67 +57,46 @@ class SearchBudget:
         """What the process computed: a machine that stood still has looked for nothing."""
         return time.process_time() - self._begun_work_s
 
-    def is_past(self, share: float) -> bool:
-        """Whether a share of the budget is over."""
+    def check(self, num_actions: int = 0) -> None:
+        """Raises `BudgetOverError` where the budget is over, or would be after a simulation of about so many
+        actions. Before anything may be returned only computing in vain ends a search, and nothing does before
+        the first that was found is simulated: so there is an answer that a longer budget has as well."""
         self._report()
-        if not self.may_stop:
-            return self._is_futile()
-        return self._cut(self.elapsed_s > share * self.budget_s)
+        if not self.may_end or (self.has_found and not self.num_simulated):
+            return
+        if self.may_stop:
+            is_over = self.elapsed_s + self._expect_s(num_actions) > self.budget_s
+        else:
+            is_over = self.worked_s > max(FUTILE_S, 2 * self.budget_s)
+        if is_over:
+            raise BudgetOverError
 
-    def _cut(self, is_late: bool) -> bool:
-        self.is_cut = self.is_cut or is_late
-        return is_late
+    def _expect_s(self, num_actions: int) -> float:
+        """What simulating so many actions takes, by those before."""
+        each_s = self._simulating_s / self._expected_actions if self._expected_actions else ASSUMED_S
+        return each_s * num_actions
 
-    def _is_futile(self) -> bool:
-        return self._cut(self.worked_s > max(FUTILE_S, 2 * self.budget_s))
+    @property
+    def is_spent(self) -> bool:
+        """Whether all that may be simulated was."""
+        return self.actions > MOST_ACTIONS
 
-    def is_enumeration_over(self) -> bool:
-        """Whether it is time to simulate what was found."""
-        if self.may_stop and self.elapsed_s <= COARSE_SHARE * self.budget_s:
-            self._report()
-            return False
-        expected = self.count_expected()
-        if expected >= MANY_ACTIONS and self._end_s(expected, 1.0) > FAR_LATE * self.budget_s:
-            return self.is_past(COARSE_SHARE)
-        return self.is_past(ENUMERATION_SHARE)
-
-    def is_over(self) -> bool:
-        """Whether the budget is, or all that may be simulated was."""
-        self._report()
-        if not self.may_stop:
-            return self._is_futile()
-        return self._cut(self.elapsed_s > self.budget_s) or self.actions > MOST_ACTIONS
-
+    @property
     def is_tiny(self) -> bool:
         """Whether simulations were so short that all candidates can be."""
         return self.actions <= TINY_ACTIONS
 
+    @property
     def is_little(self) -> bool:
         """Whether simulations were so short that many more are worth while."""
         return self.actions <= FEW_ACTIONS
 
-    def would_overrun(self, num_actions: int) -> bool:
-        """Whether a simulation of about so many actions would end after the budget, by those before."""
-        times = 1.0 if num_actions >= MANY_ACTIONS else SEVERAL_STEPS
-        return self._cut(self._end_s(num_actions, times) > self.budget_s)
-
-    def must_hurry(self, num_actions: int) -> bool:
-        """Whether a long simulation had better be of one step only."""
-        return num_actions >= MANY_ACTIONS and self._end_s(num_actions, SEVERAL_STEPS) > self.budget_s
-
-    def _end_s(self, num_actions: int, times: float) -> float:
-        """When a simulation would end that begins now and takes `times` one of one step."""
-        each_s = self._simulating_s / self._estimated_actions if self._estimated_actions else ASSUMED_S
-        return self.elapsed_s + times * each_s * num_actions
-
-    def count_simulation(
-        self, *, actions: int, estimated_actions: int, seconds: float, is_one_step: bool
-    ) -> None:
+    def count_simulation(self, *, actions: int, expected_actions: int, seconds: float) -> None:
+        """Counts one; `expected_actions` of all its steps were expected."""
         self.num_simulated += 1
-        self.is_cut = self.is_cut or is_one_step
         self.actions += actions
-        self._estimated_actions += estimated_actions
-        self._simulating_s += seconds if is_one_step else seconds / SEVERAL_STEPS
+        self._expected_actions += expected_actions
+        self._simulating_s += seconds
 
     def _report(self) -> None:
         if self.elapsed_s - self._told_s > _TOLD_EVERY_S:

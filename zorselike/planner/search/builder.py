@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, combinations
 
 from zorselike.cost.catalogue import CPU
@@ -12,15 +13,14 @@ from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.memory import RankMemory
+from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
+from zorselike.planner.search.choice import Choice, GroupChoice
 from zorselike.schedule.contract import reduces_beside
-from zorselike.schedule.orders.in_flight import count_in_flight, least_in_flight
-from zorselike.schedule.spec import ScheduleSpec
 
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
@@ -29,6 +29,9 @@ _SHARE_FOR_WHOLE = 0.7
 _FAR_OVER, _FAR_UNDER = 2.5, 0.5
 """Shares of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
 finds."""
+_FEW_WALKS, _MARGIN = 3, 0.12
+"""From so many walks on, estimates are trusted that are by this share further from the limit than these
+say."""
 _ROUND_OFF = 1e-9
 _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
@@ -37,56 +40,9 @@ _LEAST_LEFT = 0.02
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
 
+
 Class = tuple[str, int]
 """Devices that are alike: their type, and bytes of memory."""
-
-
-Groups = tuple[tuple[int, ...], ...]
-"""Devices of each group, in the order in which the pipeline visits them."""
-
-
-@dataclass(frozen=True)
-class GroupChoice:
-    """What is decided of a group before rows and layers are shared out."""
-
-    devices: tuple[int, ...]
-    mode: Mode
-    microbatches_per_device: int
-    """Microbatches of a device, about: its rows are cut into so many."""
-    may_wait: bool = True
-    """Whether reductions are waited for where memory has no room for them beside what follows."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Groups in the order in which the pipeline visits them, and how often."""
-
-    groups: tuple[GroupChoice, ...]
-    num_ministages: int
-    """In all; groups are visited in turn."""
-    in_flight_factor: float | None = None
-    """Microbatches in flight, in those 1F1B needs, with one ministage a group; None: all forward first."""
-
-    @classmethod
-    def alike(
-        cls,
-        groups: Groups,
-        mode: Mode,
-        microbatches_per_device: int,
-        num_ministages: int,
-        in_flight_factor: float | None = None,
-        *,
-        may_wait: bool = True,
-    ) -> Choice:
-        """The same for all groups."""
-        choices = tuple(GroupChoice(devices, mode, microbatches_per_device, may_wait) for devices in groups)
-        return cls(choices, num_ministages, in_flight_factor)
-
-    def change(self, group: int, **changes: object) -> Choice:
-        """The same but for one group."""
-        groups = list(self.groups)
-        groups[group] = replace(groups[group], **changes)  # type: ignore[arg-type]
-        return replace(self, groups=tuple(groups))
 
 
 class CandidateBuilder:
@@ -97,7 +53,10 @@ class CandidateBuilder:
     ) -> None:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
-        self._bounds: dict[object, list[int]] = {}
+        self._costs: dict[object, GroupCosts] = {}
+        self._ratios: dict[object, tuple[float, float, int]] = {}
+        """By what devices have in common, the least and the most that walks found, by their estimates, and
+        how many did."""
         self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
         each, kinds = problem.parameter_bytes, [(table.kind(key), n) for key, n in table.counts.items()]
         self._whole_bytes = sum(
@@ -123,7 +82,8 @@ class CandidateBuilder:
         by_bytes = False
         """Whether layers are shared out by their size, so that no ministage is larger than it must be."""
         self.host_was_full = False
-        if len(owners) == len(choice.groups) and not self._holds_whole(choice):
+        holds_whole = len(owners) == len(choice.groups) or choice.returns
+        if holds_whole and not self._holds_whole(choice):
             return None
         choice = self._normalise(choice)
         num_repairs = 0
@@ -135,10 +95,10 @@ class CandidateBuilder:
                     return None
                 groups.append(CandidateGroup(chosen.devices, chosen.mode, sizes))
             if choice.in_flight_factor is not None:
-                groups = self._bound(groups, choice.in_flight_factor)
+                groups = self._bound(groups, choice.in_flight_factor, owners)
             costs = [
-                self._find_costs(group, share, accumulates=len(owners) == 1)
-                for group, share in zip(groups, room, strict=True)
+                self._find_costs(group, share, owners.count(g), accumulates=len(owners) == 1)
+                for g, (group, share) in enumerate(zip(groups, room, strict=True))
             ]
             if by_bytes:
                 costs = [replace(chosen, seconds=self._parameters) for chosen in costs]
@@ -211,8 +171,8 @@ class CandidateBuilder:
         return None if self._memory.overfull_hosts(candidate) else candidate
 
     def _holds_whole(self, choice: Choice) -> bool:
-        """Whether groups with one ministage each could hold the whole model's parameters and gradients, and
-        nothing else."""
+        """Whether groups that hold all their ministages whole, having one each or returning to them, could
+        hold the whole model's parameters and gradients, and nothing else."""
         room = 0.0
         for group in choice.groups:
             known = self._memory.known_limits(group.devices)
@@ -276,33 +236,24 @@ class CandidateBuilder:
             return whole
         return self._share(group, most, cut, in_rounds)
 
-    def _bound(self, groups: list[CandidateGroup], in_flight_factor: float) -> list[CandidateGroup]:
+    def _bound(
+        self, groups: list[CandidateGroup], in_flight_factor: float, owners: tuple[int, ...]
+    ) -> list[CandidateGroup]:
         """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
         factor, and at least what their rows need."""
-        key = (
-            tuple((group.devices, group.sizes, group.mode.recompute) for group in groups),
-            in_flight_factor,
-        )
-        if key not in self._bounds:
-            num_layers, num_groups = len(self._table.keys), len(groups)
-            ends = (*range(1, num_groups), num_layers)
-            bounded = tuple(replace(group, max_in_flight=1) for group in groups)
-            plan = make_plan(
-                CandidatePlan(bounded, tuple(range(num_groups)), ends), self._problem, self._table
-            )
-            depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
-            most = [
-                max(least, math.ceil(in_flight_factor * depth * own.microbatches_per_device - _ROUND_OFF))
-                for own, depth, least in zip(groups, depths, least_in_flight(plan), strict=True)
-            ]
-            # Later groups never come to hold as many: a bound that is never met would only mislead.
-            filled = tuple(
-                replace(own, max_in_flight=bound) for own, bound in zip(plan.groups, most, strict=True)
-            )
-            self._bounds[key] = list(count_in_flight(ScheduleSpec(replace(plan, groups=filled))))
-        return [
-            replace(own, max_in_flight=bound) for own, bound in zip(groups, self._bounds[key], strict=True)
-        ]
+        least = find_least_in_flight(groups, owners)
+        depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
+        rounds = []
+        for g, (group, depth) in enumerate(zip(groups, depths, strict=True)):
+            number = group.microbatches_per_device
+            # Through all ministages but its last a microbatch passes all groups.
+            full = ((owners.count(g) - 1) * depths[0] + depth) * number
+            bound = math.ceil(in_flight_factor * full - _ROUND_OFF)
+            rounds.append(Rounds(number, bound))
+        order = self._step_time.orders.find(Pipeline(tuple(rounds), owners))
+        # Later groups never come to hold as many: a bound that is never met would only mislead.
+        bounds = map(max, least, order.num_in_flight)
+        return [replace(own, max_in_flight=bound) for own, bound in zip(groups, bounds, strict=True)]
 
     def _share(
         self, group: GroupChoice, most: Mapping[Class, int], at_once: Sequence[int], in_rounds: bool
@@ -340,38 +291,51 @@ class CandidateBuilder:
 
     # -- layers ----------------------------------------------------------------------------
 
-    def _find_costs(self, group: CandidateGroup, room: float, *, accumulates: bool) -> GroupCosts:
+    def _find_costs(
+        self, group: CandidateGroup, room: float, num_ministages: int, *, accumulates: bool
+    ) -> GroupCosts:
         """What layers cost a group: its computation and the reductions that nothing hides, or its copies
         from the host where these take longer; and what they hold, of one microbatch where each goes at once
         back."""
+        returns = num_ministages if group.max_in_flight is not None else 1
+        key = group, returns, accumulates, self._memory.scale
+        if key not in self._costs:
+            self._costs[key] = self._find_whole_costs(group, returns, accumulates=accumulates)
+        costs = self._costs[key]
+        return costs if room == 1 else replace(costs, max_bytes=room * costs.max_bytes)
+
+    def _find_whole_costs(
+        self, group: CandidateGroup, num_ministages: int, *, accumulates: bool
+    ) -> GroupCosts:
         times = self._step_time.group_seconds(group)
         times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
+        is_beside = self._reduces_beside(group.mode, group.devices)
         seconds: dict[str, float] = {}
         for key, (forward, backward) in times.items():
             one_s = self._step_time.collective_s(group.mode.reduction, group.devices, key)
             reduce_s = times_reduced * one_s
-            is_beside = self._reduces_beside(group.mode, group.devices)
             seconds[key] = forward + (max(backward, reduce_s) if is_beside else backward + reduce_s)
         if group.mode.offload:
             seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
-        tightest = self._tightest(group)
+        tightest = self._tightest(group, num_ministages)
         limit = self._memory.limit_bytes(group.devices[tightest])
         if limit is None:
             return GroupCosts(seconds)
-        rows = (max if accumulates else sum)(group.held_sizes(tightest) or (0,))
+        rows = (max if accumulates else sum)(group.held_sizes(tightest, num_ministages) or (0,))
         device = self._problem.device_types[group.devices[tightest]]
         return GroupCosts(
             seconds,
             {key: self._held_bytes(key, group, rows) for key in seconds},
-            room * (limit - self._problem.setting.context_bytes(device)),
+            limit - self._problem.setting.context_bytes(device),
         )
 
-    def _tightest(self, group: CandidateGroup) -> int:
+    def _tightest(self, group: CandidateGroup, num_ministages: int) -> int:
         """The device with the least memory for a row."""
 
         def room(position: int) -> float:
             limit = self._memory.limit_bytes(group.devices[position])
-            return math.inf if limit is None else limit / (1 + sum(group.held_sizes(position)))
+            held = sum(group.held_sizes(position, num_ministages))
+            return math.inf if limit is None else limit / (1 + held)
 
         return min(range(len(group.devices)), key=room)
 
@@ -405,7 +369,10 @@ class CandidateBuilder:
 
     def may_run(self, candidate: CandidatePlan) -> bool:
         """Whether the runtime takes it, memory apart."""
-        may_bound = all(group.mode.may_bound_in_flight for group in candidate.groups)
+        may_bound = all(
+            group.mode.may_bound_in_flight and (candidate.owners.count(g) == 1 or group.mode.may_return)
+            for g, group in enumerate(candidate.groups)
+        )
         return (may_bound or not candidate.bounds_in_flight) and not self._shares_unevenly(candidate)
 
     def _shares_unevenly(self, candidate: CandidatePlan) -> bool:
@@ -435,26 +402,55 @@ class CandidateBuilder:
         for g, group in enumerate(candidate.groups):
             if only not in (None, g):
                 continue
-            seen: set[tuple[Class, Sizes]] = set()
-            for position, device in enumerate(group.devices):
+            for position in self._list_largest(group):
+                device = group.devices[position]
                 limit = self._memory.limit_bytes(device)
-                device_class = self._class_of(device)
-                alike = (device_class, group.sizes[position])
-                if limit is None or alike in seen:
+                if limit is None:
                     continue
-                seen.add(alike)
                 need = self._need_bytes(candidate, g, position, limit)
+                device_class = self._class_of(device)
                 worst = over.get(g, {}).get(device_class, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
                     over.setdefault(g, {})[device_class] = need, limit
         return over
 
+    def _list_largest(self, group: CandidateGroup) -> list[int]:
+        """Positions of devices; of those that are alike none that has no more rows, in no larger and no more
+        microbatches, than another."""
+        kept: dict[Class, dict[tuple[int, int, int], int]] = {}
+        for position, (device, sizes) in enumerate(zip(group.devices, group.sizes, strict=True)):
+            work = sum(sizes), max(sizes, default=0), len(sizes)
+            kept.setdefault(self._class_of(device), {}).setdefault(work, position)
+        return [
+            position
+            for works in kept.values()
+            for work, position in works.items()
+            if not any(other != work and all(map(operator.ge, other, work)) for other in works)
+        ]
+
     def _need_bytes(self, candidate: CandidatePlan, g: int, position: int, limit: int) -> int:
-        """As walked, where an estimate is not far from the limit."""
+        """As walked, where an estimate is not far from the limit, and neither are those times what walks of
+        devices like this one found to be more or less."""
         estimate = self._memory.estimate_bytes(candidate, g, position)
         if estimate > _FAR_OVER * limit or estimate < _FAR_UNDER * limit:
             return estimate
-        return self._memory.need(candidate, g, position).device_bytes
+        group = candidate.groups[g]
+        key = (
+            group.mode,
+            self._problem.device_types[group.devices[position]],
+            candidate.owners.count(g),
+            group.max_in_flight is None,
+            bool(group.sizes[position]),
+        )
+        low, high, number = self._ratios.get(key, (math.inf, 0.0, 0))
+        if number >= _FEW_WALKS:
+            if estimate * high * (1 + _MARGIN) < limit:
+                return round(estimate * high)
+            if estimate * low * (1 - _MARGIN) > limit:
+                return round(estimate * low)
+        need = self._memory.need(candidate, g, position).device_bytes
+        self._ratios[key] = min(low, need / estimate), max(high, need / estimate), number + 1
+        return need
 
     def _take_rows(
         self,
@@ -489,10 +485,3 @@ def _waiting(mode: Mode) -> Mode:
 def _with_mode(candidate: CandidatePlan, g: int, mode: Mode) -> CandidatePlan:
     group = replace(candidate.groups[g], mode=mode)
     return replace(candidate, groups=(*candidate.groups[:g], group, *candidate.groups[g + 1 :]))
-
-
-def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:
-    """Numbers of microbatches worth trying for devices with at most so many rows: rising, those that cut the
-    rows into microbatches of other sizes, ever wider apart."""
-    sizes = {-(-most_rows // wanted) for wanted in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)}
-    return tuple(sorted({-(-most_rows // size) for size in sizes}))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from zorselike.planner.candidate.modes import Family, Mode
-from zorselike.planner.search.builder import Choice, Groups
+from zorselike.planner.search.choice import Choice, Groups
 from zorselike.planner.search.evaluator import IN_FLIGHT_FACTORS, CandidateEvaluator, EstimatedCandidate
 
 _FIRST_MICROBATCHES = (8, 24)
@@ -34,8 +34,6 @@ class CoarseSearch:
         self._may_wait = may_wait
         self._has_waited = False
         """Whether something that was found waits for reductions."""
-        self._frugal: list[EstimatedCandidate] = []
-        """What was tried to see whether anything fits, and does."""
         self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
         self._microbatch_counts = evaluator.list_microbatch_counts(groups)
@@ -55,8 +53,6 @@ class CoarseSearch:
             self._try_all_in_flight(self._once) or self._try_all_in_flight(self._often),
         )
         some = [estimated for estimated in found if estimated is not None]
-        if not some and self._evaluator.is_over():
-            some = self._frugal
         if self._may_wait and (self._has_waited or any(estimated.waiting for estimated in some)):
             strict = CoarseSearch(self._evaluator, self._groups, self._grouping, may_wait=False)
             beside = strict._try_once(), strict._try_all_in_flight(self._once)
@@ -120,8 +116,6 @@ class CoarseSearch:
         if evaluator.is_doubtful and not self._may_fit(families):
             return None
         for number, (num_ministages, per_device) in enumerate(tries):
-            if evaluator.is_over():
-                return None
             best = self._try_families(families, num_ministages, per_device)
             if best is not None:
                 evaluator.is_doubtful = False
@@ -156,7 +150,6 @@ class CoarseSearch:
             choice = self._choose(mode, per_device, num_ministages)
             found = self._evaluator.try_choice(choice, self._grouping)
             if found is not None:
-                self._frugal.append(found)
                 return True
             tries_all = tries_all or choice in self._evaluator.host_full
             if not tries_all:
@@ -170,8 +163,6 @@ class CoarseSearch:
         best: EstimatedCandidate | None = None
         num_fitting = 0
         for number, family in enumerate(families):
-            if self._evaluator.is_over():
-                break
             found = self._try_family(family, num_ministages, per_device)
             if found is None:
                 if number == 0 and not self._fits_last(families, num_ministages, per_device):
@@ -179,7 +170,7 @@ class CoarseSearch:
                 continue
             best = _take_better(best, found)
             num_fitting += 1
-            if number == 0 or num_fitting == _FITTING_FAMILIES or self._evaluator.is_over():
+            if number == 0 or num_fitting == _FITTING_FAMILIES:
                 break
         return best
 
@@ -219,12 +210,16 @@ class CoarseSearch:
     # -- few microbatches in flight --------------------------------------------------------
 
     def _try_all_in_flight(self, families: Sequence[Family]) -> EstimatedCandidate | None:
-        """With one ministage of each group and few microbatches in flight, the first of these that fits; what
-        needs least memory where time is over."""
+        """With the fewest ministages and few microbatches in flight, the first of these that fits; what needs
+        least memory where time is over."""
         num_groups = len(self._groups)
-        plain = [tuple(mode for mode in family if mode.may_bound_in_flight) for family in families]
+        returns = self._ministage_counts[0] > num_groups
+        plain = [
+            tuple(mode for mode in family if mode.may_bound_in_flight and (mode.may_return or not returns))
+            for family in families
+        ]
         plain = [family for family in plain if family]
-        if num_groups == 1 or self._ministage_counts[0] != num_groups or not plain:
+        if num_groups == 1 or not plain:
             return None
         most = self._microbatch_counts[-1]
         wanted = _MICROBATCHES_PER_GROUP * num_groups
@@ -238,15 +233,13 @@ class CoarseSearch:
             if self._try_in_flight(family[-1], most, IN_FLIGHT_FACTORS[0]) is None:
                 continue
             for (per_device, factor), mode in product(tries, family):
-                if self._evaluator.is_over():
-                    return least_memory
                 found = self._try_in_flight(mode, per_device, factor)
                 if found is not None:
                     return found
         return least_memory
 
     def _try_in_flight(self, mode: Mode, per_device: int, factor: float) -> EstimatedCandidate | None:
-        choice = self._choose(mode, per_device, len(self._groups), factor)
+        choice = self._choose(mode, per_device, self._ministage_counts[0], factor)
         return self._evaluator.try_choice(choice, self._grouping)
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
-from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.devices.bounds import DeviceBounds
-from zorselike.planner.devices.choose import DeviceSet, propose_devices
+from zorselike.planner.devices.choose import DeviceSet
 from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.groups.candidates import Grouping, count_useful_groups, find_groupings
 from zorselike.planner.groups.order import order_by_bandwidth, order_groups
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.budget import COARSE_SHARE, SearchBudget
-from zorselike.planner.search.builder import Groups
+from zorselike.planner.search.budget import SearchBudget
+from zorselike.planner.search.choice import Groups
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
-from zorselike.planner.search.top_k import WORTH_SIMULATING
+from zorselike.planner.search.found import FoundCandidates
 
+WORTH_SIMULATING = 1.3
+"""Estimates up to this many times the best one's are simulated."""
 ASSUMED_MICROBATCHES = 32
 """Microbatches of a step, in the first guess at groupings."""
 FEW_ORDERS = 6
@@ -31,45 +31,102 @@ MOST_REFINED = 6
 whose first estimates say less."""
 FEW_DEVICES = 8
 """Up to so many every set of them is refined."""
+LOOKED = 0.05
+"""By this share more promising must be another grouping of devices that were looked at, for each time."""
+REFINED = 0.02
+"""The same of what is refined."""
+ASSUMED_S = 0.05
+"""Nominal seconds of one grouping's first look, and of one step of refining, before any was done."""
 
 
-class CandidateEnumerator:
-    """Finds candidates for one problem."""
+@dataclass
+class SetLook:
+    """What is known of one set of devices."""
+
+    devices: DeviceSet
+    groupings: Iterator[tuple[Groups, str]]
+    """Those not looked at yet, the most promising first."""
+    num_looked: int = 0
+    is_over: bool = False
+    """Whether all groupings were looked at."""
+    coarse: list[EstimatedCandidate] = field(default_factory=list)
+    """First estimates, the best first."""
+    refined: set[int] = field(default_factory=set)
+    """Which of these were refined, by identity."""
+
+
+class CoarseLooks:
+    """First estimates: a grouping at a time, of the set of devices that promises most (`turns.Work`)."""
 
     def __init__(
         self,
         problem: PlanProblem,
         evaluator: CandidateEvaluator,
         bounds: DeviceBounds,
+        found: FoundCandidates,
         budget: SearchBudget,
-        count_actions: Callable[[CandidatePlan], int],
     ) -> None:
-        """`count_actions` says how many of a candidate would be simulated."""
-        self._problem, self._evaluator, self._bounds, self._budget = problem, evaluator, bounds, budget
-        self._count_actions = count_actions
+        self._problem, self._evaluator, self._bounds, self._found = problem, evaluator, bounds, found
+        self._budget = budget
         self._num_layers = len(problem.workload.layers)
-        self.found: dict[CandidatePlan, EstimatedCandidate] = {}
-        self._best: EstimatedCandidate | None = None
-        self.sets_seen: list[DeviceSet] = []
+        self.looks: list[SetLook] = []
+        self._next: SetLook | None = None
+        self._spent_s, self._num_done = 0.0, 0
 
-    def enumerate(self) -> None:
-        """Finds candidates by estimate: in every set of devices all groupings, the best of these closely."""
-        sets = propose_devices(
-            self._problem, bounds=self._bounds, time_limit_s=min(0.3, 0.03 * self._budget.budget_s)
-        )
-        for number, devices in enumerate(sets):
-            if self._is_hopeless(devices):
-                continue
-            if self._budget.is_enumeration_over():
-                break
-            self.sets_seen.append(devices)
-            coarse = self._estimate_coarsely(devices)
-            is_first = number == 0 or len(self._problem.usable) <= FEW_DEVICES
-            for start in _take_best(coarse, MOST_REFINED if is_first else MOST_REFINED // 4):
-                if self._budget.is_enumeration_over():
-                    break
-                for estimated in self._refine(start, devices):
-                    self._keep(estimated)
+    def begin(self, sets: Iterator[DeviceSet] | tuple[DeviceSet, ...]) -> None:
+        """Looks at these sets, the most promising first, from now on."""
+        self.looks = [SetLook(devices, self.list_groups(devices)) for devices in sets]
+
+    def peek(self) -> float | None:
+        self._next = self._choose()
+        if self._next is None:
+            return None
+        return self._spent_s / self._num_done if self._num_done else ASSUMED_S
+
+    def advance(self) -> float:
+        look, begin_s = self._next, self._evaluator.nominal_s
+        assert look is not None, "peek found one"
+        chosen = next(look.groupings, None)
+        if chosen is None:
+            look.is_over = True
+            return 0.0
+        candidates = CoarseSearch(self._evaluator, *chosen).run()
+        if not candidates and self._problem.fixed.groups is None:
+            candidates = self._estimate_in_other_orders(*chosen, look.devices)
+        for estimated in candidates:
+            self._found.keep(estimated)
+        self._budget.has_found = self._budget.has_found or bool(candidates)
+        look.coarse = sorted([*look.coarse, *candidates], key=lambda estimated: estimated.score)
+        look.num_looked += 1
+        spent_s = self._evaluator.nominal_s - begin_s
+        self._spent_s, self._num_done = self._spent_s + spent_s, self._num_done + 1
+        return spent_s
+
+    def _choose(self) -> SetLook | None:
+        """By turns what people would try first, one grouping each, and what promises most."""
+        possible = [look for look in self.looks if not look.is_over and not self._is_hopeless(look.devices)]
+        named = (look for look in possible if look.devices.is_share and not look.num_looked)
+        if self._num_done % 2 == 0 and (first := next(named, None)) is not None:
+            return first
+        reached = min(map(self._reach, (look for look in self.looks if look.coarse)), default=1.0)
+
+        def promise(look: SetLook) -> tuple[float, float]:
+            best = look.coarse[0] if look.coarse else None
+            if best is None and look.num_looked:
+                return inf, float(look.num_looked)  # Nothing fitted yet.
+            if best is None:
+                return 0.0, reached * self._bound(look)
+            return best.score.excess, self._found.expect(best) * (1 + LOOKED * look.num_looked)
+
+        return min(possible, key=promise, default=None)
+
+    def _bound(self, look: SetLook) -> float:
+        is_money = self._problem.objective == "cost"
+        return look.devices.bound_cost if is_money else look.devices.bound_s
+
+    def _reach(self, look: SetLook) -> float:
+        """The best of a set, in its bound."""
+        return look.coarse[0].score.wanted / max(self._bound(look), 1e-30)
 
     def _is_hopeless(self, devices: DeviceSet) -> bool:
         """Whether no plan of these devices would be simulated, beside the best estimate so far. Estimates
@@ -79,22 +136,8 @@ class CandidateEnumerator:
         is_limited = problem.min_throughput > 0 or isfinite(problem.max_cost_per_iteration)
         if is_limited or problem.objective == "cost" or len(problem.usable) <= FEW_DEVICES:
             return False
-        best_s = inf if self._best is None else self._best.score.wanted
+        best_s = inf if self._found.best is None else self._found.best.score.wanted
         return devices.bound_s > WORTH_SIMULATING * best_s
-
-    def _estimate_coarsely(self, devices: DeviceSet) -> list[EstimatedCandidate]:
-        """Every grouping of a set of devices, the most promising first."""
-        found: list[EstimatedCandidate] = []
-        for groups, name in self.list_groups(devices):
-            if self._budget.is_past(COARSE_SHARE):
-                break
-            candidates = CoarseSearch(self._evaluator, groups, name).run()
-            if not candidates and self._problem.fixed.groups is None:
-                candidates = self._estimate_in_other_orders(groups, name, devices)
-            for estimated in candidates:
-                found.append(estimated)
-                self._keep(estimated)
-        return sorted(found, key=lambda estimated: estimated.score)
 
     def _estimate_in_other_orders(
         self, groups: Groups, name: str, devices: DeviceSet
@@ -107,20 +150,6 @@ class CandidateEnumerator:
             if found := CoarseSearch(self._evaluator, reordered, f"{name}, in another order").run():
                 return found
         return []
-
-    def forget(self) -> None:
-        """What was found with other memory."""
-        self.found.clear()
-        self._best = None
-        self._budget.count_expected = lambda: 0
-        self._budget.may_stop = False
-
-    def _keep(self, estimated: EstimatedCandidate) -> None:
-        self.found.setdefault(estimated.candidate, estimated)
-        if self._best is None or estimated.score < self._best.score:
-            self._best = estimated
-            self._budget.count_expected = partial(self._count_actions, estimated.candidate)
-        self._budget.may_stop = self._budget.may_stop or estimated.score.is_allowed
 
     def list_groups(self, devices: DeviceSet) -> Iterator[tuple[Groups, str]]:
         """Groupings, their groups in the paper's order."""
@@ -148,25 +177,81 @@ class CandidateEnumerator:
         fill_s = self._problem.global_batch / sum(speeds) * len(grouping.groups) / ASSUMED_MICROBATCHES
         return reduced_s + fill_s
 
+
+class Refinements:
+    """The best first estimates of each set, changed one decision after the other (`turns.Work`)."""
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        evaluator: CandidateEvaluator,
+        looks: CoarseLooks,
+        found: FoundCandidates,
+    ) -> None:
+        self._problem, self._evaluator, self._looks, self._found = problem, evaluator, looks, found
+        self._going: Iterator[EstimatedCandidate] | None = None
+        self._spent_s, self._num_done = 0.0, 0
+
+    def peek(self) -> float | None:
+        if self._going is None and self._choose() is None:
+            return None
+        return self._spent_s / self._num_done if self._num_done else ASSUMED_S
+
+    def advance(self) -> float:
+        begin_s = self._evaluator.nominal_s
+        if self._going is None:
+            chosen = self._choose()
+            assert chosen is not None, "peek found one"
+            look, start = chosen
+            look.refined.add(id(start))
+            self._going = self._refine(start, look.devices)
+        estimated = next(self._going, None)
+        if estimated is None:
+            self._going = None
+        else:
+            self._found.keep(estimated)
+        spent_s = self._evaluator.nominal_s - begin_s
+        self._spent_s, self._num_done = self._spent_s + spent_s, self._num_done + 1
+        return spent_s
+
+    @property
+    def num_waiting(self) -> int:
+        """First estimates that are still to be refined."""
+        return sum(1 for _ in self._list_waiting())
+
+    def _list_waiting(self) -> Iterator[tuple[SetLook, EstimatedCandidate]]:
+        has_few = len(self._problem.usable) <= FEW_DEVICES
+        for number, look in enumerate(self._looks.looks):
+            most = MOST_REFINED if number == 0 or has_few else MOST_REFINED // 3
+            for start in _take_best(look.coarse, most):
+                if id(start) not in look.refined:
+                    yield look, start
+
+    def _choose(self) -> tuple[SetLook, EstimatedCandidate] | None:
+        def weigh(waiting: tuple[SetLook, EstimatedCandidate]) -> tuple[float, float]:
+            look, start = waiting
+            return start.score.excess, self._found.expect(start) * (1 + REFINED * len(look.refined))
+
+        return min(self._list_waiting(), key=weigh, default=None)
+
     def _refine(self, start: EstimatedCandidate, devices: DeviceSet) -> Iterator[EstimatedCandidate]:
         """One decision after the other, then the groups in other orders, and the best of these again."""
-        best = self._evaluator.refine(start)
-        yield best
+        best = start
+        for best in self._evaluator.refine(start):
+            yield best
         groups = tuple(group.devices for group in best.choice.groups)
         if self._problem.fixed.groups is not None or len(groups) == 1:
             return
         orders = order_groups(self._problem.read_bandwidths(devices.devices), groups, max_orders=MOST_ORDERS)
         reordered = best
         for order in orders:
-            if self._budget.is_enumeration_over():
-                return
             choice = replace(best.choice, groups=tuple(best.choice.groups[i] for i in order))
             found = self._evaluator.try_choice(choice, f"{start.grouping}, in another order")
             if found is not None:
                 yield found
                 reordered = min(reordered, found, key=lambda estimated: estimated.score)
         if reordered is not best:
-            yield self._evaluator.refine(reordered)
+            yield from self._evaluator.refine(reordered)
 
 
 def _take_best(coarse: list[EstimatedCandidate], number: int) -> list[EstimatedCandidate]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
+from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.builder import CandidateBuilder, Choice, Groups, list_microbatch_counts
+from zorselike.planner.search.builder import CandidateBuilder
+from zorselike.planner.search.choice import Choice, Groups, list_microbatch_counts
+from zorselike.planner.search.neighbours import drop_nodes
 from zorselike.planner.search.score import WORST, Score, score
 from zorselike.schedule.orders.in_flight import LowBoundError
 
+EACH_S, EACH_DEVICE_S = 6e-3, 5e-5
+"""Nominal seconds of building and estimating a candidate, and for each of its devices."""
 _FEW_LAYERS = 12
 """Up to so many layers every number of ministages is tried."""
 IN_FLIGHT_FACTORS = (1.0, 1.5, 2.0, 3.0)
 """Microbatches in flight, in those that 1F1B needs."""
+_MOST_COMPUTATIONS = 4_000
+"""Of all groups that return to their ministages; ordering them takes about 5 us each."""
 _MISSES = 2
 """Numbers in a row that are no better, after which none further on is tried."""
 _MINISTAGES_PER_GROUP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -41,6 +49,10 @@ class EstimatedCandidate:
         ]
 
 
+_Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
+"""Yields the best after everything that is tried, and returns the last."""
+
+
 class CandidateEvaluator:
     """Estimates candidates of one problem; keeps what it found."""
 
@@ -50,11 +62,11 @@ class CandidateEvaluator:
         builder: CandidateBuilder,
         step_time: StepTimeEstimate,
         price: Callable[[Iterable[int]], float],
-        is_over: Callable[[], bool],
+        check: Callable[[], None],
     ) -> None:
-        """`price` of devices by the hour; `is_over` says when to stop refining."""
+        """`price` of devices by the hour; `check` raises where a search is over."""
         self._problem, self.builder, self._step_time = problem, builder, step_time
-        self._price, self.is_over = price, is_over
+        self._price, self._check = price, check
         self.families = list_families(problem.fixed)
         self.modes = tuple(mode for family in self.families for mode in family)
         self._found: dict[Choice, EstimatedCandidate | None] = {}
@@ -66,6 +78,8 @@ class CandidateEvaluator:
         self.is_doubtful = False
         """Whether nothing fitted the last groups, so that one asks first whether anything may."""
         self.num_estimated = 0
+        self.nominal_s = 0.0
+        """Nominal seconds of all that was built and estimated (`turns.py`)."""
 
     def forget(self) -> None:
         """What was found with other memory."""
@@ -88,6 +102,7 @@ class CandidateEvaluator:
             return found
         if limit is not None and choice in self._too_slow and not self._too_slow[choice] < limit:
             return None
+        self._count(sum(len(group.devices) for group in choice.groups))
         asked: list[Score] = []
 
         def is_worth(candidate: CandidatePlan) -> bool:
@@ -107,6 +122,20 @@ class CandidateEvaluator:
         self._found[choice] = None if candidate is None else self.estimate(candidate, choice, grouping)
         self._too_slow.pop(choice, None)
         return self._found[choice]
+
+    def nominal_of(self, num_devices: int) -> float:
+        """Nominal seconds of one candidate."""
+        return EACH_S + EACH_DEVICE_S * num_devices
+
+    def _count(self, num_devices: int) -> None:
+        self._check()
+        self.nominal_s += self.nominal_of(num_devices)
+
+    @cached_property
+    def node_kinds(self) -> tuple[tuple[str, str], ...]:
+        """By device: of which nodes its node is one of several that are alike."""
+        cluster = self._problem.cluster
+        return tuple((cluster.nodes[place.node].zone, cluster.device_type(place)) for place in cluster.places)
 
     def _find_known(self, choice: Choice) -> Choice | None:
         """Where some groups may not wait for reductions: the same where all may, if nothing of that fits, or
@@ -132,14 +161,25 @@ class CandidateEvaluator:
 
     def _may_bound(self, choice: Choice) -> bool:
         """Whether microbatches in flight may be bounded."""
+        fixed = self._problem.fixed
         return (
-            choice.num_ministages == len(choice.groups) > 1
-            and self._problem.fixed.bounds_in_flight is not False
+            len(choice.groups) > 1
+            and fixed.bounds_in_flight is not False
             and all(group.mode.may_bound_in_flight for group in choice.groups)
+            and (not choice.returns or self._may_return(choice))
         )
+
+    def _may_return(self, choice: Choice) -> bool:
+        """Whether groups may return to their ministages: in modes that are allowed, and not so often that the
+        order of it takes long to find."""
+        owners = visit_in_turn(len(choice.groups), choice.num_ministages)
+        num_computations = 2 * sum(choice.groups[g].microbatches_per_device for g in owners)
+        is_allowed = all(group.mode.may_return and group.mode in self.modes for group in choice.groups)
+        return is_allowed and num_computations <= _MOST_COMPUTATIONS
 
     def estimate(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
         """A candidate that fits, with its estimate; None where nothing joins its groups."""
+        self._count(candidate.num_devices)
         found = self._score(candidate)
         return None if found is None else EstimatedCandidate(choice, candidate, found, grouping)
 
@@ -153,7 +193,7 @@ class CandidateEvaluator:
                 return None
             devices = [device for group in candidate.groups for device in group.devices]
             cost = self._price(devices) * iteration_s / 3600
-            self._scores[candidate] = score(self._problem, iteration_s, cost, candidate.num_devices)
+            self._scores[candidate] = score(self._problem, iteration_s, cost, candidate)
         return self._scores[candidate]
 
     def is_too_slow(self, choice: Choice) -> bool:
@@ -184,35 +224,34 @@ class CandidateEvaluator:
 
     # -- the best of a grouping ------------------------------------------------------------
 
-    def refine(self, estimated: EstimatedCandidate) -> EstimatedCandidate:
-        """One decision after the other, while each is better."""
+    def refine(self, estimated: EstimatedCandidate) -> Iterator[EstimatedCandidate]:
+        """One decision after the other, while each is better: the best after everything that is tried."""
         best = estimated
-        while not self.is_over():
+        while True:
             before = best
             for step in (
                 self._change_microbatches,
                 self._change_ministages,
                 self._change_in_flight,
-                self._change_modes,
+                self._change_microbatches_of_kinds,
+                self._change_modes_of_kinds,
                 self._change_group_microbatches,
+                self._change_modes,
+                self._drop_nodes,
             ):
-                best = step(best)
-                if self.is_over():
-                    return best
+                best = yield from step(best)
             if not best.score < before.score:
-                return best
-        return best
+                return
 
-    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> EstimatedCandidate:
+    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> _Refining:
         for choice in choices:
             found = self.try_choice(choice, best.grouping, best.score)
             if found is not None and found.score < best.score:
                 best = found
-            if self.is_over():
-                break
+            yield best
         return best
 
-    def _change_microbatches(self, best: EstimatedCandidate) -> EstimatedCandidate:
+    def _change_microbatches(self, best: EstimatedCandidate) -> _Refining:
         """Microbatches of all groups together, up and down from where they are while that helps."""
         groups = best.choice.groups
         counts = self.list_microbatch_counts(tuple(group.devices for group in groups))
@@ -222,38 +261,66 @@ class CandidateEvaluator:
             )
             for number in counts
         ]
-        return self._walk(best, choices, _nearest(counts, max(g.microbatches_per_device for g in groups)))
+        return (
+            yield from self._walk(
+                best, choices, _nearest(counts, max(g.microbatches_per_device for g in groups))
+            )
+        )
 
-    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> EstimatedCandidate:
+    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> _Refining:
         """Up and down from a position, until so many in a row are no better."""
         for way in (1, -1):
             at, missed = position + way, 0
-            while 0 <= at < len(choices) and missed < _MISSES and not self.is_over():
-                found = self._improve(best, [choices[at]])
+            while 0 <= at < len(choices) and missed < _MISSES:
+                found = yield from self._improve(best, [choices[at]])
                 missed = missed + 1 if found is best else 0
                 best, at = found, at + way
         return best
 
-    def _change_ministages(self, best: EstimatedCandidate) -> EstimatedCandidate:
+    def _change_ministages(self, best: EstimatedCandidate) -> _Refining:
         counts = self.list_num_ministages(len(best.choice.groups))
         choices = [Choice(best.choice.groups, number) for number in counts]
-        return self._walk(best, choices, _nearest(counts, best.choice.num_ministages))
+        return (yield from self._walk(best, choices, _nearest(counts, best.choice.num_ministages)))
 
-    def _change_in_flight(self, best: EstimatedCandidate) -> EstimatedCandidate:
-        """More or fewer microbatches in flight, with one ministage of each group."""
+    def _change_in_flight(self, best: EstimatedCandidate) -> _Refining:
+        """More or fewer microbatches in flight, with the fewest ministages; where that is worth while, with
+        more ministages and the factor that was best."""
         num_groups = len(best.choice.groups)
-        if num_groups == 1 or self.list_num_ministages(num_groups)[0] != num_groups:
+        if num_groups == 1:
             return best
-        once = replace(best.choice, num_ministages=num_groups)
-        factors = (None, *IN_FLIGHT_FACTORS)
-        return self._improve(best, (replace(once, in_flight_factor=factor) for factor in factors))
+        counts = self.list_num_ministages(num_groups)
+        now = best.choice
+        choices = [now.bound(factor, counts[0]) for factor in (None, *IN_FLIGHT_FACTORS)]
+        if now.returns:
+            choices += [now.bound(factor, now.num_ministages) for factor in IN_FLIGHT_FACTORS]
+        best = yield from self._improve(best, choices)
+        now = best.choice
+        if now.in_flight_factor is None:
+            return best
+        more = [now.bound(now.in_flight_factor, number) for number in counts]
+        return (yield from self._walk(best, more, _nearest(counts, now.num_ministages)))
 
-    def _change_modes(self, best: EstimatedCandidate) -> EstimatedCandidate:
-        """The mode of each group by itself, to one that comes before the present one or soon after."""
-        for g in range(len(best.choice.groups)):
+    def _list_alike(self, choice: Choice) -> list[list[int]]:
+        """Groups with as many devices of the same kinds, together: what is better for one of them mostly is
+        so for the others, and a pipeline is as slow as its slowest group."""
+        alike: dict[object, list[int]] = {}
+        for g, group in enumerate(choice.groups):
+            alike.setdefault(tuple(self.node_kinds[device] for device in group.devices), []).append(g)
+        return [*alike.values()]
+
+    def _change_modes_of_kinds(self, best: EstimatedCandidate) -> _Refining:
+        """The mode of all groups that are alike, to one that comes before the present one or soon after."""
+        for own in self._list_alike(best.choice):
+            modes = (best.choice.change_all(own, mode=mode) for mode in self._near(best, own[0]))
+            best = yield from self._improve(best, modes)
+        return best
+
+    def _change_modes(self, best: EstimatedCandidate) -> _Refining:
+        """The same of each of several groups that are alike by itself; and without waiting for reductions."""
+        for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
             modes = (best.choice.change(g, mode=mode) for mode in self._near(best, g))
-            best = self._improve(best, modes)
-        return self._improve(best, list_without_waiting(best))
+            best = yield from self._improve(best, modes)
+        return (yield from self._improve(best, list_without_waiting(best)))
 
     def _near(self, best: EstimatedCandidate, g: int) -> Iterator[Mode]:
         """The first few modes of each family up to the next, and all of the group's present one."""
@@ -262,14 +329,36 @@ class CandidateEvaluator:
         for i, family in enumerate(self.families[: at + 2]):
             yield from (mode for mode in (family if i == at else family[:4]) if mode != now)
 
-    def _change_group_microbatches(self, best: EstimatedCandidate) -> EstimatedCandidate:
-        for g, group in enumerate(best.choice.groups):
-            counts = self.list_microbatch_counts((group.devices,))
-            position = _nearest(counts, group.microbatches_per_device)
-            near = [counts[i] for i in (position - 1, position + 1) if 0 <= i < len(counts)]
-            choices = [best.choice.change(g, microbatches_per_device=number) for number in near]
-            best = self._improve(best, choices)
+    def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> _Refining:
+        """A few more or fewer microbatches of all groups that are alike."""
+        for own in self._list_alike(best.choice):
+            best = yield from self._improve_microbatches(best, own)
         return best
+
+    def _change_group_microbatches(self, best: EstimatedCandidate) -> _Refining:
+        """The same of each of several groups that are alike by itself."""
+        for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
+            best = yield from self._improve_microbatches(best, [g])
+        return best
+
+    def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
+        group = best.choice.groups[own[0]]
+        counts = self.list_microbatch_counts((group.devices,))
+        position = _nearest(counts, group.microbatches_per_device)
+        near = [counts[i] for i in (position - 1, position + 1) if 0 <= i < len(counts)]
+        choices = (best.choice.change_all(own, microbatches_per_device=number) for number in near)
+        return (yield from self._improve(best, choices))
+
+    def _drop_nodes(self, best: EstimatedCandidate) -> _Refining:
+        """Without some nodes, or groups, that cost more than they add."""
+        if self._problem.fixed.groups is not None:
+            return best
+        num_layers = len(self._problem.workload.layers)
+        choices = drop_nodes(best.choice, self._problem.nodes, self.node_kinds, num_layers)
+        fixed = self._problem.fixed.ministages
+        return (
+            yield from self._improve(best, (own for own in choices if fixed in (None, own.num_ministages)))
+        )
 
 
 def list_without_waiting(estimated: EstimatedCandidate) -> list[Choice]:

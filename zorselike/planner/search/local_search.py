@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -12,25 +12,36 @@ from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
-from zorselike.planner.search.builder import Choice
+from zorselike.planner.search.choice import Choice, Groups
+from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import (
     CandidateEvaluator,
     EstimatedCandidate,
     list_without_waiting,
 )
-from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
-from zorselike.planner.search.top_k import WORTH_SIMULATING, SimulatedCandidate, TopK
+from zorselike.planner.search.neighbours import change_choice, drop_nodes, move_layers, move_rows
+from zorselike.planner.search.top_k import SimulatedCandidate, TopK
 
 MOST_STARTS = 3
-"""Simulated candidates that are changed step by step."""
+"""Simulated candidates that are changed step by step; more where simulations are short."""
 CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated."""
-SIMPLER = 1.002
-"""A plan that takes up to this much longer is preferred where it is simpler."""
+
+
+@dataclass
+class _Descent:
+    """The way from one simulated candidate to better and better ones."""
+
+    best: SimulatedCandidate
+    steps: Iterator[float]
+    """Nominal seconds of what is done next, before it is done."""
+    next_s: float | None = None
+    """Those of the next; None before it was asked for."""
+    is_over: bool = False
 
 
 class LocalSearch:
-    """Improves the simulated candidates of one problem."""
+    """Improves the simulated candidates of one problem (`turns.Work`)."""
 
     def __init__(
         self,
@@ -38,70 +49,155 @@ class LocalSearch:
         evaluator: CandidateEvaluator,
         top_k: TopK,
         budget: SearchBudget,
+        starts: Sequence[SimulatedCandidate],
         seed: int,
     ) -> None:
+        """`starts`: what was simulated because of its estimate, more of it as time goes on."""
         self._problem, self._evaluator, self._builder = problem, evaluator, evaluator.builder
-        self._top_k, self._budget = top_k, budget
+        self._top_k, self._budget, self._starts = top_k, budget, starts
         self._random = random.Random(seed)
+        self._descents: dict[object, _Descent] = {}
+        self._more: set[object] = set()
+        """Groups and numbers of ministages from which something began."""
+        self._num_seen = 0
+        """Starts that were looked at."""
 
-    def improve(self) -> None:
-        """The best of what was simulated, first one of all with the same groups, then one with each number of
-        ministages, changed until no small change is better."""
-        starts: dict[object, SimulatedCandidate] = {}
-        more: dict[object, SimulatedCandidate] = {}
-        for found in self._top_k.sort():
-            candidate = found.estimated.candidate
-            devices = tuple(group.devices for group in candidate.groups)
-            starts.setdefault(devices, found)
-            more.setdefault((devices, candidate.num_ministages), found)
-        for number, start in enumerate([*starts.values(), *more.values()]):
-            if self._budget.is_over() or (number >= MOST_STARTS and not self._budget.is_little()):
-                break
-            self._descend(start)
-        if self._top_k.best is not None:
-            self._simplify(self._top_k.best)
+    def forget(self) -> None:
+        self._descents.clear()
+        self._more.clear()
+        self._num_seen = 0
 
-    def _descend(self, start: SimulatedCandidate) -> None:
-        best: SimulatedCandidate | None = start
-        while best is not None and not self._budget.is_over():
-            best = self._find_better(best)
+    # -- whose turn it is --------------------------------------------------------------------
 
-    def _simplify(self, best: SimulatedCandidate) -> None:
-        """The best with simpler modes where these cost next to nothing."""
-        limit = best.score.wanted * SIMPLER
-        for g, group in enumerate(best.estimated.candidate.groups):
+    def peek(self) -> float | None:
+        if self._budget.is_spent:
+            return None
+        while (descent := self._choose()) is not None:
+            if descent.next_s is None:
+                descent.next_s = next(descent.steps, None)
+            if descent.next_s is not None:
+                return descent.next_s
+            descent.is_over = True
+        return None
+
+    def advance(self) -> float:
+        descent = self._choose()
+        assert descent is not None, "peek found one"
+        begin_s = self._top_k.nominal_s + self._evaluator.nominal_s
+        descent.next_s = next(descent.steps, None)
+        descent.is_over = descent.next_s is None
+        return self._top_k.nominal_s + self._evaluator.nominal_s - begin_s
+
+    def _choose(self) -> _Descent | None:
+        """The one that has come furthest."""
+        self._find_starts()
+        best = self._find_going()
+        if best is None and self._budget.is_little:
+            self._begin_one_more()
+            best = self._find_going()
+        return best
+
+    def _find_going(self) -> _Descent | None:
+        going = (own for own in self._descents.values() if not own.is_over)
+        return min(going, key=lambda own: own.best, default=None)
+
+    def _begin_one_more(self) -> None:
+        """From the best of other numbers of ministages."""
+        for found in sorted(self._starts):
+            key = _list_groups(found), found.estimated.candidate.num_ministages
+            if key not in self._more:
+                self._more.add(key)
+                self._begin(key, found)
+                return
+
+    def _find_starts(self) -> None:
+        """The best that were simulated because of their estimates, first one of all with the same groups;
+        where simulations are short, then one with each number of ministages."""
+        if self._num_seen == len(self._starts):
+            return
+        self._num_seen = len(self._starts)
+        for found in sorted(self._starts):
+            groups = _list_groups(found)
+            before = self._descents.get(groups)
+            if before is None and not self._may_begin(found):
+                continue
+            if before is None or found.score < before.best.score:
+                self._more.add((groups, found.estimated.candidate.num_ministages))
+                self._begin(groups, found)
+
+    def _begin(self, key: object, start: SimulatedCandidate) -> None:
+        descent = _Descent(start, iter(()))
+        descent.steps = self._descend(descent)
+        self._descents[key] = descent
+
+    def _may_begin(self, found: SimulatedCandidate) -> bool:
+        """The first few, and what is better than all of them."""
+        if len(self._descents) < MOST_STARTS or self._budget.is_little:
+            return True
+        return all(found.score < own.best.score for own in self._descents.values())
+
+    # -- step by step ------------------------------------------------------------------------
+
+    def _descend(self, descent: _Descent) -> Iterator[float]:
+        is_better = True
+        while is_better:
+            is_better = False
+            for seconds in self._find_better(descent):
+                if seconds is None:
+                    is_better = True
+                    break
+                yield seconds
+        yield from self._simplify(descent)
+
+    def _find_better(self, descent: _Descent) -> Iterator[float | None]:
+        """Goes to the first small change that is better, of those whose estimates are best first; None is
+        the last where there is one."""
+        limit = WORTH_SIMULATING * descent.best.estimated.score.wanted
+        moves = self._neighbours(descent.best.estimated)
+        nominal_s = CHUNK * self._evaluator.nominal_of(descent.best.estimated.candidate.num_devices)
+        while True:
+            yield nominal_s
+            chunk = list(islice(moves, CHUNK))
+            if not chunk:
+                return
+            ordered = sorted(chunk, key=lambda estimated: estimated.score)
+            for number, estimated in enumerate(ordered):
+                if estimated.score.wanted > limit and not self._budget.is_tiny:
+                    break
+                for following in ordered[number:]:
+                    if not self._top_k.offer(following.candidate):
+                        break
+                yield self._top_k.expect_s(estimated.candidate)
+                found = self._top_k.simulate(estimated)
+                if found is not None and found.score < descent.best.score:
+                    descent.best = found
+                    yield None
+                    return
+
+    def _simplify(self, descent: _Descent) -> Iterator[float]:
+        """The end of the way with simpler modes where these cost nothing."""
+        for g, group in enumerate(descent.best.estimated.candidate.groups):
             simpler = [mode for mode in self._evaluator.modes if mode.complexity < group.mode.complexity]
             for mode in sorted(simpler, key=lambda mode: mode.complexity):
-                if self._budget.is_over():
-                    return
-                candidate = best.estimated.candidate
-                groups = (*candidate.groups[:g], replace(group, mode=mode), *candidate.groups[g + 1 :])
-                changed = replace(candidate, groups=groups)
-                if not self._builder.has_room(changed):
+                best = descent.best.estimated
+                groups = (
+                    *best.candidate.groups[:g],
+                    replace(group, mode=mode),
+                    *best.candidate.groups[g + 1 :],
+                )
+                changed = replace(best.candidate, groups=groups)
+                yield self._evaluator.nominal_of(changed.num_devices)
+                if changed in self._top_k or not self._builder.has_room(changed):
                     continue
-                choice = best.estimated.choice.change(g, mode=mode)
-                estimated = self._evaluator.estimate(changed, choice, best.estimated.grouping)
-                found = None if estimated is None else self._top_k.simulate(estimated)
-                if found is None or found.score.wanted > limit:
+                choice = best.choice.change(g, mode=mode)
+                estimated = self._evaluator.estimate(changed, choice, best.grouping)
+                if estimated is None:
                     continue
-                if found.score.is_allowed >= best.score.is_allowed:
-                    best = self._top_k.best = found
-                    break
-
-    def _find_better(self, best: SimulatedCandidate) -> SimulatedCandidate | None:
-        """The first small change that is better, of those whose estimates are best first."""
-        limit = WORTH_SIMULATING * best.estimated.score.wanted
-        moves = self._neighbours(best.estimated)
-        while chunk := list(islice(moves, CHUNK)):
-            for estimated in sorted(chunk, key=lambda estimated: estimated.score):
-                if self._budget.is_over():
-                    return None
-                if estimated.score.wanted > limit and not self._budget.is_tiny():
-                    break
+                yield self._top_k.expect_s(changed)
                 found = self._top_k.simulate(estimated)
-                if found is not None and found.score < best.score:
-                    return found
-        return None
+                if found is not None and found.score < descent.best.score:
+                    descent.best = found
+                    break
 
     def _neighbours(self, estimated: EstimatedCandidate) -> Iterator[EstimatedCandidate]:
         """Those that fit: rows and layers moved, then what other choices lead to; like moves in an order that
@@ -109,8 +205,6 @@ class LocalSearch:
         plans = [*move_layers(estimated.candidate), *self._move_rows(estimated.candidate)]
         self._random.shuffle(plans)
         for candidate in plans:
-            if self._budget.is_over():
-                return
             fitted = None if candidate in self._top_k else self._builder.fit(candidate, estimated.choice)
             if fitted is not None and fitted not in self._top_k:
                 found = self._evaluator.estimate(fitted, estimated.choice, estimated.grouping)
@@ -123,15 +217,20 @@ class LocalSearch:
             global_batch=self._problem.global_batch,
             regroup=self._problem.fixed.groups is None,
         )
-        choices = [*changed, *list_without_waiting(estimated)]
+        choices = [*changed, *self._drop_nodes(estimated.choice), *list_without_waiting(estimated)]
         self._random.shuffle(choices)
         for choice in choices:
-            if self._budget.is_over():
-                return
             if self._is_possible(choice):
                 found = self._evaluator.try_choice(choice, estimated.grouping)
                 if found is not None and found.candidate not in self._top_k:
                     yield found
+
+    def _drop_nodes(self, choice: Choice) -> Iterator[Choice]:
+        if self._problem.fixed.groups is not None:
+            return iter(())
+        return drop_nodes(
+            choice, self._problem.nodes, self._evaluator.node_kinds, len(self._problem.workload.layers)
+        )
 
     def _move_rows(self, candidate: CandidatePlan) -> Iterator[CandidatePlan]:
         kinds = list(zip(self._problem.device_types, self._problem.nodes, strict=True))
@@ -153,3 +252,7 @@ class LocalSearch:
     @cached_property
     def _bandwidths(self) -> Bandwidths:
         return self._problem.read_bandwidths(self._problem.usable)
+
+
+def _list_groups(found: SimulatedCandidate) -> Groups:
+    return tuple(group.devices for group in found.estimated.candidate.groups)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from zorselike.planner.candidate.candidate import CandidatePlan, Sizes
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.search.builder import Choice, GroupChoice, list_microbatch_counts
+from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
 
 MOST_KINDS = 6
 """Kinds of devices of a group (alike, with the same rows) between which rows are moved, at most."""
@@ -142,12 +142,12 @@ def change_choice(
     """Other modes, microbatches and numbers of ministages; and with `regroup` groups swapped, merged, split,
     without a device, or with one from another group."""
     groups = choice.groups
-    if choice.num_ministages == len(groups) > 1:
+    if len(groups) > 1:
         for in_flight_factor in (None, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0):
-            yield replace(choice, in_flight_factor=in_flight_factor)
+            yield choice.bound(in_flight_factor, choice.num_ministages)
     for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
         if len(groups) <= choice.num_ministages + number <= num_layers:
-            yield Choice(groups, choice.num_ministages + number)
+            yield choice.bound(choice.in_flight_factor, choice.num_ministages + number)
     for together in list_microbatch_counts(-(-global_batch // min(len(group.devices) for group in groups))):
         cut = tuple(replace(group, microbatches_per_device=together) for group in groups)
         steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
@@ -192,6 +192,30 @@ def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
     yield from _swap_devices(choice)
 
 
+def drop_nodes(
+    choice: Choice, node_of: Sequence[int], kind_of: Sequence[object], num_layers: int
+) -> Iterator[Choice]:
+    """Without a group; and without one node, or half of the nodes, of each kind in each group, the last ones.
+
+    Args:
+        node_of: by device.
+        kind_of: by device; those of nodes of a kind are alike.
+    """
+    groups = choice.groups
+    for a, group in enumerate(groups):
+        if len(groups) > 1:
+            yield _with_groups(choice, _replaced(groups, {a: None}), num_layers)
+        nodes: dict[object, dict[int, None]] = {}
+        for device in group.devices:
+            nodes.setdefault(kind_of[device], {})[node_of[device]] = None
+        for kind, own in nodes.items():
+            for number in dict.fromkeys((1, len(own) // 2, len(own))):
+                dropped = [*own][len(own) - number :]
+                left = tuple(d for d in group.devices if kind_of[d] != kind or node_of[d] not in dropped)
+                if number and left:
+                    yield choice.change(a, devices=left)
+
+
 def _swap_devices(choice: Choice) -> Iterator[Choice]:
     """The last device of a group against the first of another."""
     groups = choice.groups
@@ -215,4 +239,4 @@ def _with_groups(choice: Choice, groups: tuple[GroupChoice, ...], num_layers: in
     """About as many ministages of each group as before."""
     per_group = choice.num_ministages / len(choice.groups)
     number = max(len(groups), min(num_layers, round(per_group * len(groups))))
-    return Choice(groups, number)
+    return replace(choice, groups=groups).bound(choice.in_flight_factor, number)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import total_ordering
 from math import inf, isclose
 
+from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.problem import PlanProblem
 
 _ALIKE = 1e-9
@@ -24,13 +25,15 @@ class Score:
     other: float
     """What is to be little besides."""
     num_devices: int = 0
+    complexity: int = 0
+    """What a person has to think of (`Mode.complexity`), of all groups."""
 
     def __lt__(self, other: Score) -> bool:
         theirs_all = (other.excess, other.wanted, other.other)
         for mine, theirs in zip((self.excess, self.wanted, self.other), theirs_all, strict=True):
             if not isclose(mine, theirs, rel_tol=_ALIKE):
                 return mine < theirs
-        return self.num_devices < other.num_devices
+        return (self.num_devices, self.complexity) < (other.num_devices, other.complexity)
 
     @property
     def is_allowed(self) -> bool:
@@ -40,10 +43,11 @@ class Score:
 WORST = Score(inf, inf, inf)
 
 
-def score(problem: PlanProblem, iteration_s: float, cost: float, num_devices: int) -> Score:
-    """The score of a plan with such steps."""
+def score(problem: PlanProblem, iteration_s: float, cost: float, candidate: CandidatePlan) -> Score:
+    """The score of a candidate with such steps."""
     excess = max(0.0, problem.min_throughput * iteration_s - 1)
     if cost > problem.max_cost_per_iteration:
         excess += cost / problem.max_cost_per_iteration - 1
     wanted, other = (iteration_s, cost) if problem.objective == "throughput" else (cost, iteration_s)
-    return Score(excess, wanted, other, num_devices)
+    complexity = sum(group.mode.complexity for group in candidate.groups)
+    return Score(excess, wanted, other, candidate.num_devices, complexity)

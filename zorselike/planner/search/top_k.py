@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from math import log2
+import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.plan import Plan
+from zorselike.planner.answer import Improvement
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import PlanProblem
-from zorselike.planner.search.budget import SearchBudget
+from zorselike.planner.search.budget import ASSUMED_S, SearchBudget
+from zorselike.planner.search.choice import Groups
+from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import EstimatedCandidate
+from zorselike.planner.search.found import FoundCandidates
+from zorselike.planner.search.helpers import Helpers
 from zorselike.planner.search.score import Score, score
+from zorselike.schedule.contract import NUM_STEPS
 from zorselike.schedule.orders.in_flight import LowBoundError
 from zorselike.simulator.classes.rank_classes import RankClasses
+from zorselike.simulator.memory import MemoryWalks
+from zorselike.simulator.result import Simulation
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 MOST_SIMULATED = 16
-"""Candidates that are simulated before the best are changed."""
-WORTH_SIMULATING = 1.3
-"""Estimates up to this many times the best one's are simulated."""
-MANY_ACTIONS, WORTH_OF_HALF, WORTH_IN_A_HURRY = 20_000, 0.02, 0.1
-"""Beyond so many actions a candidate with half of them is simulated first if it takes no longer than by this
-share; by the larger share where the simulation of the best by estimate would end after the budget."""
+"""Candidates that are simulated because of their estimates; more where simulations are short, or where an
+estimate is better than all of these."""
+FEW_ACTIONS = 20_000
+"""Up to so many a simulation is short whether ranks are alike or not."""
+MANY_ACTIONS = 50_000
+"""From so many on a simulation takes seconds, and one step has to do in place of several."""
+FIRST_SHARE = 0.25
+"""The first comes before its turn, as if it took this share of its time: an answer is wanted soon."""
+MOST_KEPT = 16
+"""Simulations that are kept whole."""
+_UNKNOWN = (ClusterError, ProfileError, LowBoundError)
 
 
 class SimulatedCandidate(NamedTuple):
@@ -35,23 +49,11 @@ class SimulatedCandidate(NamedTuple):
     number: int
     """Which one, in the order of simulation."""
     estimated: EstimatedCandidate
-    case: SimulatedPlan
+    iteration_s: float
+    cost: float
     is_first_step: bool
     """Whether its time is that of a step that all ranks begin together, for want of time for more: it is a
     little longer than that of steps that overlap."""
-
-
-def _put_kinds_first(ordered: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
-    """The best with and the best without bounds on microbatches in flight before all others: estimates of the
-    two err in different ways."""
-    first = {candidate.choice.in_flight_factor is None: candidate for candidate in reversed(ordered)}
-    return sorted(ordered, key=lambda candidate: all(candidate is not other for other in first.values()))
-
-
-def _weigh(estimated: EstimatedCandidate, worth_of_half: float) -> float:
-    """What is wanted little of, and more of it for many actions."""
-    doublings = max(0.0, log2(max(1, estimated.candidate.num_actions) / MANY_ACTIONS))
-    return estimated.score.wanted * (1 + worth_of_half * doublings)
 
 
 class _Task(NamedTuple):
@@ -61,7 +63,7 @@ class _Task(NamedTuple):
     costs: StepCosts
     classes: RankClasses | None
     num_actions: int
-    """About how many are to be simulated."""
+    """About how many of one step are to be simulated."""
 
     @classmethod
     def of(cls, candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> _Task:
@@ -71,92 +73,251 @@ class _Task(NamedTuple):
         share = 1.0 if classes is None else len(classes.members) / plan.num_ranks
         return cls(plan, costs, classes, round(share * candidate.num_actions))
 
+    @property
+    def is_first_step(self) -> bool:
+        return self.num_actions >= MANY_ACTIONS
+
+    @property
+    def all_actions(self) -> int:
+        """Of all steps that are simulated."""
+        return _count_actions(self.num_actions)
+
+
+def _count_actions(num_actions: int) -> int:
+    """Of all steps that are simulated of a candidate with so many in one."""
+    return num_actions if num_actions >= MANY_ACTIONS else NUM_STEPS * num_actions
+
+
+class _Done(NamedTuple):
+    """A simulation by a helper."""
+
+    simulation: Simulation
+    """Without memory, which is walked where it is asked for."""
+    task_actions: int
+    seconds: float
+    is_first_step: bool
+
 
 class TopK:
     """Simulates candidates, each once."""
 
-    def __init__(self, problem: PlanProblem, table: LayerTable, budget: SearchBudget) -> None:
+    def __init__(
+        self, problem: PlanProblem, table: LayerTable, budget: SearchBudget, num_helpers: int = 0
+    ) -> None:
+        """`num_helpers`: processes that simulate beforehand."""
         self._problem, self._table, self._budget = problem, table, budget
+        self._helpers: Helpers[CandidatePlan, _Done | None] = Helpers(num_helpers, self._help)
         self._found: dict[CandidatePlan, SimulatedCandidate | None] = {}
-        self._tasks: dict[CandidatePlan, _Task] = {}
+        self._tasks: dict[CandidatePlan, _Task | None] = {}
+        self._shares: dict[Groups, float] = {}
+        """By the devices of groups, what is simulated of a candidate's actions where ranks that are alike are
+        simulated once: about the same for all with these groups, and long to find."""
+        self._cases: dict[object, tuple[SimulatedCandidate, SimulatedPlan | Simulation]] = {}
+        """The best of each structure with all that was simulated of it, which takes much memory."""
         self.best: SimulatedCandidate | None = None
+        self.improvements: list[Improvement] = []
+        """How the best moved."""
+        self.nominal_s = 0.0
+        """Nominal seconds of all simulations (`turns.py`)."""
 
     def __contains__(self, candidate: CandidatePlan) -> bool:
         return candidate in self._found
 
     def forget(self) -> None:
         self._found.clear()
+        self._tasks.clear()
+        self._cases.clear()
+        self.improvements.clear()
         self.best = None
 
     def sort(self) -> list[SimulatedCandidate]:
         """All, the best first."""
         return sorted(own for own in self._found.values() if own is not None)
 
-    def simulate_best(self, candidates: list[EstimatedCandidate]) -> None:
-        """The best by estimate, one in any case. Of those that are about as good, one with few actions comes
-        first, which is as good to run and quicker to simulate."""
-        best = min(candidates, key=lambda one: one.score, default=None)
-        hurries = best is not None and self._budget.must_hurry(self.count_actions(best.candidate))
-        worth = WORTH_IN_A_HURRY if hurries else WORTH_OF_HALF
-        weighed = sorted(candidates, key=lambda one: (one.score.excess, _weigh(one, worth)))
-        ordered = _put_kinds_first(weighed)
-        limit = WORTH_SIMULATING * ordered[0].score.wanted if ordered else 0.0
-        for number, estimated in enumerate(ordered):
-            if self.best is not None and self._budget.is_over():
-                return
-            if self.best is not None and self.best.score.is_allowed and not self._budget.is_tiny():
-                if estimated.score.wanted > limit:
-                    return
-                if number >= MOST_SIMULATED and not self._budget.is_little():
-                    return
-            self.simulate(estimated)
-
     def simulate(self, estimated: EstimatedCandidate) -> SimulatedCandidate | None:
-        """None where its ranks are not joined, or where it would take too long and there are others."""
+        """None where its ranks are not joined; raises `BudgetOverError` where it would take too long."""
         candidate = estimated.candidate
         if candidate not in self._found:
-            self._found[candidate] = None
-            try:
-                task = self._prepare(candidate)
-                is_needed = self.best is None or not self.best.score.is_allowed
-                if not is_needed and self._budget.would_overrun(task.num_actions):
-                    del self._found[candidate]
-                    return None
-                self._found[candidate] = self._run(estimated, task)
-            except (ClusterError, ProfileError, LowBoundError):
-                pass
+            done = self._helpers.take(candidate, self._budget.check)
+            if done is None:
+                self._found[candidate] = self._run(estimated)
+            else:
+                accepted = self._found[candidate] = self._accept(estimated, done)
+                self._keep(accepted, done.simulation)
+            self._tasks.pop(candidate, None)
         found = self._found[candidate]
         if found is not None and (self.best is None or found.score < self.best.score):
             self.best = found
+            self._budget.may_stop = self._budget.may_stop or found.score.is_allowed
+            self.improvements.append(
+                Improvement(
+                    elapsed_s=self._budget.elapsed_s,
+                    num_simulated=found.number,
+                    iteration_s=found.iteration_s,
+                    cost=found.cost,
+                    num_devices=candidate.num_devices,
+                )
+            )
         return found
 
-    def count_actions(self, candidate: CandidatePlan) -> int:
-        """About how many are simulated, of ranks that are alike those of one."""
-        if candidate.num_actions < MANY_ACTIONS:
-            return candidate.num_actions
-        try:
-            return self._prepare(candidate).num_actions
-        except (ClusterError, ProfileError, LowBoundError):
-            return candidate.num_actions
+    def expect_s(self, candidate: CandidatePlan) -> float:
+        """Nominal seconds of its simulation."""
+        if candidate in self._found:
+            return 0.0
+        if candidate.num_actions < FEW_ACTIONS:
+            return ASSUMED_S * NUM_STEPS * candidate.num_actions
+        groups = tuple(group.devices for group in candidate.groups)
+        if groups not in self._shares:
+            task = self._prepare(candidate)
+            if task is None:
+                return 0.0
+            self._shares[groups] = task.num_actions / candidate.num_actions
+        return ASSUMED_S * _count_actions(round(self._shares[groups] * candidate.num_actions))
 
-    def _prepare(self, candidate: CandidatePlan) -> _Task:
+    def _prepare(self, candidate: CandidatePlan) -> _Task | None:
         if candidate not in self._tasks:
-            self._tasks[candidate] = _Task.of(candidate, self._problem, self._table)
+            try:
+                self._tasks[candidate] = _Task.of(candidate, self._problem, self._table)
+            except _UNKNOWN:
+                self._tasks[candidate] = None
         return self._tasks[candidate]
 
-    def _run(self, estimated: EstimatedCandidate, task: _Task) -> SimulatedCandidate:
-        budget = self._budget
-        began_s = budget.elapsed_s
-        hurries = budget.must_hurry(task.num_actions)
-        case = self._problem.setting.simulate(
-            task.plan, task.costs, num_steps=1 if hurries else None, classes=task.classes
+    def _run(self, estimated: EstimatedCandidate) -> SimulatedCandidate | None:
+        task = self._prepare(estimated.candidate)
+        self._budget.check(0 if task is None else task.all_actions)
+        if task is None:
+            return None
+        began_s = self._budget.elapsed_s
+        try:
+            case = self._simulate(task)
+        except _UNKNOWN:
+            return None
+        seconds = self._budget.elapsed_s - began_s
+        done = _Done(case.simulation, task.all_actions, seconds, task.is_first_step)
+        found = self._accept(estimated, done)
+        self._keep(found, case)
+        return found
+
+    def _accept(self, estimated: EstimatedCandidate, done: _Done) -> SimulatedCandidate:
+        simulation = done.simulation
+        self.nominal_s += ASSUMED_S * done.task_actions
+        self._budget.count_simulation(
+            actions=simulation.num_actions, expected_actions=done.task_actions, seconds=done.seconds
         )
-        simulation = case.simulation
-        budget.count_simulation(
-            actions=simulation.num_actions,
-            estimated_actions=task.num_actions,
-            seconds=budget.elapsed_s - began_s,
-            is_one_step=hurries,
+        return SimulatedCandidate(
+            score(self._problem, simulation.iteration_s, simulation.cost, estimated.candidate),
+            self._budget.num_simulated,
+            estimated,
+            simulation.iteration_s,
+            simulation.cost,
+            done.is_first_step,
         )
-        order = score(self._problem, simulation.iteration_s, simulation.cost, task.plan.num_ranks)
-        return SimulatedCandidate(order, budget.num_simulated, estimated, case, hurries)
+
+    # -- helpers -------------------------------------------------------------------------------
+
+    def offer(self, candidate: CandidatePlan) -> bool:
+        """Lets a helper simulate what will be asked for soon; False where none has time."""
+        if candidate in self._found:
+            return True
+        return len(self._helpers) > 0 and self._helpers.offer(candidate)
+
+    def close(self) -> None:
+        """Ends the helpers."""
+        self._helpers.close()
+
+    def _help(self, candidate: CandidatePlan) -> _Done | None:
+        began_s = time.monotonic()
+        try:
+            task = _Task.of(candidate, self._problem, self._table)
+            case = self._simulate(task)
+        except _UNKNOWN:
+            return None
+        seconds = time.monotonic() - began_s
+        return _Done(replace(case.simulation, memory=()), task.all_actions, seconds, task.is_first_step)
+
+    # -- all of a simulation -----------------------------------------------------------------
+
+    def is_kept(self, found: SimulatedCandidate) -> bool:
+        """Whether `find_case` takes no time."""
+        kept = self._cases.get(_describe(found))
+        return kept is not None and kept[0] is found
+
+    def find_case(self, found: SimulatedCandidate) -> SimulatedPlan:
+        """What was simulated of a candidate; simulated again where it was not kept."""
+        kept = self._cases[_describe(found)][1] if self.is_kept(found) else None
+        if isinstance(kept, SimulatedPlan):
+            return kept
+        task = _Task.of(found.estimated.candidate, self._problem, self._table)
+        if kept is None:
+            return self._simulate(task)
+        setting = self._problem.setting
+        actions = setting.list_actions(task.plan)
+        return SimulatedPlan(
+            plan=task.plan,
+            workload=setting.workload,
+            cluster=setting.cluster,
+            actions=actions,
+            costs=task.costs,
+            simulation=replace(kept, memory=MemoryWalks(task.plan, actions, task.costs)),
+        )
+
+    def _simulate(self, task: _Task) -> SimulatedPlan:
+        return self._problem.setting.simulate(
+            task.plan, task.costs, num_steps=1 if task.is_first_step else None, classes=task.classes
+        )
+
+    def _keep(self, found: SimulatedCandidate, case: SimulatedPlan | Simulation) -> None:
+        """`case`: of a helper's simulation all but actions and memory."""
+        key = _describe(found)
+        if key not in self._cases or found.score < self._cases[key][0].score:
+            self._cases[key] = found, case
+        if len(self._cases) > MOST_KEPT:
+            del self._cases[max(self._cases, key=lambda key: self._cases[key][0])]
+
+
+def _describe(found: SimulatedCandidate) -> object:
+    """What plans that are shown differ in."""
+    candidate = found.estimated.candidate
+    modes = ((group.devices, group.mode.zero, group.mode.recompute) for group in candidate.groups)
+    return *modes, candidate.bounds_in_flight
+
+
+class BestEstimates:
+    """The best by estimate, simulated one after the other (`turns.Work`)."""
+
+    def __init__(self, found: FoundCandidates, top_k: TopK, budget: SearchBudget) -> None:
+        self._found, self._top_k, self._budget = found, top_k, budget
+        self.simulated: list[SimulatedCandidate] = []
+        self._num_done = 0
+        self._least: float | None = None
+        """The best estimate of those that were simulated."""
+
+    def peek(self) -> float | None:
+        estimated = self._found.peek()
+        if estimated is None or not self._is_wanted(estimated):
+            return None
+        self._top_k.offer(estimated.candidate)
+        nominal_s = self._top_k.expect_s(estimated.candidate)
+        return nominal_s if self._num_done else FIRST_SHARE * nominal_s
+
+    def advance(self) -> float:
+        estimated, begin_s = self._found.peek(), self._top_k.nominal_s
+        assert estimated is not None, "peek found one"
+        self._found.take()
+        self._num_done += 1
+        wanted = estimated.score.wanted
+        self._least = wanted if self._least is None else min(self._least, wanted)
+        if (simulated := self._top_k.simulate(estimated)) is not None:
+            self.simulated.append(simulated)
+            self._found.learn(estimated, simulated.score.wanted)
+        return self._top_k.nominal_s - begin_s
+
+    def _is_wanted(self, estimated: EstimatedCandidate) -> bool:
+        best, least = self._top_k.best, self._found.best
+        if best is None or not best.score.is_allowed or self._budget.is_tiny:
+            return not self._budget.is_spent
+        assert least is not None and self._least is not None, "something was simulated"
+        if self._budget.is_spent or estimated.score.wanted > WORTH_SIMULATING * least.score.wanted:
+            return False
+        is_better = estimated.score.wanted < self._least
+        return self._num_done < MOST_SIMULATED or self._budget.is_little or is_better

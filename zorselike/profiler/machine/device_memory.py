@@ -61,6 +61,18 @@ class DeviceMemory(ABC):
     def kept_bytes(self) -> int:
         """What computing has left since the last `watching` began."""
 
+    def context_bytes(self) -> int:
+        """What is on the device now beside tensors."""
+        return 0
+
+    def restart_pools(self) -> None:
+        """Gives back what no tensor has, and forgets how much that was."""
+        self.release()
+
+    def pools_bytes(self) -> int:
+        """How much more the allocator has held since `restart_pools` than tensors asked for."""
+        return 0
+
     def release(self) -> None:
         """Gives back what no one refers to any more; after a failure its traceback must be gone."""
         gc.collect()
@@ -93,6 +105,15 @@ class CudaMemory(DeviceMemory):
         hold there is in it: measure alone."""
         free, total = torch.cuda.mem_get_info(self._device)
         return max(0, total - free - torch.cuda.memory_reserved(self._device))
+
+    def restart_pools(self) -> None:
+        torch.cuda.synchronize(self._device)
+        super().restart_pools()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def pools_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        return max(0, torch.cuda.max_memory_reserved(self._device) - peak)
 
     @contextmanager
     def watching(self, module: nn.Module, held: Callable[[], int]) -> Iterator[None]:

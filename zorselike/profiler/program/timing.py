@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from zorselike.cost.profile import Overheads, Source
+from zorselike.cost.purposes import COMMUNICATOR_BYTES
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.profiler.clock import trimmed_mean
 from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, fill, make_inputs
+from zorselike.profiler.machine.device_memory import DeviceMemory
 from zorselike.profiler.machine.overlap_timing import measure_slowdown
 from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
@@ -37,7 +39,8 @@ from zorselike.runtime.ministage.gradients import HALF
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Processes
-from zorselike.schedule.actions import COMPUTE
+from zorselike.schedule import ScheduleSpec, build
+from zorselike.schedule.actions import COMPUTE, edges_of_rank
 
 MICROBATCHES = 3
 """Of each rank: the first one after a gather is not like the others."""
@@ -67,9 +70,20 @@ class ProgramBench:
     """Small pipelines of one kind of layer on all ranks; every method is collective."""
 
     def __init__(
-        self, model: MeasuredModel, probe: LayerProbe, processes: Processes, *, between_steps: BetweenSteps
+        self,
+        model: MeasuredModel,
+        probe: LayerProbe,
+        processes: Processes,
+        memory: DeviceMemory,
+        *,
+        between_steps: BetweenSteps,
     ) -> None:
         """`probe`: of layers that pass on what they take."""
+        self._memory = memory
+        self._pools_bytes: list[int] = []
+        """Of this rank's device, of each pipeline."""
+        self._communicator_bytes: list[int] = []
+        """The same, of each pipeline that has some."""
         self._model, self._probe, self._processes = model, probe, processes
         self._between_steps = between_steps
         self._work: Callable[[], object]
@@ -107,6 +121,10 @@ class ProgramBench:
                 num_bytes=self._num_parameters * self._model.dtype.itemsize,
                 repeats=self._model.repeats,
             )
+        pools, communicators = zip(
+            *self._processes.gather((max(self._pools_bytes), max(self._communicator_bytes, default=0))),
+            strict=True,
+        )
         left_out = COMPUTE if self._is_cpu else ()  # There layers were timed with what their units cost.
         return Overheads(
             action_s=tuple(own.action_s.items()),
@@ -114,6 +132,9 @@ class ProgramBench:
             shared_unit_s=tuple(shared_unit_s.items()),
             step_s=statistics.median(rests),
             overlap_slowdown=slowdown,
+            pools_bytes=max(pools),
+            # One rank alone has none: then what others have found.
+            communicator_bytes=max(communicators) if size > 1 or self._is_cpu else COMMUNICATOR_BYTES,
             source=source,
         )
 
@@ -132,6 +153,8 @@ class ProgramBench:
         samples = ActionSamples(self._is_cpu)
         rests: list[float] = []
         plan = make_plan(groups, zero=zero, num_units=num_units)
+        self._memory.restart_pools()
+        before_bytes = self._memory.context_bytes()
         with HeteroPipeline(
             self._make_model(plan),
             plan,
@@ -157,6 +180,11 @@ class ProgramBench:
                 if number >= WARMUPS:
                     samples.add_step(clock.times)
                     rests.append(between_s + step_s - sum(map(samples.find_seconds, clock.times)))
+            self._pools_bytes.append(self._memory.pools_bytes())
+            num_communicators = count_communicators(plan, self._processes.rank)
+            if num_communicators and num_units == MANY_UNITS:  # With few the libraries were loaded, too.
+                grown = max(0, self._memory.context_bytes() - before_bytes)
+                self._communicator_bytes.append(grown // num_communicators)
         return self._pool(samples, rests)
 
     def _now(self) -> float:
@@ -230,6 +258,12 @@ def make_plan(groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -
         for g in range(len(groups))
     )
     return Plan(global_batch=global_batch, groups=made, ministages=ministages).validate()
+
+
+def count_communicators(plan: Plan, rank: int) -> int:
+    """NCCL communicators of a rank on a GPU: one for each edge, and its group's."""
+    edges = edges_of_rank(rank, build(ScheduleSpec(plan), ranks=[rank])[rank])
+    return len(edges) + (len(plan.groups[plan.group_of_rank[rank]].flat_ranks) > 1)
 
 
 def _sum_squares(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -19,10 +19,15 @@ from zorselike.errors import ConfigError
 from zorselike.runtime._compat import Store
 from zorselike.runtime.alarm.failure import Failure, describe_failure, reason_of
 from zorselike.runtime.alarm.heartbeat import Page, join
-from zorselike.runtime.alarm.watch import PLACE_OF_ERROR, Limits, Watch, Whereabouts
+from zorselike.runtime.alarm.watch import (
+    PLACE_OF_ERROR,
+    SILENCE_VARIABLE,
+    Limits,
+    OnLoss,
+    Watch,
+    Whereabouts,
+)
 from zorselike.schedule.actions import Action
-
-SILENCE_VARIABLE = "ZORSELIKE_SILENCE_S"
 
 
 class Alarm:
@@ -39,11 +44,12 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
     up to `interval_s` old on others. Any rank may leave early by `close`; a process that ends
     without it while others are at work has failed.
 
-    Heartbeats need Python's lock now and then. Torch's operations release it, but one call into
-    C that keeps it for longer than `silence_s` looks like a stopped process; until a rank's first
-    action of a schedule (imports, initialisation, compilation) it may therefore be silent for
-    `start_silence_s`. The environment variable `ZORSELIKE_SILENCE_S`, set on every rank,
-    overrides both, in seconds; `off`, for a debugger, leaves only closed connections.
+    Heartbeats need Python's lock now and then, and one call into C may keep it for long (an allocation
+    that waits for the GPU). So a silent rank has failed after `silence_s` if its process is stopped or
+    its node or network lost, as far as the kernels know; if they know of nothing, after `held_s`. Before a
+    rank's first action of a schedule (imports, initialisation, compilation) it is `start_silence_s`
+    instead of `silence_s`. The environment variable `ZORSELIKE_SILENCE_S`, set on every rank, overrides
+    both, in seconds; `off`, for a debugger, leaves only closed connections.
     """
 
     def __init__(
@@ -55,9 +61,11 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         interval_s: float = 0.5,
         silence_s: float | None = 5.0,
         start_silence_s: float | None = 60.0,
+        held_s: float = 60.0,
         stall_s: float | None = None,
         join_timeout_s: float = 300.0,
         exit: Callable[[int], object] = os._exit,
+        on_loss: OnLoss | None = None,
     ) -> None:
         """Waits until every rank has joined.
 
@@ -67,10 +75,14 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             interval_s: seconds between heartbeats.
             silence_s: a rank unheard for so many seconds has failed; None: never.
             start_silence_s: the same before its first action of a schedule.
+            held_s: the same, where that is more, for one whose process runs, or whose node is there.
             stall_s: where no rank has gone on to another action for so many seconds, one has
                 failed: one that computes before one that may wait for it; None: never.
             join_timeout_s: how long to wait for the others.
             exit: ends the process, for tests.
+            on_loss: told of all lost ranks, why, and whether they are dead or only silent, on every rank
+                that hears of it; no process is ended then, but where ranks call different things. When rank
+                0 is lost the others know of no further loss.
 
         Raises:
             ClusterError: Rank 0 cannot be reached, or not every rank came.
@@ -80,6 +92,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         self.world_size = world_size
         self._process = os.getpid()
         self._whereabouts = Whereabouts(None)
+        self._goes_on = on_loss is not None
         self._watch: Watch | None = None
         silence_s, start_silence_s = _read_silence(silence_s, start_silence_s)
         if world_size == 1:
@@ -94,8 +107,8 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             raise
         finally:
             page.unlink()
-        limits = Limits(interval_s, silence_s, start_silence_s, stall_s)
-        self._watch = Watch(rank, peers, self._whereabouts, limits, exit)
+        limits = Limits(interval_s, silence_s, start_silence_s, stall_s, held_s)
+        self._watch = Watch(rank, peers, self._whereabouts, limits, exit, on_loss)
         self._watch.start()
         atexit.register(self._at_exit)
 
@@ -132,13 +145,14 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
     def fail(self, error: BaseException | str) -> None:
         """Ends all ranks because this one failed: rank 0 names the first failure, and this does not return.
 
-        It does return when there is nobody to tell, with one rank or after `close`: the place is
-        then a note on `error`, and the caller raises it.
+        It does return when there is nobody to tell, with one rank or after `close`, and where losses
+        are reported: the place is then a note on `error`, and the caller raises it.
         """
         watch = self._watch
         if watch is not None:
             watch.report(error)
-            watch.join()  # Ends with the process, unless rank 0 has left already.
+            if not self._goes_on:
+                watch.join()  # Ends with the process, unless rank 0 has left already.
         if isinstance(error, BaseException):
             failure = Failure(self.rank, self._whereabouts.place_of(error), reason_of(error))
             error.add_note(describe_failure(failure))
@@ -155,6 +169,17 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         atexit.unregister(self._at_exit)
         watch.leave(binding=self._whereabouts.rounds > 0)
         watch.join()
+        page, self._whereabouts.page = self._whereabouts.page, None
+        if page is not None:
+            page.close()
+
+    def abandon(self) -> None:
+        """Leaves at once, whatever the others do; that it does so is no failure to them."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        atexit.unregister(self._at_exit)
+        watch.end()  # It says so to the others, and ends by itself a second later.
         page, self._whereabouts.page = self._whereabouts.page, None
         if page is not None:
             page.close()
@@ -182,6 +207,8 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             watch.report("its process exited in the middle of it (sys.exit)")
         else:
             watch.leave(binding=True)
+        if self._goes_on:
+            watch.end()
         watch.join()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from zorselike.schedule.actions import COMPUTE, Kind, parse_action
 from zorselike.text.wording import list_few
@@ -12,9 +13,9 @@ from zorselike.text.wording import list_few
 _MAX_REASON_LENGTH = 500
 
 _ECHOES = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by (peer|remote)|broken pipe|pair closure"
+    r"connection (was )?(likely )?(closed|reset|refused)|closed by (peer|remote)|broken pipe|pair closure"
     r"|connectFullMesh|remote process (has )?(exited|terminated)|(read|write) error|timed out waiting"
-    r"|ncclRemoteError|ncclSystemError",
+    r"|DistNetworkError|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
 
@@ -42,6 +43,11 @@ _PHASES = {
 }
 
 
+FailureKind = Literal["error", "dead", "silent", "mistake"]
+"""What is known of a rank: it said itself why it leaves; its connection is closed, so its process is gone; it
+has not been heard for too long, and may live; or it called what no other rank did."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a rank failed: `place` is what it was at then, `reason` one line."""
@@ -51,6 +57,7 @@ class Failure:
     reason: str
     is_echo: bool = False
     """Whether it reads like the consequence of another rank's end."""
+    kind: FailureKind = "error"
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def find_mismatch(present: Mapping[int, State]) -> Failure | None:
                 f"it called {others[0]}() where {list_few(ranks_of[usual], 'rank')} called {usual}(); all "
                 "ranks make the same calls in the same order"
             )
-            return Failure(rank, present[rank].place, reason)
+            return Failure(rank, present[rank].place, reason, kind="mistake")
     return None
 
 
@@ -128,7 +135,7 @@ def find_stalled(present: Mapping[int, State], limit_s: float) -> Failure | None
     rank, state = max(
         suspects.items(), key=lambda entry: (_blame(entry[1]), -entry[1].rounds, entry[1].age_s)
     )
-    return Failure(rank, state.place, f"no progress for {state.age_s:.1f} s")
+    return Failure(rank, state.place, f"no progress for {state.age_s:.1f} s", kind="silent")
 
 
 def _blame(state: State) -> int:

@@ -21,17 +21,21 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zorselike.errors import ClusterError
-from zorselike.runtime._compat import Store
+from zorselike.runtime.alarm.kernel import find_process, has_arrived, name_process
 from zorselike.runtime.processes.identity import find_identity
+
+if TYPE_CHECKING:  # Links alone need no torch.
+    from zorselike.runtime._compat import Store
 
 Message = dict[str, Any]
 
 _CONNECT_S = 3.0
 _HELLO_S = 5.0
 _MAX_HELLO_BYTES = 4096
+_MAX_BYTES = 64 << 20
 _LOOPBACK = "127.0.0.1"
 
 
@@ -91,15 +95,21 @@ class Page:
 
 
 class Link:
-    """One connection: JSON objects, a line each, sent and received without ever blocking."""
+    """One connection: JSON objects, a line each, sent and received without ever blocking.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Whoever sends what is no JSON object, or a line longer than `max_bytes`, counts as having closed it; so
+    does whoever lets more than that wait for it.
+    """
+
+    def __init__(self, connection: socket.socket, *, max_bytes: int = _MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(connection)
         self._connection = connection
         self._received = b""
         self._unsent = b""
+        self._is_broken = False
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -109,10 +119,22 @@ class Link:
         """Whether something is still unsent, because the other side does not read."""
         return bool(self._unsent)
 
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether all that was sent has reached the other side, though perhaps nobody read it there."""
+        return not self._unsent and has_arrived(self._connection)
+
     def send(self, message: Message) -> None:
         """Sends what the connection takes and keeps the rest; a broken one shows in `receive`."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
+        self.send_line(json.dumps(message).encode())
+
+    def send_line(self, line: bytes) -> None:
+        """Sends a message that is JSON already."""
+        if len(self._unsent) + len(line) <= self.max_bytes:
+            self._unsent += line + b"\n"
+            self.flush()
+        else:
+            self._is_broken = True
 
     def flush(self) -> None:
         try:
@@ -125,9 +147,9 @@ class Link:
 
     def receive(self) -> tuple[list[Message], bool]:
         """The messages that have arrived, and whether the other side has closed the connection."""
-        closed = False
+        closed = self._is_broken
         try:
-            while not closed:
+            while not closed and len(self._received) <= self.max_bytes:
                 received = self._connection.recv(1 << 16)
                 self._received += received
                 closed = not received
@@ -136,7 +158,15 @@ class Link:
         except OSError:
             closed = True
         *lines, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in lines], closed
+        messages: list[Message] = []
+        for line in lines:
+            message = _parse(line) if len(line) <= self.max_bytes else None
+            if message is None:
+                closed = True
+                break
+            messages.append(message)
+        self._is_broken = closed or len(self._received) > self.max_bytes
+        return messages, self._is_broken
 
     def end_sending(self) -> None:
         """Tells the other side that nothing more comes; what it still sends can be received."""
@@ -147,13 +177,23 @@ class Link:
         self._connection.close()
 
 
+def _parse(line: bytes) -> Message | None:
+    """A JSON object; None if it is anything else."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
 @dataclass(frozen=True)
 class Peer:
-    """A connected rank: its link, and its page if it is on this node."""
+    """A connected rank: its link, and its page and the number of its process if they are on this node."""
 
     rank: int
     link: Link
     page: Page | None
+    process: int | None
 
 
 def join(rank: int, world_size: int, store: Store, page: Page, *, timeout_s: float) -> list[Peer]:
@@ -172,6 +212,17 @@ def join(rank: int, world_size: int, store: Store, page: Page, *, timeout_s: flo
     return [_connect_to_first(rank, store, key, page, deadline)]
 
 
+def _introduce(page: Page) -> Message:
+    """What others need to know of this process; `_look_up` reads it."""
+    return {"node": node_identity(), "page": str(page.path), "process": name_process()}
+
+
+def _look_up(introduction: Message) -> tuple[Page | None, int | None]:
+    """Another rank's page, and the number of its process, where this process can see them."""
+    page = Page.open(introduction["node"], introduction["page"])
+    return page, find_process(introduction["process"])
+
+
 def _accept_all(
     world_size: int, store: Store, key: str, page: Page, deadline: float, timeout_s: float
 ) -> list[Peer]:
@@ -182,8 +233,7 @@ def _accept_all(
             "addresses": local_addresses(),
             "port": listener.getsockname()[1],
             "token": token,
-            "node": node_identity(),
-            "page": str(page.path),
+            **_introduce(page),
         }
         store.set(key, json.dumps(invitation))
         try:
@@ -195,7 +245,7 @@ def _accept_all(
                     number = int(hello["rank"])
                     if number in peers:  # It did not see the answer, and came by another address.
                         peers[number].link.close()
-                    peers[number] = Peer(number, Link(connection), Page.open(hello["node"], hello["page"]))
+                    peers[number] = Peer(number, Link(connection), *_look_up(hello))
         except TimeoutError:
             for peer in peers.values():
                 peer.link.close()
@@ -225,11 +275,11 @@ def _accept(connection: socket.socket, token: str) -> Message | None:
 
 def _connect_to_first(rank: int, store: Store, key: str, page: Page, deadline: float) -> Peer:
     invitation = json.loads(store.get(key))
-    hello = {"rank": rank, "token": invitation["token"], "node": node_identity(), "page": str(page.path)}
+    hello = {"rank": rank, "token": invitation["token"], **_introduce(page)}
     addresses = list(invitation["addresses"])
     if invitation["node"] == hello["node"]:
         addresses.sort(key=lambda address: address != _LOOPBACK)
-    host_page = Page.open(invitation["node"], invitation["page"])
+    seen = _look_up(invitation)  # Its page has no name any more once all ranks have come.
     connection = _connect(rank, addresses, invitation["port"], hello)
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
@@ -240,7 +290,7 @@ def _connect_to_first(rank: int, store: Store, key: str, page: Page, deadline: f
             f"rank {rank} was connected to rank 0, which ended before all ranks had come; "
             "look at what rank 0 printed"
         ) from None
-    return Peer(0, Link(connection), host_page)
+    return Peer(0, Link(connection), *seen)
 
 
 def _connect(rank: int, addresses: Iterable[str], port: int, hello: Message) -> socket.socket:

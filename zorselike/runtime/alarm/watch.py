@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -10,11 +11,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from zorselike.runtime.alarm.failure import (
     Failure,
+    FailureKind,
     State,
     find_failure,
     first_of,
@@ -23,7 +26,9 @@ from zorselike.runtime.alarm.failure import (
     reason_of,
 )
 from zorselike.runtime.alarm.heartbeat import Message, Page, Peer
+from zorselike.runtime.alarm.kernel import is_stopped
 
+SILENCE_VARIABLE = "ZORSELIKE_SILENCE_S"
 START_UP = "start-up"
 """The first label of every rank."""
 PLACE_OF_ERROR = "zorselike_place"
@@ -39,6 +44,11 @@ _LAST_LINE_S = 0.5
 _LINGER_S = 5.0
 """How long rank 0 stays for ranks that are not at work and do not leave either."""
 _GOODBYE_S = 1.0
+_TOGETHER_S = 0.03
+"""Losses so close to each other are reported together."""
+
+OnLoss = Callable[[tuple[Failure, ...]], object]
+"""Told of all ranks that are lost so far, again for each that follows; in the alarm's thread."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Limits:
     silence_s: float | None
     start_silence_s: float | None
     stall_s: float | None
+    held_s: float
 
 
 class Whereabouts:
@@ -79,6 +90,8 @@ class _Watched:
 
     peer: Peer
     heard_s: float
+    reached_s: float
+    """When its kernel last had all that it was sent."""
     state: State
     left: bool = False
     left_at: State | None = None
@@ -90,7 +103,8 @@ class _Watched:
 
 
 class Watch(threading.Thread):
-    """Ends the process once any rank has failed; ends itself once this rank or rank 0 has left."""
+    """Ends the process once any rank has failed, or, with `on_loss`, says which are lost and goes on; ends
+    itself once this rank or rank 0 has left."""
 
     def __init__(
         self,
@@ -99,15 +113,19 @@ class Watch(threading.Thread):
         whereabouts: Whereabouts,
         limits: Limits,
         exit: Callable[[int], object],
+        on_loss: OnLoss | None = None,
     ) -> None:
         super().__init__(name="zorselike-alarm", daemon=True)
         now = time.monotonic()
+        self._on_loss = on_loss
+        self._num_reported = 0
+        self._is_over = False
         self._rank = rank
         self._is_judge = rank == 0
         self._whereabouts = whereabouts
         self._limits = limits
         self._exit = exit
-        self._watched = {peer.rank: _Watched(peer, now, State(START_UP)) for peer in peers}
+        self._watched = {peer.rank: _Watched(peer, now, now, State(START_UP)) for peer in peers}
         self._entered = -1
         self._entered_s = now
 
@@ -150,6 +168,11 @@ class Watch(threading.Thread):
         self._leaving = True
         self.wake()
 
+    def end(self) -> None:
+        """Ends the thread soon; the others hear that this is no failure."""
+        self._is_over = True
+        self.wake()
+
     def wake(self) -> None:
         """Wakes the thread, so that it checks and sends now."""
         with contextlib.suppress(OSError):
@@ -159,16 +182,20 @@ class Watch(threading.Thread):
         try:
             next_beat_s = 0.0
             while True:
-                was_woken = self._receive(max(0.0, next_beat_s - time.monotonic()))
+                was_woken = self._receive(max(0.0, min(next_beat_s, self._report_due_s) - time.monotonic()))
                 now = time.monotonic()
+                if self._is_over:
+                    self._say_last()
+                    return
                 if was_woken or now >= next_beat_s:
                     next_beat_s = now + self._limits.interval_s
                     self._beat(now)
                 self._notice_failures(now)
                 first = self._judge(now)
-                if first is not None:
+                if first is not None and (self._on_loss is None or first.kind == "mistake"):
                     self._end(first)
                     return
+                self._report_losses(now)
                 if self._has_left(now):
                     return
         finally:
@@ -191,10 +218,9 @@ class Watch(threading.Thread):
                 self._understand(watched, message)
             if closed:
                 self._selector.unregister(watched.peer.link)
-                if not watched.left and self._goodbye_s is None:
-                    self._lose(
-                        watched, "its process ended without a word (killed, out of host memory, or crashed)"
-                    )
+                if not (watched.left or self._is_over) and self._goodbye_s is None:
+                    reason = "its process ended without a word (killed, out of host memory, or crashed)"
+                    self._lose(watched, reason, "dead")
                 watched.left = True
         return was_woken
 
@@ -207,6 +233,13 @@ class Watch(threading.Thread):
                 self._add(Failure(**content))
             case "first":
                 self._decided = Failure(**content)
+            case "lost":
+                known = {failure.rank for failure in self._failures}
+                for failure in (Failure(**each) for each in content):
+                    if failure.rank not in known:
+                        self._add(failure)
+            case "over":
+                watched.left = True
             case "bye":
                 watched.left = True
                 watched.left_at = None if content is None else State(**content)
@@ -215,8 +248,11 @@ class Watch(threading.Thread):
     def _present(self) -> list[_Watched]:
         return [watched for watched in self._watched.values() if not watched.left]
 
-    def _tell(self, kind: str, content: Failure | State | None) -> None:
-        message = {"kind": kind, "content": None if content is None else asdict(content)}
+    def _tell(self, kind: str, content: Failure | State | Sequence[Failure] | None) -> None:
+        said: Any = asdict(content) if isinstance(content, Failure | State) else None
+        if isinstance(content, Sequence):
+            said = [asdict(each) for each in content]
+        message = {"kind": kind, "content": said}
         for watched in self._present():
             watched.peer.link.send(message)
 
@@ -227,6 +263,8 @@ class Watch(threading.Thread):
         # One that does not read for hours (a debugger) must not fill the memory.
         message = {"kind": "beat", "content": asdict(self._own_state(now))}
         for watched in self._present():
+            if watched.peer.link.is_acknowledged:
+                watched.reached_s = now
             if watched.peer.link.is_congested:
                 watched.peer.link.flush()
             else:
@@ -251,11 +289,36 @@ class Watch(threading.Thread):
             self._first_failure_s = time.monotonic()
         self._failures.append(failure)
 
-    def _lose(self, watched: _Watched, reason: str) -> None:
+    def _lose(self, watched: _Watched, reason: str, kind: FailureKind) -> None:
         watched.left = True
-        self._add(Failure(watched.peer.rank, watched.place, reason))
+        self._add(Failure(watched.peer.rank, watched.place, reason, kind=kind))
 
     def _notice_failures(self, now: float) -> None:
+        self._notice_own_failure()
+        for watched in self._present():
+            has_acted = watched.state.has_acted
+            limit_s = self._limits.silence_s if has_acted else self._limits.start_silence_s
+            silent_s = now - watched.heard_s
+            if limit_s is not None and silent_s > limit_s:
+                cause = self._find_cause(watched, now, limit_s)
+                if cause:
+                    self._lose(watched, f"silent for {silent_s:.1f} s ({cause})", "silent")
+        if self._is_judge and not self._failures:
+            self._notice_absence_or_stall(now)
+
+    def _find_cause(self, watched: _Watched, now: float, limit_s: float) -> str:
+        """Why a rank is not heard for so long; empty where it may be healthy and has time left."""
+        is_here = watched.peer.process is not None
+        if watched.peer.process is not None and is_stopped(watched.peer.process):
+            return "its process is stopped"
+        if not is_here and now - watched.reached_s > limit_s:
+            return "its node or network is lost"
+        if now - watched.heard_s <= max(limit_s, self._limits.held_s):
+            return ""
+        stopped = "" if is_here else "its process is stopped, or "
+        return f"{stopped}one call has kept Python's lock so long; {SILENCE_VARIABLE} allows more"
+
+    def _notice_own_failure(self) -> None:
         with self._lock:
             own = self._own_failure
         if own is not None and not self._told:
@@ -263,17 +326,6 @@ class Watch(threading.Thread):
             self._add(own)
             if not self._is_judge:
                 self._tell("fail", own)
-        for watched in self._present():
-            has_acted = watched.state.has_acted
-            limit_s = self._limits.silence_s if has_acted else self._limits.start_silence_s
-            silent_s = now - watched.heard_s
-            if limit_s is not None and silent_s > limit_s:
-                self._lose(
-                    watched,
-                    f"silent for {silent_s:.1f} s (its process is stopped, or its node or network lost)",
-                )
-        if self._is_judge and not self._failures:
-            self._notice_absence_or_stall(now)
 
     def _notice_absence_or_stall(self, now: float) -> None:
         present = {watched.peer.rank: watched.state for watched in self._present()}
@@ -300,6 +352,23 @@ class Watch(threading.Thread):
             patience_s = _DECISION_WAIT_S
         return first if now - self._first_failure_s >= patience_s else None
 
+    @property
+    def _report_due_s(self) -> float:
+        """When losses that nobody was told of are to be."""
+        has_news = self._on_loss is not None and len(self._failures) > self._num_reported
+        return self._first_failure_s + _TOGETHER_S if has_news else math.inf
+
+    def _report_losses(self, now: float) -> None:
+        """To who asked, and as the judge to the others."""
+        if now < self._report_due_s or self._on_loss is None:
+            return
+        self._num_reported = len(self._failures)
+        losses = {failure.rank: failure for failure in reversed(self._failures)}
+        found = tuple(losses[rank] for rank in sorted(losses))
+        if self._is_judge:
+            self._tell("lost", found)
+        self._on_loss(found)
+
     def _end(self, first: Failure) -> None:
         """Tells the others, prints the last line, and ends the process."""
         if self._is_judge:
@@ -319,6 +388,22 @@ class Watch(threading.Thread):
             time.sleep(0.02)
         self._exit(_EXIT_CODE)
 
+    def _say_last(self) -> None:
+        """Before this rank goes from the others, which go on."""
+        self._notice_own_failure()
+        if self._is_judge and len(self._failures) > self._num_reported:
+            self._tell("lost", self._failures)
+        self._tell("over", None)
+        # Closing at once, with heartbeats unread, would make the others miss these words.
+        for watched in self._present():
+            watched.peer.link.end_sending()
+        until_s = time.monotonic() + _GOODBYE_S
+        while self._has_links() and time.monotonic() < until_s:
+            self._receive(until_s - time.monotonic())
+
+    def _has_links(self) -> bool:
+        return any(key.data is not None for key in self._selector.get_map().values())
+
     # Leaving in order.
 
     def _has_left(self, now: float) -> bool:
@@ -337,8 +422,7 @@ class Watch(threading.Thread):
             for watched in self._present():
                 watched.peer.link.end_sending()
         # The other side's end of the connection says that the goodbye was read.
-        waits = any(key.data is not None for key in self._selector.get_map().values())
-        return not waits or now - self._goodbye_s > _GOODBYE_S
+        return not self._has_links() or now - self._goodbye_s > _GOODBYE_S
 
     def _close(self) -> None:
         self._selector.close()

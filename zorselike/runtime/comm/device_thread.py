@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+ABANDON_S = 5.0
+"""How long who gives up may wait for a thread whose connections have ended."""
 
 
 class DeviceThread:
@@ -43,6 +47,16 @@ class DeviceThread:
         """Waits until all is done."""
         self._due.put(None)
         self._thread.join()
+
+    def abandon(self, timeout_s: float = ABANDON_S) -> bool:
+        """Drops what has not begun; whether the thread has ended within so many seconds."""
+        with suppress(Empty):
+            while True:
+                self._due.get_nowait()
+        self._due.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         if self._device.type == "cuda":

@@ -10,11 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.runtime._compat import nccl_options, release_groups
+from zorselike.runtime._compat import abort_groups, nccl_options, release_groups
 
 ProcessGroup = dist.ProcessGroup
 
 _PAIR_BLOCKS = 4
+_ABORT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,12 @@ class Groups:
             dist.destroy_process_group(self._made.pop())
         while self._meshes:
             release_groups(self._meshes.pop())
+
+    def abandon(self) -> bool:
+        """`close` without the other ranks, some of which may be gone: ends what the groups still run. Whether
+        that ended in time; else the process had better end, too."""
+        has_ended = abort_groups(self._made, deadline_s=_ABORT_S)
+        if not has_ended:
+            self._made.clear()
+        self.close()
+        return has_ended

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from zorselike.runtime.comm.ranks import Groups, ProcessGroup
 from zorselike.runtime.memory.pinned import copy_to_host, make_host_buffer
 from zorselike.runtime.memory.streams import Event, Streams
 from zorselike.runtime.model.signature import Signature, TensorSpec
-from zorselike.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorselike.schedule.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
 
 Tensors = tuple[Tensor, ...]
 
@@ -32,17 +33,8 @@ Arrived = tuple[Tensor, Tensor | None]
 Arrival = Callable[[], Arrived]
 """Waits for a posted receive."""
 
-Edge = tuple[int, int, str]
-"""A channel: source rank, target rank, and direction `F` (activations) or `B` (gradients)."""
-
-
-def edge_of(rank: int, action: Action) -> Edge:
-    """The channel that a transfer of `rank` uses."""
-    assert action.peer is not None
-    direction = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-    if action.kind in SENDS:
-        return rank, action.peer, direction
-    return action.peer, rank, direction
+Place = tuple[int, int]
+"""First row of a microbatch's part, and its first position of the sequence."""
 
 
 def edges_of(schedules: Iterable[Mapping[int, Sequence[Action]]]) -> list[Edge]:
@@ -103,7 +95,12 @@ class _Channel:
     def close(self) -> None:
         """Gives back what it holds."""
 
+    def abandon(self) -> None:
+        """The same, where the other rank may be gone."""
 
+
+BY_HOST = "Gloo through pinned memory"
+"""What a channel goes over whose rows wait in host memory."""
 _NO_MEMBER = "this process is not in the group of the transfer"
 
 
@@ -115,7 +112,7 @@ class _StagedChannel(_Channel):
         self, process: int, group: ProcessGroup, device: torch.device, *, tag: int, streams: Streams
     ) -> None:
         super().__init__(process, group, torch.device("cpu"), tag=tag)
-        self.kind = "Gloo through pinned memory"
+        self.kind = BY_HOST
         self._gpu = device
         self._streams = streams
         self._copies = streams.make("staged copies")
@@ -161,6 +158,9 @@ class _StagedChannel(_Channel):
     def close(self) -> None:
         self._thread.close()
 
+    def abandon(self) -> None:
+        self._thread.abandon()
+
 
 class Transport:
     """All channels of one rank; those in `by_host` go over Gloo, the others over NCCL."""
@@ -179,8 +179,8 @@ class Transport:
         self._channels: dict[Edge, _Channel] = {}
         self.kinds: dict[Edge, str] = {}
         """What each of this rank's channels goes over."""
-        self._receives: defaultdict[tuple[Kind, int, int], dict[int, list[Arrival]]] = defaultdict(dict)
-        """Posted receives of a microbatch's boundary by their first row, one entry a tensor."""
+        self._receives: defaultdict[tuple[Kind, int, int], dict[Place, list[Arrival]]] = defaultdict(dict)
+        """Posted receives of a microbatch's boundary by their place in it, one entry a tensor."""
         self._sends: list[_Sent] = []
         everyone = range(groups.ranks.world_size)
         host = groups.make(everyone, "gloo")
@@ -224,29 +224,35 @@ class Transport:
         assert action.kind in RECEIVES and action.start is not None and action.stop is not None
         assert action.ministage is not None and action.microbatch is not None
         channel = self._channels[edge_of(self._ranks.rank, action)]
+        first, last = action.positions or (0, 0)
+        if action.positions is not None:
+            boundary = boundary.at_positions(last - first)
         num_rows = action.stop - action.start
         waits = [
             channel.receive((num_rows, *spec.shape_per_row), spec.dtype)
             for spec in _travelling(action.kind, boundary)
         ]
-        self._receives[action.kind, action.ministage, action.microbatch][action.start] = waits
+        self._receives[action.kind, action.ministage, action.microbatch][action.start, first] = waits
 
     def take(self, kind: Kind, ministage: int, microbatch: int) -> list[Arrived]:
         """Waits for a microbatch's posted pieces and joins them by row; no copy if there is one."""
         pieces = self._receives.pop((kind, ministage, microbatch))
-        received = [[wait() for wait in pieces[start]] for start in sorted(pieces)]
-        if len(received) == 1:
-            return received[0]
-        return [(torch.cat([tensor for tensor, _ in parts]), None) for parts in zip(*received, strict=True)]
+        received = [
+            _join([[wait() for wait in pieces[place]] for place in sorted(places)], dim=1)
+            for _, places in groupby(sorted(pieces), key=lambda place: place[0])
+        ]
+        return _join(received, dim=0)
 
-    def send(self, action: Action, tensors: Tensors, boundary: Signature, first_row: int) -> None:
-        """Sends an action's rows of `tensors`, whose row 0 is row `first_row` of the batch."""
+    def send(self, action: Action, tensors: Tensors, boundary: Signature, begin: Place) -> None:
+        """Sends an action's part of `tensors`, whose row 0 and position 0 are `begin` of the batch."""
         assert action.start is not None and action.stop is not None
         channel = self._channels[edge_of(self._ranks.rank, action)]
-        rows = slice(action.start - first_row, action.stop - first_row)
+        part: tuple[slice, ...] = (slice(action.start - begin[0], action.stop - begin[0]),)
+        if action.positions is not None:
+            part += (slice(action.positions[0] - begin[1], action.positions[1] - begin[1]),)
         self._sends = [sent for sent in self._sends if not sent.is_over()]
         for tensor, _ in zip(tensors, _travelling(action.kind, boundary), strict=True):
-            self._sends.append(channel.send(tensor.detach()[rows]))
+            self._sends.append(channel.send(tensor.detach()[part]))
 
     def finish(self) -> None:
         """Waits until everything sent has left; memory may be reused afterwards."""
@@ -260,6 +266,21 @@ class Transport:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+
+    def abandon(self) -> None:
+        """`close` where other ranks may be gone, and connections have ended."""
+        self._sends.clear()
+        self._receives.clear()
+        for channel in self._channels.values():
+            channel.abandon()
+        self._channels.clear()
+
+
+def _join(parts: Sequence[list[Arrived]], *, dim: int) -> list[Arrived]:
+    """Tensors of neighbouring parts as one each; no copy if there is one part."""
+    if len(parts) == 1:
+        return parts[0]
+    return [(torch.cat([tensor for tensor, _ in entries], dim), None) for entries in zip(*parts, strict=True)]
 
 
 def _travelling(kind: Kind, boundary: Signature) -> tuple[TensorSpec, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zorselike.cost.purposes import Purpose
+from zorselike.runtime._compat import grow_storage
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event, Stream
 
@@ -158,7 +159,7 @@ class HostBackedTensors:
 
     def _refill(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            storage.resize_(size)
+            grow_storage(storage, size)
         self._memory.ledger.hold(self._purpose, "device", self.num_bytes)
         self.is_on_device = True
 

@@ -70,7 +70,9 @@ class HostPool:
         self._free: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._slabs: list[Tensor] = []
         if pin:
-            weakref.finalize(self, unpin_abandoned, self._slabs, os.getpid()).atexit = False
+            # The thread that collects garbage may have another device, or none.
+            device = torch.cuda.current_device()
+            weakref.finalize(self, unpin_abandoned, self._slabs, os.getpid(), device).atexit = False
 
     def reserve(self, purpose: str, sizes: Sequence[int]) -> None:
         """Makes room for buffers of these sizes (bytes) at once, beside what is free already.

@@ -79,11 +79,13 @@ def unpin(slabs: Iterable[Tensor]) -> None:
         _advise(slab, "MADV_DOFORK")  # The allocator gives these pages to others.
 
 
-def unpin_abandoned(slabs: list[Tensor], process: int) -> None:
-    """`unpin` for whoever made them in `process` and went without doing it; a fork of that leaves them."""
+def unpin_abandoned(slabs: list[Tensor], process: int, device: int) -> None:
+    """`unpin` for whoever made them in `process` and went without doing it; a fork of that leaves them. From
+    any thread, which without `device` would open a context on the first card."""
     if slabs and os.getpid() == process:
-        torch.cuda.synchronize()
-        unpin(slabs)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            unpin(slabs)
 
 
 def _touch_pages(slab: Tensor) -> None:

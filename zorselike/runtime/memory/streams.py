@@ -18,7 +18,6 @@ A CPU rank does each thing at once and in order; its streams, which are the base
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -127,16 +126,17 @@ class _CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-        def several(count: int, *, priority: int = 0) -> Iterator[_CudaStream]:
-            for _ in range(count):
-                yield _CudaStream(torch.cuda.Stream(device, priority=priority))  # type: ignore[no-untyped-call]
-
-        self.gather, self.fetch = several(2, priority=-1)  # Urgent.
-        self.reduce, self.load, self.load_state, self.store, self.stash, self.update = several(6)
+        self.gather, self.reduce, self.fetch = (self.make(name) for name in ("gather", "reduce", "fetch"))
+        self.load, self.load_state = self.make("load"), self.make("load state")
+        self.store, self.stash = self.make("store"), self.make("stash")
+        self.update = _CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self.begin()
 
     def make(self, name: str) -> Stream:
-        return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        """One that shares nothing with NCCL's: torch deals 32 streams of each priority over and over again,
+        and nothing of ours may stand behind a receive that waits for its sender. The device knows no priority
+        of copies; optimizer updates shall have none."""
+        return _CudaStream(torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
 
     def of(self, handle: torch.cuda.Stream) -> Stream:
         return _CudaStream(handle)

@@ -21,6 +21,8 @@ from zorselike.runtime.ministage.sharded_units import ShardedUnits
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.ministage.shards import Shards
 from zorselike.runtime.ministage.unit import enter
+from zorselike.runtime.model.nested import map_tensors
+from zorselike.runtime.tensor_parallel.pieces import PartOf
 
 Tensors = tuple[Tensor, ...]
 
@@ -54,6 +56,11 @@ class ShardedMinistage:
         self._gathered_by_schedule = group.zero in (1, 2)
         self._reduces_in_backward = group.zero == 3
         self._units = ShardedUnits(module, unit_names, settings, resources)
+        parallel = settings.tensor_parallel
+        self._positions = None if parallel is None else parallel.positions
+        if self._positions is not None:
+            take = self._positions.slice
+            self._slices_at_entry = self._units.slice_at_entry(take, hidden_enters=index > 0)
         self.sharded = {name: parameter for unit in self._units.named for name, parameter in unit}
         """Parameters as this rank holds them, by global name. (FSDP2 puts whole ones in their places in the
         module, and leaves them there after some passes.)"""
@@ -86,8 +93,9 @@ class ShardedMinistage:
         self._shards_due = False
         """Whether FSDP2 itself gathers next, and the shards must be there by then."""
         self._updated: Event | None = None
-        self.before_change: Callable[[Stream], None] | None = None
-        """Called before a stream changes values: makes it wait for a copy that is being taken."""
+        self.before_change: dict[str, Callable[[Stream], None]] = {}
+        """Called before a stream changes values: each makes it wait for a copy that is being taken, of which
+        there is one at a time for every purpose."""
 
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank
@@ -148,7 +156,8 @@ class ShardedMinistage:
         if self._group.zero == 0:
             self._note_gathered(True)  # As layers are called, until the reduction.
         if self._shards_due:
-            self.shards.arrive(self._units.reading_stream)
+            for stream in self._units.reading_streams:
+                self.shards.arrive(stream)
             self._shards_due = False
 
     # -- update ----------------------------------------------------------------------------
@@ -220,11 +229,16 @@ class ShardedMinistage:
 
         `carries_grad`: which inputs a gradient is wanted of.
         """
-        self._await_shards()
+        with self._resources.busy.waiting():
+            self._await_shards()
         self._units.call_order.begin()
         if train:
             inputs = self._enter(number, inputs, carries_grad)
+        if self._positions is not None:
+            inputs = self._widen(inputs)
         outputs = self.module(*inputs, **kwargs)
+        if self._positions is not None and not self._slices_at_entry:
+            outputs = map_tensors(outputs, self._positions.slice)
         self._units.call_order.end()
         return outputs
 
@@ -245,6 +259,11 @@ class ShardedMinistage:
         self._inputs[number] = leaves
         return tuple(entered)
 
+    def _widen(self, inputs: Tensors) -> Tensors:
+        """From the second ministage on what enters has this rank's positions alone."""
+        assert self._positions is not None
+        return tuple(map(self._positions.widen, inputs)) if self.index else inputs
+
     def keep_outputs(self, number: int, outputs: Tensors) -> None:
         """Keeps where `backward` of this microbatch starts: at its outputs, or at the loss."""
         self._edges[number] = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
@@ -255,7 +274,8 @@ class ShardedMinistage:
         self._prepare_backward(reduces=self._reduces_in_backward)
         activations, key = self._resources.activations, (self.index, number)
         if activations is not None:
-            activations.arrive(key)
+            with self._resources.busy.waiting():
+                activations.arrive(key)
         self._has_unreduced = self._is_inside = True
         due = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         torch.autograd.backward([edge for edge, _ in due], [grad for _, grad in due])
@@ -269,8 +289,9 @@ class ShardedMinistage:
 
     def _prepare_backward(self, *, reduces: bool) -> None:
         """Parameters are there, and, where a backward reduces, last reductions' results are used up."""
-        self._await_shards()
-        self._units.wait_gathered()
+        with self._resources.busy.waiting():
+            self._await_shards()
+            self._units.wait_gathered()
         if reduces:
             self._resources.deferred_frees.settle()
         self._units.synchronise(reduces)
@@ -355,13 +376,23 @@ class ShardedMinistage:
             self._resources.pending_state.settle()
 
     def _await_copy(self, stream: Stream) -> None:
-        if self.before_change is not None:
-            self.before_change(stream)
+        for await_copy in self.before_change.values():
+            await_copy(stream)
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank of the group holds every gradient (ZeRO 0)."""
         return self._group.zero == 0
+
+    def answers_for(self, name: str, *, of_whole: bool) -> bool:
+        """Whether this rank's part of a gradient enters a norm; `of_whole`: whether it speaks for its group
+        where every rank of it holds all."""
+        part = self.part_of(name)
+        return not self.is_replicated or (of_whole if part is None else part.counts)
+
+    def part_of(self, name: str) -> PartOf | None:
+        """What a parameter of this rank is a piece of; None for one that is not."""
+        return self._units.parts_of.get(name)
 
     def recover(self) -> None:
         """After an unfinished step on a rank alone: whole and reduced gradients go, parameters are freed,

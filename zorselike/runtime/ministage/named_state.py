@@ -7,7 +7,7 @@ owner's name, fills it, and never gives it away.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zorselike.errors import ConfigError
-from zorselike.plan.holdings import VALUE, Box, Rows
+from zorselike.plan.holdings import VALUE, Box
 from zorselike.runtime.memory.host_backed import HostBackedParts, Located
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.plain_values import from_plain, to_plain
@@ -27,6 +27,9 @@ _MEMBERS = frozenset(("params", "param_names"))
 _OF_DEVICES = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that say how it computes, not what: those of this run count."""
 _ADVICE = "save with model_only=True"
+
+BoxesOf = Callable[[str, str, tuple[int, ...]], Sequence[Box]]
+"""Of a tensor by name, kind and shape, this rank's boxes: one, or one of each of its pieces."""
 
 Read = Callable[[Box], Tensor]
 """The values of a box, on the CPU, in the dtype in which they were saved."""
@@ -72,13 +75,13 @@ class NamedState:
         ministage: ShardedMinistage,
         optimizer: Optimizer | None,
         *,
-        held: Callable[[int], Rows],
-        written: Callable[[int], Rows],
+        held: BoxesOf,
+        written: BoxesOf,
         owner_of: Mapping[str, str],
         buffers: Sequence[str],
         gives_buffers: Collection[str],
     ) -> None:
-        """`held`, `written`: of so many rows those that this rank holds, and answers for; `owner_of`: the
+        """`held`, `written`: what this rank holds of a tensor, and what it answers for; `owner_of`: the
         names of borrowed weights by theirs here; `buffers`: those that are part of the state, and of these
         the ones for which this rank answers."""
         self.ministage = ministage
@@ -93,7 +96,7 @@ class NamedState:
         parts = []
         for name, parameter, source in self._values():
             if name not in self._owner_of:
-                parts.append(self._part(name, VALUE, tuple(parameter.shape), source, *self._place(name)))
+                parts.append(self._part(name, VALUE, parameter, source, *self._place(name)))
         if not model_only:
             parts += self._moments()
         for name in self._buffers:
@@ -109,7 +112,7 @@ class NamedState:
         """What the optimizer was given for each parameter; `ConfigError` for what JSON cannot say."""
         names = self._names()
         return {
-            names[id(parameter)]: {
+            self._whole(names[id(parameter)]): {
                 key: to_plain(value, f"the optimizer's option {key}", advice=_ADVICE)
                 for key, value in group.items()
                 if key not in _MEMBERS
@@ -123,7 +126,7 @@ class NamedState:
         what JSON cannot say."""
         names, found = self._names(), Numbers({}, [])
         for parameter, state in self.optimizer.state.items() if self.optimizer is not None else ():
-            name = names[id(parameter)]
+            name = self._whole(names[id(parameter)])
             own = found.plain[name] = {}
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
@@ -149,25 +152,24 @@ class NamedState:
         read at most once; options are left as they are. Only this ministage is on the device meanwhile."""
         with torch.no_grad(), self.ministage.on_device():
             for name, parameter, source in self._values():
-                owner = self._owner_of.get(name, name)
+                owner = self._owner_of.get(name, self._whole(name))
                 if owner in kept:
                     continue
-                rows = self._held(parameter.shape[0])
-                local_tensor(source.detach()).copy_(
-                    read(Box.of_rows(owner, VALUE, tuple(parameter.shape), rows))
-                )
+                box = self._box(self._held, name, VALUE, parameter)
+                local_tensor(source.detach()).copy_(read(replace(box, name=owner)))
             for name in self._buffers:
                 buffer = self.ministage.module.get_buffer(name)
                 buffer.copy_(read(Box.whole(name, VALUE, buffer.shape)))
             if facts is not None and self.optimizer is not None:
                 self._fill_numbers(facts)
                 for name, parameter in self.ministage.trained.items():
-                    self._fill_moments(name, parameter, read, [k for k in kinds_of(name) if k != VALUE])
+                    kinds = [kind for kind in kinds_of(self._whole(name)) if kind != VALUE]
+                    self._fill_moments(name, parameter, read, kinds)
 
     def fill_options(self, facts: OptimizerFacts) -> None:
         """Takes over what the optimizer was given: learning rates and the like."""
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            saved = [facts.options.get(name) for name in self._names_of(group)]
+            saved = [facts.options.get(self._whole(name)) for name in self._names_of(group)]
             known = [
                 {key: value for key, value in options.items() if key not in _OF_DEVICES}
                 for options in saved
@@ -194,8 +196,9 @@ class NamedState:
         for group, shown in zip(self.optimizer.param_groups, described["param_groups"], strict=True):
             numbers |= dict(zip(self._names_of(group), shown["params"], strict=True))
         for name, number in numbers.items():
-            if name in facts.numbers:
-                state[number] = {key: from_plain(value) for key, value in facts.numbers[name].items()}
+            numbered = facts.numbers.get(self._whole(name))
+            if numbered is not None:
+                state[number] = {key: from_plain(value) for key, value in numbered.items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
         # Of the counters it knows "step" alone: others it has cast to their parameter's dtype.
         for name, parameter in self.ministage.trained.items():
@@ -207,8 +210,7 @@ class NamedState:
         assert self.optimizer is not None
         local = local_tensor(parameter.detach())
         for kind in kinds:
-            rows = self._held(parameter.shape[0])
-            content = read(Box.of_rows(name, kind, tuple(parameter.shape), rows))
+            content = read(self._box(self._held, name, kind, parameter))
             own = torch.empty_like(local, dtype=content.dtype)
             own.copy_(content)
             self.optimizer.state[parameter][kind] = like_sharded(own, parameter)
@@ -225,17 +227,30 @@ class NamedState:
         return (state if name in state.masters else self.ministage.shards), name
 
     def _part(
-        self, name: str, kind: str, shape: tuple[int, ...], source: Tensor, place: HostBackedParts, key: Any
+        self, name: str, kind: str, parameter: Tensor, source: Tensor, place: HostBackedParts, key: Any
     ) -> Part:
         """`place`: what may have it in host memory, by `key`."""
-        held, written = self._held(shape[0]), self._written(shape[0])
+        part = self.ministage.part_of(name)
         return Part(
-            Box.of_rows(name, kind, shape, held),
-            Box.of_rows(name, kind, shape, written),
-            shape,
+            self._box(self._held, name, kind, parameter),
+            self._box(self._written, name, kind, parameter),
+            tuple(parameter.shape) if part is None else part.shape,
             source.dtype,
             partial(place.locate, key, local_tensor(source.detach())),
         )
+
+    def _box(self, boxes_of: BoxesOf, name: str, kind: str, parameter: Tensor) -> Box:
+        """Of a parameter by its name here."""
+        part = self.ministage.part_of(name)
+        if part is None:
+            (box,) = boxes_of(name, kind, tuple(parameter.shape))
+            return box
+        return boxes_of(part.name, kind, part.shape)[part.place]
+
+    def _whole(self, name: str) -> str:
+        """The name of the parameter that one of this rank is, or of which it is a piece."""
+        part = self.ministage.part_of(name)
+        return name if part is None else part.name
 
     def _moments(self) -> Iterator[Part]:
         names = self._names()
@@ -251,7 +266,7 @@ class NamedState:
                         f"its rows {shape} are dealt to ranks; such a state cannot be saved for another "
                         "plan: save with model_only=True, or use an optimizer such as torch.optim.AdamW"
                     )
-                yield self._part(name, key, shape, value, self.ministage.state, (number, key))
+                yield self._part(name, key, parameter, value, self.ministage.state, (number, key))
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.ministage.trained.items()}
@@ -259,7 +274,7 @@ class NamedState:
     def group_names(self) -> list[list[str]]:
         """Names of the parameters of each of the optimizer's groups."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        return [self._names_of(group) for group in groups]
+        return [list(dict.fromkeys(map(self._whole, self._names_of(group)))) for group in groups]
 
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
         names = self._names()

@@ -71,3 +71,8 @@ class NormSums:
         """Waits for the last one."""
         if self._thread is not None:
             self._thread.close()
+
+    def abandon(self) -> None:
+        """Ends without it."""
+        if self._thread is not None:
+            self._thread.abandon()

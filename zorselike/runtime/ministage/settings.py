@@ -15,7 +15,9 @@ from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.memory.host_backed import DeferredFrees, PendingOffloads
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import make_streams
+from zorselike.runtime.ministage.busy import BusyClock
 from zorselike.runtime.ministage.random_numbers import RandomNumbers
+from zorselike.runtime.tensor_parallel.pieces import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class RankResources:
     """Memory, offload and deferred frees of one rank, shared by its ministages."""
 
     memory: Memory
+    busy: BusyClock
     activations: ActivationOffload | None = None
     """Where activations wait for their backward, if the plan offloads them."""
     pending_shards: PendingOffloads = field(default_factory=PendingOffloads)
@@ -43,6 +46,7 @@ class RankResources:
         memory = Memory.of(device, make_streams(device))
         return cls(
             memory,
+            BusyClock(device),
             ActivationOffload(memory) if offloads_activations else None,
             random=None if seed is None else RandomNumbers(seed, device),
         )
@@ -70,3 +74,5 @@ class MinistageSettings:
     """Weights that other ministages hold too; their shards always stay on the device."""
     borrowed: Collection[str] = ()
     """Weights that another ministage's optimizer updates."""
+    tensor_parallel: TensorParallel | None = None
+    """How layers are cut, if the group has tensor-parallel replicas."""

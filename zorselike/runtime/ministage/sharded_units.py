@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
@@ -33,6 +34,7 @@ from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 from zorselike.runtime.ministage.shards import NamedParameters
 from zorselike.runtime.ministage.unit import CallOrder, Unit
 from zorselike.runtime.model.pruning import find_units
+from zorselike.runtime.tensor_parallel.pieces import Piece, cut_layer
 from zorselike.schedule.contract import reduces_beside
 
 
@@ -85,11 +87,19 @@ class ShardedUnits:
         )
         self._root.chain(self._units)
         self._prefixes = {id(m): prefix for prefix, m in reversed(list(module.named_modules()))}
+        self._pieces: dict[str, list[tuple[Unit, Piece]]] = {}
+        """Of each layer that tensor parallelism cuts."""
         self.masters: dict[str, nn.Parameter] = {}
         """fp32 master weights of what trains in half precision, by global name."""
         self.host_backed_masters: list[HostBackedTensors] = []
         """Host copies of the masters, one a unit, if the plan offloads optimizer state."""
         self._shard()
+        pieces = [entry for entries in self._pieces.values() for entry in entries]
+        self._piece_units = [unit for unit, _ in pieces]
+        self._alone = {unit for unit, piece in pieces if piece.held.mesh.size() == 1}
+        """Pieces that no other rank holds: FSDP2 reads their shards where it waits."""
+        self.parts_of = {name: part for _, piece in pieces for name, part in piece.parts.items()}
+        """Parameters that are pieces of others, by global name."""
         resources.fsdp_roots.append(self._fsdp_root)
         share_streams(resources.fsdp_roots)
         self._set_prefetch()
@@ -99,6 +109,8 @@ class ShardedUnits:
         if self._streams.is_concurrent:
             for unit in self._owners:
                 unit.module.register_forward_pre_hook(partial(self._await_gather, unit), prepend=True)
+        for unit in self._owners:
+            resources.busy.leave_out_gathers(unit.module)
         self._handles: list[Any] = []
         self._gathered: dict[str, Event] = {}
         """Per unit: the end of its gather, until compute waits for it."""
@@ -116,9 +128,7 @@ class ShardedUnits:
             # Without an explicit fp32, torch before 2.15 accumulates microbatches in bf16.
             reduce_dtype=torch.float32 if computes_in & {*HALF} else None,
         )
-        shard = partial(
-            fully_shard, mesh=settings.mesh, mp_policy=policy, reshard_after_forward=self._reduces_in_backward
-        )
+        shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=self._reduces_in_backward)
         names = {unit.name for unit in self._units}
         for name in find_units(self._module, settings.modules) if names else ():
             if name not in names:  # It shares weights, so it is sharded with the root.
@@ -126,16 +136,18 @@ class ShardedUnits:
         units = [*self._units, self._root]
         for unit in units:
             settings.materialise(unit.module, unit.name)
-            named = self._named_parameters_of(unit)
-            local = take_masters(named, settings.mesh, param_dtype, settings.borrowed)
-            if unit.owns_parameters or unit is self._root:
-                shard(unit.module)
-            sharded = dict(self._named_parameters_of(unit))
-            for name, rows in local.items():
-                self.masters[name] = nn.Parameter(like_sharded(rows, sharded[name]))
-            offloads = "optimizer" in self._group.offload
-            self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
-        self._owners = owners = [unit for unit in units if unit.owns_parameters]
+            for part, mesh in [*self._cut(unit), (unit, settings.mesh)]:
+                named = self._named_parameters_of(part)
+                local = take_masters(named, mesh, param_dtype, settings.borrowed)
+                if part.owns_parameters or part is self._root:
+                    shard(part.module, mesh=mesh)
+                sharded = dict(self._named_parameters_of(part))
+                for name, rows in local.items():
+                    self.masters[name] = nn.Parameter(like_sharded(rows, sharded[name]))
+                offloads = "optimizer" in self._group.offload
+                self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
+        parts = [part for unit in units for part in (unit, *(piece for piece, _ in self._pieces_of(unit)))]
+        self._owners = owners = [unit for unit in parts if unit.owns_parameters]
         self.fsdp_modules: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
         """The units that own parameters, as FSDP2 has them; in the order of `named`."""
         for fsdp in {id(m): m for m in [*self.fsdp_modules, _as_fsdp(self._module)]}.values():
@@ -148,10 +160,38 @@ class ShardedUnits:
                 if unit.trains and not reduces_unused_parameters(_as_fsdp(unit.module)):
                     unit.anchors_real_forwards = True
 
+    def _cut(self, unit: Unit) -> list[tuple[Unit, DeviceMesh]]:
+        """Takes out what tensor parallelism cuts of a layer: its pieces on this rank."""
+        parallel = self._settings.tensor_parallel
+        if parallel is None or unit.name not in parallel.blocks:
+            return []
+        pieces = cut_layer(unit.module, unit.name, parallel)
+        unit.find_slots()
+        units = [
+            Unit(f"{unit.name}.piece{piece.held.number}", piece, (), recompute=False) for piece in pieces
+        ]
+        unit.enclose(units)
+        self._pieces[unit.name] = list(zip(units, pieces, strict=True))
+        return [(part, piece.held.mesh) for part, piece in self._pieces[unit.name]]
+
+    def _pieces_of(self, unit: Unit) -> list[tuple[Unit, Piece]]:
+        return self._pieces.get(unit.name, [])
+
+    def slice_at_entry(self, take: Callable[[Tensor], Tensor], *, hidden_enters: bool) -> bool:
+        """Makes the first layer, or what comes after all layers, take this rank's positions of the sequence;
+        False where there is only what comes before layers."""
+        takers = [unit for unit in self._units if hidden_enters or is_layer(unit.name)]
+        for unit in takers[:1]:
+            unit.takes = take
+        return bool(takers)
+
     def _named_parameters_of(self, unit: Unit) -> list[tuple[str, nn.Parameter]]:
         """The unit's own parameters as they are registered now, each once, by global name."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for owner, key, parameter in unit.slots():
+            if isinstance(owner, Piece):
+                found[id(parameter)] = (owner.names[key], parameter)
+                continue
             prefix = self._prefixes[id(owner)]
             found.setdefault(id(parameter), (f"{prefix}.{key}" if prefix else key, parameter))
         return list(found.values())
@@ -189,6 +229,8 @@ class ShardedUnits:
         self._fsdp_root.set_modules_to_backward_prefetch([self._fsdp_root])
         takes_part = self._settings.receives_grad
         previous: FSDPModule | None = None
+        for unit in self._piece_units:
+            _as_fsdp(unit.module).set_modules_to_backward_prefetch([_as_fsdp(unit.module)])
         for unit in self._units:
             if not unit.owns_parameters:
                 continue
@@ -201,11 +243,12 @@ class ShardedUnits:
     # -- gathering -------------------------------------------------------------------------
 
     @property
-    def reading_stream(self) -> Stream:
+    def reading_streams(self) -> tuple[Stream, ...]:
         """On which FSDP2 reads shards where it gathers by itself: compute where a rank has all of them, else
         one of its own."""
         has_all = not self._reduces_in_backward or len(self._group.flat_ranks) == 1
-        return self._streams.compute if has_all else self._streams.of(gather_stream(self._fsdp_root))
+        own = self._streams.compute if has_all else self._streams.of(gather_stream(self._fsdp_root))
+        return (own, self._streams.compute) if self._alone else (own,)
 
     def gather(self, shards_arrive: Callable[[int, Stream], None]) -> None:
         """Starts the all-gathers, one a unit, in the order in which layers compute; `shards_arrive` makes a
@@ -221,7 +264,7 @@ class ShardedUnits:
             shards_arrive(position, gather)
             with gather.use():
                 handle = fsdp.unshard(async_op=True)
-                if handle is not None and self._waits_at_once:
+                if handle is not None and (self._waits_at_once or unit in self._alone):
                     handle.wait()
                 elif handle is not None:
                     self._handles.append(handle)
@@ -270,7 +313,7 @@ class ShardedUnits:
         """A forward that runs no user code: its backward gives every trainable parameter a zero gradient."""
         self.call_order.begin()
         x = torch.zeros(1, device=self._memory.device, requires_grad=requires_grad)
-        units = [*self._units, self._root]
+        units = [*self._units, *self._piece_units, self._root]
         for unit in units:
             unit.is_anchor_pass = True
         try:

@@ -131,6 +131,12 @@ class TiedWeights:
         if self._thread is not None:
             self._thread.close()
 
+    def abandon(self) -> None:
+        """The same, without waiting for other ranks."""
+        self.recover()
+        if self._thread is not None:
+            self._thread.abandon()
+
     def recover(self) -> None:
         """After an unfinished step on a rank alone: drops what one end has handed to another."""
         self._sends.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.ministage.random_numbers import RandomNumbers
+from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
 
 Forward = Callable[..., Any]
 
@@ -38,14 +40,7 @@ class Unit:
         self.name = name
         self.module = module
         self._own_modules = [m for m in module.modules() if id(m) not in inside_others]
-        self._slots = [
-            (owner, key)
-            for owner in self._own_modules
-            for key, value in owner._parameters.items()
-            if value is not None
-        ]
-        self.owns_parameters = bool(self._slots)
-        self.trains = any(p.requires_grad for p in self.parameters())
+        self.find_slots()
         self.anchors_real_forwards = False
         self.is_anchor_pass = False
         self.is_source = False
@@ -58,7 +53,34 @@ class Unit:
         # than computed it, which may save other tensors or in another order.
         self._run: Forward = torch.compile(forward, dynamic=False) if compiles else forward
         self._pass_through: Callable[[Tensor], Tensor] = lambda x: x
+        self._enter: Forward = self._compute
+        self.takes: Callable[[Tensor], Tensor] | None = None
+        """What becomes of the hidden states that it is given, if anything does."""
+        self._enclosing: tuple[Unit, ...] = ()
+        self._is_nested = False
         module.forward = self._forward
+
+    def find_slots(self) -> None:
+        """Once more, after parameters have been taken out."""
+        self._slots = [
+            (owner, key)
+            for owner in self._own_modules
+            for key, value in owner._parameters.items()
+            if value is not None
+        ]
+        self.owns_parameters = bool(self._slots)
+        self.trains = any(p.requires_grad for p in self.parameters())
+
+    def enclose(self, units: Sequence[Unit]) -> None:
+        """Makes calls pass through `units`, outermost first, before this module computes: FSDP2's hooks of
+        each then stand round it. All of them return one tensor, in an anchor pass too, since FSDP2 gathers
+        for a backward in the order in which modules have returned what it begins with."""
+        self._enclosing = tuple(units)
+        for unit in (self, *units):
+            unit._is_nested = True
+        for outer, inner in pairwise((self, *units)):
+            outer._enter = outer._pass_through = inner.module
+        units[-1]._enter = self._compute
 
     def slots(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         """Where the unit's own parameters are registered, and what is registered there now."""
@@ -90,11 +112,19 @@ class Unit:
         self._pass_through = pass_through
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_anchor_pass and self._is_nested:
+            return self._pass_through(anchor_zero_gradients(args[0].clone(), self.trainable_parameters()))
         if self.is_anchor_pass:
             # A copy: FSDP warns of modules that return a view, or their input itself.
             return anchor_zero_gradients(self._pass_through(args[0]).clone(), self.trainable_parameters())
-        outputs = self._compute(*args, **kwargs)
-        if self.anchors_real_forwards and torch.is_grad_enabled():
+        if self.takes is not None:
+            args, kwargs = with_hidden_states(args, kwargs, self.takes(hidden_states(args, kwargs)))
+        anchors = self.anchors_real_forwards and torch.is_grad_enabled()
+        if anchors and self._is_nested:
+            hidden = anchor_zero_gradients(hidden_states(args, kwargs), self.trainable_parameters())
+            args, kwargs = with_hidden_states(args, kwargs, hidden)
+        outputs = self._enter(*args, **kwargs)
+        if anchors and not self._is_nested:
             return anchor_zero_gradients(outputs, self.trainable_parameters())
         return outputs
 
@@ -106,7 +136,8 @@ class Unit:
             if self._recomputes:
                 return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
             return self._run(*args, **kwargs)
-        with activations.leaving_out([*self.parameters(), *self._buffers()]):
+        parameters = [p for unit in (self, *self._enclosing) for p in unit.parameters()]
+        with activations.leaving_out([*parameters, *self._buffers()]):
             if not self._recomputes:
                 return self._run(*args, **kwargs)
             restore = activations.save_inputs((args, kwargs))

@@ -154,8 +154,9 @@ class Updates:
             self._squares_of[ministage] = self._measure_now(ministage)
 
     def _measure_now(self, ministage: int) -> Tensor:
-        grads = self._grads(ministage)
-        if not grads or (self._ministages[ministage].is_replicated and not self._counts_replicated):
+        owner = self._ministages[ministage]
+        grads = self._grads(ministage, lambda name: owner.answers_for(name, of_whole=self._counts_replicated))
+        if not grads:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         # An overflow of the norm itself must not look like one of the gradients.
         return torch.nn.utils.get_total_norm(grads).to(torch.float64).square()
@@ -211,9 +212,13 @@ class Updates:
         """Ends the thread that sums, if there is one."""
         self._sums.close()
 
-    def _grads(self, ministage: int) -> list[Tensor]:
+    def abandon(self) -> None:
+        """The same, without waiting for other ranks."""
+        self._sums.abandon()
+
+    def _grads(self, ministage: int, takes: Callable[[str], bool] = lambda _: True) -> list[Tensor]:
         owner = self._ministages[ministage]
-        return [owner.gradients.local(name) for name in owner.trained if owner.gradients.has(name)]
+        return [owner.gradients.local(n) for n in owner.trained if owner.gradients.has(n) and takes(n)]
 
 
 def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> bool:

@@ -6,10 +6,10 @@ negotiated at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,55 @@ class Trace:
     """What the numbered layers of each ministage are given, each tensor once: what recomputation keeps."""
 
 
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step is given, as far as its traces depend on it."""
+
+    inputs: Signature
+    kwargs: KwargSpecs
+    param_dtype: torch.dtype | None = None
+    """In which layers compute."""
+
+    def key(self) -> tuple[Hashable, ...] | None:
+        """By which it is told from others; None where an argument cannot be."""
+        key = (self.inputs, _freeze(self.kwargs), self.param_dtype)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+
+class Traces:
+    """What fake runs of one model, cut in one way, have shown: who makes pipelines of it again and again is
+    spared all but the first."""
+
+    def __init__(self) -> None:
+        self.is_proven = False
+        """Whether the ministages were seen to compute what the model does, on guessed inputs at least."""
+        self._found: dict[tuple[Hashable, ...], Trace] = {}
+
+    def find(self, step: StepInputs) -> Trace | None:
+        """That of such a step, if there was one."""
+        key = step.key()
+        return None if key is None else self._found.get(key)
+
+    def keep(self, trace: Trace, step: StepInputs) -> None:
+        """`find` gives it from now on, if such a step can be told from others."""
+        key = step.key()
+        if key is not None:
+            self._found[key] = trace
+
+
+def _freeze(value: Any) -> Any:
+    """Containers as tuples, which can be hashed."""
+    if isinstance(value, Mapping):
+        return tuple((name, _freeze(entry)) for name, entry in value.items())
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *map(_freeze, value)
+    return type(value).__name__, value
+
+
 def trainable_ministages(parts: Sequence[ModelPart]) -> tuple[bool, ...]:
     """Whether each ministage has a parameter that requires a gradient."""
     return tuple(any(p.requires_grad for p in part.module.parameters()) for part in parts)
@@ -89,7 +138,15 @@ def trace_boundaries(
     for a keyword argument that no forward names.
     """
     check_kwargs(kwargs, parts)
-    specs = describe_kwargs(kwargs)
+    step = StepInputs(inputs, describe_kwargs(kwargs), param_dtype)
+    return trace_step(parts, plan, step, trainable=trainable)
+
+
+def trace_step(
+    parts: Sequence[ModelPart], plan: Plan, step: StepInputs, *, trainable: Sequence[bool]
+) -> Trace:
+    """`trace_boundaries` of arguments that were described."""
+    inputs, specs, param_dtype = step.inputs, step.kwargs, step.param_dtype
     skeleton = parts[0].skeleton
     with torch.enable_grad():
         skeleton.bind(inputs, specs, param_dtype)
@@ -340,33 +397,40 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-3, to
 
 
 def check_additive(
-    loss_fn: Callable[[Any, Any], Any], count_fn: Callable[[Any], Any], outputs: Any, targets: Any
+    loss_fn: Callable[[Any, Any], Any],
+    count_fn: Callable[[Any], Any],
+    outputs: Any,
+    targets: Any,
+    *,
+    over: Literal["rows", "positions"] = "rows",
 ) -> None:
-    """Splits one batch in two and proves that loss and count are sums over rows.
+    """Splits one batch in two and proves that loss and count are sums over rows, or over the positions of the
+    sequence.
 
-    `outputs` and `targets`: tensors `[rows, ...]`, or nested tuples, lists and dictionaries of
-    them. One row is taken twice. Raises `ConfigError` otherwise.
+    `outputs` and `targets`: tensors `[rows, ...]` or `[rows, positions, ...]`, or nested tuples, lists and
+    dictionaries of them. One row is taken twice. Raises `ConfigError` otherwise.
     """
-    rows = min((t.shape[0] for t in tensors_in((outputs, targets)) if t.dim()), default=0)
+    dim = 0 if over == "rows" else 1
+    rows = min((t.shape[dim] for t in tensors_in((outputs, targets)) if t.dim() > dim), default=0)
     if rows == 0:
         return
     if rows == 1:
-        outputs, targets = map_tensors((outputs, targets), lambda tensor: torch.cat((tensor, tensor)))
+        outputs, targets = map_tensors((outputs, targets), lambda tensor: torch.cat((tensor, tensor), dim))
         rows = 2
     halves = [slice(0, rows // 2), slice(rows // 2, rows)]
     with torch.no_grad():
         loss, count = loss_fn(outputs, targets), count_fn(targets)
-        losses = [loss_fn(_cut(outputs, half), _cut(targets, half)) for half in halves]
-        counts = [count_fn(_cut(targets, half)) for half in halves]
-    _require_sum("loss_fn", loss, losses, rows)
-    _require_sum("count_fn", count, counts, rows)
+        losses = [loss_fn(_cut(outputs, dim, half), _cut(targets, dim, half)) for half in halves]
+        counts = [count_fn(_cut(targets, dim, half)) for half in halves]
+    _require_sum("loss_fn", loss, losses, f"{rows} {over}")
+    _require_sum("count_fn", count, counts, f"{rows} {over}")
 
 
-def _cut(value: Any, rows: slice) -> Any:
-    return map_tensors(value, lambda tensor: tensor[rows])
+def _cut(value: Any, dim: int, part: slice) -> Any:
+    return map_tensors(value, lambda tensor: tensor[(slice(None),) * dim + (part,)])
 
 
-def _require_sum(what: str, whole: Any, split: Sequence[Any], rows: int) -> None:
+def _require_sum(what: str, whole: Any, split: Sequence[Any], whole_size: str) -> None:
     dtype = whole.dtype if isinstance(whole, Tensor) else torch.float64
     values = [float(value) for value in (whole, *split)]
     if not all(abs(value) < float("inf") for value in values):  # also false for NaN
@@ -379,6 +443,6 @@ def _require_sum(what: str, whole: Any, split: Sequence[Any], rows: int) -> None
             else "return how many targets the loss sums over"
         )
         raise ConfigError(
-            f"{what} is not additive over rows: {total:g} for {rows} rows, but "
+            f"{what} is not additive over {whole_size.split()[1]}: {total:g} for {whole_size}, but "
             f"{' + '.join(f'{part:g}' for part in parts)} for their halves; {mend}"
         )

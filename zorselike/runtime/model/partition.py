@@ -53,7 +53,12 @@ class Tie:
 
 
 def partition(
-    model: nn.Module, plan: Plan, *, split: Split | None = None, unpack: Callable[[Any], Any] | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    split: Split | None = None,
+    unpack: Callable[[Any], Any] | None = None,
+    is_proven: bool = False,
 ) -> list[ModelPart]:
     """Divides a model into the plan's ministages, all of them.
 
@@ -65,7 +70,7 @@ def partition(
     the last two; a callable makes each ministage's module itself, with parameters under their global names.
     Modules are planned in the order in which the model registers them; for a causal LM, export and a
     callable, in the order in which it runs them. `unpack` turns the model's output into a tensor or a tuple
-    of tensors.
+    of tensors. `is_proven`: this model in these ministages was tried out before, and needs no export.
 
     Raises `PlanError` where plan and model disagree, `ConfigError` where the model cannot be
     trained in pieces or `split` is wrong.
@@ -103,7 +108,7 @@ def partition(
         return _split_by_export(model, plan, unpack, why_needed=f"'{loose[0]}' belongs to no ministage")
     decoder = _Decoder(plan)
     parts = _split_by_pruning(model, plan, unpack, skeleton=decoder)
-    reason = decoder.try_tokens()
+    reason = None if is_proven else decoder.try_tokens()
     return parts if reason is None else _split_by_export(model, plan, unpack, why_needed=reason)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class Signature:
             if not tensor.dim():
                 raise ConfigError(f"inputs: tensor {i} has no dimensions; dimension 0 must be rows")
         return cls(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in tensors))
+
+    def at_positions(self, num_positions: int) -> Signature:
+        """The signature of so many positions of the sequence, dimension 1 of every tensor."""
+        shapes = [(num_positions, *spec.shape_per_row[1:]) for spec in self.tensors]
+        pairs = zip(self.tensors, shapes, strict=True)
+        return Signature(tuple(replace(spec, shape_per_row=shape) for spec, shape in pairs))
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.tensors))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zorselike.errors import ConfigError
@@ -45,6 +46,17 @@ def find_device(wanted: str, *, without_gpu: str, rank: int | None = None) -> to
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def use_device(wanted: torch.device | str | None) -> torch.device:
+    """The device that a caller names, made the current one; `find_device`'s if it names none or not which."""
+    found = None if wanted is None else torch.device(wanted)
+    if found is not None and (found.type != "cuda" or not torch.cuda.is_available()):
+        return found  # That there is none is an error of all ranks alike.
+    if found is not None and found.index is not None:
+        torch.cuda.set_device(found)
+        return found
+    return find_device("auto", without_gpu="", rank=dist.get_rank())
 
 
 def choose_dtype(wanted: ParamDtype, processes: Sequence[ProcessInfo]) -> torch.dtype | None:

@@ -146,9 +146,18 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 
 
 def _count_tasks_here(environment: Mapping[str, str]) -> int | None:
-    """This node's entry of `2(x3),1`: two tasks on each of three nodes, one on the fourth."""
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    """This node's entry of `2(x3),1`: two tasks on each of three nodes, one on the fourth.
+
+    In a heterogeneous job nodes are numbered component by component, and the step lists them by name.
+    """
+    listed = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if num_components := _number(environment, ("SLURM_HET_SIZE",)):
+        names = (f"SLURM_TASKS_PER_NODE_HET_GROUP_{number}" for number in range(num_components))
+        listed = ",".join(environment.get(name, "") for name in names)
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
     counts = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
+    if num_components and sum(counts) != _number(environment, _SLURM.sizes):
+        return None  # A step of some components, or of other numbers than the job's.
     node = _number(environment, ("SLURM_NODEID",))
     return None if node is None or node >= len(counts) else counts[node]
 

@@ -31,8 +31,63 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Of these ports a Slurm job takes one by its number, where nothing else is said."""
 
 
+class Peers:
+    """This process among others that do the same, and how they agree."""
+
+    rank: int
+    control: ProcessGroup
+    """All of them over Gloo, used between steps only."""
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.control)
+
+    @property
+    def node(self) -> str:
+        return find_identity().node
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank; collective."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def share(self, value: T) -> T:
+        """The value of rank 0, on every rank; collective."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
+        return box[0]
+
+    def gather_or_raise(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on every rank. A user's error on one is raised on all, any other as a
+        `ClusterError` that names the rank; collective."""
+        value, failure = _try(work)
+        said = self.gather((value, self._tell(failure)))
+        for _, error in said:
+            if error is not None:
+                raise error from failure
+        return [cast(T, value) for value, _ in said]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on every rank; errors as in `gather_or_raise`, but that rank 0 raises
+        its own as it is. Collective."""
+        value, failure = _try(work) if self.rank == 0 else (None, None)
+        found, error = self.share((value, self._tell(failure)))
+        if failure is not None:
+            raise failure
+        if error is not None:
+            raise error
+        return cast(T, found)
+
+    def _tell(self, failure: Exception | None) -> Exception | None:
+        """A failure as the other ranks raise it; what a user can mend says itself where it is from."""
+        if failure is None or isinstance(failure, USER_ERRORS):
+            return failure
+        return ClusterError(f"rank {self.rank} (node {self.node}) failed: {first_line(failure)}")
+
+
 @dataclass(frozen=True)
-class Processes:
+class Processes(Peers):
     """This process among the others; ranks are the launcher's, not a plan's."""
 
     infos: tuple[ProcessInfo, ...]
@@ -77,45 +132,6 @@ class Processes:
     def represents(self, *, of: Callable[[int], object]) -> bool:
         """Whether this rank is the first of those for which `of` gives what it gives for this one."""
         return next(rank for rank in range(self.size) if of(rank) == of(self.rank)) == self.rank
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank; collective."""
-        values = [value] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
-    def share(self, value: T) -> T:
-        """The value of rank 0, on every rank; collective."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
-        return box[0]
-
-    def gather_or_raise(self, work: Callable[[], T]) -> list[T]:
-        """What `work` gives on every rank. A user's error on one is raised on all, any other as a
-        `ClusterError` that names the rank; collective."""
-        value, failure = _try(work)
-        said = self.gather((value, self._tell(failure)))
-        for _, error in said:
-            if error is not None:
-                raise error from failure
-        return [cast(T, value) for value, _ in said]
-
-    def from_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on rank 0, on every rank; errors as in `gather_or_raise`, but that rank 0 raises
-        its own as it is. Collective."""
-        value, failure = _try(work) if self.rank == 0 else (None, None)
-        found, error = self.share((value, self._tell(failure)))
-        if failure is not None:
-            raise failure
-        if error is not None:
-            raise error
-        return cast(T, found)
-
-    def _tell(self, failure: Exception | None) -> Exception | None:
-        """A failure as the other ranks raise it; what a user can mend says itself where it is from."""
-        if failure is None or isinstance(failure, USER_ERRORS):
-            return failure
-        return ClusterError(f"rank {self.rank} (node {self.node}) failed: {first_line(failure)}")
 
 
 def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -204,11 +220,13 @@ def _open_store(identity: Identity, timeout: timedelta) -> Store:
 
 def _find_meeting_point(identity: Identity) -> tuple[str, int]:
     """Address and port of rank 0: what `MASTER_ADDR` and `MASTER_PORT` say, else the first node of a Slurm
-    step and a port made of its job's number."""
+    step (or of a heterogeneous job) and a port made of its job's number."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     job = os.environ.get("SLURM_JOB_ID", "")
     # `gpu[03-05,9],cpu1`: the first name, with the first of its numbers.
-    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", os.environ.get("SLURM_STEP_NODELIST", ""))
+    # In a heterogeneous job rank 0 is on the first node of the first component, wherever its name sorts.
+    nodes = os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or os.environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
     if identity.source == "Slurm" and first is not None and job.isdecimal():
         address = address or "".join(filter(None, first.groups()))
         port = port or str(_FIRST_PORT + int(job) % _NUM_PORTS)

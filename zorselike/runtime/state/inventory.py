@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zorselike.plan.holdings import VALUE, Box, rows_held, rows_written
+from zorselike.plan.holdings import VALUE, Box, boxes_held, boxes_written
 from zorselike.plan.plan import Plan
 from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.tensor_parallel.cut_plan import CutPlan
 
 Shape = tuple[int, ...]
 
@@ -37,6 +38,8 @@ class Inventory:
     """Of each ministage, what it needs too and another owns."""
     aliases: Mapping[str, str]
     """Further names of tensors, and the names under which these are in `tensors`."""
+    cut: CutPlan
+    """Which of them ranks of tensor-parallel replicas have in pieces."""
 
     @classmethod
     def of(
@@ -45,16 +48,19 @@ class Inventory:
         states: Sequence[Mapping[str, Tensor]],
         owner_of: Mapping[str, str],
         param_dtype: torch.dtype | None,
+        cut: CutPlan | None = None,
     ) -> Inventory:
         """`parts`: the ministages' modules, sharded or not; `states`: what each had as the model was given,
-        perhaps on the meta device; `owner_of`: of borrowed weights."""
+        perhaps on the meta device; `owner_of`: of borrowed weights; `cut`: what modules may have in
+        pieces."""
+        cut = cut or CutPlan()
         aliases: dict[str, str] = {}
         known: dict[str, TensorFacts] = {}
         tensors: list[dict[str, TensorFacts]] = []
         borrowed: list[dict[str, TensorFacts]] = []
-        for part, state in zip(parts, states, strict=True):
-            names = _owned_names(part, owner_of)
-            trained = {name for name, p in part.named_parameters() if p.requires_grad}
+        for number, (part, state) in enumerate(zip(parts, states, strict=True)):
+            names = _owned_names(part, owner_of) | {name: name for name in cut.of(number)}
+            trained = cut.trained | {name for name, p in part.named_parameters() if p.requires_grad}
             tensors.append({})
             borrowed.append({})
             for name, tensor in state.items():
@@ -73,7 +79,7 @@ class Inventory:
                         trains=name in trained,
                         is_parameter=is_parameter,
                     )
-        return cls(tuple(tensors), tuple(borrowed), aliases)
+        return cls(tuple(tensors), tuple(borrowed), aliases, cut)
 
     @property
     def all_tensors(self) -> dict[str, TensorFacts]:
@@ -86,9 +92,12 @@ class Inventory:
         boxes: dict[int, list[Box]] = {rank: [] for rank in group.flat_ranks}
         for name, facts in self.tensors[ministage].items():
             if facts.is_parameter:
-                rows = rows_written(plan, ministage, facts.shape[0], process_of=process_of)
-                for rank, own in rows.items():
-                    boxes[rank].append(Box.of_rows(name, VALUE, facts.shape, own))
+                cut = self.cut.of(ministage).get(name)
+                shared = boxes_written(
+                    plan, ministage, name, VALUE, facts.shape, process_of=process_of, cut=cut
+                )
+                for rank, own in shared.items():
+                    boxes[rank] += own
             else:
                 boxes[group.flat_ranks[0]].append(Box.whole(name, VALUE, facts.shape))
         return boxes
@@ -104,9 +113,13 @@ class Inventory:
             is_updated = facts.trains and name in self.tensors[ministage]
             kinds = kinds_of.get(name, (VALUE,)) if is_updated else (VALUE,)
             if facts.is_parameter:
-                rows = rows_held(plan, ministage, facts.shape[0], process_of=process_of)
-                for rank, own in rows.items():
-                    boxes[rank] += [Box.of_rows(name, kind, facts.shape, own) for kind in kinds]
+                cut = self.cut.of(ministage).get(name)
+                for kind in kinds:
+                    held = boxes_held(
+                        plan, ministage, name, kind, facts.shape, process_of=process_of, cut=cut
+                    )
+                    for rank, own in held.items():
+                        boxes[rank] += own
             else:
                 for rank in group.flat_ranks:
                     boxes[rank].append(Box.whole(name, VALUE, facts.shape))

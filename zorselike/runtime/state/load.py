@@ -23,7 +23,7 @@ from zorselike.checkpoint.read import SlicesReader, read_manifest
 from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.plan.holdings import VALUE, Box, Copy, copies
 from zorselike.runtime.state.dtypes import bytes_of, named_dtype
-from zorselike.runtime.state.exchange import exchange, part_of
+from zorselike.runtime.state.exchange import GroupChannel, collect
 from zorselike.runtime.state.pipeline_state import PipelineState
 from zorselike.runtime.state.save import read_optimizers
 from zorselike.runtime.state.together import do_together, gather_by_rank
@@ -127,7 +127,6 @@ class Loader:
             for rank, own in enumerate(seen)
         }
         due = list(copies(held, wanted))
-        found = {box: torch.empty(box.shape, dtype=self._dtype_of(box)) for box in wanted.get(self._rank, ())}
         read = self._read_directly(reader)
         contents: dict[Copy, Tensor] = {}
 
@@ -139,17 +138,11 @@ class Loader:
         self._together(read_own)  # Before anything is sent: a damaged file must not leave others waiting.
         sources = iter([copy for copy in due if copy.source == self._rank])
 
-        def write(box: Box, values: Tensor) -> None:
-            for own, target in found.items():
-                if own.intersect(box) == box:
-                    part_of(box, own, target).copy_(values)
-
-        exchange(
+        found = collect(
             due,
-            self._state.ranks,
-            self._state.control,
+            wanted.get(self._rank, ()),
+            GroupChannel(self._state.ranks, self._state.control),
             read=lambda box: contents.pop(next(sources)),
-            write=write,
             dtype_of=self._dtype_of,
         )
         self._together(lambda: self._fill(ministage, found.__getitem__))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zorselike.checkpoint.manifest import Base
-from zorselike.plan.holdings import VALUE, Box, copies, rows_held, rows_written
+from zorselike.plan.holdings import VALUE, Box, boxes_held, boxes_written, copies
 from zorselike.plan.plan import Plan
 from zorselike.runtime.comm.ranks import ProcessGroup, Ranks
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.named_state import NamedState, Part
-from zorselike.runtime.state.exchange import exchange, part_of
+from zorselike.runtime.state.exchange import GroupChannel, exchange, part_of
 from zorselike.runtime.state.inventory import Inventory
+
+BoxesOfRanks = Callable[..., Mapping[int, tuple[Box, ...]]]
 
 
 class PipelineState:
@@ -44,8 +46,8 @@ class PipelineState:
             i: NamedState(
                 ministage,
                 optimizers.get(i),
-                held=partial(self._rows_held, i),
-                written=partial(self._rows_written, i),
+                held=partial(self._boxes, boxes_held, i),
+                written=partial(self._boxes, boxes_written, i),
                 owner_of=owner_of,
                 buffers=[
                     name
@@ -70,10 +72,6 @@ class PipelineState:
         """Whether this rank speaks for a ministage's group."""
         return self.plan.group_of(ministage).flat_ranks[0] == self.ranks.rank
 
-    def boxes(self) -> list[Box]:
-        """All that this rank holds."""
-        return [part.held for state in self.ministages.values() for part in state.parts()]
-
     def gather_whole(self) -> dict[str, Tensor]:
         """`{global name: CPU tensor}` of all parameters and persistent buffers, under all their names, on
         rank 0, `{}` elsewhere; collective. In the dtype that is kept or that of the model as it was given,
@@ -95,8 +93,7 @@ class PipelineState:
                     self.inventory.written(self.plan, i, process_of=self.ranks.process_of),
                     {0: [Box.whole(name, VALUE, known.shape) for name, known in tensors.items()]},
                 ),
-                self.ranks,
-                self.control,
+                GroupChannel(self.ranks, self.control),
                 read=partial(_read_own, own),
                 write=write,
                 dtype_of=lambda box: facts[box.name].dtype,
@@ -106,22 +103,24 @@ class PipelineState:
                 whole[alias] = whole[name]
         return {name: whole[name] for name in self._names if name in whole}
 
-    def parts_by_name(self, ministage: int) -> dict[str, Part]:
+    def parts_by_name(self, ministage: int) -> dict[str, list[Part]]:
         """Values that this rank holds of a ministage, by name; `{}` if it is another group's."""
         state = self.ministages.get(ministage)
         parts = state.parts(model_only=True) if state is not None else []
-        return {part.held.name: part for part in parts}
+        found: dict[str, list[Part]] = {}
+        for part in parts:
+            found.setdefault(part.held.name, []).append(part)
+        return found
 
-    def _rows_held(self, ministage: int, num_rows: int) -> tuple[int, int]:
-        rows = rows_held(self.plan, ministage, num_rows, process_of=self.ranks.process_of)
-        return rows[self.ranks.rank]
+    def _boxes(
+        self, find: BoxesOfRanks, ministage: int, name: str, kind: str, shape: tuple[int, ...]
+    ) -> tuple[Box, ...]:
+        cut = self.inventory.cut.of(ministage).get(name)
+        boxes = find(self.plan, ministage, name, kind, shape, process_of=self.ranks.process_of, cut=cut)
+        return boxes[self.ranks.rank]
 
-    def _rows_written(self, ministage: int, num_rows: int) -> tuple[int, int]:
-        rows = rows_written(self.plan, ministage, num_rows, process_of=self.ranks.process_of)
-        return rows[self.ranks.rank]
 
-
-def _read_own(own: Mapping[str, Part], box: Box) -> Tensor:
+def _read_own(own: Mapping[str, Sequence[Part]], box: Box) -> Tensor:
     assert box.kind == VALUE
-    part = own[box.name]
+    part = next(part for part in own[box.name] if part.held.intersect(box) == box)
     return part_of(box, part.held, part.locate().whole()).to("cpu")

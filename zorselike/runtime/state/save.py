@@ -13,11 +13,12 @@ import json
 import platform
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from zorselike.checkpoint.lease import Lease
 from zorselike.checkpoint.manifest import Manifest, TensorRecord
 from zorselike.checkpoint.slices import Slice, SlicesWriter
 from zorselike.errors import CheckpointError, ConfigError
-from zorselike.plan.holdings import VALUE
+from zorselike.plan.holdings import VALUE, Box
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.memory.memory import Memory
@@ -114,8 +115,8 @@ class Saver:
         self._leases: dict[Path, Lease] = {}
         self._newest: Save | None = None
 
-    def claim(self, folder: Path) -> None:
-        """Takes a folder's lease; collective, on the main thread.
+    def claim(self, folder: Path, *, job: str = "") -> None:
+        """Takes a folder's lease, as that of a `job` if it has a name; collective, on the main thread.
 
         Raises:
             CheckpointError: On every rank alike.
@@ -123,7 +124,7 @@ class Saver:
         box: list[str | None] = [None]
         if self._rank == _LEADER:
             try:
-                self._hold(folder)
+                self._hold(folder, job=job)
             except Exception as error:
                 box[0] = self._describe(error)
         process = self._state.ranks.process_of[_LEADER]
@@ -188,6 +189,16 @@ class Saver:
             lease.release()
         self._leases.clear()
 
+    def abandon(self) -> None:
+        """Gives up what is on its way: other ranks may be gone."""
+        self._thread.abandon()
+        if self._newest is not None and not self._newest.finished.is_set():
+            self._newest.error = f"saving step {self._newest.step} was interrupted: another rank is gone"
+            self._newest.finished.set()
+        for lease in self._leases.values():
+            lease.release()
+        self._leases.clear()
+
     # -- in the thread ---------------------------------------------------------------------
 
     def _save(self, save: Save, snapshot: Snapshot, facts: RunFacts) -> None:
@@ -231,10 +242,10 @@ class Saver:
             except Exception as error:
                 save.warnings.append(self._describe(error))
 
-    def _hold(self, folder: Path) -> None:
+    def _hold(self, folder: Path, *, job: str = "") -> None:
         """As the leader: makes sure that nobody else saves there."""
         if folder not in self._leases:
-            self._leases[folder] = Lease(folder)
+            self._leases[folder] = Lease(folder, job=job)
             remove_partials(folder)
         self._leases[folder].check()
 
@@ -273,26 +284,22 @@ class Saver:
             snapshot.take()
         if snapshot.failure is not None:
             raise snapshot.failure
-        described = {
-            part: [
-                Slice(saved.box, dtype_name(saved.dtype), saved.shape)
-                for i in snapshot.order
-                for saved in snapshot.saved(i)
-                if (saved.box.kind == VALUE) is (part == "model")
-            ]
-            for part in ("model", "optim")
-        }
+        described: dict[str, list[Slice]] = {}
+        file_of: dict[Box, str] = {}
+        num_slices: Counter[tuple[str, str]] = Counter()
+        for saved in (one for i in snapshot.order for one in snapshot.saved(i)):
+            box = saved.box
+            part: Literal["model", "optim"] = "model" if box.kind == VALUE else "optim"
+            file_of[box] = slices_file(part, self._rank, num_slices[box.name, box.kind])
+            num_slices[box.name, box.kind] += 1
+            described.setdefault(file_of[box], []).append(Slice(box, dtype_name(saved.dtype), saved.shape))
         with contextlib.ExitStack() as stack:
-            writers = {
-                part: SlicesWriter(partial, slices_file(part, self._rank), slices)  # type: ignore[arg-type]
-                for part, slices in described.items()
-                if slices
-            }
+            writers = {file: SlicesWriter(partial, file, described[file]) for file in sorted(described)}
             for writer in writers.values():
                 stack.callback(writer.abort)
             for i in snapshot.order:
                 for saved, content in zip(snapshot.saved(i), snapshot.read(i), strict=True):
-                    writers["model" if saved.box.kind == VALUE else "optim"].write(bytes_of(content))
+                    writers[file_of[saved.box]].write(bytes_of(content))
                 snapshot.release(i)
             files = [writer.finish() for writer in writers.values()]
         identity = find_identity()

@@ -8,7 +8,7 @@ the parts are the live tensors themselves, and training waits until they are wri
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -45,10 +45,12 @@ class Snapshot:
         model_only: bool,
         stages: bool,
         left_out: Collection[str] = (),
+        purpose: str = CHECKPOINT_COPIES,
     ) -> None:
         """`stages`: whether to copy, on `stream`. Then the next step may begin when this returns.
-        `left_out`: names of what is not saved."""
-        self._states, self._memory = states, memory
+        `left_out`: names of what is not saved. `purpose`: of the copies' memory; the one before of the same
+        purpose has been taken."""
+        self._states, self._memory, self._purpose = states, memory, purpose
         memory.streams.begin()
         compute = memory.streams.compute
         self._stream = stream
@@ -81,7 +83,7 @@ class Snapshot:
                 self._copied[i] = self._stream.record()
         for i in self.order:
             # It stays when all is written: so those who change values come after the copy in any case.
-            states[i].ministage.before_change = partial(_await, self._copied[i], self._taken[i])
+            states[i].ministage.before_change[purpose] = partial(_await, self._copied[i], self._taken[i])
 
     def saved(self, ministage: int) -> list[Saved]:
         """What there is to write of a ministage, in the order of `read`."""
@@ -114,6 +116,10 @@ class Snapshot:
         if counted:
             stacked = torch.stack([tensor.detach().to(torch.float64) for tensor in counted])
             self._counted[ministage], _ = copy_to_host(stacked, self._stream)
+
+    def buffers(self) -> list[Tensor]:
+        """Where the copies are, in the order of the ministages; `lay_out` says what lies where."""
+        return [self._buffers[i] for i in self.order] if self._buffers is not None else []
 
     def read(self, ministage: int) -> Iterator[Tensor]:
         """Contents in host memory, contiguous, one after another."""
@@ -148,7 +154,7 @@ class Snapshot:
         for i in self.order:
             self.release(i)
         for buffer in (self._buffers or {}).values():
-            self._memory.pool.give_back(CHECKPOINT_COPIES, buffer)
+            self._memory.pool.give_back(self._purpose, buffer)
         self._buffers = None
 
     # --------------------------------------------------------------------------------------
@@ -156,26 +162,34 @@ class Snapshot:
     def _make_buffers(self) -> dict[int, Tensor] | None:
         """One of the size of each ministage's parts; None without room for them."""
         pool = self._memory.pool
-        sizes = {i: sum(map(_num_bytes, self._parts[i])) for i in self.order}
+        sizes = {i: measure(self.saved(i)) for i in self.order}
         try:
-            pool.reserve(CHECKPOINT_COPIES, list(sizes.values()))
+            pool.reserve(self._purpose, list(sizes.values()))
         except ConfigError:
             return None
-        return {i: pool.take(CHECKPOINT_COPIES, size) for i, size in sizes.items()}
+        return {i: pool.take(self._purpose, size) for i, size in sizes.items()}
 
     def _copies(self, ministage: int) -> Iterator[tuple[Part, Located, Tensor]]:
         """What is copied, where it is, and where to."""
         return zip(self._parts[ministage], self._sources[ministage], self._targets(ministage), strict=True)
 
     def _targets(self, ministage: int) -> Iterator[Tensor]:
-        if self._buffers is None:
-            return
-        buffer, start = self._buffers[ministage], 0
-        for part in self._parts[ministage]:
-            stop = start + _num_bytes(part)
-            flat = buffer[start : start + part.written.num_elements * part.dtype.itemsize]
-            yield flat.view(part.dtype).view(part.written.shape)
-            start = stop
+        if self._buffers is not None:
+            yield from lay_out(self.saved(ministage), self._buffers[ministage])
+
+
+def lay_out(saved: Iterable[Saved], buffer: Tensor) -> Iterator[Tensor]:
+    """The tensors of a ministage in their buffer, one after another."""
+    start = 0
+    for one in saved:
+        num_bytes = one.box.num_elements * one.dtype.itemsize
+        yield buffer[start : start + num_bytes].view(one.dtype).view(one.box.shape)
+        start += _align(num_bytes)
+
+
+def measure(saved: Iterable[Saved]) -> int:
+    """Bytes of such a buffer."""
+    return sum(_align(one.box.num_elements * one.dtype.itemsize) for one in saved)
 
 
 def _await(copied: Event, taken: threading.Event, stream: Stream) -> None:
@@ -186,10 +200,8 @@ def _await(copied: Event, taken: threading.Event, stream: Stream) -> None:
 _ALIGNMENT = 64
 
 
-def _num_bytes(part: Part) -> int:
-    """Of a part in the buffer."""
-    size = part.written.num_elements * part.dtype.itemsize
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _written(part: Part, values: Tensor) -> Tensor:

@@ -60,13 +60,13 @@ def match_transfers(
 
 
 def _fits(steps: Mapping[int, Sequence[Step]], channel: Channel, pair: Match) -> bool:
-    """Both ends list the same rows, or nothing more."""
+    """Both ends list the same rows and positions, or nothing more."""
     sends, receives = steps[channel.source], steps[channel.target]
     if pair.sent == len(sends) or pair.received == len(receives):
         return pair == (len(sends), len(receives))
     send, receive = sends[pair.sent], receives[pair.received]
     neighbour = send.ministage + (1 if channel.direction == "F" else -1)
-    return (neighbour, send.start, send.stop) == (receive.ministage, receive.start, receive.stop)
+    return (neighbour, *send[4:]) == (receive.ministage, *receive[4:])
 
 
 def _mismatch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from zorselike.schedule.actions import HOST_COPIES, NEEDED_BY, Action, Kind
@@ -48,7 +48,8 @@ class _RankOrder:
         self._num_computed = self._most if group.zero == 3 else len(self._rows)
         """Microbatches of each ministage that run, dummies of ZeRO 3 among them."""
         self._norm_due = spec.defer_steps and spec.has_backward
-        self._residency = Residency(group, spec.lowest_backward)
+        returns = spec.plan.bounds_in_flight and spec.has_backward and len(self._ministages) > 1
+        self._residency = Residency(group, spec.lowest_backward, returns=returns)
         self._host = HostResidence(group, self._ministages, masters=spec.masters)
         self._following_backward = _following_backward(steps)
         self._done: set[tuple[Kind, int, int]] = set()
@@ -57,7 +58,11 @@ class _RankOrder:
         self._max_in_flight = group.max_in_flight
         self._num_in_flight = 0
         """Microbatches with rows that are forward and not yet backward, of all ministages."""
-        self._received: defaultdict[tuple[Kind, int, int], list[tuple[int, int]]] = defaultdict(list)
+        self._is_shared = spec.plan.has_replicas
+        self._positions = spec.positions_of(rank) if self._is_shared else (0, 1)
+        """Of the sequence, those that this rank has; without replicas nobody tells them apart."""
+        self._received: defaultdict[tuple[Kind, int, int], list[tuple[int, ...]]] = defaultdict(list)
+        """Rows and positions."""
         self.checks: dict[Kind, Callable[[Step], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -166,16 +171,17 @@ class _RankOrder:
 
     def _check_received(self, receive: Kind, ministage: int, microbatch: int) -> None:
         start, stop = self._rows[microbatch]
-        covered = start
-        for first, last in sorted(self._received.pop((receive, ministage, microbatch), ())):
-            if first != covered:
-                break
-            covered = last
-        if covered != stop:
-            raise Fault(
-                f"it needs rows [{start}:{stop}), and no {receive.value} ahead of it brings "
-                f"those from {covered} on exactly once"
-            )
+        brought = sorted(self._received.pop((receive, ministage, microbatch), ()))
+        missing = _find_missing(brought, (start, stop), self._positions)
+        if missing is None:
+            return
+        wanted, since = f"rows [{start}:{stop})", f"{missing[0]}"
+        if self._is_shared:
+            wanted += " at positions [{}:{})".format(*self._positions)
+            since += f", position {missing[1]},"
+        raise Fault(
+            f"it needs {wanted}, and no {receive.value} ahead of it brings those from {since} on exactly once"
+        )
 
     # -- transfers -------------------------------------------------------------------------
 
@@ -193,7 +199,8 @@ class _RankOrder:
         self._check_transfer(step, -1 if compute is Kind.F else 1)
         if (compute, step.ministage, step.microbatch) in self._done:
             raise Fault(f"it comes after {step.ministage}{compute.value}{step.microbatch}, which needs it")
-        self._received[step.kind, step.ministage, step.microbatch].append((step.start, step.stop))
+        positions = self._positions if step.first == NONE else (step.first, step.last)
+        self._received[step.kind, step.ministage, step.microbatch].append((step.start, step.stop, *positions))
 
     def _check_transfer(self, step: Step, direction: int) -> None:
         """The peer belongs to the neighbouring ministage's group, the rows to the microbatch."""
@@ -210,6 +217,9 @@ class _RankOrder:
         start, stop = self._rows[step.microbatch]
         if not start <= step.start < step.stop <= stop:
             raise Fault(f"microbatch {step.microbatch} has rows [{start}:{stop})")
+        first, last = self._positions
+        if step.first != NONE and not first <= step.first < step.last <= last:
+            raise Fault(f"this rank has positions [{first}:{last})")
 
     # -- gradients and updates -------------------------------------------------------------
 
@@ -304,8 +314,12 @@ class _RankOrder:
     def _expect(self, kind: Kind, ministage: int, microbatches: Sequence[int]) -> None:
         for microbatch in microbatches:
             if (kind, ministage, microbatch) not in self._done:
-                numbers = (None if number == NONE else number for number in (ministage, microbatch))
-                raise Fault(f"{Action(kind, *numbers)} is missing")
+                missing = Action(
+                    kind,
+                    None if ministage == NONE else ministage,
+                    None if microbatch == NONE else microbatch,
+                )
+                raise Fault(f"{missing} is missing")
 
     def _record(self, step: Step) -> None:
         key = (step.kind, step.ministage, step.microbatch)
@@ -313,6 +327,20 @@ class _RankOrder:
             raise Fault("it was already done")
         self._done.add(key)
         self._num_done[step.kind, step.ministage] += 1
+
+
+def _find_missing(
+    brought: Iterable[tuple[int, ...]], rows: tuple[int, int], positions: tuple[int, int]
+) -> tuple[int, int] | None:
+    """The first row and position that parts `(start, stop, first, last)` in order do not bring exactly once;
+    None if there is none. Of one range of rows all positions come before the next range."""
+    row, position, end = rows[0], positions[0], rows[0]
+    for start, stop, first, last in brought:
+        if (start, first) != (row, position) or (position > positions[0] and stop != end):
+            return min((row, position), (start, first))
+        end = stop
+        row, position = (row, last) if last < positions[1] else (stop, positions[0])
+    return None if row == rows[1] else (row, position)
 
 
 def _following_backward(steps: Sequence[Step]) -> dict[int, int]:

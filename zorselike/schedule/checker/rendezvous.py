@@ -7,10 +7,10 @@ proves all runs.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from zorselike.plan.plan import Plan
-from zorselike.schedule.actions import SENDS, Action
+from zorselike.schedule.actions import SENDS, Action, Edge, edges_of_rank
 from zorselike.schedule.checker.channels import Channel
 from zorselike.schedule.checker.steps import NONE
 from zorselike.schedule.checker.waits import Place, Waits
@@ -185,10 +185,16 @@ def find_buffered_edges(
     return frozenset(execution.buffered), tuple(cycles)
 
 
-def wraps_around(plan: Plan, edge: Channel) -> bool:
+def wraps_around(plan: Plan, edge: Edge) -> bool:
     """Whether an edge leads from a later group to an earlier one (gradients: the other way)."""
-    source, target = plan.group_of_rank[edge.source], plan.group_of_rank[edge.target]
-    return source > target if edge.direction == "F" else source < target
+    *ends, direction = edge
+    source, target = (plan.group_of_rank[end] for end in ends)
+    return source > target if direction == "F" else source < target
+
+
+def find_wrapping(plan: Plan, rank: int, actions: Iterable[Action]) -> frozenset[Edge]:
+    """Edges of a rank that wrap around: between GPUs they go over host memory, wherever there is a cycle."""
+    return frozenset(edge for edge in edges_of_rank(rank, actions) if wraps_around(plan, edge))
 
 
 def _choose_cycle(plan: Plan, execution: Execution, stuck: Sequence[int]) -> list[int]:

@@ -23,8 +23,11 @@ class Fault(Exception):
 class Residency:
     """Which ministages are gathered and which gradients are whole, while a list is read in order."""
 
-    def __init__(self, group: Group, lowest_backward: int) -> None:
+    def __init__(self, group: Group, lowest_backward: int, *, returns: bool = False) -> None:
+        """`returns`: whether the group comes back to its ministages again and again, so that ZeRO 2 too keeps
+        each gathered from first use to last."""
         self._zero = group.zero
+        self._returns = returns
         self._gathers = group.zero in (1, 2)
         self._reduces_per_microbatch = group.reduces_per_microbatch
         self._lowest_backward = lowest_backward
@@ -38,12 +41,12 @@ class Residency:
             raise Fault(f"ZeRO {self._zero} gathers no ministage by UNSHARD")
         if ministage in self.gathered:
             raise Fault(f"ministage {ministage} is gathered already")
-        if self._zero == 2 and len(self.gathered) == MAX_GATHERED:
+        if self._zero == 2 and not self._returns and len(self.gathered) == MAX_GATHERED:
             raise Fault(
                 f"ministages {sorted(self.gathered)} are gathered, and ZeRO 2 allows {MAX_GATHERED}: "
                 "a RESHARD must come first"
             )
-        most = 2 if self._zero == 2 and ministage >= self._lowest_backward else 1
+        most = 2 if self._zero == 2 and not self._returns and ministage >= self._lowest_backward else 1
         if self._num_gathers[ministage] == most:
             often = "twice" if most == 2 else "once"
             raise Fault(f"ZeRO {self._zero} gathers ministage {ministage} {often} a step")

@@ -1,8 +1,9 @@
 """What every action waits for, as events: the precedence graph of a schedule.
 
 An event is something that some actions bring about together: the start of a collective is
-brought about by all ranks of a group, a sent slice by one rank. An action first waits for its
-`before` events, then arrives at its own, then waits for its `after` events.
+brought about by all ranks of a group, a computation of several ranks by all of their replica, a sent slice by
+one rank. An action first waits for its `before` events, then arrives at its own, then waits for its `after`
+events.
 """
 
 from __future__ import annotations
@@ -75,12 +76,13 @@ class _Shared:
     def __init__(self, spec: ScheduleSpec, waits: Waits) -> None:
         self._spec = spec
         self._waits = waits
-        self._events: dict[tuple[int, int, Kind, int, int], int] = {}
+        self._events: dict[tuple[int, int, int, Kind, int, int], int] = {}
 
-    def join(self, step: Step, member: Place, *, turn: int = 0) -> int:
-        """The member's arrival at its group's (or, for NORM, the world's) `turn`-th event of that name."""
+    def join(self, step: Step, member: Place, *, turn: int = 0, replica: int = NONE) -> int:
+        """The member's arrival at its group's (or, for NORM, the world's) `turn`-th event of that name; with
+        the first rank of a replica, at its."""
         group = NONE if step.kind is Kind.NORM else self._spec.plan.group_of_rank[member[0]]
-        key = (group, turn, step.kind, step.ministage, step.microbatch)
+        key = (group, replica, turn, step.kind, step.ministage, step.microbatch)
         if key not in self._events:
             self._events[key] = self._waits.add_event()
         self._waits.join(self._events[key], member)
@@ -89,7 +91,7 @@ class _Shared:
     def find(self, kind: Kind, ministage: int) -> int:
         """The event of a whole ministage, which exists."""
         group = self._spec.plan.ministages[ministage].group
-        return self._events[group, 0, kind, ministage, NONE]
+        return self._events[group, NONE, 0, kind, ministage, NONE]
 
 
 _RENDEZVOUS = frozenset({Kind.REDUCE_GRAD, Kind.NORM})
@@ -104,7 +106,10 @@ def _add_rank(
     rank: int,
     steps: Sequence[Step],
 ) -> None:
-    joins_computations = spec.group_of_rank(rank).zero == 3
+    joins_group = spec.group_of_rank(rank).zero == 3
+    replica = spec.plan.replica_of(rank)
+    joins_computations = joins_group or replica.degree > 1
+    of_replica = NONE if joins_group else replica.first
     before, after = waits.before[rank], waits.after[rank]
     incoming: defaultdict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     num_gathers: defaultdict[int, int] = defaultdict(int)
@@ -122,7 +127,7 @@ def _add_rank(
                 needed.append(gathering.pop(ministage))
             before[position] = tuple(needed)
             if joins_computations:
-                after[position] = (shared.join(step, (rank, position)),)
+                after[position] = (shared.join(step, (rank, position), replica=of_replica),)
         elif kind in _RENDEZVOUS:
             after[position] = (shared.join(step, (rank, position)),)
         elif kind in _TIES:

@@ -121,14 +121,22 @@ class _HostCopies:
                     self._after[self._reduced_at(ministage)].append(Action(Kind.OFFLOAD_GRAD, ministage))
 
     def _ahead_of_step(self, position: int) -> int:
-        """The beginning of the ministage's backward; for a deferred update the update before it,
-        for the first of them the norm."""
+        """The beginning of the ministage's backward, or of the last of it where others come in between; for a
+        deferred update the update before it, for the first of them the norm."""
         norms = self._positions[Kind.NORM, None]
         if norms:
-            between = range(position - 1, norms[0], -1)
-            return next((p for p in between if self._actions[p].kind is Kind.STEP), norms[0])
-        backwards = self._positions[Kind.B, self._actions[position].ministage]
-        return backwards[0] if backwards else position
+            earlier = range(position - 1, norms[0], -1)
+            return next((p for p in earlier if self._actions[p].kind is Kind.STEP), norms[0])
+        ministage = self._actions[position].ministage
+        backwards = self._positions[Kind.B, ministage]
+        if not backwards:
+            return position
+        others = (p for i in self._ministages if i != ministage for p in self._positions[Kind.B, i])
+        between = max((p for p in others if p < backwards[-1]), default=-1)
+        # A rank without the last microbatches of its group reaches its updates without backwards in between.
+        updates = sorted(p for i in self._ministages for p in self._positions[Kind.STEP, i] if p < position)
+        room = updates[-2] + 1 if len(updates) > 1 else 0
+        return max(room, next(p for p in backwards if p > between))
 
     def _reduced_at(self, ministage: int) -> int:
         """After this its gradients are final."""

@@ -89,12 +89,13 @@ def _look_ahead_by_kind(computations: Sequence[Action], computed: Sequence[int])
     one takes only once it has sent a backward that the first one does not take yet."""
     to_come = {kind: deque(p for p in computed if computations[p].kind is kind) for kind in (Kind.F, Kind.B)}
     num_left = {kind: len(positions) for kind, positions in to_come.items()}
-    backwards = {computations[p].microbatch: p for p in to_come[Kind.B]}
+    backwards = {(computations[p].ministage, computations[p].microbatch): p for p in to_come[Kind.B]}
     before: Action | None = None
     for position in computed:
         found: list[int] = []
-        if before is not None and before.kind is Kind.F and before.microbatch in backwards:
-            found.append(backwards[before.microbatch])
+        if before is not None and before.kind is Kind.F:
+            own = backwards.get((before.ministage, before.microbatch))
+            found += [] if own is None else [own]
         now = computations[position].kind
         for kind, positions in to_come.items():
             while positions and num_left[kind] - len(positions) < RECEIVES_AHEAD + (kind is now):

@@ -7,7 +7,7 @@ A plan with a single ministage is gradient accumulation: there is no other minis
 for and no other group to feed, so each microbatch goes forward and at once backward, and the
 activations of one are held. Parameters of ZeRO 1 and 2 are gathered once for the step.
 
-So they are where the plan bounds microbatches in flight: there each group has one ministage, and
+So they are where the plan bounds microbatches in flight, for all ministages of a group at once:
 `in_flight.py` says in which order it goes forward and backward.
 """
 
@@ -24,12 +24,7 @@ def ours(spec: ScheduleSpec) -> Order:
     `LowBoundError` where no order keeps the plan's bounds."""
     plan = spec.plan
     if plan.bounds_in_flight and spec.has_backward:
-        stages = (plan.ministages_of_group(g)[0] for g in range(len(plan.groups)))
-        computations = tuple(
-            tuple(Action(kind, stage, number) for kind, number in of_group)
-            for stage, of_group in zip(stages, order_in_flight(spec), strict=True)
-        )
-        return Order(computations, keeps_gathered=True, receives_by_kind=True)
+        return Order(order_in_flight(spec), keeps_gathered=True, receives_by_kind=True)
     if plan.num_ministages == 1 and spec.has_backward:
         numbers = range(plan.groups[0].max_microbatches)
         accumulation = tuple(Action(kind, 0, number) for number in numbers for kind in (Kind.F, Kind.B))

@@ -57,8 +57,8 @@ class RankClasses:
 
 def find_rank_classes(plan: Plan, costs: StepCosts, *, with_norm: bool = False) -> RankClasses | None:
     """None where too few ranks are alike to be worth it; `with_norm`: all ranks reduce a norm together."""
-    if costs.tie_bytes or len(plan.group_of_rank) < 2:
-        return None  # Slices of tied weights go to single ranks.
+    if costs.tie_bytes or plan.has_replicas or len(plan.group_of_rank) < 2:
+        return None  # Slices of tied weights go to single ranks; those of a replica have different parts.
     return _Refinement(plan, costs, with_norm=with_norm).run()
 
 

@@ -35,6 +35,17 @@ def describe_limit(simulated: SimulatedPlan) -> list[str]:
     return sentences + _name_busy_links(simulated)
 
 
+def find_link_shares(simulated: SimulatedPlan) -> dict[str, float]:
+    """By name of a link that carries only so much: the share of the step for which it would be full."""
+    network, simulation = simulated.costs.network, simulated.simulation
+    capacity = dict(zip(network.names, network.capacities, strict=True))
+    return {
+        name: num_bytes / capacity[name] / simulation.iteration_s
+        for name, num_bytes in simulation.bytes_by_link.items()
+        if capacity.get(name)
+    }
+
+
 def _blame_rank(simulated: SimulatedPlan, busiest: int, share: float) -> list[str]:
     times, iteration_s = simulated.simulation.ranks, simulated.simulation.iteration_s
     who = f"{simulated.describe_rank(busiest)} limits: it computes {share:.0%} of the step"
@@ -118,13 +129,7 @@ def _compare_groups(simulated: SimulatedPlan) -> str:
 
 
 def _name_busy_links(simulated: SimulatedPlan) -> list[str]:
-    network, simulation = simulated.costs.network, simulated.simulation
-    capacity = dict(zip(network.names, network.capacities, strict=True))
-    shares = {
-        name: num_bytes / capacity[name] / simulation.iteration_s
-        for name, num_bytes in simulation.bytes_by_link.items()
-        if capacity.get(name)
-    }
+    shares = find_link_shares(simulated)
     busy = [name for name, share in shares.items() if share >= BUSY_LINK]
     if not busy:
         return []

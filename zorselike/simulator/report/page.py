@@ -31,7 +31,7 @@ def format_report(
         notes: what a reader must know before any number.
     """
     sections = [
-        [_describe_job(simulated), *notes],
+        [describe_job(simulated), *notes],
         _compare(simulated, baselines, width),
         _describe_step(simulated, ideal_s),
         describe_limit(simulated),
@@ -41,7 +41,7 @@ def format_report(
     return "\n\n".join(wrap_prose("\n".join(section), width) for section in sections if section)
 
 
-def _describe_job(simulated: SimulatedPlan) -> str:
+def describe_job(simulated: SimulatedPlan) -> str:
     plan, workload, cluster = simulated.plan, simulated.workload, simulated.cluster
     where = f" on cluster {cluster.name}" if cluster.name else ""
     order = "" if simulated.schedule == "ours" else f", schedule {simulated.schedule}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BARS: dict[Track, tuple[float, float, str]] = {
+BARS: dict[Track, tuple[float, float, str]] = {
     "compute": (0.38, 0.54, ""),
     "update": (0.38, 0.54, "#555555"),
     "gather": (0.26, 0.1, "#d08a00"),
@@ -60,10 +60,10 @@ def draw_timeline(figure: Figure, simulated: SimulatedPlan) -> None:
     num_ranks = simulated.plan.num_ranks
     bars: defaultdict[tuple[int, Track, str], list[tuple[float, float]]] = defaultdict(list)
     for span in simulated.simulation.folded_spans():
-        if span.track in _BARS:
+        if span.track in BARS:
             bars[span.rank, span.track, _color(span)].append((span.start_s, span.stop_s - span.start_s))
     for (rank, track, color), intervals in bars.items():
-        bottom, height, _ = _BARS[track]
+        bottom, height, _ = BARS[track]
         axes.broken_barh(intervals, (num_ranks - 1 - rank + bottom, height), facecolors=color, linewidth=0)
     iteration_s = simulated.simulation.iteration_s
     axes.set_xlim(0, iteration_s)
@@ -78,7 +78,7 @@ def draw_timeline(figure: Figure, simulated: SimulatedPlan) -> None:
 
 def _color(span: Span) -> str:
     if span.track != "compute":
-        return _BARS[span.track][2]
+        return BARS[span.track][2]
     return _ministage_color(span.action.ministage or 0, is_backward=span.action.kind is Kind.B)
 
 
@@ -101,6 +101,6 @@ def _add_legend(figure: Figure, axes: Axes, simulated: SimulatedPlan, tracks: Se
     ]
     if simulated.plan.num_ministages > 1:
         handles.append(Patch(color=_ministage_color(1, is_backward=False), label="ministage 1, and so on"))
-    bars = ((track, color) for track, (_, _, color) in _BARS.items() if color and track in tracks)
+    bars = ((track, color) for track, (_, _, color) in BARS.items() if color and track in tracks)
     handles += [Patch(color=color, label=track) for track, color in bars]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from zorselike.cost.step_costs import StepCosts
+from zorselike.plan.pieces import positions_of
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.checker.channels import Channel
@@ -56,6 +57,11 @@ class Program:
         self.copies = HostCopies(plan, rank, costs, tasks, self.streams, labels, rendezvous.network)
         self._offloads = bool(group.offload)
         self._rows = [microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank)]
+        self._replica = plan.replica_of(rank)
+        self._sequence_length = plan.sequence_length or 1
+        first, last = positions_of(self._replica, rank, self._sequence_length)
+        self._own_share = (last - first) / self._sequence_length
+        """Of every row's positions, those that this rank has."""
         self._shares = {i: _shares(costs, i) for i in plan.ministages_of_rank(rank)}
         self._host_s = _find_host_s(costs, plan.ministages_of_rank(rank))
         self._ports: dict[tuple[Kind, int], _Port] = {}
@@ -139,7 +145,7 @@ class Program:
         if self._offloads:
             self.copies.await_shards(i)
         for port, task in self._incoming.pop((kind, i, m), ()):
-            self._take(port, task, self._row_bytes(kind, i) * self._rows[m])
+            self._take(port, task, self._row_bytes(kind, i) * self._rows[m] * self._own_share)
         work = Work.FORWARD if is_forward else Work.BACKWARD
         if not is_forward:
             self._wait_gathered(i)
@@ -147,6 +153,8 @@ class Program:
                 self.copies.free_gradients()  # It reduces inside.
             if self._offloads:
                 self.copies.await_activations(i, m)
+        if self._replica.degree > 1:
+            self.streams.compute.take_part(self._rendezvous.meet(self._replica, kind, i, m))
         if self._zero == 3 and not self._rendezvous.is_alone[self._group]:
             self._compute_gathering(kind, i, m, work, seconds)
         elif is_forward and i in self._gathering:
@@ -159,7 +167,9 @@ class Program:
     def _compute_by_unit(self, i: int, work: Work, seconds: float) -> None:
         """Each unit computes once it is gathered."""
         compute, gathers = self.streams.compute, self._gathering.pop(i)
-        shares = self._shares[i] if len(gathers) > 1 else [1.0]
+        shares = self._shares[i]
+        if len(gathers) != len(shares):  # Units that a replica has alone are not gathered.
+            shares = [0.0] * (len(gathers) - 1) + [1.0]
         for gather, share in zip(gathers, shares, strict=True):
             compute.wait(gather)
             self._label("compute", compute.work(work, share * seconds))
@@ -240,6 +250,15 @@ class Program:
         """Bytes of a row at the boundary of ministage `i` that a transfer or computation concerns."""
         return self._costs.row_bytes[i + 1 if kind in _AT_OUTPUT else i]
 
+    def _bytes_of(self, transfer: Action, row_bytes: int) -> float:
+        """Of its rows, and of these the positions that it carries."""
+        assert transfer.start is not None and transfer.stop is not None
+        num_bytes = (transfer.stop - transfer.start) * row_bytes
+        if transfer.positions is None:
+            return num_bytes
+        first, last = transfer.positions
+        return num_bytes * (last - first) / self._sequence_length
+
     def _port(self, kind: Kind, peer: int) -> _Port:
         """This rank's end of a channel."""
         if (kind, peer) not in self._ports:
@@ -254,10 +273,10 @@ class Program:
         return self._rendezvous.transfer(port.channel, port.num_transfers - 1, num_bytes)
 
     def _send(self, action: Action, i: int) -> None:
-        kind, start, stop, peer = action.kind, action.start, action.stop, action.peer
-        assert start is not None and stop is not None and peer is not None
+        kind, peer = action.kind, action.peer
+        assert peer is not None
         port = self._port(kind, peer)
-        num_bytes = (stop - start) * self._row_bytes(kind, i)
+        num_bytes = self._bytes_of(action, self._row_bytes(kind, i))
         task = self._next_transfer(port, num_bytes)
         self._label("send", task)
         compute = self.streams.compute
@@ -270,10 +289,10 @@ class Program:
         self._sent.append((port.stream, task))
 
     def _receive(self, action: Action, i: int) -> None:
-        kind, start, stop, peer = action.kind, action.start, action.stop, action.peer
-        assert start is not None and stop is not None and peer is not None and action.microbatch is not None
+        kind, peer = action.kind, action.peer
+        assert peer is not None and action.microbatch is not None
         port = self._port(kind, peer)
-        task = self._next_transfer(port, (stop - start) * self._row_bytes(kind, i))
+        task = self._next_transfer(port, self._bytes_of(action, self._row_bytes(kind, i)))
         self._label("receive", task)
         if self._costs.transfers_block:
             self.streams.compute.take_part(task)

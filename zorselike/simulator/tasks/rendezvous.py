@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zorselike.cost.network import CollectiveOp, Flow
-from zorselike.cost.step_costs import StepCosts
-from zorselike.plan.plan import Plan
+from zorselike.cost.step_costs import StepCosts, UnitBytes
+from zorselike.plan.pieces import holders_of
+from zorselike.plan.plan import Plan, Replica
 from zorselike.schedule.actions import Kind
 from zorselike.schedule.checker.channels import Channel
 from zorselike.simulator.classes.folded_network import Flows
@@ -92,7 +93,7 @@ class Rendezvous:
         key = ("gather", group, ministage, index)
         if key not in self._collectives:
             units = self._costs.units[ministage]
-            found = (self._collective(group, "all_gather", [unit.gathered_bytes]) for unit in units)
+            found = (self._collective(group, "all_gather", [_gathered(unit)]) for unit in units)
             bundles = [bundle for bundle in found if bundle != NOTHING]
             self._collectives[key] = tuple(self._chain(group, bundle) for bundle in bundles)
         return self._collectives[key]
@@ -102,7 +103,7 @@ class Rendezvous:
         key = ("reduce", group, ministage, microbatch)
         if key not in self._collectives:
             op: CollectiveOp = "all_reduce" if self._plan.groups[group].zero == 0 else "reduce_scatter"
-            sizes = [unit.reduced_bytes for unit in reversed(self._costs.units[ministage])]
+            sizes = [_reduced(unit) for unit in reversed(self._costs.units[ministage])]
             bundle = self._collective(group, op, sizes)
             self._collectives[key] = (NOTHING if bundle == NOTHING else self._chain(group, bundle),)
         return self._collectives[key][0]
@@ -116,10 +117,10 @@ class Rendezvous:
         if key not in self._unit_collectives:
             units = self._costs.units[ministage]
             units = units if kind is Kind.F else units[::-1]
-            gathered = [unit.gathered_bytes for unit in units if unit.gathered_bytes]
-            reduced = [unit.reduced_bytes for unit in units] if kind is Kind.B else []
+            gathered = [_gathered(unit) for unit in units if unit.gathered_bytes]
+            reduced = [_reduced(unit) for unit in units] if kind is Kind.B else []
             cut = max(len(gathered) - 1, 1) if in_turn else 1
-            parts: list[tuple[CollectiveOp, list[int]]] = [
+            parts: list[tuple[CollectiveOp, list[_Size]]] = [
                 ("all_gather", gathered[:cut]),
                 ("all_gather", gathered[cut:]),
                 ("reduce_scatter", reduced[:-1]),
@@ -143,17 +144,45 @@ class Rendezvous:
             self._collectives["norm"] = (self._expect(task, self._simulated),)
         return self._collectives["norm"][0]
 
-    def _collective(self, group: int, op: CollectiveOp, sizes: Sequence[int]) -> int:
-        """Bundle of collectives that run back to back; `NOTHING` if they move no bytes."""
-        sizes = tuple(size for size in sizes if size)
+    def meet(self, replica: Replica, kind: Kind, ministage: int, microbatch: int) -> int:
+        """The start of a computation on all ranks of a replica, whose collectives keep them together."""
+        key = ("meet", replica.first, kind, ministage, microbatch)
+        if key not in self._collectives:
+            self._collectives[key] = (self._expect(self._tasks.add(Work.EVENT, NOTHING), replica.ranks),)
+        return self._collectives[key][0]
+
+    def _collective(self, group: int, op: CollectiveOp, sizes: Sequence[_Size]) -> int:
+        """Bundle of collectives that run back to back; `NOTHING` if they move no bytes. Those of pieces run
+        side by side, as far as their ranks' links let them."""
+        sizes = tuple(size for size in sizes if size.num_bytes)
         if not sizes or self.is_alone[group]:
             return NOTHING
         key = (group, op, sizes)
         if key not in self._bundles:
-            network, ranks = self.network, self._ranks[group]
-            flows = [network.collective(op, ranks, size) for size in sizes]
-            self._bundles[key] = self._tasks.bundle_of(join_flows(flows))
+            flows: list[Flow] = []
+            by_rings = self._by_rings(group, sizes)
+            for rings, of_rings in by_rings:
+                for ranks in rings:
+                    found = [self.network.collective(op, ranks, num_bytes) for num_bytes in of_rings]
+                    flows += join_flows(found)
+            # Without flows too, as on a free link, its ranks wait for each other.
+            self._bundles[key] = self._tasks.bundle_of(tuple(flows)) if by_rings else NOTHING
         return self._bundles[key]
+
+    def _by_rings(
+        self, group: int, sizes: Sequence[_Size]
+    ) -> list[tuple[list[tuple[int, ...]], list[float]]]:
+        """Who gathers or reduces what together: what is whole all ranks, pieces their holders each."""
+        of_group = self._plan.groups[group]
+        degree = of_group.degree
+        whole: list[float] = [size.num_bytes for size in sizes if degree == 1 or not size.is_cut]
+        cut = [size.num_bytes / degree for size in sizes if degree > 1 and size.is_cut]
+        rings: list[tuple[list[tuple[int, ...]], list[float]]] = []
+        if whole:
+            rings.append(([self._ranks[group]], whole))
+        if cut and len(of_group.replicas) > 1:
+            rings.append(([tuple(sorted(holders_of(of_group, p))) for p in range(degree)], cut))
+        return rings
 
     def _chain(self, group: int, bundle: int) -> int:
         """Adds a collective after the group's last one."""
@@ -209,6 +238,21 @@ class Rendezvous:
         if self._plan.groups[group].zero == 0:
             return dict.fromkeys(ranks, (0.0, 1.0))
         return {rank: (i / len(ranks), (i + 1) / len(ranks)) for i, rank in enumerate(ranks)}
+
+
+class _Size(NamedTuple):
+    """Of a collective over one unit."""
+
+    num_bytes: int
+    is_cut: bool
+
+
+def _gathered(unit: UnitBytes) -> _Size:
+    return _Size(unit.gathered_bytes, unit.is_cut)
+
+
+def _reduced(unit: UnitBytes) -> _Size:
+    return _Size(unit.reduced_bytes, unit.is_cut)
 
 
 def join_flows(collectives: Sequence[tuple[Flow, ...]]) -> tuple[Flow, ...]:

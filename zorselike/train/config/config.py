@@ -294,6 +294,27 @@ class Hetero:
 
 
 @dataclass(frozen=True)
+class Elastic:
+    enable: bool = False
+    """Go on in the same processes when some of them die, leave or come; start them by `zorselike run` (all
+    of this section is ours)."""
+    min_ranks: Positive = 1
+    """With fewer ranks the run is saved, if `[checkpoint]` is enabled, and ends."""
+    mirror_share: Annotated[float, Must(lambda share: 0 < share <= 1, "give one above 0 and up to 1")] = 0.1
+    """Share of the time in which mirrors of the state may be on their way to other nodes' memory. It says
+    how many steps a loss undoes at most; the log names them."""
+    notice_s: NotNegative = 0.0
+    """Seconds from SIGTERM to the end of the machine: a process that has not left by then, at a step
+    boundary, ends itself, and the others go on as after a loss. 0: no such limit."""
+    replan: Literal["auto", "same groups"] = "auto"
+    """Which plan after a change. `auto`: the best for who is there, where profile and cluster file are known
+    (`[hetero]`), found beforehand; `same groups`: spares replace who is lost, or else the others of its group
+    do its work."""
+    payback_s: NotNegative = 600.0
+    """Within so many seconds a better plan must have paid for the pause of going over to it."""
+
+
+@dataclass(frozen=True)
 class Config:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
@@ -309,6 +330,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
+    elastic: Elastic = field(default_factory=Elastic)
     debug: Debug = field(default_factory=Debug)
 
 
@@ -363,11 +385,30 @@ def check_config(config: Config) -> None:
             "[checkpoint] keep_best = true: needs [checkpoint] enable = true and [validation] enable = true"
         )
     for key in ("profile", "cluster"):
-        if hetero.plan != AUTO and getattr(hetero, key):
+        if hetero.plan != AUTO and getattr(hetero, key) and not config.elastic.enable:
             raise ConfigError(
                 f'[hetero] {key} = "{getattr(hetero, key)}": is for plan = "{AUTO}"; remove it, or plan '
                 "that way"
             )
+    _check_elastic(config)
+
+
+def _check_elastic(config: Config) -> None:
+    elastic, hetero = config.elastic, config.hetero
+    if not elastic.enable:
+        for key in fields(Elastic):
+            if getattr(elastic, key.name) != key.default:
+                raise ConfigError(
+                    f"[elastic] {key.name} = {getattr(elastic, key.name)!r}: says nothing without enable = "
+                    "true"
+                )
+        return
+    given = [key for key in ("profile", "cluster") if getattr(hetero, key)]
+    if hetero.plan != AUTO and len(given) == 1:
+        raise ConfigError(
+            f'[hetero] {given[0]} = "{getattr(hetero, given[0])}": to plan anew after a loss, name both '
+            "profile and cluster"
+        )
 
 
 def _check_lora(config: Config) -> None:

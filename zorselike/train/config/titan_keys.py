@@ -6,7 +6,7 @@ REFUSED_SECTIONS: dict[str, str] = {
     "parallelism": "the plan says who computes what: groups, ministages and ZeRO stages ([hetero] plan)",
     "quantize": "not supported yet; remove the section",
     "memory_estimation": "use --dry-run, which builds everything without memory",
-    "fault_tolerance": "not supported; ranks fail together, with the reason of the one that failed first",
+    "fault_tolerance": "[elastic] goes on in the same processes when ranks are lost",
     "experimental": "not supported; use HeteroPipeline from a script of your own (recipes/train_by_hand.py)",
 }
 """Whole sections."""

@@ -23,6 +23,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
 }
 """Of each kind's lines; the first kind whose keys a line has is its kind."""
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_SHARED = "conversations"
+"""The key of ShareGPT's lines, whose turns are `{"from": "human", "value": ...}`."""
 
 
 class Line(NamedTuple):
@@ -72,7 +74,22 @@ def read_lines(file: Path) -> Iterator[Line]:
             except ValueError as error:
                 raise ConfigError(f"{where}: is not JSON: {error}") from error
             has_surrogates = b"\\ud" in line.lower()
-            yield Line(where, _replace_surrogates(value) if has_surrogates else value, len(line))
+            value = _replace_surrogates(value) if has_surrogates else value
+            yield Line(where, _name_as_messages(value), len(line))
+
+
+def _name_as_messages(value: Any) -> Any:
+    """ShareGPT's lines under the names that chat templates know."""
+    if not isinstance(value, dict) or "messages" in value or not isinstance(value.get(_SHARED), list):
+        return value
+    turns = []
+    for turn in value[_SHARED]:
+        if isinstance(turn, dict) and "from" in turn and "role" not in turn:
+            role = turn["from"]
+            named = _OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+            turn = {"role": named, "content": turn.get("value")}
+        turns.append(turn)
+    return {**value, "messages": turns}
 
 
 def _replace_surrogates(value: Any) -> Any:

@@ -115,16 +115,17 @@ class RowLoader:
         self._pins = settings.pin_memory and device is not None and device.type == "cuda"
         self._settings = settings
         self._batches: Generator[Batch] | None = None
-        # Before multiprocessing's own exit handler, which waits for workers that ignore SIGTERM.
-        atexit.register(self.close)
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
+        # Before multiprocessing's own exit handler, which waits for workers that ignore SIGTERM.
+        atexit.register(self.close)
         self._batches = self._read()
         return self._batches
 
     def close(self) -> None:
         """Ends the workers; may be called repeatedly."""
+        atexit.unregister(self.close)
         if self._batches is not None:
             self._batches.close()
             self._batches = None

@@ -21,6 +21,8 @@ from zorselike.train.data.rows import Rows
 from zorselike.train.data.text_files import TOKEN_SUFFIX, list_files, list_standard_library
 from zorselike.train.data.tokenizer import TOKENIZER, Encoded, Tokenizer, load_tokenizer
 
+_OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of which transformers makes a tokenizer.json."""
 _LAYOUT = "rows 1"
 """Of the folders of rows; another one is another name in the cache."""
 
@@ -69,10 +71,20 @@ def open_rows(
 
 
 def find_assets(model: Model) -> str:
-    """Where the tokenizer is; a model's folder may have none."""
+    """Where the tokenizer is; a model's folder may have none. Raises `ConfigError` for one that must be
+    converted: bytes in its place would train on what the model has never seen."""
     own = Path(model.path).expanduser()
-    has_own = bool(model.path) and (own / TOKENIZER).is_file()
-    return model.hf_assets_path or (str(own) if has_own else "")
+    if model.hf_assets_path or not model.path:
+        return model.hf_assets_path
+    if (own / TOKENIZER).is_file():
+        return str(own)
+    if others := [name for name in _OTHER_TOKENIZERS if (own / name).is_file()]:
+        raise ConfigError(
+            f"{own} has the tokenizer {others[0]} and no {TOKENIZER}: make one with "
+            f"transformers.AutoTokenizer.from_pretrained('{own}').save_pretrained('{own}'), or let [model] "
+            "hf_assets_path name a folder that has one"
+        )
+    return ""
 
 
 def _load(kind: Kind, assets: str, vocab_size: int) -> Tokenizer | ChatTokenizer:

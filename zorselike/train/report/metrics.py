@@ -28,7 +28,7 @@ from zorselike.train.config.model import TrainedModel
 from zorselike.train.report import colors
 from zorselike.train.report.estimates import RankFacts
 from zorselike.train.report.memory import count_out_of_memory, read_footprint, read_peak, reset_peak
-from zorselike.train.report.writers import VALIDATION_LOSS, Writer
+from zorselike.train.report.writers import VALIDATION_LOSS, CsvWriter, Writer
 
 logger = logging.getLogger("zorselike")
 
@@ -169,8 +169,20 @@ class MetricsLog:
         if dist.get_rank() == 0:
             left_s = (self._steps - step) * interval_s / len(self._results)
             self._say(self._format_line(step, loss, grad_norm, values, reports, left_s))
-        self._write(step, {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr} | values)
+        self.write(step, {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr} | values)
         self.restart()
+
+    def fill_in(self, last: tuple[int, float, float], *, lr: float) -> None:
+        """Writes step, loss and gradient norm of a step that was done by others than are there now, where
+        nobody has written them. Not collective."""
+        step, loss, grad_norm = last
+        if not self.is_due(step):
+            return
+        writers = [writer for writer in self._writers if isinstance(writer, CsvWriter)]
+        if any(writer.row.get("step") == step for writer in writers):
+            return
+        self._say(f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}")
+        self.write(step, {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "lr": lr})
 
     def log_validation(self, step: int, loss: float, *, num_batches: int, seconds: float) -> None:
         """Writes the loss over the validation data after `step`."""
@@ -180,7 +192,7 @@ class MetricsLog:
                 f"{colors.GREEN}loss: {loss:8.5f}  "
                 f"{colors.RESET}{count(num_batches, 'batch')} in {seconds:.1f} s"
             )
-        self._write(step, {VALIDATION_LOSS: loss})
+        self.write(step, {VALIDATION_LOSS: loss})
 
     def facts(self) -> RankFacts:
         """This rank's measurements over all logged steps."""
@@ -196,7 +208,8 @@ class MetricsLog:
     def _say(self, line: str) -> None:
         logger.info(line if self._has_colors else colors.remove_colors(line))
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Further numbers of a step."""
         for writer, worked in self._writers.items():
             self._writers[writer] = _works(writer, partial(writer.write, step, values), worked=worked)
 

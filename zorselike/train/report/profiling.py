@@ -23,11 +23,15 @@ _SILENT = "6"
 
 
 @contextmanager
-def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable[[StepResult], None]]:
+def profiler(
+    config: Profiling, *, folder: Path, rank: int, first_step: int = 0
+) -> Iterator[Callable[[StepResult], None]]:
     """Yields a function to call after each step; it does nothing unless `[profiling]` is enabled.
 
     No Gloo operation may be running when a trace ends: torch would record its end in memory that is freed
     with the trace. So the caller must have waited for its own operations, and the step's sums are waited for.
+
+    `first_step`: that from which the numbers of steps in names of traces are counted.
 
     Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`. torch's profiler is silent
     unless the environment variable `KINETO_LOG_LEVEL` says otherwise: 4 shows errors, and where traces begin.
@@ -39,7 +43,7 @@ def profiler(config: Profiling, *, folder: Path, rank: int) -> Iterator[Callable
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
 
     def write(finished: profile) -> None:
-        target = folder / config.save_traces_folder / f"iteration_{finished.step_num}"
+        target = folder / config.save_traces_folder / f"iteration_{first_step + finished.step_num}"
         target.mkdir(parents=True, exist_ok=True)
         raw = target / f"rank{rank}_trace.json"
         finished.export_chrome_trace(str(raw))

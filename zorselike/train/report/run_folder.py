@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zorselike.plan.plan import Plan
-from zorselike.runtime.processes.processes import Processes
+from zorselike.runtime.processes.processes import Peers
 from zorselike.train.config.config import Config
 from zorselike.train.config.file import dump_config
 from zorselike.train.report.colors import PlainFormatter
@@ -18,7 +18,7 @@ logger = logging.getLogger("zorselike")
 
 
 def open_run_folder(
-    config: Config, plan: Plan, processes: Processes, *, recipe: Path | None, beside_plan: Mapping[str, str]
+    config: Config, plan: Plan, processes: Peers, *, recipe: Path | None, beside_plan: Mapping[str, str]
 ) -> Path:
     """The folder `<dump_folder>/<recipe>-<time>`, into which rank 0 writes `config.toml`, `plan.toml`, the
     files of `beside_plan` by name and, from now on, the log; other machines create it when they write
@@ -46,10 +46,16 @@ def open_run_folder(
         origin = recipe or "the command line"
         comment = f"The merged configuration of a run of {origin}, plan {plan.fingerprint}."
         (folder / "config.toml").write_text(dump_config(effective, comment=comment), encoding="utf-8")
-        handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
-        handler.setFormatter(PlainFormatter("%(asctime)s - %(levelname)s - %(message)s"))
-        logger.addHandler(handler)
+        log_into(folder)
     return Path(processes.share(str(folder)))
+
+
+def log_into(folder: Path) -> None:
+    """From now on this process's log goes there too, after what is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    handler.setFormatter(PlainFormatter("%(asctime)s - %(levelname)s - %(message)s"))
+    logger.addHandler(handler)
 
 
 def _make_new(parent: Path, name: str) -> Path:

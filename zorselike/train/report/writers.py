@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,17 @@ from zorselike.text.wording import first_line
 from zorselike.train.config.config import Config
 
 VALIDATION_LOSS = "validation_metrics/loss"
+
+ELASTIC = (
+    "elastic/generation",
+    "elastic/num_ranks",
+    "elastic/num_lost",
+    "elastic/num_left",
+    "elastic/num_arrived",
+    "elastic/steps_lost",
+    "elastic/pause(s)",
+)
+"""Of the step from which a job goes on when its members or its plan have changed."""
 
 Values = Mapping[str, float]
 
@@ -32,13 +44,31 @@ class Writer(Protocol):
 class CsvWriter:
     """One line a step; the first and `later` name the columns, and what has none is left out."""
 
-    def __init__(self, path: Path, *, later: Sequence[str] = ()) -> None:
-        self._file = path.open("wb", buffering=0)  # For who watches, and for a run that is killed.
+    def __init__(self, path: Path, *, later: Sequence[str] = (), after: int | None = None) -> None:
+        """`after`: goes on with a file that is there, after the row of this step; what follows that is cut
+        off. Unless given, the file begins anew."""
+        header, rows = (b"", []) if after is None else _read_rows(path, up_to=after)
+        # Unbuffered: for who watches, and for a run that is killed.
+        self._file = path.open("r+b" if rows else "wb", buffering=0)
         self._later = later
-        self._columns: list[str] = []
-        self._row: dict[str, float] = {}
+        self._columns = header.decode().rstrip().split(",") if rows else []
+        self._row: dict[str, float | str] = {}
         self._row_start = self._end = 0
-        """Where the newest row begins, and ends: what comes after that was not written whole."""
+        """Where the newest row begins (the first one with the header), and ends: what comes after that was
+        not written whole."""
+        if rows:
+            values = zip(self._columns, rows[-1].decode().rstrip().split(","), strict=True)
+            self._row = {name: value for name, value in values if value} | {
+                "step": int(rows[-1].split(b",")[0])
+            }
+            self._end = len(header) + sum(map(len, rows))
+            self._row_start = self._end - len(rows[-1]) if len(rows) > 1 else 0
+            self._file.truncate(self._end)
+
+    @property
+    def row(self) -> Mapping[str, float | str]:
+        """The newest."""
+        return self._row
 
     def write(self, step: int, values: Values) -> None:
         if not self._columns:
@@ -59,11 +89,23 @@ class CsvWriter:
         self._file.close()
 
 
+def _read_rows(path: Path, *, up_to: int) -> tuple[bytes, list[bytes]]:
+    """Header and rows of a file of `CsvWriter`, up to a step's; nothing where there is none."""
+    try:
+        header, *rows = path.read_bytes().splitlines(keepends=True) or [b""]
+    except FileNotFoundError:
+        return b"", []
+    whole = (row for row in rows if row.endswith(b"\n") and row.count(b",") == header.count(b","))
+    return header, [*takewhile(lambda row: int(row.split(b",")[0]) <= up_to, whole)]
+
+
 class TensorBoardWriter:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after: int | None = None) -> None:
+        """`after`: what was written of later steps counts no more."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(str(folder), max_queue=1000)
+        purged = None if after is None else after + 1
+        self._events = SummaryWriter(str(folder), max_queue=1000, purge_step=purged)
 
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
@@ -77,7 +119,8 @@ class WandbWriter:
     """A run of Weights & Biases, named by TorchTitan's variables `WANDB_PROJECT`, `WANDB_TEAM` and
     `WANDB_RUN_NAME`; all others that wandb knows count too (`WANDB_MODE=offline`)."""
 
-    def __init__(self, config: Config, *, folder: Path) -> None:
+    def __init__(self, config: Config, *, folder: Path, goes_on: bool = False) -> None:
+        """`goes_on`: another process of this job may have begun it."""
         import wandb
 
         try:
@@ -88,6 +131,7 @@ class WandbWriter:
                 notes=config.job.description or None,
                 dir=str(folder),
                 config=asdict(config),
+                **({"id": folder.name, "resume": "allow"} if goes_on else {}),
             )
         except Exception as error:  # Its errors have no common class.
             raise ConfigError(
@@ -111,18 +155,23 @@ def check_writers(config: Config) -> None:
         )
 
 
-def open_writers(config: Config, *, folder: Path, rank: int, launcher_rank: int) -> list[Writer]:
+def open_writers(
+    config: Config, *, folder: Path, rank: int, launcher_rank: int, after: int | None = None
+) -> list[Writer]:
     """What this process writes: rank 0 of the launcher everything, others events if they are asked for.
+    `after`: what is there up to this step goes on, whoever wrote it.
 
     Raises:
         ConfigError: wandb does not start.
     """
     settings, writers = config.metrics, list[Writer]()
     if launcher_rank == 0:
-        writers.append(CsvWriter(folder / "metrics.csv", later=[VALIDATION_LOSS] * config.validation.enable))
+        later = [VALIDATION_LOSS] * config.validation.enable + [*ELASTIC] * config.elastic.enable
+        writers.append(CsvWriter(folder / "metrics.csv", later=later, after=after))
     if settings.enable_tensorboard and (launcher_rank == 0 or settings.save_for_all_ranks):
         events = folder / settings.save_tb_folder
-        writers.append(TensorBoardWriter(events / f"rank_{rank}" if settings.save_for_all_ranks else events))
+        own = events / f"rank_{rank}" if settings.save_for_all_ranks else events
+        writers.append(TensorBoardWriter(own, after=after))
     if settings.enable_wandb and launcher_rank == 0:
-        writers.append(WandbWriter(config, folder=folder))
+        writers.append(WandbWriter(config, folder=folder, goes_on=config.elastic.enable))
     return writers

@@ -1,0 +1,94 @@
+"""`zorselike run`, `join`, `status`, `leave`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from trivial_member import TrivialWorker
+
+from zorselike.cli import main
+from zorselike.cli.job.status import format_status
+from zorselike.elastic.meeting import Meeting, make_member
+from zorselike.elastic.meeting.environment import listen
+
+TOKEN = "token"
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a job with one member."""
+    monkeypatch.setenv("ZORSELIKE_JOB_TOKEN", TOKEN)
+    listener = listen("127.0.0.1", 0)
+    me = make_member("127.0.0.1", listener.getsockname()[1], "node a", 0, "cpu", 0)
+    meeting = Meeting(TrivialWorker(), me, listener, TOKEN, num_founding=1)
+    meeting.next_generation()
+    meeting.formed()
+    meeting.filled()
+    yield f"127.0.0.1:{me.port}"
+    meeting.close()
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_status_shows_members_and_what_happened(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", address]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("generation 1: running, 1 member, step ")
+    assert lines[1] == "1 ranks"
+    assert lines[2].split() == ["0", "node", "a", "local", "rank", "0", "cpu", "rank", "0", address, "leads"]
+    assert lines[3].endswith("generation 1 runs")
+    assert main(["status", address, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["generation"] == 1 and len(status["members"]) == 1
+    status["arrivals"] = [status["members"][0] | {"node": "b"}]
+    assert "  -  b local rank 0       cpu  waits" in format_status(status)
+
+
+def test_a_node_is_told_to_leave(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no member of the job is on node 'b'" in fail(capsys, "leave", address, "--node", "b")
+    assert main(["leave", address, "--node", "node a"]) == 0
+    assert capsys.readouterr().out == "1 member of node a will leave at the next step boundary\n"
+
+
+def test_mistakes_are_said(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "write it as HOST:PORT" in fail(capsys, "status", "here")
+    assert "no member of a job answers at 127.0.0.1:1" in fail(capsys, "status", "127.0.0.1:1")
+    assert "name the worker's program" in fail(capsys, "run", "--ranks", "2")
+    assert "must be at least 1" in fail(capsys, "run", "--ranks", "0", "--", "true")
+    assert "must be at least 2" in fail(capsys, "run", "--ranks", "2", "--members", "1", "--", "true")
+    assert "--members is said where" in fail(capsys, "run", "--join", address, "--members", "2", "--", "true")
+    monkeypatch.setenv("ZORSELIKE_JOB_TOKEN", "another")
+    assert "refuses the token" in fail(capsys, "status", address)
+    assert "refuses the token" in fail(capsys, "join", address, "--", "true")
+    monkeypatch.delenv("ZORSELIKE_JOB_TOKEN")
+    assert "set ZORSELIKE_JOB_TOKEN" in fail(capsys, "status", address)
+
+
+def test_run_starts_a_nanny_for_each_rank_and_says_how_others_join(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ZORSELIKE_JOB_TOKEN", raising=False)
+    names = ("FOUND", "MEMBERS", "JOIN", "NODE", "JOB_TOKEN")
+    script = (
+        f"import os; print(os.environ['LOCAL_RANK'], *(os.environ.get('ZORSELIKE_' + n) for n in {names}))"
+    )
+    began_s = time.monotonic()
+    command = ["run", "--ranks", "2", "--members", "3", "--address", "h:9", "--node", "n", "--"]
+    assert main([*command, sys.executable, "-c", script]) == 0
+    out, err = capfd.readouterr()
+    founder, other = sorted(line.split() for line in out.splitlines())
+    assert founder[:5] == ["0", "h:9", "3", "None", "n"] and other[:5] == ["1", "None", "None", "h:9", "n"]
+    assert founder[5] == other[5] and len(founder[5]) == 32
+    assert f"ZORSELIKE_JOB_TOKEN={founder[5]} zorselike run --join h:9 --ranks N -- " in err
+    assert "zorselike status h:9 --watch" in err and time.monotonic() > began_s

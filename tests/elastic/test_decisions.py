@@ -1,0 +1,185 @@
+"""What is decided from what members say: plans for who is left, the step to go on from, who mirrors whom."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import random_plan
+
+from zorselike.elastic.contingency import Contingencies, each_node_lost, pays_back
+from zorselike.elastic.contract import Member
+from zorselike.elastic.deciding.decisions import (
+    Placement,
+    Situation,
+    find_givers,
+    find_source,
+    keep_groups,
+    relieve,
+)
+from zorselike.elastic.deciding.same_groups import with_smaller_microbatches, without_ranks
+from zorselike.elastic.mirror_rules import assign_mirrors, choose_interval
+from zorselike.errors import PlanError
+from zorselike.plan.plan import Plan
+
+SEEDS = st.integers(0, 10_000)
+
+
+def make_plan(seed: int) -> Plan:
+    rng = random.Random(seed)
+    return random_plan(
+        rng, max_groups=4, max_ranks_per_group=4, max_ministages_per_group=3, max_rows=10, round_robin=True
+    )
+
+
+def make_member(number: int, node: str = "a", memory_bytes: int = 2**30) -> Member:
+    return Member(f"id{number}", number, "host", 1, node, 0, "cpu", memory_bytes)
+
+
+@given(SEEDS, st.data())
+def test_a_plan_for_who_is_left_computes_the_same(seed: int, data: st.DataObject) -> None:
+    plan = make_plan(seed)
+    ranks = sorted(plan.group_of_rank)
+    gone = data.draw(st.sets(st.sampled_from(ranks), max_size=len(ranks) - 1))
+    smaller, old_ranks = without_ranks(plan, gone)
+    assert old_ranks == tuple(rank for rank in ranks if rank not in gone)
+    modules = [[name for m in each.ministages for name in m.modules] for each in (plan, smaller)]
+    assert modules[0] == modules[1]
+    for new, old in enumerate(old_ranks):  # What a rank had it keeps, in microbatches no larger.
+        had = {(m.start, m.stop) for m in plan.microbatches_of_rank(old)}
+        has = {(m.start, m.stop) for m in smaller.microbatches_of_rank(new)}
+        assert had <= has
+        if had:
+            assert max(b - a for a, b in has) == max(b - a for a, b in had)
+    if not gone:
+        assert replace(smaller, estimates=plan.estimates) == plan
+
+
+def test_nobody_left_is_refused() -> None:
+    plan = make_plan(3)
+    with pytest.raises(PlanError, match="no rank of the plan is left"):
+        without_ranks(plan, set(plan.group_of_rank))
+
+
+@given(SEEDS)
+def test_smaller_microbatches_hold_less_until_they_cannot(seed: int) -> None:
+    plan = make_plan(seed)
+    sizes = [max(m.num_rows for m in plan.groups[0].microbatches)]
+    for _ in range(20):
+        try:
+            plan = with_smaller_microbatches(plan, 0)
+        except PlanError:
+            break
+        sizes.append(max(m.num_rows for m in plan.groups[0].microbatches))
+    assert sizes[-1] == 1 and plan.groups[0].recompute == "layer"
+    assert all(b <= a for a, b in pairwise(sizes))
+
+
+@given(SEEDS, st.integers(0, 3))
+def test_a_spare_takes_the_place_of_who_is_gone(seed: int, num_spares: int) -> None:
+    plan = make_plan(seed)
+    players = [make_member(rank) for rank in range(plan.num_ranks)]
+    gone = seed % plan.num_ranks
+    seats = tuple(None if rank == gone else player for rank, player in enumerate(players))
+    spares = tuple(make_member(100 + i, memory_bytes=2**30 - (i == 0)) for i in range(num_spares))
+    if plan.num_ranks == 1 and not num_spares:
+        return
+    found = keep_groups(Situation(plan, seats, spares))
+    mates = len(plan.groups[plan.group_of_rank[gone]].flat_ranks) - 1
+    if num_spares >= 2 or (num_spares and not mates):
+        taken = spares[1 if mates else 0].id
+        expected = tuple(taken if player is None else player.id for player in seats)
+        assert found == Placement(plan, expected)
+    else:
+        assert found.ids == tuple(player.id for player in seats if player is not None)
+
+
+def test_memory_that_did_not_suffice_changes_the_plan() -> None:
+    plan = make_plan(5)
+    players = tuple(make_member(rank) for rank in range(plan.num_ranks))
+    relieved = relieve(Situation(plan, players, ()), [players[0].id])
+    assert relieved.plan.groups[plan.group_of_rank[0]] != plan.groups[plan.group_of_rank[0]]
+
+
+HOLDS = st.lists(st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(0, 2)), max_size=6)
+
+
+@given(st.lists(HOLDS, min_size=1, max_size=4))
+def test_the_newest_step_that_is_whole_is_found(held: list[list[tuple[int, int, int]]]) -> None:
+    offers = {
+        f"id{i}": {"holds": [[generation, step, rank, 3] for generation, step, rank in own]}
+        for i, own in enumerate(held)
+    }
+    known = {entry for own in held for entry in own}
+    whole = [
+        (step, generation)
+        for generation in (1, 2)
+        for step in (1, 2, 3)
+        if {(generation, step, rank) for rank in range(3)} <= known
+    ]
+    found = find_source(offers)
+    assert (found and (found.step, found.generation)) == max(whole, default=None)
+    if found is not None:
+        givers = find_givers(offers, found)
+        ranks = {rank for id in givers for g, s, rank, _ in offers[id]["holds"] if (g, s) == found}
+        assert ranks == {0, 1, 2}
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), SEEDS)
+def test_mirrors_are_elsewhere_and_spread(nodes: list[str], seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.randrange(1, 100) for _ in nodes]
+    holders = assign_mirrors(nodes, sizes)
+    assert set(holders) == (set(range(len(nodes))) if len(nodes) > 1 else set())
+    for rank, holder in holders.items():
+        assert holder != rank
+        assert nodes[holder] != nodes[rank] or set(nodes) == {nodes[rank]}
+    if len(set(nodes)) == 1 and len(nodes) > 1:
+        assert max(Counter(holders.values()).values()) <= len(nodes) - 1
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-3, 10), st.floats(0.01, 1))
+def test_mirrors_take_no_more_than_their_share(mirror_s: float, step_s: float, share: float) -> None:
+    k = choose_interval(mirror_s, step_s, share)
+    assert mirror_s <= share * step_s * k * (1 + 1e-6)
+    assert k == 1 or mirror_s > share * step_s * (k - 1)
+
+
+def test_plans_for_lost_nodes_are_found_beforehand() -> None:
+    plan = make_plan(12)
+    players = tuple(make_member(rank, node="ab"[rank % 2]) for rank in range(plan.num_ranks))
+    situation = Situation(plan, players, ())
+    assert len(list(each_node_lost(situation))) == len({player.node for player in players}) == 2
+    asked: list[Situation] = []
+
+    def think(situation: Situation) -> Placement:
+        asked.append(situation)
+        kept = keep_groups(situation)
+        return Placement(replace(kept.plan, model="thought about"), kept.ids)
+
+    def refuse_alone(placement: Placement) -> None:
+        if placement.plan.num_ranks == 1:
+            raise PlanError("the model refuses it")
+
+    contingencies = Contingencies(think, draw=refuse_alone)
+    lost = next(each_node_lost(situation))
+    assert contingencies.find(lost) is None and contingencies.place(lost) == keep_groups(lost)
+    heard: list[bool] = []
+    contingencies.prepare(situation, lambda: heard.append(True))
+    assert contingencies.wait(20) and heard == [True] and len(asked) == 3
+    assert contingencies.place(lost).plan.model == "thought about"
+    refused = replace(lost, refused=("no",))
+    assert contingencies.place(refused) == keep_groups(refused)
+    contingencies.prepare(situation)
+    assert contingencies.wait(20) and len(asked) == 3  # Known already.
+
+
+def test_a_better_plan_is_taken_where_it_pays_back() -> None:
+    assert pays_back(1.0, 0.9, switch_s=2.0, payback_s=60.0)
+    assert not pays_back(1.0, 0.9, switch_s=2.0, payback_s=10.0)
+    assert not pays_back(1.0, 1.1, switch_s=0.0, payback_s=60.0)

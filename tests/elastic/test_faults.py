@@ -1,0 +1,173 @@
+"""Real jobs of CPU ranks that are killed, stopped, made to fail and told to leave, and go on to the losses of
+one to which nothing happens. (`python -m tools.elastic.bench` does much more of it.)"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch._dynamo  # noqa: F401  # FSDP2 imports it: here once, before ranks are forked.
+import volume
+from device_problems import make_nodes, make_profile
+
+from tools.elastic.faults import deal_cells, make_matrix_job, make_plan
+from tools.elastic.jobs import Fault, Job, JobFailedError, Outcome, run, run_alone
+from zorselike.elastic.contingency import SearchPlanner
+from zorselike.plan.cluster.cluster import Cluster, Link
+from zorselike.plan.parts import Device
+from zorselike.plan.plan import Plan
+from zorselike.plan.workload import LayerKind, Workload
+
+
+def check(job: Job, outcome: Outcome, *, num_lost: int = 0) -> None:
+    assert len(outcome.happened) == len(job.faults)
+    assert sorted(outcome.losses) == list(range(job.num_steps))
+    expected = run_alone(job)
+    assert max(abs(outcome.losses[step] - loss) for step, loss in enumerate(expected)) <= 1e-10
+    assert all(report.num_lost <= num_lost for report in outcome.reports), outcome.reports
+
+
+@volume.parametrize("seed", range(40), share=40)
+def test_faults_in_any_phase_lose_nothing(seed: int) -> None:
+    job = make_matrix_job(seed, list(deal_cells(2, seed)))
+    outcome = run(job)
+    losses = outcome.losses
+    assert sorted(losses) == list(range(job.num_steps))
+    expected = run_alone(job)
+    allowed = 1e-10 if job.param_dtype is None else 0.1
+    assert max(abs(losses[step] - loss) for step, loss in enumerate(expected)) <= allowed
+    assert all(report.num_lost == 0 for report in outcome.reports)
+    same_states = outcome.check_states()
+    assert same_states or all(fault.kind == "pause" for fault in job.faults)
+    assert len(outcome.happened) == len(job.faults)
+
+
+def make_small(*faults: Fault, num_steps: int = 6, seed: int = 7, num_nodes: int = 2) -> Job:
+    """Ranks 0 and 2 are of node 0, rank 1 of node 1; or each of its own."""
+    plan, num_layers = make_plan(random.Random(seed), (2, 1), offload=False)
+    devices = tuple(
+        Device(rank, f"node{rank % num_nodes}", rank // num_nodes) for rank in range(plan.num_ranks)
+    )
+    return Job(replace(plan, devices=devices), num_layers, num_steps, faults, num_nodes=num_nodes)
+
+
+def test_a_rank_that_leaves_gives_what_it_has() -> None:
+    job = make_small(Fault(2, 0, "leave", 0.5))
+    outcome = run(job)
+    check(job, outcome)
+    assert len({report.finished[-1][0] for report in outcome.reports}) == 2  # One ended earlier.
+
+
+def test_a_spare_takes_the_place_of_who_is_lost() -> None:
+    job = replace(make_small(Fault(2, 1, "kill", 0.5)), num_spares=1)
+    outcome = run(job)
+    check(job, outcome)
+    # Whoever joined last was the spare.
+    assert max(report.finished[0][0] for report in outcome.reports if report.finished) >= 3
+
+
+def test_another_plan_is_gone_over_to() -> None:
+    job = make_small(num_steps=8)
+    other: Plan | None = None
+    seed = 0
+    while other is None:
+        found, num_layers = make_plan(random.Random(seed), (1, 2), offload=False)
+        other = found if num_layers == job.num_layers else None
+        seed += 1
+    job = replace(job, plans=((2, other),))
+    outcome = run(job)
+    check(job, outcome)
+    assert all(report.finished[-1][2] > report.finished[0][2] for report in outcome.reports)
+
+
+def test_memory_that_did_not_suffice_changes_the_plan() -> None:
+    job = make_small(Fault(2, 1, "memory", 0.5))
+    outcome = run(job)
+    check(job, outcome)
+    assert len(outcome.reports) == job.plan.num_ranks  # Nobody has gone.
+    summaries = [report.summaries[-1] for report in outcome.reports]
+    assert set(summaries) == {"a plan for 3 ranks in groups of 2 + 1, from step 2"}  # Not the same.
+
+
+def test_mirrors_of_every_third_step_lose_no_more_than_three() -> None:
+    job = replace(make_small(Fault(5, 1, "kill", 0.9), num_steps=8), mirror_every=3)
+    outcome = run(job)
+    check(job, outcome, num_lost=3)
+    assert any(report.num_lost for report in outcome.reports)
+
+
+def test_two_losses_at_once_lose_nothing_where_a_third_has_their_mirrors() -> None:
+    job = make_small(Fault(2, 0, "kill", 0.5, others=(2,)))  # All of node 0.
+    outcome = run(job)
+    check(job, outcome)
+    assert [report.summaries[-1] for report in outcome.reports] == [
+        "a plan for 1 ranks in groups of 1, from step 2"
+    ]
+
+
+def test_two_losses_at_once_beyond_mirrors_go_back_to_the_checkpoint() -> None:
+    job = replace(make_small(Fault(4, 0, "kill", 0.5, others=(1,))), saves_at=(2,))
+    outcome = run(job)
+    check(job, outcome, num_lost=2)
+    assert [report.num_lost for report in outcome.reports] == [2]
+
+
+def test_two_losses_at_once_beyond_mirrors_end_a_job_without_checkpoint() -> None:
+    with pytest.raises(JobFailedError, match="no step up to 4 is whole in the memory of those who are left"):
+        run(make_small(Fault(4, 0, "kill", 0.5, others=(1,))))
+
+
+def make_planner(job: Job) -> SearchPlanner:
+    """For nodes of unequal devices, which all compute faster than these processes."""
+    names = [name for ministage in job.plan.ministages for name in ministage.modules]
+    kind = LayerKind(
+        name="layer",
+        num_parameters=1000,
+        forward_flops_per_row=1e4,
+        input_elements_per_row=32,
+        output_elements_per_row=32,
+        activation_bytes_per_row=10_000,
+    )
+    layers = tuple((name, "layer") for name in names)
+    workload = Workload(
+        model="small", sequence_length=4, dtype="float32", layers=layers, kinds={"layer": kind}
+    )
+    profile = make_profile(workload, **{"A100-40": 4e4, "T4": 1e4})
+    nodes = (*make_nodes("node", "A100-40"), *make_nodes("node", "T4", copies=3)[1:])
+    cluster = Cluster(nodes=nodes, default_link=Link(10e9))
+    return SearchPlanner(workload, cluster, profile, job.plan.global_batch, budget_s=2.0)
+
+
+def test_a_better_plan_is_gone_over_to_and_those_for_losses_are_known_before() -> None:
+    job = make_small(Fault(5, 1, "kill", 0.5), num_steps=8, num_nodes=3)
+    job = replace(job, planner=make_planner(job))
+    outcome = run(job)
+    check(job, outcome)
+    for report in outcome.reports:
+        first, *others = report.estimated_s
+        assert first is None and len(others) == 2
+        before, after = others
+        assert before is not None and after is not None and before < after  # With fewer devices.
+
+
+def test_a_card_that_becomes_slower_is_named_and_given_less() -> None:
+    job = make_small(num_steps=30, num_nodes=3)
+    job = replace(job, planner=make_planner(job), slows=(0, 15, 0.03))
+    outcome = run(job)
+    check(job, outcome)
+    assert "rank 0 (device 0 of node node0) computes" in outcome.lines
+    before, after = (plan for plan in outcome.reports[0].plans[-2:])
+    assert count_rows(after, "node0") < count_rows(before, "node0")
+
+
+def count_rows(text: str, node: str) -> int:
+    """Rows times layers of one node's ranks."""
+    plan = Plan.parse(text)
+    ranks = {device.rank for device in plan.devices if device.node == node}
+    return sum(
+        microbatch.num_rows * len(ministage.modules)
+        for ministage in plan.ministages
+        for microbatch in plan.groups[ministage.group].microbatches
+        if microbatch.rank in ranks
+    )

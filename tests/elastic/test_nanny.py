@@ -1,0 +1,170 @@
+"""A nanny: it survives its worker, says that it died, starts another, and gives up in time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trivial_member import TrivialWorker
+
+from zorselike.elastic.contract import Json
+from zorselike.elastic.meeting import Meeting, make_member
+from zorselike.elastic.meeting import nanny as nannies
+from zorselike.elastic.meeting.environment import listen
+from zorselike.elastic.meeting.nanny import Nanny, describe_end
+from zorselike.errors import ConfigError
+
+TOKEN = "token"
+LIVES = """
+import json, os, signal, sys, time
+fd = int(os.environ["ZORSELIKE_NANNY_FD"])
+def say(**word): os.write(fd, json.dumps(word).encode() + b"\\n")
+say(id=str(os.getpid()), last=7)
+with open(sys.argv[1], "a") as file:
+    print(os.getpid(), os.environ.get("ZORSELIKE_JOIN"), os.environ.get("ZORSELIKE_FOUND"), file=file)
+"""
+
+
+class Reached:
+    """A member that answers a nanny; keeps its words."""
+
+    def __init__(self) -> None:
+        listener = listen("127.0.0.1", 0)
+        me = make_member("127.0.0.1", listener.getsockname()[1], "here", 0, "cpu", 0)
+        self.words: list[Json] = []
+        self.address = f"127.0.0.1:{me.port}"
+        self.meeting = Meeting(TrivialWorker(), me, listener, TOKEN, num_founding=2)
+        answer = self.meeting._links._ask
+
+        def keep(message: Json) -> Json:
+            self.words.append(message)
+            return answer(message)
+
+        self.meeting._links._ask = keep
+
+
+@pytest.fixture
+def reached() -> Iterator[Reached]:
+    member = Reached()
+    yield member
+    member.meeting.close()
+
+
+def make(reached: Reached | None, tmp_path: Path, script: str, **environment: str) -> Nanny:
+    if reached is not None:
+        environment["ZORSELIKE_JOIN"] = reached.address
+    command = [sys.executable, "-I", "-S", "-c", LIVES + script, str(tmp_path / "starts")]
+    return Nanny(command, {"ZORSELIKE_JOB_TOKEN": TOKEN, **environment})
+
+
+def starts(tmp_path: Path) -> list[list[str]]:
+    path = tmp_path / "starts"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_worker_that_dies_is_told_of_and_replaced(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nannies, "_FIRST_WAIT_S", 0.0)
+    script = f"""
+say(members=[["127.0.0.1", 1], {json.dumps(reached.address.split(":"))}])
+if not os.path.exists(sys.argv[1] + ".once"):
+    open(sys.argv[1] + ".once", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert make(None, tmp_path, script, ZORSELIKE_FOUND="a:1", ZORSELIKE_MEMBERS="2").run() == 0
+    first, second = starts(tmp_path)
+    assert first[1:] == ["None", "a:1"]
+    assert second[1:] == [f"{reached.address},127.0.0.1:1", "None"]
+    assert [(word["id"], word["last"]) for word in reached.words] == [(first[0], 7)]
+
+
+def test_workers_that_die_at_their_start_are_given_up(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nannies, "_FIRST_WAIT_S", 0.0)
+    assert make(reached, tmp_path, "sys.exit(3)").run() == 3
+    assert len(starts(tmp_path)) == 3
+    assert "3 workers one after the other ended within 60 s of their start, the last exited with code 3" in (
+        capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "script, code",
+    [
+        ("sys.exit(0)", 0),
+        ('say(over="the job has ended", may_return=False); sys.exit(1)', 1),
+        ("sys.exit(4)", 4),  # Nobody can be reached: the job is no more.
+    ],
+)
+def test_no_other_worker_is_started_for_one_that_is_done(tmp_path: Path, script: str, code: int) -> None:
+    assert make(None, tmp_path, script).run() == code
+    assert len(starts(tmp_path)) == 1
+
+
+def test_a_recipe_that_is_wrong_is_not_tried_again(reached: Reached, tmp_path: Path) -> None:
+    assert make(reached, tmp_path, "sys.exit(2)").run() == 2
+    assert len(starts(tmp_path)) == 1
+
+
+def test_an_expelled_worker_comes_again(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nannies, "_FIRST_WAIT_S", 0.0)
+    script = """
+if len(open(sys.argv[1]).readlines()) == 1:
+    say(over="gone on without", may_return=True)
+    sys.exit(1)
+"""
+    assert make(reached, tmp_path, script).run() == 0
+    assert len(starts(tmp_path)) == 2
+
+
+def test_a_worker_that_stands_still_is_killed(reached: Reached, tmp_path: Path) -> None:
+    """Then it is certain that it is gone."""
+    script = """
+if len(open(sys.argv[1]).readlines()) == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    began_s = time.monotonic()
+    assert make(reached, tmp_path, script, ZORSELIKE_SILENCE_S="1").run() == 0
+    assert len(starts(tmp_path)) == 2 and time.monotonic() > began_s + 0.8
+    assert reached.words[0]["last"] == 7
+
+
+def test_a_nanny_that_is_told_to_leave_passes_it_on_and_starts_no_other(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+open(sys.argv[1] + ".ready", "w").close()
+time.sleep(60)
+"""
+    nanny = make(None, tmp_path, script)
+    codes: list[Any] = []
+    thread = threading.Thread(target=lambda: codes.append(nanny.run()))
+    thread.start()
+    while not (tmp_path / "starts.ready").exists():
+        time.sleep(0.01)
+    nanny.leave()
+    thread.join(30)
+    assert codes == [5] and len(starts(tmp_path)) == 1
+
+
+def test_what_cannot_be_started_is_said() -> None:
+    with pytest.raises(ConfigError, match="cannot start /no/such/program"):
+        Nanny(["/no/such/program"], {}).run()
+    assert describe_end(128 + signal.SIGKILL) == "was ended by SIGKILL"
+
+
+def test_a_nanny_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, zorselike.elastic.meeting.nanny as n; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

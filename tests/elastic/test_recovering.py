@@ -1,0 +1,222 @@
+"""What makes recoveries short and safe, without processes."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RunRanks
+
+from tools.elastic.faults import make_plan
+from tools.elastic.ranks import Job, build_model
+from zorselike.elastic.contract import Generation, GenerationOver, Member
+from zorselike.elastic.deciding.leader import Leader
+from zorselike.elastic.drawing import Drawings, Options
+from zorselike.elastic.running import Running
+from zorselike.elastic.worker import ElasticWorker
+from zorselike.errors import PlanError
+from zorselike.plan.parts import Group, Microbatch, Ministage
+from zorselike.plan.plan import Plan
+from zorselike.runtime import crossing
+from zorselike.runtime.alarm.failure import is_echo, reason_of
+from zorselike.runtime.model.boundaries import StepInputs
+from zorselike.runtime.model.partition import _Decoder
+from zorselike.runtime.model.signature import Signature, TensorSpec
+
+
+def make_job() -> Job:
+    plan, num_layers = make_plan(random.Random(7), (2, 2), offload=False)
+    return Job(plan, num_layers, 1)
+
+
+def make_members(count: int) -> tuple[Member, ...]:
+    return tuple(
+        Member(f"id{i}", i, "127.0.0.1", 0, f"node{i % 2}", i // 2, "cpu", 2**34) for i in range(count)
+    )
+
+
+def make_generation(number: int, plan: Plan) -> Generation:
+    members = make_members(plan.num_ranks)
+    ids = tuple(member.id for member in members)
+    decision: dict[str, Any] = {
+        "plan": plan.format(),
+        "base": plan.format(),
+        "seats": list(ids),
+        "slower": {},
+    }
+    return Generation(number, members, (), ids, "127.0.0.1", 1, "start", decision, None)
+
+
+def make_worker(job: Job) -> ElasticWorker:
+    drawings = Drawings(lambda: build_model(job), Options(), torch.device("cpu"))
+    return ElasticWorker(Leader(job.plan), drawings)
+
+
+def test_a_generation_that_ends_as_it_is_handed_over_is_heard_of() -> None:
+    job = make_job()
+    worker = make_worker(job)
+    old, new, next_one = (Running(make_generation(n, job.plan), "id0") for n in (3, 4, 5))
+    worker.enter(old)
+    worker.interrupt(4, ())  # Between `next_generation` and what follows in the thread that trains.
+    assert old.is_over.is_set()
+    worker.enter(new)
+    assert new.is_over.is_set()
+    worker.enter(next_one)
+    assert not next_one.is_over.is_set()
+    for running in (old, new, next_one):
+        running.leave_alone()
+
+
+def form_after_failing(rank: int, world_size: int, folder: Path) -> int:
+    """Rank 0 alone has begun to form a generation that ended meanwhile; both form the next one."""
+    dist.destroy_process_group()
+    job = make_job()
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ended = replace(make_generation(1, job.plan), ranks=("id0", "id1"), port=store.port)
+        running = Running(ended, "id0")
+        threading.Timer(0.3, running.interrupt).start()
+        with pytest.raises((RuntimeError, GenerationOver)):
+            running.form("gloo", lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]
+        running.leave_alone()
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(port)
+    while not port.exists():
+        time.sleep(0.01)
+    both = replace(make_generation(2, job.plan), ranks=("id0", "id1"), port=int(port.read_text()))
+    running = Running(both, f"id{rank}")
+    threading.Timer(20.0, running.interrupt).start()  # Where they wait for each other by different names.
+    running.form("gloo", lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    dist.barrier()
+    running.leave_together()
+    return int(total)
+
+
+def test_who_began_to_form_a_generation_forms_the_next_with_who_did_not(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(form_after_failing, 2, tmp_path) == [3, 3]
+
+
+def test_nobody_waits_for_the_store_of_a_leader_that_has_ended() -> None:
+    job = make_job()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    running = Running(replace(make_generation(1, job.plan), port=port), "id0")
+    threading.Timer(0.2, running.interrupt).start()
+    with pytest.raises(GenerationOver):
+        running.form("gloo", lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]
+    running.leave_alone()
+    # Torch still tries, on a thread of its own.
+    assert any(thread.name == "elastic store" for thread in threading.enumerate())
+
+
+class Remains:
+    """Like a Gloo group that still runs something: does not end by itself."""
+
+    def __init__(self, ended_in: list[str], may_end: threading.Event) -> None:
+        self.ended_in, self.may_end = ended_in, may_end
+
+    def __del__(self) -> None:
+        self.ended_in.append(threading.current_thread().name)
+        self.may_end.wait()
+
+
+def test_training_does_not_wait_for_what_is_left_of_a_generation() -> None:
+    worker = make_worker(make_job())
+    ended_in: list[str] = []
+    may_end = threading.Event()
+    worker.bury(Remains(ended_in, may_end))  # type: ignore[arg-type]
+    worker.let_go()
+    while not ended_in:
+        time.sleep(0.001)
+    may_end.set()
+    assert ended_in == ["elastic remains"]
+
+
+def test_the_end_of_a_store_is_an_echo() -> None:
+    """What a member reads whose leader has ended, before it hears of that."""
+    text = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"
+    assert is_echo(reason_of(dist.DistNetworkError(text)))
+
+
+def count_traces(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[int]]:
+    """How often models are tried out and traced: for a first plan, then for those that losses would bring."""
+    tried, traced = [0], [0]
+    try_tokens, trace_step = _Decoder.try_tokens, crossing.trace_step
+
+    def try_once(decoder: Any) -> Any:
+        tried[0] += 1
+        return try_tokens(decoder)
+
+    def trace_once(*arguments: Any, **options: Any) -> Any:
+        traced[0] += 1
+        return trace_step(*arguments, **options)
+
+    _Decoder.try_tokens = try_once  # type: ignore[method-assign]
+    crossing.trace_step = trace_once
+    job = make_job()
+    drawings = Drawings(lambda: build_model(job), Options(), torch.device("cpu"))
+    drawings.step = StepInputs(Signature((TensorSpec((4,), torch.int64),)), {})
+    leader = Leader(job.plan)
+    leader.note(make_generation(1, job.plan))
+    counts = []
+    one_lost = list(leader.foresee())
+    for plans in ([job.plan], one_lost, one_lost):
+        for plan in plans:
+            drawings.draw_ahead(plan)
+        counts.append((tried[0], traced[0]))
+    return [count for count, _ in counts], [count for _, count in counts]
+
+
+def test_what_one_loss_brings_is_drawn_ahead_and_little_is_traced(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    ((tried, traced),) = run_ranks(count_traces, 1, tmp_path)
+    # Who loses one rank of two keeps the ministages. Nodes 0 and 1 have one rank of each group.
+    assert tried == [1, 1, 1]
+    assert traced == [1, 1, 1]
+
+
+def test_each_loss_is_foreseen_as_it_is_decided() -> None:
+    job = make_job()
+    leader = Leader(job.plan)
+    leader.note(make_generation(1, job.plan))
+    plans = list(leader.foresee())
+    assert [plan.num_ranks for plan in plans] == [3, 3, 3, 3, 2, 2]
+    assert len(set(plans)) == 3  # Of a group it matters how many are left, not who.
+    assert all(len(plan.groups) == 2 for plan in plans)
+
+
+@pytest.mark.parametrize("is_light", [True, False])
+def test_only_models_without_values_are_kept_by_the_dozen(is_light: bool) -> None:
+    job = make_job()
+    leader = Leader(job.plan)
+    leader.note(make_generation(1, job.plan))
+
+    def build() -> torch.nn.Module:
+        model = build_model(job)
+        return model if is_light else model.to_empty(device="cpu")
+
+    drawings = Drawings(build, Options(), torch.device("cpu"))
+    for plan in (job.plan, *leader.foresee()):
+        drawings.draw_ahead(plan)
+    assert len(drawings._drawn) == (4 if is_light else 1)
+
+
+def test_replicas_are_refused_by_name() -> None:
+    group = Group(((0, 1),), (Microbatch(0, 0, 2),))
+    plan = Plan(2, (group,), (Ministage(0, ("layers.0",)),), sequence_length=4)
+    with pytest.raises(PlanError, match=r"tensor-parallel replicas.*list single ranks"):
+        Leader(plan)

@@ -1,0 +1,67 @@
+"""The order of computations with bounds on microbatches in flight, from rounds alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+from schedules import count_in_flight
+
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.planner.candidate.candidate import CandidateGroup
+from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight, find_order
+from zorselike.schedule.orders.in_flight import least_in_flight, order_in_flight
+from zorselike.schedule.spec import ScheduleSpec
+
+numbers = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=2, max_size=6)
+
+
+def make_plan(all_sizes: list[list[int]], bounds: list[int], owners: Sequence[int]) -> Plan:
+    """A rank for each group."""
+    groups = []
+    for g, (sizes, bound) in enumerate(zip(all_sizes, bounds, strict=True)):
+        ends = [sum(sizes[: m + 1]) for m in range(len(sizes))]
+        rows = tuple(Microbatch(g, end - size, end) for size, end in zip(sizes, ends, strict=True))
+        groups.append(Group((g,), rows, zero=1, max_in_flight=bound))
+    ministages = tuple(Ministage(g, (str(i),)) for i, g in enumerate(owners))
+    return Plan(sum(all_sizes[0]), tuple(groups), ministages)
+
+
+def visit(counts, data):
+    """The groups of ministages, visited in turn, the last time perhaps not all."""
+    per_group = data.draw(st.integers(1, 3))
+    return tuple(
+        i % len(counts) for i in range(len(counts) * per_group - data.draw(st.integers(0, per_group // 2)))
+    )
+
+
+@given(numbers, st.data())
+def test_of_equal_rounds_it_is_the_schedules_order(counts, data):
+    owners, rows = visit(counts, data), math.lcm(*counts)
+    sizes = [[rows // number] * number for number in counts]
+    least = least_in_flight(make_plan(sizes, [1] * len(counts), owners))
+    bounds = [data.draw(st.integers(own, own + number)) for own, number in zip(least, counts, strict=True)]
+    lowest = data.draw(st.integers(0, 1))
+    trains = tuple(i >= lowest for i in range(len(owners)))
+    spec = ScheduleSpec(make_plan(sizes, bounds, owners), trainable=trains)
+    found = find_order(Pipeline(tuple(map(Rounds, counts, bounds)), owners, lowest))
+    for g, order in enumerate(order_in_flight(spec)):
+        ways = [step.way for step in found.steps if step.group == g]
+        assert ways == [2 * action.ministage + "FB".index(action.kind.name) for action in order]
+    assert found.num_in_flight == count_in_flight(spec)
+    assert all(step.awaited < position for position, step in enumerate(found.steps))
+
+
+@given(numbers, st.data())
+def test_least_bounds_are_those_of_the_schedule(counts, data):
+    owners, rows = visit(counts, data), 24
+    sizes = []
+    for number in counts:
+        cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), min_size=number - 1, max_size=number - 1)))
+        sizes.append([b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)])
+    groups = [CandidateGroup((g,), Mode(), (tuple(own),)) for g, own in enumerate(sizes)]
+    found = find_least_in_flight(groups, owners)
+    assert found == least_in_flight(make_plan(sizes, [1] * len(counts), owners))

@@ -1,0 +1,135 @@
+"""More time never makes an answer worse, and devices that do not pay are left out."""
+
+from __future__ import annotations
+
+import random
+
+import device_problems
+import pytest
+import volume
+from searched_problems import draw_problem, make_decoder
+
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search import search
+from zorselike.planner.search.choice import Choice
+from zorselike.planner.search.evaluator import EstimatedCandidate
+from zorselike.planner.search.paying import PAYS, choose_paying, describe_unused
+from zorselike.planner.search.score import Score
+from zorselike.planner.search.search import search_plans
+from zorselike.planner.search.top_k import SimulatedCandidate
+
+BUDGETS_S = (0.1, 0.4, 0.8, 1.6, 3.0)
+"""Counted by looks at the clock (`support/counted_time.py`)."""
+
+
+def draw_priced(seed: int) -> PlanProblem:
+    """A few nodes, of which half the problems know prices."""
+    rng = random.Random(seed)
+    problem = draw_problem(rng, global_batch=rng.choice([8, 16]))
+    price = rng.choice([0.0, 2.0])
+    nodes = tuple(
+        Node(
+            name=node.name,
+            devices=node.devices,
+            fabric=node.fabric,
+            nic=node.nic,
+            host_memory_bytes=node.host_memory_bytes,
+            price_per_hour=price * rng.uniform(0.5, 4.0),
+        )
+        for node in problem.cluster.nodes
+    )
+    wants = rng.choice(["throughput", "cost"]) if price else "throughput"
+    return PlanProblem(
+        workload=make_decoder(4),
+        cluster=Cluster(nodes=nodes, default_link=Link(12e9, 2e-5)),
+        profile=problem.profile,
+        global_batch=problem.global_batch,
+        objective=wants,
+    )
+
+
+@pytest.mark.parametrize("seed", volume.part(range(30)))
+def test_more_time_never_makes_an_answer_worse(seed: int) -> None:
+    """By what is asked for; and where cards that do not pay are left out, not slower and dearer at once."""
+    problem = draw_priced(seed)
+    kept = [search_plans(problem, budget_s=budget_s, top=1, all_devices=True) for budget_s in BUDGETS_S]
+    wanted = [measure(problem, answer) for answer in kept]
+    assert wanted == sorted(wanted, reverse=True), wanted
+    if problem.objective == "throughput" and any(node.price_per_hour for node in problem.cluster.nodes):
+        paying = [
+            search_plans(problem, budget_s=budget_s, top=1).best.case.simulation for budget_s in BUDGETS_S
+        ]
+        for i, later in enumerate(paying):
+            assert later.iteration_s <= wanted[i] * (1 + PAYS)
+            assert not any(
+                later.iteration_s > own.iteration_s and later.cost > own.cost for own in paying[:i]
+            )
+
+
+def measure(problem: PlanProblem, answer) -> float:
+    simulation = answer.best.case.simulation
+    return simulation.cost if problem.objective == "cost" else simulation.iteration_s
+
+
+def test_a_longer_search_begins_as_a_shorter_one_does():
+    problem = draw_priced(3)
+    first, second = (search_plans(problem, budget_s=budget_s).improvements for budget_s in (1.0, 3.0))
+    assert [own.iteration_s for own in second][: len(first)] == [own.iteration_s for own in first]
+    assert [own.num_simulated for own in second][: len(first)] == [own.num_simulated for own in first]
+
+
+def make_simulated(devices: str, seconds: float, cost: float) -> SimulatedCandidate:
+    """A plan of one group of these devices."""
+    groups = (CandidateGroup(tuple(map(int, devices)), Mode(), ((1,),) * len(devices)),)
+    candidate = CandidatePlan(groups, (0,), (1,))
+    order = Score(0.0, seconds, cost, len(devices))
+    estimated = EstimatedCandidate(Choice((), 1), candidate, order, "by hand")
+    return SimulatedCandidate(order, 0, estimated, seconds, cost, False)
+
+
+def test_the_cheapest_of_the_plans_that_are_nearly_as_fast_is_chosen():
+    simulated = [
+        make_simulated("0123", 10.0, 9.0),
+        make_simulated("0123", 10.01, 1.0),  # The same devices: faster is better.
+        make_simulated("01", 10.05, 4.0),
+        make_simulated("012", 10.09, 5.0),
+        make_simulated("0", 10.2, 2.0),  # More than a hundredth slower.
+    ]
+    assert choose_paying(simulated) is simulated[2]
+
+
+def test_without_prices_the_fastest_is_chosen():
+    simulated = [make_simulated("0123", 10.0, 0.0), make_simulated("01", 10.01, 0.0)]
+    assert choose_paying(simulated) is simulated[0]
+
+
+def test_devices_that_are_left_out_are_told_of():
+    nodes = device_problems.make_nodes("a", "A100-40 A100-40", 1, 4.0, zone="a")
+    nodes += device_problems.make_nodes("t", "T4 T4", 1, 1.0, zone="b")
+    problem = device_problems.make_problem(nodes)
+    fast, chosen = make_simulated("0123", 10.0, 9.0), make_simulated("01", 10.05, 4.0)
+    (told,) = describe_unused(problem, chosen, [fast, chosen])
+    assert told.startswith("2 T4 of b left out: ") and "0.50% faster" in told and "--all-devices" in told
+    (told,) = describe_unused(problem, chosen, [chosen])
+    assert "no plan with more of them" in told
+    assert describe_unused(problem, fast, [fast, chosen]) == []
+
+
+def test_what_people_would_leave_out_is_looked_at_by_every_second_look():
+    sides = [
+        device_problems.make_nodes(zone, device, 4, 4.0, region=zone, zone=zone)
+        for zone, device in (("a", "A100-40"), ("b", "T4"))
+    ]
+    links = {"default_link": Link(10e9), "region_links": {("a", "b"): Link(1e9, 1e-3)}}
+    problem = device_problems.make_problem(*sides, links=links, global_batch=16)
+    looking = search._Search(problem, 100.0, 0, None)
+    looking._looks.begin(search.propose_devices(problem, bounds=looking._bounds))
+    named = [look for look in looking._looks.looks if look.devices.is_share]
+    assert len(named) >= 3
+    for _ in range(2 * len(named)):
+        assert looking._looks.peek() is not None
+        looking._looks.advance()
+    assert all(look.num_looked for look in named)

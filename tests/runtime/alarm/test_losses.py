@@ -1,0 +1,85 @@
+"""An alarm that reports: all lost ranks, and what is known of each; no process is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import RunRanks
+
+from zorselike.runtime.alarm.alarm import Alarm
+from zorselike.runtime.alarm.failure import Failure
+from zorselike.schedule.actions import parse_action
+
+BACKWARD = parse_action("3B1")
+Known = dict[int, tuple[str, str]]
+
+
+def lose(rank: int, size: int, folder: Path, how: dict[int, str]) -> Known:
+    """What this rank hears of each loss: kind, and where that rank was."""
+    store = dist.FileStore(str(folder / "alarm"), size)
+    found: Known = {}
+    heard = threading.Event()
+
+    def note(losses: tuple[Failure, ...]) -> None:
+        found.update({loss.rank: (loss.kind, loss.place) for loss in losses})
+        if len(found) == len(how) or (0 in how and rank and 0 in found):
+            heard.set()
+
+    alarm = Alarm(rank, size, store, interval_s=0.1, silence_s=1.0, start_silence_s=1.0, on_loss=note)
+    alarm.enter(BACKWARD)
+    store.add("acting", 1)
+    while int(store.add("acting", 0)) < size:
+        time.sleep(0.01)
+    match how.get(rank):
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raises":
+            alarm.fail(ValueError("out of everything"))
+    assert heard.wait(20)
+    alarm.abandon()
+    until_s = time.monotonic() + 20
+    while threading.active_count() > 1 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert threading.active_count() == 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {1: "killed"},
+        {1: "killed", 3: "killed"},
+        {1: "killed", 2: "stopped"},
+        {2: "raises", 3: "killed"},
+        {0: "killed"},
+        {0: "raises"},
+    ],
+    ids=str,
+)
+def test_all_losses_are_told(run_ranks: RunRanks, tmp_path: Path, how: dict[int, str]) -> None:
+    exits = run_ranks(lose, 4, tmp_path, how, init=False, allow_exit=True, timeout=60)
+    kinds = {"killed": "dead", "stopped": "silent", "raises": "error"}
+    for ended in exits:
+        if how.get(ended.rank, "raises") == "raises":
+            assert ended.value == {rank: (kinds[fate], "3B1") for rank, fate in how.items()}, ended
+
+
+def test_what_only_ends_by_mistake_is_no_loss(run_ranks: RunRanks, tmp_path: Path) -> None:
+    exits = run_ranks(call_others, 3, tmp_path, init=False, allow_exit=True, timeout=60)
+    for ended in exits:
+        assert ended.code == 1 and "it called evaluate() where rank" in ended.last_line
+
+
+def call_others(rank: int, size: int, folder: Path) -> None:
+    alarm = Alarm(rank, size, dist.FileStore(str(folder / "alarm"), size), interval_s=0.1, on_loss=print)
+    alarm.begin("evaluate" if rank == 1 else "step")
+    alarm.enter(BACKWARD)
+    time.sleep(3600)

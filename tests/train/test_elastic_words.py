@@ -1,0 +1,95 @@
+"""What the processes of an elastic run tell each other and people, and who must not start them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from zorselike.elastic.contract import Member
+from zorselike.errors import ConfigError
+from zorselike.train.config.config import Config, Elastic, Hetero, check_config
+from zorselike.train.elastic.known import Known, agree, count_change, describe_change
+from zorselike.train.elastic.pipeline import Change
+from zorselike.train.elastic.planning import refuse_launcher
+
+OLD = Known({"[optimizer] lr": "0.1"}, job="a", folder="runs/1", first_step=2, validated=7, process="1 of a")
+NEW = Known({"[optimizer] lr": "0.1"}, process="2 of b")
+
+
+def make_member(number: int) -> Member:
+    return Member(f"id{number}", number, "h", 1, f"node{number}", 0, "cpu", 1)
+
+
+def test_a_newcomer_learns_what_is_known_and_the_newest_counts() -> None:
+    seen = Change("loss", lost=(make_member(3),), step_before=8, why={})
+    other = replace(seen, why={"id3": "killed"}, step_before=9)
+    said = [
+        NEW,
+        replace(OLD, saved=(4, {}), last=(8, math.nan, math.nan), change=seen),
+        replace(OLD, saved=(6, {"step": 6}), last=(8, 0.5, 1.0), validated=8, change=other),
+    ]
+    known = agree(said, 0)
+    assert (known.job, known.folder, known.first_step, known.validated) == ("a", "runs/1", 2, 8)
+    assert known.saved == (6, {"step": 6})
+    assert known.last == (8, 0.5, 1.0)
+    assert known.change is not None
+    line = describe_change(known.change, 7, "a plan for 2 ranks in groups of 2, from step 7")
+    assert line.startswith("lost node3 local rank 0 (killed); goes on after step 7 from memory within ")
+    assert line.endswith("2 steps lost; now a plan for 2 ranks in groups of 2")
+    numbers = count_change(known.change, generation=5, num_ranks=2, step=7)
+    assert (numbers["elastic/num_lost"], numbers["elastic/steps_lost"]) == (1, 2)
+
+
+def test_who_comes_with_another_recipe_is_refused_alone() -> None:
+    other = replace(NEW, traits={"[optimizer] lr": "0.2"})
+    assert agree([other, OLD], 1).job == "a"
+    with pytest.raises(ConfigError, match=r"\[optimizer\] lr is 0.2 in this process, and 0.1 in the job"):
+        agree([other, OLD], 0)
+    with pytest.raises(ConfigError, match="start it with the same recipe"):
+        agree([NEW, other], 1)  # At the start rank 0's counts.
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    "environment, why",
+    [
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "torchrun ends all processes of a node"),
+        (SLURM | {"SLURM_KILL_BAD_EXIT": "1", "SLURM_TASKS_PER_NODE": "1(x2)"}, "srun --no-kill"),
+    ],
+)
+def test_launchers_that_end_survivors_are_refused(environment: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        refuse_launcher(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "ZORSELIKE_NANNY_FD": "3"},
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "1"},
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "ZORSELIKE_JOIN": "a:1"},
+    ],
+)
+def test_others_are_not(environment: dict[str, str]) -> None:
+    refuse_launcher(environment)
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (Config(elastic=Elastic(min_ranks=2)), r"\[elastic\] min_ranks = 2: .*enable = true"),
+        (Config(elastic=Elastic(True, mirror_share=0.0)), "mirror_share"),
+        (
+            Config(elastic=Elastic(True), hetero=Hetero("p.toml", profile="x")),
+            "name both profile and cluster",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_named(config: Config, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_config(replace(config, hetero=replace(config.hetero, plan=config.hetero.plan or "p.toml")))

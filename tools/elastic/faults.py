@@ -1,0 +1,118 @@
+"""Jobs of random plans, and what is to happen to their ranks, and where."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch._dynamo  # FSDP2 imports it: here once, before ranks are forked.
+
+from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
+
+from .injection import RECOVERY_PHASES, STEP_PHASES, Fault, FaultKind, Phase
+from .jobs import Job
+
+NUM_RANKS = 4
+_ROWS = 6
+_SPLITS = ((4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (2, 1, 1))
+_FAULTS_A_JOB, _STEPS_APART = 3, 4
+KINDS: tuple[FaultKind, ...] = ("kill", "stop", "pause", "raise", "exit", "term")
+Cell = tuple[Phase, FaultKind, int]
+"""Where, what, and to which rank."""
+
+
+def make_plan(rng: random.Random, split: Sequence[int], *, offload: bool = True) -> tuple[Plan, int]:
+    """A random plan over groups of these sizes, and the layers that it needs."""
+    groups, first = [], 0
+    for size in split:
+        ranks = tuple(range(first, first + size))
+        first += size
+        rows = rng.choice((1, 2))
+        microbatches = tuple(
+            Microbatch(ranks[i % size], start, start + rows) for i, start in enumerate(range(0, _ROWS, rows))
+        )
+        zero = rng.choice((0, 1, 2, 3))
+        kinds = tuple(kind for kind in OFFLOAD_KINDS if offload and rng.random() < 0.3)
+        groups.append(Group(ranks, microbatches, zero=zero, offload=kinds))
+    count = len(split) * rng.choice((1, 2))
+    num_layers = count + 1
+    names = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+    cuts = [0, *sorted(rng.sample(range(1, len(names)), count - 1)), len(names)]
+    ministages = tuple(Ministage(i % len(split), tuple(names[cuts[i] : cuts[i + 1]])) for i in range(count))
+    return Plan(_ROWS, tuple(groups), ministages).validate(), num_layers
+
+
+def make_job(seed: int, *, num_faults: int = _FAULTS_A_JOB, replaces: bool = True) -> Job:
+    """A random job of four ranks, and faults anywhere in its steps; every fourth is SIGSTOP."""
+    rng = random.Random(seed)
+    plan, num_layers = make_plan(rng, rng.choice(_SPLITS))
+    kinds: list[FaultKind] = [
+        "stop" if (num_faults * seed + i) % 4 == 3 else rng.choice(("kill", "kill", "raise", "exit"))
+        for i in range(num_faults)
+    ]
+    faults = tuple(
+        Fault(2 + _STEPS_APART * i, rng.randrange(4), kind, rng.random()) for i, kind in enumerate(kinds)
+    )
+    return Job(
+        plan,
+        num_layers,
+        2 + _STEPS_APART * num_faults,
+        faults,
+        replaces=replaces,
+        tied=rng.random() < 0.5,
+        max_norm=rng.choice((None, 0.5)),
+        seed=seed,
+    )
+
+
+def list_cells(phases: Sequence[Phase] = (*RECOVERY_PHASES, *STEP_PHASES)) -> list[Cell]:
+    """The whole matrix. What decides (`meet`, `plan`) is our own code without anything that waits: there no
+    error is thrown (that a planner's ends the job with its reason is `tests/elastic/test_meeting`'s to
+    show), and `plan` is the leader's alone."""
+    return [
+        (phase, kind, rank)
+        for phase in phases
+        for kind in KINDS
+        for rank in (range(NUM_RANKS) if phase != "plan" else (0,))
+        if not (kind == "raise" and phase in ("meet", "plan"))
+    ]
+
+
+def deal_cells(count: int, seed: int = 0, phases: Sequence[Phase] | None = None) -> Iterator[Cell]:
+    """So many cells: whole matrices, each in another order."""
+    rng = random.Random(seed)
+    dealt = 0
+    while dealt < count:
+        cells = list_cells() if phases is None else list_cells(phases)
+        rng.shuffle(cells)
+        yield from cells[: count - dealt]
+        dealt += len(cells)
+
+
+def make_matrix_job(seed: int, cells: Sequence[Cell], *, silence_s: float = 4.0) -> Job:
+    """A random job in which these happen, one after another. A recovery in which something happens begins
+    with an error of another rank, which nobody is lost by: mirrors promise to make up for one loss at a
+    time."""
+    rng = random.Random(seed)
+    plan, num_layers = make_plan(rng, rng.choice(_SPLITS))
+    faults = []
+    for i, (phase, kind, rank) in enumerate(cells):
+        step = 2 + _STEPS_APART * i
+        if phase in RECOVERY_PHASES:
+            faults.append(Fault(step, rank + rng.randrange(1, NUM_RANKS), "raise", rng.random()))
+        faults.append(Fault(step, rank, kind, rng.random(), phase))
+    job = Job(
+        plan,
+        num_layers,
+        3 + _STEPS_APART * len(cells),
+        tuple(faults),
+        replaces=True,
+        tied=rng.random() < 0.5,
+        max_norm=rng.choice((None, 0.5)),
+        silence_s=silence_s,
+        seed=seed,
+        patience_s=180.0,
+    )
+    return replace(job, param_dtype=torch.bfloat16) if rng.random() < 0.2 else job

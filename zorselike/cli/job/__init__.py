@@ -1,0 +1,1 @@
+"""Jobs whose members come and go: started, joined, looked at, left."""

@@ -1,0 +1,169 @@
+"""`zorselike run` and `zorselike join`: workers of an elastic job on this node, a nanny beside each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from zorselike.cli.options import check_at_least
+from zorselike.errors import ConfigError
+
+_Command = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND...")]
+
+_KILL_AFTER_S = 60.0
+"""After a second signal workers may finish their step so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Start the workers of an elastic job on this node, each with a nanny that starts another if it dies.
+
+    The first node founds the job and prints the lines by which other nodes join it and by which its status is
+    shown; the environment variable ZORSELIKE_JOB_TOKEN, made where it is not set, is what all of them need.
+    SIGTERM, or Ctrl-C, makes this node's workers leave at the next step boundary.
+    """
+
+    command: _Command
+    """Program of a worker, such as python train.py."""
+
+    ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Workers on this node."""
+
+    members: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: --ranks)")] = None
+    """Members that the job starts with, on all nodes; more may join later."""
+
+    address: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:29600"
+    """Where the job is founded; other nodes must reach it."""
+
+    join: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Address of a member of a job that runs or is being started: this node's workers join it."""
+
+    node: str | None = None
+    """Name of this node; by default its hostname."""
+
+    def run(self) -> int:
+        from zorselike.elastic.meeting.environment import JOIN, TOKEN, make_token, read_address
+        from zorselike.runtime.processes.identity import NODE_VARIABLE
+
+        check_at_least("run", 1, {"--ranks": self.ranks})
+        if not self.command:
+            raise ConfigError("run: name the worker's program after --, such as -- python train.py")
+        environment = dict(os.environ)
+        node = self.node or environment.get(NODE_VARIABLE) or socket.gethostname()
+        environment[NODE_VARIABLE] = node
+        if self.join is not None:
+            if self.members is not None:
+                raise ConfigError("run: --members is said where the job is founded, not with --join")
+            token = check_token("run", environment)
+            addresses = find_members(*read_address("run: --join", self.join), token)
+            environments = [environment | {JOIN: ",".join(addresses)} for _ in range(self.ranks)]
+        else:
+            if not environment.get(TOKEN):
+                environment[TOKEN] = make_token()
+            environments = self._found(environment, node)
+        return keep(self.command, environments)
+
+    def _found(self, environment: Mapping[str, str], node: str) -> list[dict[str, str]]:
+        from zorselike.elastic.meeting.environment import FOUND, JOIN, MEMBERS, TOKEN, read_address
+
+        members = self.ranks if self.members is None else self.members
+        check_at_least("run", self.ranks, {"--members": members})
+        host, port = read_address("run: --address", self.address)
+        if port == 0:
+            raise ConfigError("run: --address must name a port, at which other nodes find the job")
+        token = f"{TOKEN}={environment[TOKEN]}"
+        command = " ".join(self.command)
+        print(
+            f"job founded on {node}, starts with {members} members; on other nodes\n"
+            f"  {token} zorselike run --join {host}:{port} --ranks N -- {command}\n"
+            f"  {token} zorselike status {host}:{port} --watch\n"
+            f"  {token} zorselike leave {host}:{port} --node NAME",
+            file=sys.stderr,
+            flush=True,
+        )
+        founder = {**environment, FOUND: self.address, MEMBERS: str(members)}
+        return [founder, *({**environment, JOIN: self.address} for _ in range(self.ranks - 1))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Start one more worker here, which joins a running job; the same as run --join with one rank."""
+
+    address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST:PORT")]
+    """Of any member of the job."""
+
+    command: _Command
+    """Program of the worker, the same as the others'."""
+
+    node: str | None = None
+    """Name of this node; by default its hostname."""
+
+    def run(self) -> int:
+        return Run(command=self.command, join=self.address, node=self.node).run()
+
+
+def check_token(command: str, environment: Mapping[str, str]) -> str:
+    from zorselike.elastic.meeting.environment import TOKEN
+
+    token = environment.get(TOKEN, "")
+    if not token:
+        raise ConfigError(
+            f"{command}: set {TOKEN} to the job's token, which `zorselike run` prints at its start"
+        )
+    return token
+
+
+def find_members(host: str, port: int, token: str) -> list[str]:
+    """Addresses of a job's members, the given one first; that alone where the job has yet to start.
+
+    Raises `ClusterError` if who listens there is no member of a job with this token.
+    """
+    from zorselike.elastic.meeting.asking import NobodyThere, ask
+
+    with contextlib.suppress(NobodyThere):
+        members = ask(host, port, token, {"ask": "status"})["status"]["members"]
+        return list(dict.fromkeys([f"{host}:{port}", *(f"{m['host']}:{m['port']}" for m in members)]))[:16]
+    return [f"{host}:{port}"]
+
+
+def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+    """Runs a nanny for each worker until all have ended; the first exit code that is not 0."""
+    line = [sys.executable, "-m", "zorselike.elastic.meeting.nanny", "--", *command]
+    nannies = [
+        subprocess.Popen(line, env={**environment, "LOCAL_RANK": str(number)}, start_new_session=True)
+        for number, environment in enumerate(environments)
+    ]
+    kill_s: float | None = None
+    num_signals = 0
+
+    def pass_on(*_: object) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        for nanny in nannies:
+            if nanny.poll() is None:
+                nanny.send_signal(signal.SIGTERM)
+
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while any(nanny.poll() is None for nanny in nannies):
+            time.sleep(0.1)
+            if num_signals > 1 and kill_s is None:
+                kill_s = time.monotonic() + _KILL_AFTER_S
+            if kill_s is not None and time.monotonic() > kill_s:
+                for nanny in nannies:
+                    if nanny.poll() is None:
+                        os.killpg(nanny.pid, signal.SIGKILL)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return next((nanny.returncode for nanny in nannies if nanny.returncode), 0)

@@ -1,0 +1,89 @@
+"""What drivers, Kubernetes, SkyPilot and Ray call our device types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from zorselike.cli.launch.job import Job
+from zorselike.errors import ConfigError
+
+PRODUCTS: Mapping[str, str] = {
+    "GH200": "NVIDIA-GH200-480GB",
+    "H100-SXM": "NVIDIA-H100-80GB-HBM3",
+    "A100-40": "NVIDIA-A100-SXM4-40GB",
+    "A100-80": "NVIDIA-A100-SXM4-80GB",
+    "A800-80": "NVIDIA-A800-SXM4-80GB",
+    "T4": "Tesla-T4",
+    "V100-PCIe-16": "Tesla-V100-PCIE-16GB",
+    "V100-PCIe-32": "Tesla-V100-PCIE-32GB",
+    "V100-16": "Tesla-V100-SXM2-16GB",
+    "V100-32": "Tesla-V100-SXM2-32GB",
+    "P100-PCIe": "Tesla-P100-PCIE-16GB",
+    "P100": "Tesla-P100-SXM2-16GB",
+    "RTX6000Ada": "NVIDIA-RTX-6000-Ada-Generation",
+    "A6000": "NVIDIA-RTX-A6000",
+    "RTX5090": "NVIDIA-GeForce-RTX-5090",
+    "RTX4090": "NVIDIA-GeForce-RTX-4090",
+    "RTX4080": "NVIDIA-GeForce-RTX-4080",
+    "RTX3090Ti": "NVIDIA-GeForce-RTX-3090-Ti",
+    "RTX3090": "NVIDIA-GeForce-RTX-3090",
+    "RTX3080": "NVIDIA-GeForce-RTX-3080",
+    "RTX3070": "NVIDIA-GeForce-RTX-3070",
+    "RTX2080Ti": "NVIDIA-GeForce-RTX-2080-Ti",
+    "TitanRTX": "NVIDIA-TITAN-RTX",
+}
+"""Where it is not `NVIDIA-` and our name: the most common of a type's names by its driver, with hyphens."""
+_SKYPILOT: Mapping[str, str] = {
+    "H100-SXM": "H100",
+    "H100-PCIe": "H100",
+    "A100-40": "A100",
+    "A100-80": "A100-80GB",
+    "V100-16": "V100",
+    "V100-32": "V100-32GB",
+    "V100-PCIe-16": "V100",
+    "V100-PCIe-32": "V100-32GB",
+    "P100-PCIe": "P100",
+    "A6000": "RTXA6000",
+}
+"""SkyPilot's names of device types, where they are not ours."""
+_RAY = re.compile(r"\w+-([A-Z0-9]+)")
+"""The part of a driver's name that a Ray node takes for its `accelerator_type`
+(`python/ray/_private/accelerators/nvidia_gpu.py`)."""
+
+
+def name_product(device: str) -> str:
+    """The value of a Kubernetes node's label `nvidia.com/gpu.product` (NVIDIA's GPU feature discovery)."""
+    if device.upper().startswith("MI"):
+        raise ConfigError(f"launch: {device} is no NVIDIA GPU; start by torchrun or slurm")
+    return PRODUCTS.get(device, f"NVIDIA-{device}")
+
+
+def name_for_skypilot(device: str) -> str:
+    """SkyPilot's accelerator."""
+    return _SKYPILOT.get(device, device)
+
+
+def name_for_ray(device: str) -> str:
+    """Ray's `accelerator_type`."""
+    found = _RAY.match(name_product(device))
+    assert found is not None
+    return found[1]
+
+
+def refuse_mixed_nodes(job: Job, launcher: str, name: Callable[[str], str]) -> None:
+    """Raises `ConfigError` where a launcher, which counts the GPUs of a node by number alone and knows their
+    type by `name`, could not tell devices of the plan apart."""
+    types_of: dict[str, str] = {}
+    for kind in job.kinds:
+        if len({*kind.types}) > 1:
+            raise ConfigError(
+                f"launch: {launcher} asks for GPUs of one type on a node, and node {kind.nodes[0]} has "
+                f"{' and '.join(dict.fromkeys(kind.types))}; start by torchrun or slurm"
+            )
+        device = kind.types[0]
+        if not kind.is_cpu and types_of.setdefault(name(device), device) != device:
+            raise ConfigError(
+                f"launch: {launcher} does not tell {types_of[name(device)]} from {device}, both of "
+                f"which it calls '{name(device)}'; start by torchrun or slurm"
+            )

@@ -1,0 +1,144 @@
+"""A Kubernetes JobSet (https://jobset.sigs.k8s.io, v1alpha2) with a replicated job for each kind of node,
+and the plan in a ConfigMap beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import join
+from textwrap import indent
+
+from zorselike.cli.launch.device_names import name_product, refuse_mixed_nodes
+from zorselike.cli.launch.job import PORT, Job, NodeKind, write_comment
+from zorselike.errors import ConfigError, FileError
+from zorselike.text.files import read_text
+
+IMAGE = "IMAGE"
+"""Stands for a container image that the user must name."""
+PRODUCT = "nvidia.com/gpu.product"
+"""Label of a node by NVIDIA's GPU feature discovery: the driver's name of its GPUs with hyphens."""
+_FOLDER = "/job"
+_GRACE_S = 300
+_MOST_BYTES = 2**20
+"""Of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+
+
+def write_jobset(job: Job, *, file: str) -> str:
+    """The manifest, as `file`; raises `ConfigError` for nodes with GPUs of several types, and for a recipe
+    that cannot be read."""
+    refuse_mixed_nodes(job, "Kubernetes", name_product)
+    config = job.program.config
+    files = {"plan.toml": job.plan.to_text()}
+    if config is not None:
+        try:
+            files["recipe.toml"] = read_text(Path(config), "recipe")
+        except FileError as error:
+            raise ConfigError(f"launch: {config}: {error}") from None
+    num_bytes = sum(len(text.encode()) for text in files.values())
+    if num_bytes > _MOST_BYTES:
+        raise ConfigError(
+            f"launch: {job.path} has {num_bytes:,} bytes, and a ConfigMap, in which a JobSet gets its plan, "
+            f"holds {_MOST_BYTES:,}; start by slurm or torchrun"
+        )
+    head = [
+        f"# {job.describe()}, by:",
+        f"#   kubectl apply --server-side -f {file}",
+        f"# {IMAGE} is yours to name: any with zorselike in it. So are the values of {PRODUCT}",
+        f"# (kubectl get nodes -L {PRODUCT}), and what pods may have of CPUs, memory and disks.",
+        *write_comment(*(f"{note}." for note in job.list_notes())),
+    ]
+    return "\n".join(
+        [*head, *_write_files(job, files), "---", *_write_set(job, has_recipe=config is not None), ""]
+    )
+
+
+def _write_files(job: Job, files: Mapping[str, str]) -> list[str]:
+    lines = ["apiVersion: v1", "kind: ConfigMap", "metadata:", f"  name: {job.name}-plan", "data:"]
+    for name, text in files.items():
+        lines += [f"  {name}: |", indent(text.rstrip("\n"), "    ")]
+    return lines
+
+
+def _write_set(job: Job, *, has_recipe: bool) -> list[str]:
+    names = [f"n{i}-{kind.name}"[: 62 - len(job.name)].rstrip("-") for i, kind in enumerate(job.kinds)]
+    first = f"{job.name}-{names[0]}-0-0.{job.name}"
+    lines = [
+        "apiVersion: jobset.x-k8s.io/v1alpha2",
+        "kind: JobSet",
+        "metadata:",
+        f"  name: {job.name}",
+        "spec:",
+        "  network:",
+        "    enableDNSHostnames: true  # JobSet-REPLICATED_JOB-0-POD.JobSet",
+        "  replicatedJobs:",
+    ]
+    config = f"{_FOLDER}/recipe.toml" if has_recipe else None
+    program = job.write_program(path=f"{_FOLDER}/plan.toml", config=config)
+    for kind, name in zip(job.kinds, names, strict=True):
+        lines += _write_replicated_job(job, kind, name=name, first=first, program=program)
+    return lines
+
+
+def _write_replicated_job(job: Job, kind: NodeKind, *, name: str, first: str, program: str) -> list[str]:
+    variables = [
+        f"nodes=({join(kind.nodes)})  # of the plan",
+        "export ZORSELIKE_NODE=${nodes[$JOB_COMPLETION_INDEX]}",
+    ]
+    if kind.leaves_some_out:
+        variables.append(f"export ZORSELIKE_LOCAL_RANKS={','.join(map(str, kind.local_ranks))}")
+    command = [
+        *variables,
+        f"exec torchrun --nnodes {job.num_nodes} --nproc-per-node {kind.num_processes} \\",
+        f"  --rdzv-backend c10d --rdzv-endpoint {first}:{PORT} --rdzv-id {job.name} \\",
+        f"  --local-addr $HOSTNAME.{job.name} \\",
+        f"  {program}",
+    ]
+    pods = len(kind.nodes)
+    return [
+        f"  - name: {name}  # {kind.describe()}",
+        "    replicas: 1",
+        "    template:",
+        "      spec:",
+        "        completionMode: Indexed",
+        f"        completions: {pods}",
+        f"        parallelism: {pods}",
+        "        backoffLimit: 0",
+        "        template:",
+        "          spec:",
+        "            restartPolicy: Never",
+        f"            terminationGracePeriodSeconds: {_GRACE_S}",
+        *_write_selectors(kind),
+        "            containers:",
+        "            - name: train",
+        f"              image: {IMAGE}",
+        "              command: [bash, -c]",
+        "              args:",
+        "              - |",
+        *(f"                {line}" for line in command),
+        *_write_resources(kind),
+        "              volumeMounts:",
+        f"              - {{name: plan, mountPath: {_FOLDER}}}",
+        "              - {name: shared-memory, mountPath: /dev/shm}",
+        "            volumes:",
+        "            - name: plan",
+        f"              configMap: {{name: {job.name}-plan}}",
+        "            - name: shared-memory",
+        "              emptyDir: {medium: Memory}",
+    ]
+
+
+def _write_selectors(kind: NodeKind) -> list[str]:
+    labels = {} if kind.is_cpu else {PRODUCT: name_product(kind.types[0])}
+    if kind.zone:
+        labels["topology.kubernetes.io/zone"] = kind.zone
+    if not labels:
+        return []
+    listed = [f"              {key}: {json.dumps(value)}" for key, value in labels.items()]
+    return ["            nodeSelector:", *listed]
+
+
+def _write_resources(kind: NodeKind) -> list[str]:
+    if kind.is_cpu:
+        return []
+    return ["              resources:", f"                limits: {{nvidia.com/gpu: {kind.num_processes}}}"]

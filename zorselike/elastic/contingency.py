@@ -1,0 +1,166 @@
+"""Plans drawn beforehand for the loss of each node, so that after one nobody waits for a search.
+
+In the leader a thread of low priority asks the planner while the job trains. After a loss what it has found
+is taken at once, or else the rule that keeps the groups; where the planner then finds a plan whose steps are
+enough faster to pay for going over to it, all go over to it between two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from zorselike.cost.profile import Profile
+from zorselike.elastic.contract import Member
+from zorselike.elastic.deciding.decisions import Placement, Planner, Situation, keep_groups
+from zorselike.elastic.drift.slowed import slow_down, with_own_types
+from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.plan.cluster.cluster import Cluster
+from zorselike.plan.workload import Workload
+from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search.search import search_plans
+
+_NICENESS = 15
+Key = frozenset[tuple[str, float]]
+"""Ids of who is there, and how much slower they have become."""
+
+
+class SearchPlanner:
+    """A planner that searches: the best plan for the devices of who is there, by a profile."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        profile: Profile,
+        global_batch: int,
+        *,
+        budget_s: float = 10.0,
+    ) -> None:
+        """`cluster`: of all nodes that may ever come, by the names that members give theirs."""
+        self._problem = PlanProblem(
+            workload=workload, cluster=cluster, profile=profile, global_batch=global_batch
+        )
+        self._budget_s = budget_s
+
+    def __call__(self, situation: Situation) -> Placement:
+        """Raises `PlanError` where nothing fits, or nobody who is there is in the cluster."""
+        cluster = self._problem.cluster
+        names = [node.name for node in cluster.nodes]
+        members = [member for member in (*situation.players, *situation.spares) if member is not None]
+        place_of = {(names[place.node], place.local_rank): i for i, place in enumerate(cluster.places)}
+        devices = {
+            place_of[where]: member
+            for member in members
+            if (where := (member.node, member.local_rank)) in place_of
+        }
+        if not devices:
+            raise PlanError("no device of who is there is in the cluster that the planner knows")
+        slower = {
+            device: situation.slower[member.id]
+            for device, member in devices.items()
+            if member.id in situation.slower
+        }
+        problem = slow_down(replace(self._problem, devices=tuple(sorted(devices))), slower)
+        try:
+            answer = search_plans(problem, budget_s=self._budget_s, top=1)
+        except (ProfileError, ClusterError) as error:
+            raise PlanError(str(error)) from None
+        plan = with_own_types(answer.best.case.plan) if slower else answer.best.case.plan
+        index_of = {place: i for i, place in enumerate(cluster.places)}
+        ids = tuple(devices[index_of[place]].id for place in cluster.place_ranks(plan))
+        return Placement(plan, ids)
+
+
+class Contingencies:
+    """What a slow planner has found for who may be left, by who that is."""
+
+    def __init__(self, planner: Planner, *, draw: Callable[[Placement], object] = lambda _: None) -> None:
+        """`draw`: raises `PlanError` or `ConfigError` for a plan that the model refuses."""
+        self._planner, self._draw = planner, draw
+        self._lock = threading.Lock()
+        self._found: dict[Key, Placement | None] = {}
+        self._thread: threading.Thread | None = None
+        self._due: list[Situation] = []
+
+    def place(self, situation: Situation) -> Placement:
+        """At once: what was found for these members, else what the rule says."""
+        with self._lock:
+            found = self._found.get(_key(situation))
+        return keep_groups(situation) if found is None or situation.refused else found
+
+    def find(self, situation: Situation) -> Placement | None:
+        """What was found for these members; None: nothing, or not yet."""
+        with self._lock:
+            return self._found.get(_key(situation))
+
+    def prepare(self, situation: Situation, then: Callable[[], object] = lambda: None) -> None:
+        """Looks, in a thread, for the best plan of who is there (and calls `then`), and for that of who is
+        left when a node is lost, node by node. What was found for others is forgotten."""
+        due = [situation, *each_node_lost(situation)]
+        with self._lock:
+            keys = set(map(_key, due))
+            self._found = {key: found for key, found in self._found.items() if key in keys}
+            self._due = [one for one in due if _key(one) not in self._found]
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = threading.Thread(
+                target=self._run, args=(_key(situation), then), name="elastic contingencies", daemon=True
+            )
+            self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all that is due was looked at within so many seconds."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def _run(self, first: Key, then: Callable[[], object]) -> None:
+        if sys.platform == "linux":  # Niceness is a thread's own there.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while True:
+            with self._lock:
+                if not self._due:
+                    return
+                situation = self._due.pop(0)
+            found = None
+            with contextlib.suppress(PlanError, ConfigError):
+                placement = self._planner(situation)
+                self._draw(placement)
+                found = placement
+            with self._lock:
+                self._found[_key(situation)] = found
+            if _key(situation) == first:
+                then()
+
+
+def each_node_lost(situation: Situation) -> Iterator[Situation]:
+    """The situation without each of its nodes; not without the last."""
+    members = [member for member in (*situation.players, *situation.spares) if member is not None]
+    nodes = list(dict.fromkeys(member.node for member in members))
+    for node in nodes if len(nodes) > 1 else ():
+        yield replace(
+            situation,
+            players=tuple(None if player and player.node == node else player for player in situation.players),
+            spares=tuple(spare for spare in situation.spares if spare.node != node),
+        )
+
+
+def pays_back(old_step_s: float, new_step_s: float, switch_s: float, payback_s: float) -> bool:
+    """Whether going over to a plan is worth it: what its steps are faster within `payback_s` is more than the
+    pause."""
+    if not 0 < new_step_s < old_step_s:
+        return False
+    return payback_s * (1 - new_step_s / old_step_s) > switch_s
+
+
+def _key(situation: Situation) -> Key:
+    members: Sequence[Member | None] = (*situation.players, *situation.spares)
+    slower = situation.slower
+    return frozenset((member.id, slower.get(member.id, 1.0)) for member in members if member is not None)

@@ -1,0 +1,1 @@
+"""What comes next is decided: who runs, by which plan, from which state."""

@@ -1,0 +1,219 @@
+"""The leader's part: keeps who sits where in the job's plan, and decides for everybody at each meeting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from zorselike.elastic.contingency import Contingencies, pays_back
+from zorselike.elastic.contract import Generation, Json, Member, Request
+from zorselike.elastic.deciding.decisions import (
+    Placement,
+    Situation,
+    Source,
+    describe_change,
+    find_givers,
+    find_source,
+    is_out_of_memory,
+    keep_groups,
+    refuse_lost_state,
+    relieve,
+    seat,
+    without_zero_3,
+)
+from zorselike.errors import ClusterError, PlanError
+from zorselike.plan.plan import Plan
+
+_NUM_TRIES = 3
+"""Plans that members may refuse in one meeting."""
+
+
+class Leader:
+    """What any member must know to lead: the plan that the job wants, and who has which of its ranks."""
+
+    def __init__(
+        self, plan: Plan, contingencies: Contingencies | None = None, *, payback_s: float = 600.0
+    ) -> None:
+        """`contingencies`: of a planner that takes its time; None: the rule that keeps the groups decides.
+        `payback_s`: within which a better plan must have paid for going over to it. Raises `PlanError` for a
+        plan with tensor-parallel replicas."""
+        if plan.has_replicas:
+            raise PlanError(
+                "the plan has tensor-parallel replicas, which an elastic job cannot divide anew yet: list "
+                "single ranks, or train without elasticity"
+            )
+        self.contingencies, self._payback_s = contingencies, payback_s
+        self.step_s: float | None = None
+        """Of the plan that runs, as measured."""
+        self.switch_s = 2.0
+        """What going over to another plan takes, as measured once it has happened."""
+        self.base = plan
+        """The plan when everybody is there."""
+        self.seats: tuple[str | None, ...] = ()
+        """Ids by rank of it, once the job runs."""
+        self.plan: Plan | None = None
+        """What runs."""
+        self.ranks: tuple[str, ...] = ()
+        self.members: tuple[Member, ...] = ()
+        self.slower: dict[str, float] = {}
+        """By id: how many times longer members compute than they did at first."""
+        self._drifted: set[str] = set()
+        """Ids of who has become slower in this generation."""
+        self.number = 0
+        self.wanted: Plan | None = None
+        """What a person, or a search, has found to be better."""
+
+    def note(self, generation: Generation) -> None:
+        """A generation has been delivered: whoever leads next goes on from what it says."""
+        decision = generation.decision
+        self.base = Plan.parse(decision["base"])
+        self.plan = Plan.parse(decision["plan"])
+        self.seats = tuple(decision["seats"])
+        self.slower, self._drifted = dict(decision["slower"]), set()
+        self.ranks, self.number = generation.ranks, generation.number
+        self.members = generation.members
+        if self.wanted == self.base:
+            self.wanted = None
+
+    def note_slower(self, id: str, factor: float) -> bool:
+        """A member computes so many times longer than when this generation began; whether that is news."""
+        if id in self._drifted:
+            return False
+        self._drifted.add(id)
+        self.slower = {**self.slower, id: self.slower.get(id, 1.0) * factor}
+        return True
+
+    def decide(self, request: Request) -> tuple[tuple[str, ...], Json] | None:
+        """See `Worker.decide`.
+
+        Raises:
+            ClusterError: Nobody can go on.
+        """
+        is_planned = not (request.lost or request.failed) and request.reason in (
+            "notice",
+            "arrival",
+            "change",
+        )
+        situation = self._describe(self._list_members(request), request.refused)
+        exhausted = [id for id, error in request.failed.items() if is_out_of_memory(error)]
+        try:
+            situation = relieve(situation, exhausted)
+            placement = self._place(situation)
+        except PlanError as error:
+            raise ClusterError(f"no plan for who is left: {error}") from None
+        if is_planned and not request.leaving and not self._is_worth_it(situation, placement):
+            return None
+        source = None if is_planned else find_source(request.offers)
+        checkpoint = next((o["checkpoint"] for o in request.offers.values() if o.get("checkpoint")), None)
+        if source is None and not is_planned:
+            refuse_lost_state(request.offers, checkpoint)
+        seats = self._list_seats(situation, placement)
+        decision: Json = {
+            "plan": placement.plan.format(),
+            "base": situation.plan.format(),
+            "seats": seats,
+            "generation": self.number,
+            "slower": self.slower,
+            "source": source,
+            "givers": list(self.ranks) if is_planned else find_givers(request.offers, source),
+            "sums": _find_sums(request, source),
+            "checkpoint": checkpoint if source is None and not is_planned else None,
+            "summary": describe_change(self.plan, placement, source),
+        }
+        return placement.ids, decision
+
+    def _list_members(self, request: Request) -> list[Member]:
+        """All who stay, in the order of joining."""
+        known = {member.id: member for member in (*self.members, *request.leaving, *request.arrived)}
+        leaving = {member.id for member in request.leaving}
+        stay = [known[id] for id in request.offers if id in known and id not in leaving]
+        return sorted(stay, key=lambda member: member.number)
+
+    def _describe(self, members: Sequence[Member], refused: Sequence[str]) -> Situation:
+        base = self.wanted or self.base
+        by_id = {member.id: member for member in members}
+        if not self.seats:
+            players = seat(base, members)
+        elif self.wanted is not None:
+            there = [by_id[id] for id in self.ranks if id in by_id]
+            others = [member for member in members if member not in there]
+            players = seat(base, [*there, *others])
+        else:
+            players = tuple(by_id.get(id or "") for id in self.seats)
+        seated = {player.id for player in players if player is not None}
+        spares = tuple(member for member in members if member.id not in seated)
+        return Situation(base, players, spares, tuple(refused), dict(self.slower))
+
+    def _place(self, situation: Situation) -> Placement:
+        """What the planner says; after a refusal with settings that fewer models refuse."""
+        refused = situation.refused
+        if len(refused) >= _NUM_TRIES:
+            raise ClusterError(f"members refuse every plan for who is left: {refused[-1]}")
+        place = keep_groups if self.contingencies is None or self.wanted else self.contingencies.place
+        placement = place(situation)
+        if refused:
+            placement = Placement(without_zero_3(placement.plan), placement.ids)
+        if len(refused) > 1:
+            groups = tuple(replace(group, recompute="layer") for group in placement.plan.groups)
+            placement = Placement(replace(placement.plan, groups=groups), placement.ids)
+        return placement
+
+    def _list_seats(self, situation: Situation, placement: Placement) -> list[str | None]:
+        """Where that plan is the job's own, its ranks; else who sat somewhere, and who came."""
+        if placement.plan.num_ranks == situation.plan.num_ranks:
+            return list(placement.ids)
+        seats = [None if player is None else player.id for player in situation.players]
+        playing = [id if id in placement.ids else None for id in seats]
+        newcomers = [id for id in placement.ids if id not in playing]
+        return [id or (newcomers.pop(0) if newcomers else None) for id in playing]
+
+    def _is_worth_it(self, situation: Situation, placement: Placement) -> bool:
+        """Whether all should go over to a plan, though who runs now could go on."""
+        if self.plan is None or placement == Placement(self.plan, self.ranks):
+            return False
+        if self.contingencies is None or self.wanted is not None:
+            return True
+        return self.contingencies.find(situation) is not None and self._pays_back(placement)
+
+    def _pays_back(self, placement: Placement) -> bool:
+        assert self.plan is not None
+        old_s = self.step_s or self.plan.estimates.iteration_s
+        new_s = placement.plan.estimates.iteration_s
+        return bool(old_s and new_s) and pays_back(old_s or 0.0, new_s or 0.0, self.switch_s, self._payback_s)
+
+    def foresee(self) -> Iterator[Plan]:
+        """What the loss of each member, and of each node, would bring, as far as this process knows; in any
+        member, while a generation runs."""
+        nodes = [member.node for member in self.members]
+        losses = [{member.id} for member in self.members]
+        losses += [
+            {member.id for member in self.members if member.node == node}
+            for node in dict.fromkeys(nodes)
+            if 1 < nodes.count(node) < len(nodes)
+        ]
+        for lost in losses:
+            left = [member for member in self.members if member.id not in lost]
+            with suppress(PlanError):
+                yield self._place(self._describe(left, ())).plan
+
+    def look_ahead(self, ask: Callable[[], object]) -> None:
+        """In the leader, once a generation runs: has plans looked for, for who is there and for who may be
+        left; `ask`: asks for a decision, where a better plan pays back."""
+        if self.contingencies is None:
+            return
+        situation = self._describe(sorted(self.members, key=lambda member: member.number), ())
+
+        def compare() -> None:
+            assert self.contingencies is not None
+            found = self.contingencies.find(situation)
+            if found is not None and self._is_worth_it(situation, found):
+                ask()
+
+        self.contingencies.prepare(situation, compare)
+
+
+def _find_sums(request: Request, source: Source | None) -> list[float] | None:
+    """Loss, targets and gradient norm of the step from which all go on."""
+    said = [offer["sums"] for offer in request.offers.values() if offer.get("sums")]
+    return next((sums for step, sums in said if source is not None and step == source.step), None)

@@ -1,0 +1,209 @@
+"""A process beside each worker, which survives it: sees its death, says so, and starts another in its place.
+
+It never computes and needs no torch. The worker writes lines of JSON to a pipe: at least every twentieth of
+the silence limit that it lives, and which generation it belongs to, whom to tell of its death, why it is out.
+A worker that stops writing (SIGSTOP, a process stuck for good) is killed before the others would only call it
+silent: of the killed it is certain that they are gone.
+
+Under a launcher that ends a node's processes when one ends, as torchrun does, start nannies by it:
+`torchrun ... -m zorselike.elastic.meeting.nanny COMMAND...`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zorselike.elastic.contract import Json
+from zorselike.elastic.meeting.asking import ask
+from zorselike.elastic.meeting.environment import FOUND, JOIN, MEMBERS, NANNY_FD, SILENCE, TOKEN, read_address
+from zorselike.errors import ClusterError, ConfigError
+
+_SILENT_SHARE = 0.8
+"""Of the silence limit, after which a worker that says nothing is killed."""
+_SOON_S = 60.0
+"""A worker that dies sooner after its start was no use."""
+_MAX_STARTS = 3
+"""So many of these one after the other, and no other is started."""
+_FIRST_WAIT_S = 1.0
+_MAX_LINE_BYTES = 1 << 16
+_GIVEN_UP = 1
+_MISTAKE = 2
+"""Exit code of a program whose user has to correct something: its command line, its recipe."""
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class _Known:
+    """What a worker has said."""
+
+    id: str = ""
+    last: int = -1
+    members: list[tuple[str, int]] = field(default_factory=list)
+    over: str | None = None
+    may_return: bool = False
+
+
+class Nanny:
+    """Keeps one worker running. `run` returns when no other one is to be started."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._silence_s = float(environment.get(SILENCE, 10.0))
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._leaves = False
+        self._members: list[tuple[str, int]] = []
+
+    def leave(self) -> None:
+        """The worker is to leave the job, and no other comes in its place."""
+        self._leaves = True
+        if self._worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._worker.send_signal(signal.SIGTERM)
+
+    def run(self) -> int:
+        """The exit code of the last worker, as a shell would give it."""
+        num_soon = 0
+        while True:
+            started_s = time.monotonic()
+            code, known = self._run_once()
+            if code == 0 or self._leaves or (known.over is not None and not known.may_return):
+                return code
+            if code == _MISTAKE and known.over is None:
+                return code  # Another one would make it too.
+            self._members = known.members or self._members
+            self._say(f"worker {describe_end(code)}")
+            contact = self._tell(known)
+            if contact is None:
+                self._say("no member of its job can be reached; no other worker is started")
+                return code
+            num_soon = num_soon + 1 if time.monotonic() - started_s < _SOON_S else 0
+            if num_soon >= _MAX_STARTS:
+                self._say(
+                    f"{num_soon} workers one after the other ended within {_SOON_S:g} s of their start, the "
+                    f"last {describe_end(code)}: given up; look at what they printed"
+                )
+                return code or _GIVEN_UP
+            for name in (FOUND, MEMBERS, *_LAUNCHERS):
+                self._environment.pop(name, None)
+            others = [address for address in self._members if address != contact]
+            self._environment[JOIN] = ",".join(f"{host}:{port}" for host, port in (contact, *others))
+            time.sleep(_FIRST_WAIT_S * 2**num_soon - _FIRST_WAIT_S)
+            if self._leaves:
+                return code
+
+    def _say(self, text: str) -> None:
+        print(f"nanny of {' '.join(self._command)[:60]}: {text}", file=sys.stderr, flush=True)
+
+    def _run_once(self) -> tuple[int, _Known]:
+        reads, writes = os.pipe()
+        known = _Known()
+        try:
+            self._worker = subprocess.Popen(
+                self._command, env=self._environment | {NANNY_FD: str(writes)}, pass_fds=(writes,)
+            )
+        except OSError as error:
+            os.close(reads)
+            raise ConfigError(f"cannot start {self._command[0]}: {error}") from error
+        finally:
+            os.close(writes)
+        if self._leaves:
+            self.leave()
+        try:
+            self._listen(reads, known)
+        finally:
+            os.close(reads)
+        code = self._worker.wait()
+        return (128 - code if code < 0 else code), known
+
+    def _listen(self, reads: int, known: _Known) -> None:
+        """Until the worker has ended; kills it where it falls silent."""
+        assert self._worker is not None
+        received = b""
+        heard_s = last_s = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(reads, selectors.EVENT_READ)
+            is_open = True
+            while self._worker.poll() is None:
+                ready = selector.select(min(0.2, self._silence_s / 20)) if is_open else []
+                if not is_open:
+                    time.sleep(0.02)
+                now = time.monotonic()
+                if now - last_s > self._silence_s / 4:  # This process stood still itself.
+                    heard_s = now
+                last_s = now
+                if ready:
+                    chunk = os.read(reads, 1 << 16)
+                    is_open = bool(chunk)
+                    heard_s = now
+                    *lines, received = (received + chunk).split(b"\n")
+                    received = received[-_MAX_LINE_BYTES:]
+                    for line in lines:
+                        self._learn(known, line)
+                is_speaking = bool(known.id) and known.over is None and is_open
+                if is_speaking and now - heard_s > self._silence_s * _SILENT_SHARE:
+                    self._say(f"worker says nothing for {now - heard_s:.1f} s; it is killed")
+                    self._worker.kill()
+            # What it wrote last.
+            os.set_blocking(reads, False)
+            with contextlib.suppress(BlockingIOError):
+                while chunk := os.read(reads, 1 << 16):
+                    received += chunk
+            for line in received.split(b"\n"):
+                self._learn(known, line)
+
+    def _learn(self, known: _Known, line: bytes) -> None:
+        try:
+            word: Json = json.loads(line)
+            known.id = str(word.get("id", known.id))
+            known.last = int(word.get("last", known.last))
+            if "members" in word:
+                known.members = [(str(host), int(port)) for host, port in word["members"]]
+            if "token" in word:  # Where a launcher's store told the worker.
+                self._environment[TOKEN] = str(word["token"])
+            if "over" in word:
+                known.over, known.may_return = str(word["over"]), bool(word.get("may_return"))
+        except (ValueError, TypeError, AttributeError):
+            return
+
+    def _tell(self, known: _Known) -> tuple[str, int] | None:
+        """Tells the first member that can be reached; its address."""
+        contacts = list(self._members)
+        if join := self._environment.get(JOIN):
+            contacts += [read_address(JOIN, text) for text in join.split(",")]
+        for host, port in contacts:
+            word = {"ask": "word", "id": known.id, "last": known.last}
+            with contextlib.suppress(ClusterError):
+                ask(host, port, self._environment.get(TOKEN, ""), word, limit_s=2.0)
+                return host, port
+        return None
+
+
+def describe_end(code: int) -> str:
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(code - 128).name}"
+    return f"exited with code {code}"
+
+
+def main(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Runs a nanny in this process; SIGTERM and Ctrl-C make its worker leave."""
+    nanny = Nanny(command, environment)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: nanny.leave())
+    return nanny.run()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m zorselike.elastic.meeting.nanny COMMAND...")
+    sys.exit(main(sys.argv[2:] if sys.argv[1] == "--" else sys.argv[1:]))

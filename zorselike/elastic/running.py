@@ -1,0 +1,201 @@
+"""One generation as one process runs it: formed, filled, trained in, left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zorselike.elastic.contract import Generation, GenerationOver, Member
+from zorselike.elastic.drift.detector import DriftDetector
+from zorselike.elastic.held import Held
+from zorselike.elastic.replicas import Replicas
+from zorselike.elastic.switch import Arrived, fill
+from zorselike.elastic.wire import Wire
+from zorselike.runtime._compat import Store, forget_unmade_world
+from zorselike.runtime.alarm.failure import Failure, is_echo, reason_of
+from zorselike.runtime.alarm.watch import OnLoss
+from zorselike.runtime.comm.connections import Connections
+from zorselike.runtime.leaving import forget
+from zorselike.runtime.pipeline import HeteroPipeline
+
+_PATIENCE = timedelta(days=1)
+"""Nobody waits for who is lost: that is heard otherwise, and ends the connections. A stopped debugger may."""
+_CONNECT_LIMIT = timedelta(seconds=20)
+_ECHO_S = 20.0
+"""How long an error that reads like the end of another rank waits to be told which one it was."""
+
+Build = Callable[[OnLoss], HeteroPipeline]
+
+
+class Running:
+    """What this process has of a generation; made before anything is connected."""
+
+    def __init__(self, generation: Generation, id: str) -> None:
+        self.generation = generation
+        self.rank = generation.ranks.index(id) if id in generation.ranks else None
+        """None for a spare, and for who leaves."""
+        self.pipe: HeteroPipeline | None = None
+        self.replicas: Replicas | None = None
+        self.drift: DriftDetector | None = None
+        self.losses: tuple[Failure, ...] = ()
+        """Ranks that the alarm has reported."""
+        self.is_over = threading.Event()
+        """Set when something outside of this thread has ended it."""
+        self._changed = threading.Event()
+        """Set when it is over, or its store was reached."""
+        self._id = id
+        self._connections = Connections()
+        self._has_left = False
+        self._store: Store | None = None
+
+    @property
+    def number(self) -> int:
+        return self.generation.number
+
+    @property
+    def summary(self) -> str:
+        """What the leader has decided for it."""
+        return str(self.generation.decision["summary"])
+
+    def interrupt(self) -> None:
+        """Frees the thread that trains from whatever it waits for; from any thread."""
+        self.is_over.set()
+        self._changed.set()
+        self._connections.keep_shut()
+
+    def is_own(self, error: BaseException) -> bool:
+        """Whether this process itself has failed, or only hears by this error that the generation is over."""
+        if isinstance(error, GenerationOver) or self.is_over.is_set():
+            return False
+        return not (is_echo(reason_of(error)) and self.is_over.wait(_ECHO_S))
+
+    def form(self, backend: str, build: Build, on_loss: Callable[[Running], object]) -> None:
+        """Makes the groups and the pipeline; collective among the ranks."""
+        generation = self.generation
+        self._store = self._connect()
+        self._store.set_timeout(_PATIENCE)
+        self._connections.add_store(generation.port)  # Before, it would only try again.
+        if self.is_over.is_set():
+            raise GenerationOver
+        if self.rank is None:
+            return
+        _say_who_this_is(generation, self.rank)
+        if "nccl" in backend:  # Else its watchdog ends this process for the end of another one. Not seen yet.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        dist.init_process_group(
+            backend,
+            store=self._part_of_store("world"),
+            rank=self.rank,
+            world_size=len(generation.ranks),
+            timeout=_PATIENCE,
+        )
+
+        def note(losses: tuple[Failure, ...]) -> None:
+            self.losses = losses
+            on_loss(self)
+
+        self.pipe = build(note)
+
+    def _connect(self) -> Store:
+        """The generation's store; in a thread, since torch goes on trying where its keeper has ended, for
+        each of its addresses as long as the limit says, and nothing frees a thread that does."""
+        generation, found = self.generation, Future[Store]()
+
+        def connect() -> None:
+            try:
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    generation.host,
+                    generation.port,
+                    is_master=False,
+                    timeout=_CONNECT_LIMIT,
+                    wait_for_workers=False,
+                )
+                found.set_result(store)
+            except Exception as error:
+                found.set_exception(error)
+            self._changed.set()
+
+        threading.Thread(target=connect, name="elastic store", daemon=True).start()
+        self._changed.wait()
+        if self.is_over.is_set():
+            raise GenerationOver
+        return found.result()
+
+    def fill(self, givers: Sequence[str], held: Sequence[Held]) -> Arrived | None:
+        """Takes part in moving state if this process is a rank or gives some; collective among these."""
+        ranks = self.generation.ranks
+        everyone = [*ranks, *(giver for giver in givers if giver not in ranks)]
+        if self._id not in everyone:
+            return None
+        store = self._part_of_store("fill")
+        wire = Wire(store, everyone.index(self._id), len(everyone), timeout=_PATIENCE)
+        return fill(self.pipe, held, wire)
+
+    def leave_together(self) -> None:
+        """Gives groups, buffers and threads back; collective among the ranks. Copies stay."""
+        if self.replicas is not None:
+            self.replicas.close()
+        if self.pipe is not None:
+            self.pipe.close()
+        self._end()
+
+    def leave_alone(self, error: BaseException | None = None, *, is_own: bool = False) -> None:
+        """The same though others may be gone, in whatever state this generation is. Copies stay."""
+        self.is_over.set()
+        if error is not None and not is_own:
+            forget(error)
+        if self._has_left:
+            return
+        self._connections.shut()
+        if self.replicas is not None:
+            self.replicas.abandon()  # First: it may be reading what the pipeline gives back.
+        if self.pipe is not None:
+            self.pipe.abandon(error, is_own=is_own)
+        self._end()
+
+    def _end(self) -> None:
+        self._has_left = True
+        self._connections.end()
+        self.pipe = None
+        self._store = None
+        if self.rank is not None and dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+        forget_unmade_world()
+        gc.collect()  # FSDP's modules and their groups are in circles.
+
+    def _part_of_store(self, name: str) -> Store:
+        assert self._store is not None
+        return dist.PrefixStore(f"{self.number}/{name}", self._store)  # type: ignore[no-any-return,attr-defined]
+
+
+def _say_who_this_is(generation: Generation, rank: int) -> None:
+    """By a launcher's variables, which this process had for another generation, or not at all."""
+    members = {member.id: member for member in (*generation.members, *generation.leaving)}
+    nodes = [members[id].node for id in generation.ranks]
+    here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(len(nodes)),
+        LOCAL_RANK=str(here.index(rank)),
+        LOCAL_WORLD_SIZE=str(len(here)),
+    )
+
+
+def backend_of(device: torch.device) -> str:
+    """Of the default group."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def nodes_of(generation: Generation) -> list[str]:
+    """By rank."""
+    members: dict[str, Member] = {member.id: member for member in (*generation.members, *generation.leaving)}
+    return [members[id].node for id in generation.ranks]

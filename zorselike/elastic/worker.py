@@ -1,0 +1,180 @@
+"""What membership asks of a process that trains, on its own threads: offers, decisions, drawings, an end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import suppress
+
+from zorselike.elastic.contract import Control, Generation, Json, Member, Request
+from zorselike.elastic.deciding.decisions import Source
+from zorselike.elastic.deciding.leader import Leader
+from zorselike.elastic.drawing import MAX_DRAWN, Drawings
+from zorselike.elastic.held import Held
+from zorselike.elastic.replicas import Replicas
+from zorselike.elastic.running import Running
+from zorselike.errors import ConfigError, PlanError
+from zorselike.plan.plan import Plan
+from zorselike.runtime.checkpoints import Stateful
+from zorselike.runtime.result import Sums
+
+
+class ElasticWorker:
+    """One member's; also what it keeps from one generation to the next."""
+
+    def __init__(self, leader: Leader, drawings: Drawings) -> None:
+        self.leader, self._drawings = leader, drawings
+        self._control: Control | None = None
+        self._has_control = threading.Event()
+        self.running: Running | None = None
+        """The generation that was entered last."""
+        self.num_steps = 0
+        self.rows_seen = 0
+        self.sums: tuple[int, Sums] | None = None
+        """A step, and what all its ranks came to."""
+        self.checkpoint: str | None = None
+        """Where a state is that nobody need have in memory."""
+        self._lock = threading.Lock()
+        self._over = -1
+        """The last generation that has ended."""
+        self._ahead: threading.Thread | None = None
+        self._ahead_of = -1
+        """The generation for whose losses it draws."""
+        self._graves: list[Stateful] = []
+        self._past: list[Replicas] = []
+        """Of generations that have ended, and from which the next one may be filled."""
+
+    @property
+    def control(self) -> Control:
+        """This process's membership, which may ask before it is known here."""
+        self._has_control.wait()
+        assert self._control is not None
+        return self._control
+
+    @control.setter
+    def control(self, control: Control) -> None:
+        self._control = control
+        self._has_control.set()
+
+    # -- of membership ---------------------------------------------------------------------
+
+    def offer(self) -> Json:
+        """See `Worker`."""
+        return {
+            "holds": [list(held.origin) for held in self._held()],
+            "step": self.num_steps,
+            "has_state": self.num_steps > 0,
+            "sums": None if self.sums is None else [self.sums[0], list(self.sums[1])],
+            "checkpoint": self.checkpoint,
+        }
+
+    def decide(self, request: Request) -> tuple[tuple[str, ...], Json] | None:
+        """See `Worker`."""
+        return self.leader.decide(request)
+
+    def prepare(self, ranks: tuple[str, ...], decision: Json) -> None:
+        """See `Worker`."""
+        plan = Plan.parse(decision["plan"])
+        if self.control.id in ranks:
+            self._drawings.draw(plan, ranks.index(self.control.id))
+
+    def interrupt(self, number: int, lost: tuple[Member, ...]) -> None:
+        """See `Worker`."""
+        with self._lock:
+            self._over = max(self._over, number)
+            running = self.running
+        if running is not None and running.number <= number:
+            running.interrupt()
+
+    def hear_of_losses(self, running: Running) -> None:
+        """In the alarm's thread: a rank is lost, by the connections between ranks. That a process has ended
+        membership sees on its own links, and who has raised says so itself."""
+        for loss in running.losses:
+            if loss.kind == "silent":
+                self.control.lost([running.generation.ranks[loss.rank]], loss.reason, certain=False)
+        running.interrupt()
+
+    # -- of the thread that trains ---------------------------------------------------------
+
+    def enter(self, running: Running) -> None:
+        """This process takes part in a generation, which may have ended since it was handed over."""
+        with self._lock:
+            self.running = running
+            is_over = running.number <= self._over
+        if is_over:
+            running.interrupt()
+
+    def note_counts(self, pipe: Stateful) -> None:
+        """A step has ended, or a state was taken over."""
+        self.num_steps, self.rows_seen = pipe.num_steps, pipe.rows_seen
+
+    def bury(self, pipe: Stateful | None) -> None:
+        """A pipeline was left without the others. Kept until `let_go`."""
+        if pipe is not None:
+            self._graves.append(pipe)
+
+    def let_go(self) -> None:
+        """Drops pipelines that were left, in a thread: the end of a Gloo group waits for what it still runs,
+        and that may not end though its connections have (seen once in about a hundred recoveries)."""
+        graves, self._graves = self._graves, []
+
+        def drop() -> None:
+            graves.clear()
+            gc.collect()  # FSDP's modules and their groups are in circles.
+
+        if graves:
+            threading.Thread(target=drop, name="elastic remains", daemon=True).start()
+
+    def note_step(self, running: Running) -> None:
+        """A step is done. After a generation's first, draws in a thread the plans that follow if somebody is
+        lost, so that nobody waits for that then."""
+        self.let_go()
+        is_busy = self._ahead is not None and self._ahead.is_alive()
+        if running.pipe is None or is_busy or self._ahead_of == running.number:
+            return
+        self._ahead_of = running.number
+        self._drawings.step = running.pipe.assembly.step_inputs
+        plans = list(dict.fromkeys(self.leader.foresee()))[: MAX_DRAWN - 1]
+
+        def draw() -> None:
+            for plan in plans:
+                if running.is_over.is_set():
+                    return
+                with suppress(PlanError, ConfigError):  # If it comes to that, another is found.
+                    self._drawings.draw_ahead(plan)
+
+        self._ahead = threading.Thread(target=draw, name="elastic drawings", daemon=True)
+        self._ahead.start()
+
+    def source_of(self, generation: Generation) -> Source | None:
+        """From where it is filled; None where nobody has a state to give."""
+        decision = generation.decision
+        if generation.after_step is not None:  # Whoever was there has stopped after the same step.
+            return Source(decision["generation"], self.num_steps)
+        return None if decision["source"] is None else Source(*decision["source"])
+
+    def copies_of(self, source: Source) -> list[Held]:
+        """What this process has of it."""
+        return [held for held in self._held() if held.origin[:2] == source]
+
+    def stash(self, running: Running) -> None:
+        """A generation has been left; what it held may be asked for."""
+        if running.replicas is not None:
+            with self._lock:
+                self._past.append(running.replicas)
+            running.replicas = None
+
+    def forget_copies(self) -> None:
+        """Nobody goes back to generations before this one."""
+        with self._lock:
+            past, self._past = self._past, []
+        for replicas in past:
+            replicas.forget()
+
+    def _held(self) -> list[Held]:
+        with self._lock:
+            everything = list(self._past)
+        running = self.running
+        if running is not None and running.replicas is not None:
+            everything.append(running.replicas)
+        return [held for replicas in everything for held in replicas.held]

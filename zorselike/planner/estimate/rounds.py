@@ -1,0 +1,131 @@
+"""The order of computations where microbatches in flight are bounded, without ranks: a group's rounds alone.
+
+Microbatch `m` of a group is microbatch `m` of all of its devices, and the rows of a round follow each other
+(`candidate/deal_rows.py`): so which rounds of two groups share rows does not depend on who has them. In what
+order groups compute is found for rounds of equal rows, which many candidates have in common; those of a
+group's plan differ by a row, or by a last one that is smaller, and take longer back where layers are
+recomputed. Apart from that it is the schedule's order, by the same code (`schedule/orders/nominal_time.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zorselike.planner.candidate.candidate import CandidateGroup
+from zorselike.schedule.orders.in_flight import BACKWARD_PASSES
+from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
+
+MOST_KEPT = 4096
+"""Orders that are remembered."""
+_Integers = npt.NDArray[np.int64]
+
+
+def find_least_in_flight(groups: Sequence[CandidateGroup], owners: Sequence[int]) -> tuple[int, ...]:
+    """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages."""
+    needs = _find_needs([np.cumsum(_count_rows(group)) for group in groups], owners)
+    return needs.find_least(_list_owned(owners), 0)
+
+
+def _find_needs(ends: Sequence[_Integers], owners: Sequence[int]) -> StageNeeds:
+    """From the ends of the rounds of each group."""
+
+    def between(a: int, b: int) -> Needs:
+        return Needs(np.searchsorted(ends[a], ends[b]).tolist(), np.searchsorted(ends[b], ends[a]).tolist())
+
+    return StageNeeds.among(owners, len(ends[owners[-1]]), between)
+
+
+def _list_owned(owners: Sequence[int]) -> list[list[int]]:
+    """The ministages of each group."""
+    return [[i for i, owner in enumerate(owners) if owner == g] for g in range(max(owners) + 1)]
+
+
+def _count_rows(group: CandidateGroup) -> _Integers:
+    """Of all devices in each round."""
+    rows = np.zeros(group.microbatches_per_device, dtype=np.int64)
+    for sizes in group.sizes:
+        rows[: len(sizes)] += np.array(sizes, dtype=np.int64)
+    return rows
+
+
+class Rounds(NamedTuple):
+    """Of one group."""
+
+    number: int
+    max_in_flight: int
+
+
+class Pipeline(NamedTuple):
+    """What an order depends on."""
+
+    rounds: tuple[Rounds, ...]
+    """Of each group."""
+    owners: tuple[int, ...]
+    """The group of each ministage."""
+    lowest_backward: int = 0
+    """The first ministage that goes backward."""
+
+
+class Step(NamedTuple):
+    """One round of a group through one of its ministages, forward or backward."""
+
+    group: int
+    way: int
+    """Twice the ministage for forward, one more for backward."""
+    awaited: int
+    """Position of the step of another ministage whose results it waits for; -1: of none."""
+
+
+class Order(NamedTuple):
+    """What groups compute, everything after what it waits for."""
+
+    steps: tuple[Step, ...]
+    num_in_flight: tuple[int, ...]
+    """Rounds of each group that are forward and not backward, of all its ministages, at most."""
+
+
+class RoundOrders:
+    """Orders of computations; keeps what it found."""
+
+    def __init__(self) -> None:
+        self._found: dict[Pipeline, Order] = {}
+
+    def find(self, pipeline: Pipeline) -> Order:
+        """As `find_order`."""
+        if pipeline not in self._found:
+            if len(self._found) >= MOST_KEPT:
+                self._found.clear()
+            order = self._found[pipeline] = find_order(pipeline)
+            if len(pipeline.owners) == len(pipeline.rounds):
+                # With bounds that are met and not exceeded anyway it is the same.
+                met = tuple(
+                    own._replace(max_in_flight=most)
+                    for own, most in zip(pipeline.rounds, order.num_in_flight, strict=True)
+                )
+                self._found[pipeline._replace(rounds=met)] = order
+        return self._found[pipeline]
+
+
+def find_order(pipeline: Pipeline) -> Order:
+    """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
+    rounds, owners, lowest = pipeline
+    whole = lcm(*(own.number for own in rounds))
+    needs = _find_needs([whole // own.number * np.arange(1, own.number + 1) for own in rounds], owners)
+    least = needs.find_least(_list_owned(owners), lowest)
+    passes = [BACKWARD_PASSES["none"] if i >= lowest else 0 for i in range(len(owners))]
+    stages = make_stages(owners, [[1] * own.number for own in rounds], passes, needs)
+    bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
+    computations, most_in_flight = run_in_nominal_time(stages, needs, bounds)
+    steps: list[Step] = []
+    positions: list[list[int]] = [[] for _ in range(2 * len(owners))]
+    for position, (i, is_forward, m) in enumerate(computations):
+        way = 2 * i + (not is_forward)
+        awaited, sender = stages[i].needs[is_forward], way - 2 if is_forward else way + 2
+        steps.append(Step(owners[i], way, -1 if awaited is None else positions[sender][awaited[m]]))
+        positions[way].append(position)
+    return Order(tuple(steps), most_in_flight)

@@ -1,0 +1,83 @@
+"""What is decided of a candidate before rows and layers are shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from zorselike.planner.candidate.modes import Mode
+
+Groups = tuple[tuple[int, ...], ...]
+"""Devices of each group, in the order in which the pipeline visits them."""
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """What is decided of a group before rows and layers are shared out."""
+
+    devices: tuple[int, ...]
+    mode: Mode
+    microbatches_per_device: int
+    """Microbatches of a device, about: its rows are cut into so many."""
+    may_wait: bool = True
+    """Whether reductions are waited for where memory has no room for them beside what follows."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Groups in the order in which the pipeline visits them, and how often."""
+
+    groups: tuple[GroupChoice, ...]
+    num_ministages: int
+    """In all; groups are visited in turn."""
+    in_flight_factor: float | None = None
+    """Microbatches in flight, in those 1F1B needs, interleaved with several ministages a group; None: all
+    forward first."""
+
+    @classmethod
+    def alike(
+        cls,
+        groups: Groups,
+        mode: Mode,
+        microbatches_per_device: int,
+        num_ministages: int,
+        in_flight_factor: float | None = None,
+        *,
+        may_wait: bool = True,
+    ) -> Choice:
+        """The same for all groups."""
+        choices = tuple(GroupChoice(devices, mode, microbatches_per_device, may_wait) for devices in groups)
+        return cls(choices, num_ministages, in_flight_factor)
+
+    @property
+    def returns(self) -> bool:
+        """Whether groups come back to several ministages each again and again."""
+        return self.in_flight_factor is not None and self.num_ministages > len(self.groups)
+
+    def bound(self, in_flight_factor: float | None, num_ministages: int) -> Choice:
+        """With so many microbatches in flight and ministages in all; groups that then return to their
+        ministages keep them gathered, which is ZeRO 1 in place of 2."""
+        bound = replace(self, in_flight_factor=in_flight_factor, num_ministages=num_ministages)
+        if bound.returns:
+            for g, group in enumerate(bound.groups):
+                if not group.mode.may_return:
+                    bound = bound.change(g, mode=replace(group.mode, zero=1))
+        return bound
+
+    def change(self, group: int, **changes: object) -> Choice:
+        """The same but for one group."""
+        return self.change_all([group], **changes)
+
+    def change_all(self, changed: Iterable[int], **changes: object) -> Choice:
+        """The same but for these groups."""
+        groups = list(self.groups)
+        for group in changed:
+            groups[group] = replace(groups[group], **changes)  # type: ignore[arg-type]
+        return replace(self, groups=tuple(groups))
+
+
+def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:
+    """Numbers of microbatches worth trying for devices with at most so many rows: rising, those that cut the
+    rows into microbatches of other sizes, ever wider apart."""
+    sizes = {-(-most_rows // wanted) for wanted in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)}
+    return tuple(sorted({-(-most_rows // size) for size in sizes}))

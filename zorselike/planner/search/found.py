@@ -1,0 +1,113 @@
+"""What was found by estimate, and which of it is to be simulated next."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from math import log2
+from statistics import fmean
+from typing import NamedTuple
+
+from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.search.evaluator import EstimatedCandidate
+
+MANY_ACTIONS, WORTH_OF_HALF = 20_000, 0.02
+"""Beyond so many actions a candidate with half of them is simulated first if it takes no longer than by this
+share."""
+WORTH_OF_ANOTHER = 0.02
+"""By this share better must be what is simulated of the same devices again, before the first of others:
+estimates of different devices, and of bounds on microbatches in flight and none, err in different ways."""
+
+_LEAST = 1e-30
+Kind = tuple[tuple[int, ...], bool]
+"""The devices of a candidate, and whether it bounds microbatches in flight."""
+
+
+class _Entry(NamedTuple):
+    """Ordered by what is wrong with the candidate, and what is wanted little of it, more for many actions."""
+
+    excess: float
+    weighed: float
+    number: int
+
+
+class FoundCandidates:
+    """Candidates that were estimated, each once, and a queue of them for each kind."""
+
+    def __init__(self, node_kinds: Sequence[Hashable]) -> None:
+        """`node_kinds`: by device, what its node has in common with others."""
+        self._node_kinds = node_kinds
+        self._errors: dict[Hashable, list[float]] = {}
+        """What simulations found, by the estimates, of candidates on devices of the same kinds."""
+        self._estimated: list[EstimatedCandidate] = []
+        self._seen: set[CandidatePlan] = set()
+        self._queues: dict[Kind, list[_Entry]] = {}
+        self._num_taken: dict[Kind, int] = {}
+        self.best: EstimatedCandidate | None = None
+
+    def __len__(self) -> int:
+        return len(self._estimated)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def keep(self, estimated: EstimatedCandidate) -> None:
+        """Queues it, if it is new."""
+        candidate = estimated.candidate
+        if candidate in self._seen:
+            return
+        self._seen.add(candidate)
+        if self.best is None or estimated.score < self.best.score:
+            self.best = estimated
+        devices = tuple(sorted(device for group in candidate.groups for device in group.devices))
+        queue = self._queues.setdefault((devices, candidate.bounds_in_flight), [])
+        entry = _Entry(estimated.score.excess, _weigh(estimated), len(self._estimated))
+        self._estimated.append(estimated)
+        heapq.heappush(queue, entry)
+
+    # -- what estimates are worth ------------------------------------------------------------
+
+    def learn(self, estimated: EstimatedCandidate, wanted: float) -> None:
+        """From what a simulation found in place of an estimate."""
+        error = wanted / max(estimated.score.wanted, _LEAST)
+        self._errors.setdefault(self._describe(estimated), []).append(error)
+
+    def expect(self, estimated: EstimatedCandidate) -> float:
+        """What is wanted little of, as simulations of plans on devices of these kinds have come out: between
+        regions estimates err most."""
+        errors = self._errors.get(self._describe(estimated))
+        return estimated.score.wanted * (fmean(errors) if errors else 1.0)
+
+    def _describe(self, estimated: EstimatedCandidate) -> Hashable:
+        candidate = estimated.candidate
+        kinds = {self._node_kinds[device] for group in candidate.groups for device in group.devices}
+        return frozenset(kinds), candidate.bounds_in_flight
+
+    # -- what comes next ---------------------------------------------------------------------
+
+    def peek(self) -> EstimatedCandidate | None:
+        """What is to be simulated next."""
+        kind = self._find_next()
+        return None if kind is None else self._estimated[self._queues[kind][0].number]
+
+    def take(self) -> None:
+        """Takes that out of its queue."""
+        kind = self._find_next()
+        assert kind is not None, "peek found something"
+        heapq.heappop(self._queues[kind])
+        self._num_taken[kind] = self._num_taken.get(kind, 0) + 1
+
+    def _find_next(self) -> Kind | None:
+        def weigh(kind: Kind) -> tuple[float, float, int]:
+            excess, weighed, number = self._queues[kind][0]
+            estimated = self._estimated[number]
+            error = self.expect(estimated) / max(estimated.score.wanted, _LEAST)
+            return excess, error * weighed * (1 + WORTH_OF_ANOTHER * self._num_taken.get(kind, 0)), number
+
+        return min((kind for kind, queue in self._queues.items() if queue), key=weigh, default=None)
+
+
+def _weigh(estimated: EstimatedCandidate) -> float:
+    doublings = max(0.0, log2(max(1, estimated.candidate.num_actions) / MANY_ACTIONS))
+    return estimated.score.wanted * (1 + WORTH_OF_HALF * doublings)

@@ -1,0 +1,91 @@
+"""Gloo's connections to other processes: ending them frees a thread that waits in Gloo, which nothing else
+does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+_FILES = Path("/dev/fd")
+_AGAIN_S = 0.05
+
+
+class Connections:
+    """Those that Gloo has made since this object was, and those to some ports of torch's stores.
+
+    Never listeners, and nothing else that this process has: Gloo's alone are not closed by `exec` (measured
+    with torch 2.13; Python's sockets, and so control links and the alarm's, and torch's stores all are).
+    """
+
+    def __init__(self) -> None:
+        self._store_ports: set[int] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._before = frozenset(_list_sockets().values())
+
+    def add_store(self, port: int) -> None:
+        """A store there may keep this process waiting for an answer."""
+        self._store_ports.add(port)
+
+    def end(self) -> None:
+        """What is made from now on is another's: nothing is shut any more."""
+        with self._lock:
+            self._ended.set()
+
+    def shut(self) -> int:
+        """Ends all of them, in both directions; returns how many. From any thread."""
+        with self._lock:
+            return 0 if self._ended.is_set() else self._shut()
+
+    def keep_shut(self) -> None:
+        """Ends all of them, and what follows, until `end`: a thread that is making groups makes more."""
+        self.shut()
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="zorselike-connections", daemon=True)
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_AGAIN_S):
+            self.shut()
+
+    def _shut(self) -> int:
+        count = 0
+        for number, identity in _list_sockets().items():
+            if identity in self._before:
+                continue
+            with suppress(OSError):
+                # A duplicate: the owner may close its own at any time, and another get that number.
+                is_ours = bool(fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    if _identify(connection.fileno()) == identity and self._is_wanted(connection, is_ours):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        count += 1
+        return count
+
+    def _is_wanted(self, connection: socket.socket, is_ours: bool) -> bool:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        port = connection.getpeername()[1]  # An error of a listener.
+        return not is_ours or port in self._store_ports
+
+
+def _list_sockets() -> dict[int, tuple[int, int]]:
+    """Open sockets of this process by their number, and what no later one will be."""
+    found = {}
+    for entry in _FILES.iterdir():
+        with suppress(OSError):
+            identity = _identify(int(entry.name))
+            if identity is not None:
+                found[int(entry.name)] = identity
+    return found
+
+
+def _identify(number: int) -> tuple[int, int] | None:
+    status = os.fstat(number)
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
