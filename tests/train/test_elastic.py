@@ -270,7 +270,7 @@ def test_who_is_told_to_end_leaves_and_all_who_are_save(
     faults = ((3, 3, (2,), signal.SIGTERM), (9, 2, (0, 1), signal.SIGTERM))
     ends = train(run_ranks, folder, *many, num=3, faults=faults, name="left")
     assert [end.code for end in ends] == [0] * 3, [end.stderr for end in ends]
-    assert sum("left the job after step" in end.stderr for end in ends) == 1
+    assert sum("out of the job after step" in end.stderr for end in ends) == 1
     log = read_log(folder / "left")
     assert "elastic: left: " in log
     assert "no step lost" in log

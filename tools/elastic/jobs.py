@@ -223,9 +223,9 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> None:
 
 
 def _counts(job: Job, folder: Path, member: int) -> bool:
-    """Whether a process that is there is to be waited for: not one that never got to train, once others have
-    done all steps; it would look for them for minutes."""
-    if (folder / f"sums{member}").exists():
+    """Whether a process that is there is to be waited for: not one that came later and never got
+    to train, once others have done all steps; it would look for them for minutes."""
+    if (folder / f"sums{member}").exists() or member < job.plan.num_ranks + job.num_spares:
         return True
     reports = (_read_report(path) for path in folder.glob("report*"))
     return not any(job.num_steps - 1 in report.losses for report in reports)

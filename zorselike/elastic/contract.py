@@ -68,7 +68,7 @@ class Generation:
 
 
 class LeftError(ClusterError):
-    """This member has left, as it or its node was asked to, or as all have: nothing is amiss."""
+    """This member has left, as it or its node was asked to or as all have, or the job's last step is done."""
 
 
 class GenerationOver(Exception):
@@ -136,7 +136,7 @@ class Control(Protocol):
 
     def next_generation(self) -> Generation:
         """Waits for the next one. Raises `ClusterError` where the job has ended or this member was expelled,
-        `LeftError` where it has left as it said it would."""
+        `LeftError` where it has left as it said it would or the job is done."""
         ...
 
     def formed(self) -> None:
@@ -169,6 +169,7 @@ class Control(Protocol):
         """This member wants to leave at a step boundary."""
         ...
 
-    def close(self) -> None:
-        """This member is done, the job's last step behind it; the others need not go on without it."""
+    def close(self, *, is_done: bool = False) -> None:
+        """This member is done, and the others need not go on without it: `is_done` says a rank that has the
+        job's last step behind it, and spares end."""
         ...

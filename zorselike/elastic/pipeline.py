@@ -140,8 +140,7 @@ class ElasticPipeline:
         )
         first = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._drawings = Drawings(model_factory, options, self.device)
-        draw = self._drawings.draw_ahead
-        ahead = planner and Contingencies(planner, draw=lambda found: draw(found.plan))
+        ahead = planner and Contingencies(planner, draw=lambda found: self._drawings.draw_ahead(found.plan))
         leader = Leader(first.validate(), ahead, payback_s=payback_s)
         self.worker = ElasticWorker(leader, self._drawings)
         """What membership asks of this process."""
@@ -149,7 +148,7 @@ class ElasticPipeline:
         self._running: Running | None = None
         self._schedulers = ElasticSchedulers(lambda: self.num_steps)
         self._has_caught_up = False
-        self._is_leaving = self._has_left = False
+        self._is_leaving, self.why_left = False, ""
         self.extra: dict[str, Any] = {}
         """Whatever JSON can say and is to go with the state to who comes new, as it is when a step ends."""
         self.num_lost = 0
@@ -160,10 +159,10 @@ class ElasticPipeline:
     # -- training --------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Whether this process is a rank: waits as a spare until it is one, or has left the job."""
-        while not self._has_left and (self._running is None or self._running.rank is None):
+        """Whether this process is a rank: waits as a spare until it is one, or is out (`why_left`)."""
+        while not self.why_left and (self._running is None or self._running.rank is None):
             self._enter_next()
-        return not self._has_left
+        return not self.why_left
 
     def step(self, inputs: Any, targets: Any, **kwargs: Any) -> ElasticResult:
         """As `HeteroPipeline.step`; what is not `is_done` when ranks were lost."""
@@ -274,6 +273,7 @@ class ElasticPipeline:
     def close(self) -> None:
         """Ends this process's part, when the job has done its last step; collective among ranks."""
         running, self._running = self._running, None
+        is_done = running is not None and running.rank is not None
         if running is not None:
             try:
                 if running.replicas is not None:
@@ -282,7 +282,7 @@ class ElasticPipeline:
             except Exception as error:  # Ranks were lost after the last step: there is nothing to go on with.
                 running.leave_alone(error)
             self.worker.stash(running)
-        self._control.close()
+        self._control.close(is_done=is_done)
         self.worker.forget_copies()
         self.worker.let_go()
 
@@ -437,7 +437,7 @@ class ElasticPipeline:
                 generation = self._control.next_generation()
             except LeftError as left:
                 logger.info("%s", left)
-                self._has_left = True
+                self.why_left = str(left)
                 return
             running = self._running = Running(generation, self._control.id)
             self.worker.enter(running)

@@ -91,6 +91,7 @@ class Meeting:
         self._is_idle = True
         self._num_interrupting = 0
         self._over: str | None = None
+        self._is_done = False
         self._stops = False
         self._polled_s = time.monotonic()
         self._wakes, self._woken = socket.socketpair()
@@ -119,15 +120,22 @@ class Meeting:
         """Waits for the next generation.
 
         Raises:
+            LeftError: This member has left, or the job has done its last step.
             ClusterError: The job has ended, or goes on without this member; says why.
         """
         with self._changed:
             self._is_idle = True
             self._changed.wait_for(
-                lambda: self._over is not None or (self._pending is not None and not self._num_interrupting)
+                lambda: (
+                    self._over is not None
+                    or self._is_done
+                    or (self._pending is not None and not self._num_interrupting)
+                )
             )
             if self._over is not None:
                 raise (LeftError if self._over in (e.LEFT, e.ALL_LEAVE) else ClusterError)(self._over)
+            if self._is_done:
+                raise LeftError(e.DONE)
             assert self._pending is not None
             generation, self._pending = self._pending, None
             self._taken = generation.number
@@ -190,9 +198,9 @@ class Meeting:
         """Asks to leave at a step boundary."""
         self._post(e.Leave(self.id))
 
-    def close(self) -> None:
-        """This member is done."""
-        self._post(e.Finish())
+    def close(self, *, is_done: bool = False) -> None:
+        """This member is done, and with it the job where it `is_done`."""
+        self._post(e.Finish(is_done))
         self._thread.join(_LINGER_S + 1)
         self._stores.clear()
 
@@ -346,6 +354,8 @@ class Meeting:
                     self._note(f"generation {number} runs")
                     for old in [old for old in self._stores if old < number]:
                         del self._stores[old]
+                case e.Done():
+                    self._is_done = True
                 case e.Over(reason, may_return):
                     self._write_to_nanny({"over": reason, "may_return": may_return})
                     self._over = reason

@@ -21,6 +21,7 @@ class Ending:
     def __init__(self, machine: Membership) -> None:
         self._machine = machine
         self._end = msg.End(0, "")
+        self._is_done = False
 
     def fail(self, reason: str, step: int) -> None:
         machine = self._machine
@@ -35,6 +36,14 @@ class Ending:
         machine = self._machine
         machine.do(*(e.Send(id, msg.Bye()) for id in machine.linked))
         self.finish("this member has finished", has_failed=False)
+
+    def tell_done(self, done: msg.Done, teller: str = "") -> None:
+        """Passes on, once, that the job has done its last step."""
+        machine = self._machine
+        if self._is_done or (machine.committed is not None and done.number < machine.committed.number):
+            return
+        self._is_done = True
+        machine.do(*(e.Send(id, done) for id in machine.linked if id != teller), e.Done())
 
     def finish(self, reason: str, *, has_failed: bool = True, may_return: bool = False) -> None:
         """This member is out; `may_return`: the job may go on, without it."""

@@ -190,6 +190,9 @@ class Leave:
 class Finish:
     """This member is done."""
 
+    is_done: bool = False
+    """Whether the job is, as a rank of it says that has done its last step."""
+
 
 @dataclass(frozen=True)
 class Stranded:
@@ -316,8 +319,14 @@ class ReleaseFilled:
     number: int
 
 
+@dataclass(frozen=True)
+class Done:
+    """A rank has done the job's last step: who has no part in it waits for nothing more."""
+
+
 LEFT = "this member has left the job, as it said it would"
 ALL_LEAVE = "all members leave"
+DONE = "the job has done its last step"
 """Reasons why a member is out with nothing amiss."""
 
 
@@ -332,5 +341,5 @@ class Over:
 
 Effect = (
     Send | Open | Close | SetTimer | AskOffer | AskDecision | AskPrepare | AskLease | Gate | Ungate | Hold
-    | Interrupt | Deliver | ReleaseFormed | ReleaseFilled | Over
+    | Interrupt | Deliver | ReleaseFormed | ReleaseFilled | Done | Over
 )  # fmt: skip

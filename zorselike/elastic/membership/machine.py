@@ -116,7 +116,9 @@ class Membership:
             case e.Leave(id):
                 self.wants_to_leave |= id == self.me.id
                 self.say(msg.Report(leaving=(id,)))
-            case e.Finish():
+            case e.Finish(is_done):
+                if is_done and self.committed is not None:
+                    self.ending.tell_done(msg.Done(self.committed.number))
                 self.ending.say_goodbye()
             case e.Stranded(reason):
                 self.ending.finish(reason)
@@ -252,6 +254,8 @@ class Membership:
                 self.touch.answer(sender, message)
             case msg.Bye():
                 self.ending.leave_behind(sender)
+            case msg.Done():
+                self.ending.tell_done(message, sender)
 
     def say(self, report: msg.Report) -> None:
         """Brings a report to the leader."""

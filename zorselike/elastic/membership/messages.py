@@ -234,9 +234,16 @@ class Bye:
     """The sender has finished its work, or has left as it said; its link ends."""
 
 
+@dataclass(frozen=True)
+class Done:
+    """A rank of this generation has done the job's last step; told to all, that spares need not wait on."""
+
+    number: int
+
+
 Message = (
     Meet | Prepare | Stop | Form | Fill | Run | Keep | End | Up | Report | Refuse | Seek | Redirect | Join
-    | Welcome | Expel | Still | Bye
+    | Welcome | Expel | Still | Bye | Done
 )  # fmt: skip
 Downward = Meet | Prepare | Stop | Form | Fill | Run | Keep | End
 
@@ -244,7 +251,7 @@ _KINDS: dict[str, type[Message]] = {
     kind.__name__.lower(): kind
     for kind in (
         Meet, Prepare, Stop, Form, Fill, Run, Keep, End, Up, Report, Refuse, Seek, Redirect, Join, Welcome,
-        Expel, Still, Bye,
+        Expel, Still, Bye, Done,
     )
 }  # fmt: skip
 

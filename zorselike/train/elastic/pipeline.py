@@ -62,7 +62,7 @@ class ProgramPipeline(ElasticPipeline):
 
     def runs(self, number: int) -> bool:
         """Whether this generation still does, and this process is in it."""
-        return not self._has_left and self.generation == number
+        return not self.why_left and self.generation == number
 
     def note_checkpoint(self, folder: str) -> None:
         """From now on `begin_with` finds a checkpoint of this job there; where there is none, a loss that
@@ -99,7 +99,7 @@ class ProgramPipeline(ElasticPipeline):
         self._note_end()
         super()._enter_next()
         running = self._running
-        if not self._has_left and running is not None:
+        if not self.why_left and running is not None:
             self.change = self._describe_change(running.generation)
             self._ran, self._ended_s, self._ended = running.generation, None, None
 

@@ -152,8 +152,8 @@ class ElasticRun:
                         own.close()
                         self.known = own.tell()
             if not ended:
-                text = f"zorselike: left the job after step {pipe.num_steps}, with nothing lost"
-                print(text, file=sys.stderr, flush=True)
+                text = f"out of the job after step {pipe.num_steps}, with nothing lost: {pipe.why_left}"
+                print(f"zorselike: {text}", file=sys.stderr, flush=True)
                 return 0
             self._say_end(ended)
         if ended == "short":
