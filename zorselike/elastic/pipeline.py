@@ -400,7 +400,7 @@ class ElasticPipeline:
             replicas.take(self.extra, busy_s=pipe.busy_s)  # Before the loop's calls of schedulers.
             self._name_drifts(running, replicas.list_busy_s(), self.worker.leader, self._control)
         self._schedulers.forget_before(replicas.mirrored or 0)
-        self.worker.leader.step_s = replicas.step_s
+        self.worker.leader.note_step_time(replicas.step_s)
         self.worker.note_step(running)
         if self._control.step_done(step):
             replicas.take(self.extra, mirrors=False)

@@ -45,6 +45,7 @@ class Leader:
             )
         self.contingencies, self._payback_s = contingencies, payback_s
         self.step_s: float | None = None
+        self._compare: Callable[[], None] = lambda: None
         """Of the plan that runs, as measured."""
         self.switch_s = 2.0
         """What going over to another plan takes, as measured once it has happened."""
@@ -210,7 +211,15 @@ class Leader:
             if found is not None and self._is_worth_it(situation, found):
                 ask()
 
+        self._compare = compare
         self.contingencies.prepare(situation, compare)
+
+    def note_step_time(self, step_s: float | None) -> None:
+        """What a step of this generation takes; a plan that was found before anybody knew is compared now."""
+        is_news = self.step_s is None and step_s is not None
+        self.step_s = step_s
+        if is_news:
+            self._compare()
 
 
 def _find_sums(request: Request, source: Source | None) -> list[float] | None:
