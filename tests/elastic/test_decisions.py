@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from device_problems import make_nodes, make_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import random_plan
 
+from zorselike.cost.catalogue import find_memory_bytes
+from zorselike.cost.mirrors import assign_mirrors
 from zorselike.elastic.contingency import Contingencies, each_node_lost, pays_back
-from zorselike.elastic.contract import Member
+from zorselike.elastic.contract import Generation, Member, Request
 from zorselike.elastic.deciding.decisions import (
     Placement,
     Situation,
@@ -22,8 +27,10 @@ from zorselike.elastic.deciding.decisions import (
     keep_groups,
     relieve,
 )
+from zorselike.elastic.deciding.leader import Leader
+from zorselike.elastic.deciding.memory_left import with_less_memory
 from zorselike.elastic.deciding.same_groups import with_smaller_microbatches, without_ranks
-from zorselike.elastic.mirror_rules import assign_mirrors, choose_interval
+from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.errors import PlanError
 from zorselike.plan.plan import Plan
 
@@ -177,6 +184,138 @@ def test_plans_for_lost_nodes_are_found_beforehand() -> None:
     assert contingencies.place(refused) == keep_groups(refused)
     contingencies.prepare(situation)
     assert contingencies.wait(20) and len(asked) == 3  # Known already.
+
+
+def test_a_search_is_told_of_whoever_comes_while_another_one_runs() -> None:
+    """What follows from the second was forgotten, as the thread of the first ran still."""
+    plan = make_plan(12)
+    players = tuple(make_member(rank) for rank in range(plan.num_ranks))
+    first, second = Situation(plan, players, ()), Situation(plan, players, (make_member(100),))
+    goes_on, is_asked = threading.Event(), threading.Event()
+
+    def think(situation: Situation) -> Placement:
+        is_asked.set()
+        assert goes_on.wait(20)
+        return keep_groups(situation)
+
+    contingencies = Contingencies(think)
+    heard: list[str] = []
+    contingencies.prepare(first, lambda: heard.append("first"))
+    assert is_asked.wait(20)
+    contingencies.prepare(second, lambda: heard.append("second"))
+    goes_on.set()
+    assert contingencies.wait(20) and heard == ["second"]
+    assert contingencies.knows(second)
+
+
+class LeaderOfAll:
+    """Leads members of one node each, with a planner that the test answers for."""
+
+    def __init__(self, *, payback_s: float = 600.0) -> None:
+        self.plan = make_plan(12)
+        self.members = tuple(make_member(rank, node=f"n{rank}") for rank in range(self.plan.num_ranks))
+        self.asked: list[Situation] = []
+        self.answers: dict[int, Placement] = {}
+        """By how many members there are."""
+        self.contingencies = Contingencies(self._think)
+        self.leader = Leader(self.plan, self.contingencies, payback_s=payback_s)
+        self.num_decisions = 0
+        self._begin(Placement(self.plan, tuple(member.id for member in self.members)))
+
+    def _think(self, situation: Situation) -> Placement:
+        self.asked.append(situation)
+        if len(situation.members) not in self.answers:
+            raise PlanError("nothing is better")
+        return self.answers[len(situation.members)]
+
+    def _begin(self, placement: Placement, **more: Any) -> None:
+        decision = {"base": self.plan.format(), "plan": placement.plan.format(), "seats": list(placement.ids)}
+        decision |= {"slower": {}, "exhausted": {}, **more}
+        self.leader.note(Generation(1, self.members, (), placement.ids, "", 0, "start", decision, None))
+
+    def run(self) -> None:
+        """A generation runs, and a step of it has been measured."""
+        self.leader.look_ahead(self._ask)
+        assert self.contingencies.wait(20)
+        self.leader.note_step_time(1.0)
+
+    def _ask(self) -> None:
+        self.num_decisions += 1
+
+    def decide(self, reason: str, *, failed: dict[str, str] | None = None, arrived: Any = ()) -> Any:
+        offers = {m.id: {"holds": [[1, 3, i, self.plan.num_ranks]]} for i, m in enumerate(self.members)}
+        offers |= {member.id: {} for member in arrived}
+        request = Request(reason, (), (), tuple(arrived), failed or {}, offers, ())  # type: ignore[arg-type]
+        decided = self.leader.decide(request)
+        assert self.contingencies.wait(20)
+        return decided
+
+
+def estimated(plan: Plan, seconds: float) -> Plan:
+    return replace(plan, estimates=replace(plan.estimates, iteration_s=seconds))
+
+
+@pytest.mark.parametrize("seconds, is_worth_it", [(0.5, True), (0.9999, False)])
+def test_an_arrival_is_planned_for_where_it_pays_back_and_else_waits(
+    seconds: float, is_worth_it: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A planner was never asked about who had come: they waited for the next loss."""
+    caplog.set_level("INFO")
+    job = LeaderOfAll()
+    job.run()
+    arrived = make_member(100, node="new")
+    better = estimated(replace(job.plan, model="with it"), seconds)
+    job.answers[job.plan.num_ranks + 1] = Placement(better, (*(m.id for m in job.members[1:]), arrived.id))
+    assert job.decide("arrival", arrived=[arrived]) is None
+    assert job.asked[-1].spares or job.asked[0].spares
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "elastic: new local rank 0 waits as a spare: a plan with it is being looked for"
+    assert job.num_decisions == is_worth_it
+    decided = job.decide("change", arrived=[arrived])
+    if is_worth_it:
+        assert decided is not None and Plan.parse(decided[1]["plan"]).model == "with it"
+    else:
+        assert decided is None
+        assert "the best plan with it (1 s a step) does not pay back within 600 s" in said[1]
+
+
+def test_a_spare_that_no_planner_places_waits_and_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    job = LeaderOfAll()
+    job.leader.contingencies = None
+    assert job.decide("arrival", arrived=[make_member(100, node="new")]) is None
+    assert "new local rank 0 waits as a spare: the plan's ranks are all there" in caplog.text
+
+
+def test_a_plan_that_ran_out_of_memory_is_not_taken_again() -> None:
+    """A planner's answer for the same members was."""
+    job = LeaderOfAll()
+    too_large = estimated(replace(job.plan, model="too large"), 0.1)
+    ids = tuple(member.id for member in job.members)
+    job.answers[job.plan.num_ranks] = Placement(too_large, ids)
+    job.run()
+    job._begin(Placement(too_large, ids))
+    ran, decision = job.decide("loss", failed={ids[0]: "OutOfMemoryError: of the device"})
+    plan = Plan.parse(decision["plan"])
+    group = too_large.group_of_rank[0]
+    assert ran == ids and plan.groups[group] != too_large.groups[group]
+    assert decision["exhausted"] == {ids[0]: 1}
+    # Nor is it gone back to: it was found for members whose memory sufficed.
+    job._begin(Placement(plan, ids), exhausted=decision["exhausted"])
+    job.answers.clear()
+    job.run()
+    assert job.num_decisions == 1  # When it was first found.
+    assert job.asked[-1].exhausted == {ids[0]: 1} or job.asked[-2].exhausted == {ids[0]: 1}
+
+
+def test_a_device_that_ran_out_of_memory_is_planned_for_with_less() -> None:
+    problem = make_problem(make_nodes("n", "T4 T4", copies=2), global_batch=8)
+    less = with_less_memory(problem, {1: 2})
+    sizes = [find_memory_bytes(less.cluster, place) for place in less.cluster.places]
+    whole = [find_memory_bytes(problem.cluster, place) for place in problem.cluster.places]
+    assert whole[1] and sizes[1] == round(whole[1] * 0.81)
+    assert [*sizes[:1], *sizes[2:]] == [*whole[:1], *whole[2:]]
+    assert with_less_memory(problem, {}) == problem
 
 
 def test_a_better_plan_is_taken_where_it_pays_back() -> None:

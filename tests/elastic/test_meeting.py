@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import volume
 from ranks import RunRanks
 from trivial_member import TrivialWorker
 
@@ -20,7 +23,7 @@ from zorselike.elastic.contract import Generation, GenerationOver, Json, Request
 from zorselike.elastic.meeting import Meeting, make_member
 from zorselike.elastic.meeting.asking import NobodyThere, ask
 from zorselike.elastic.meeting.environment import from_environment, listen
-from zorselike.elastic.meeting.links import MAX_STRANGERS
+from zorselike.elastic.meeting.links import MAX_STRANGERS, prove
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
 
@@ -299,6 +302,58 @@ def test_no_stranger_ends_anything(members: list[Member]) -> None:
     await_that(lambda: count_files() < num_files + 10)
     steps = [member.step for member in members]
     await_that(lambda: all(member.step > step + 3 for member, step in zip(members, steps, strict=True)))
+    assert all(len(member.generations) == 1 and member.error is None for member in members)
+
+
+def make_attack(rng: random.Random, challenge: str) -> bytes:
+    """Nearly what a member would say, and much that none would."""
+    nonce = f"{rng.getrandbits(64):016x}"
+    proof = prove(rng.choice([TOKEN, "another"]), rng.choice(["caller", "listener"]), challenge, nonce)
+    if rng.random() < 0.5 or proof == prove(TOKEN, "caller", challenge, nonce):
+        proof = proof[:-1] + "g"
+    hello: Any = {"nonce": nonce, "proof": proof, "member": {"id": "x", "number": 0}, "ask": "leave"}
+    for key in [key for key in hello if rng.random() < 0.3]:
+        hello[key] = rng.choice([None, 1e400, [], {}, "\ud800", -1, {"a": [[]] * 50}, True])
+    whole = json.dumps(hello).encode() + b"\n"
+    match rng.randrange(6):
+        case 0:
+            return rng.randbytes(rng.randrange(1, 5000))
+        case 1:  # Some bytes of it are others.
+            changed = bytearray(whole)
+            for _ in range(rng.randint(1, 8)):
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            return bytes(changed)
+        case 2:
+            return whole[: rng.randrange(len(whole))]
+        case 3:
+            return whole * rng.randint(2, 40)
+        case 4:
+            return json.dumps(hello).encode() + b" " * rng.randrange(100_000)
+    return whole
+
+
+@volume.parametrize("seed", range(20), share=10)
+def test_whatever_strangers_say_ends_nothing(seed: int, members: list[Member]) -> None:
+    """None of it has a proof of the token."""
+    start(members, 2)
+    rng = random.Random(seed)
+    num_files = count_files()
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", rng.choice(members).port)) as stranger:
+            stranger.settimeout(5.0)
+            challenge = json.loads(stranger.makefile("rb").readline()).get("challenge")
+            with contextlib.suppress(OSError):
+                stranger.sendall(make_attack(rng, challenge))
+                if rng.random() < 0.3:
+                    stranger.shutdown(socket.SHUT_WR)
+                    while stranger.recv(1 << 16):
+                        pass
+    for member in members:
+        status = ask("127.0.0.1", member.port, TOKEN, {"ask": "status"})["status"]
+        assert status["generation"] == 1 and len(status["members"]) == 2
+    steps = [member.step for member in members]
+    await_that(lambda: all(member.step > step + 3 for member, step in zip(members, steps, strict=True)))
+    await_that(lambda: count_files() < num_files + 10)
     assert all(len(member.generations) == 1 and member.error is None for member in members)
 
 

@@ -276,6 +276,14 @@ def test_the_same_failure_at_the_same_step_again_ends_the_job_with_its_reason() 
         assert process.over == "node-m1 local rank 0 failed twice at step 8: out of memory"
 
 
+def test_what_may_recur_ends_nothing_however_often_it_does() -> None:
+    job = start(3)
+    for _ in range(4):
+        job.tell(job.processes["m1"], e.Failed("out of memory", 7, may_recur=True))
+        job.run(5)
+        assert runs_with(job, "m0", "m1", "m2")
+
+
 def test_a_failed_decision_ends_the_job_with_its_reason_on_every_member() -> None:
     def decide(process: Process, ask: e.AskDecision) -> e.Event:
         if ask.request.reason == "loss":

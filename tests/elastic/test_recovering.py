@@ -51,6 +51,7 @@ def make_generation(number: int, plan: Plan) -> Generation:
         "base": plan.format(),
         "seats": list(ids),
         "slower": {},
+        "exhausted": {},
     }
     return Generation(number, members, (), ids, "127.0.0.1", 1, "start", decision, None)
 

@@ -63,10 +63,21 @@ def test_columns_count_types_nodes_or_anything(tmp_path: Path, cluster: Cluster)
     assert [each.devices for each in read_stretches(anything, cluster)] == [tuple(range(7)), ()]
 
 
+def test_numbers_at_even_intervals_are_read_as_skypilot_publishes_them(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    ticks = {"metadata": {"gap_seconds": 300}, "data": [7, 7, 3, 0]}
+    assert read_stretches(write(tmp_path, json.dumps(ticks)), cluster) == [
+        Stretch(0, 600, tuple(range(7))),
+        Stretch(600, 900, (0, 1, 2)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "has no events"),
+        ('{"data": [1]}', "'gap_seconds' in its 'metadata'"),
         ("gpus\n1\n", "no column 'time_s'"),
         ("time_s\n1\n", "no column says which devices"),
         ("time_s,t5\n1,1\n", "nor 'gpus'"),

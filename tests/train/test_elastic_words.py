@@ -6,13 +6,16 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from zorselike.elastic.contract import Member
 from zorselike.errors import ConfigError
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.train.config.config import Config, Elastic, Hetero, check_config
+from zorselike.train.config.model import find_model
 from zorselike.train.elastic.known import Known, agree, count_change, describe_change
 from zorselike.train.elastic.pipeline import Change
-from zorselike.train.elastic.planning import refuse_launcher
+from zorselike.train.elastic.planning import find_plan, refuse_launcher
 
 OLD = Known({"[optimizer] lr": "0.1"}, job="a", folder="runs/1", first_step=2, validated=7, process="1 of a")
 NEW = Known({"[optimizer] lr": "0.1"}, process="2 of b")
@@ -79,11 +82,23 @@ def test_others_are_not(environment: dict[str, str]) -> None:
     refuse_launcher(environment)
 
 
+def test_nobody_plans_for_drift_where_nobody_knows_what_devices_take() -> None:
+    config = Config(elastic=Elastic(True, replan_on_drift=True), hetero=Hetero("p.toml", device="cpu"))
+    plan = Plan(2, (Group((0,), (Microbatch(0, 0, 2),)),), (Ministage(0, ("layers.0",)),))
+    model = find_model(replace(config, model=replace(config.model, flavor="debug")))
+    with pytest.raises(ConfigError, match=r"replan_on_drift = true: .* name \[hetero\] profile and cluster"):
+        find_plan(config, plan, model, None, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "config, why",
     [
         (Config(elastic=Elastic(min_ranks=2)), r"\[elastic\] min_ranks = 2: .*enable = true"),
         (Config(elastic=Elastic(True, mirror_share=0.0)), "mirror_share"),
+        (
+            Config(elastic=Elastic(True, replan_on_drift=True, replan="same groups")),
+            'replan_on_drift = true: needs replan = "auto"',
+        ),
         (
             Config(elastic=Elastic(True), hetero=Hetero("p.toml", profile="x")),
             "name both profile and cluster",

@@ -59,6 +59,8 @@ class Fault:
     phase: Phase = "any"
     others: tuple[int, ...] = ()
     """Ranks that are killed at the same moment."""
+    mends_s: float | None = None
+    """After which what was cut is mended; None: never."""
 
 
 class Injector:
@@ -150,6 +152,9 @@ class Injector:
                 self._pipe.leave()
             case "cut":
                 subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+                if fault.mends_s is not None:
+                    mend = f"sleep {fault.mends_s}; exec ip link set {LINK} up"
+                    subprocess.Popen(["sh", "-c", mend], start_new_session=True)
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
 

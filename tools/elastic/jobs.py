@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
 import signal
@@ -14,23 +15,28 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 
+from zorselike.elastic.contract import Reason
 from zorselike.elastic.meeting.environment import listen
 
-from .injection import LINK, Fault
-from .partition import enter_namespace
-from .ranks import HOST, Job, Report, node_of, train, train_alone
+from .diary import Diary
+from .injection import Fault, FaultKind
+from .ranks import HOST, Job, Report, train, train_alone
 
 __all__ = ["Fault", "Job", "JobFailedError", "Outcome", "Report", "run", "run_alone"]
 ENDS = "this side ends, so that never two go on"
 """What the smaller side of a partition says."""
 _SLEEP_S, _PAUSE_S = 3.0, 0.3
 """How long a process stands still: the first beside the silence limit."""
+_WAKING_S = 60.0
+"""Within which one that was gone on without must have ended, once it can go on itself."""
+_MAKES_GONE: tuple[FaultKind, ...] = ("kill", "stop", "exit", "term", "leave")
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,9 @@ class Outcome:
 
     reports: tuple[Report, ...]
     """Of processes that were there at the end."""
-    happened: tuple[tuple[float, int, str, int], ...]
+    diaries: tuple[Diary, ...]
+    """Of all."""
+    happened: tuple[tuple[float, int, FaultKind, int], ...]
     """When, to which process, what, and which of the job's faults."""
     lines: str
     """What all have printed."""
@@ -48,6 +56,9 @@ class Outcome:
     cpu_s: float = 0.0
     num_ended: int = 0
     """Processes of the smaller side of a partition."""
+    woken: Mapping[int, float] = field(default_factory=dict)
+    """Who was gone on without while it stood still, by its process, and when it could go on itself. All have
+    ended since."""
 
     def recoveries(self) -> list[float | None]:
         """Seconds from each fault to the first step that all survivors have done after it, in a later
@@ -55,15 +66,51 @@ class Outcome:
         found: list[float | None] = []
         times = [at for at, *_ in self.happened]
         for i, at in enumerate(times):
-            first = []
-            for report in self.reports:
-                before = max((g for _, when, g in report.finished if when < at), default=0)
-                later = [when for _, when, g in report.finished if when > at and g > before]
-                if before and later:
-                    first.append(min(later))
+            first = [when for diary in self.diaries if (when := diary.goes_on_after(at)) is not None]
             is_last = i + 1 == len(times) or (bool(first) and times[i + 1] > max(first))
             found.append(max(first) - at if first and is_last else None)
         return found
+
+    def pauses(self) -> list[tuple[Reason, float]]:
+        """Of each planned change: why, and how much longer the step that it was in took than others; of who
+        took longest."""
+        usual_s = median([seconds for diary in self.diaries for seconds in diary.steps_s()] or [0.0])
+        longest: dict[int, tuple[Reason, float]] = {}
+        for diary in self.diaries:
+            for entered, seconds in diary.pauses():
+                _, known_s = longest.get(entered.number, (entered.reason, 0.0))
+                longest[entered.number] = entered.reason, max(known_s, seconds)
+        return [(reason, seconds - usual_s) for reason, seconds in longest.values()]
+
+    def formed_s(self) -> list[float]:
+        """How long each generation took to make its groups and pipelines; of who took longest."""
+        longest: dict[int, float] = {}
+        for diary in self.diaries:
+            for number, seconds in diary.formed_s.items():
+                longest[number] = max(longest.get(number, 0.0), seconds)
+        return list(longest.values())
+
+    def retries(self) -> list[int]:
+        """Generations that some have begun to form and that never ran, though nothing had happened to any of
+        their ranks."""
+        entered = {each.number: each for diary in self.diaries for each in diary.entered}
+        began_s = {number: self._began_s(number) for number in entered}
+        ran = {number for diary in self.diaries for number in diary.ran}
+        pids = {diary.id: diary.pid for diary in self.diaries}
+        found = []
+        for number in sorted(entered.keys() - ran):
+            ranks = {pids[id] for id in entered[number].ids if id in pids}
+            struck = [
+                kind in _MAKES_GONE or at > began_s[number]
+                for at, pid, kind, _ in self.happened
+                if pid in ranks
+            ]
+            if not any(struck):
+                found.append(number)
+        return found
+
+    def _began_s(self, number: int) -> float:
+        return min(each.at_s for diary in self.diaries for each in diary.entered if each.number == number)
 
     def check_states(self) -> int:
         """How many generations have begun with a state that was there before.
@@ -90,9 +137,25 @@ class Outcome:
         return sum(len(found) - 1 for found in by_step.values())
 
     @property
-    def losses(self) -> dict[int, float]:
-        """By step, of all that any process has done."""
-        return {step: loss for report in self.reports for step, loss in report.losses.items()}
+    def losses(self) -> dict[int, list[float]]:
+        """By step, of all processes that have done it."""
+        found: dict[int, list[float]] = {}
+        for diary in self.diaries:
+            for step, _, loss in diary.losses:
+                found.setdefault(step, []).append(loss)
+        return found
+
+    def find_error(self, expected: Sequence[float]) -> float:
+        """How far any process's loss is from that of the run to which nothing happens.
+
+        Raises:
+            JobFailedError: Nobody has done some step.
+        """
+        losses = self.losses
+        missing = [step for step in range(len(expected)) if step not in losses]
+        if missing:
+            raise JobFailedError(f"nobody has seen the losses of steps {missing}")
+        return max(abs(own - loss) for step, loss in enumerate(expected) for own in losses[step])
 
 
 class JobFailedError(RuntimeError):
@@ -114,8 +177,10 @@ def run(job: Job) -> Outcome:
         try:
             for member in range(job.plan.num_ranks + job.num_spares):
                 members[member] = _fork(job, member, folder, port, [port] if member else [])
-            _attend(job, members, folder)
-            reports = [_read_report(path) for path in sorted(folder.glob("report*"))]
+            woken = _attend(job, members, folder)
+            diaries = {diary.member: diary for diary in map(Diary.read, sorted(folder.glob("diary*")))}
+            reports = [_read_report(path, diaries) for path in sorted(folder.glob("report*"))]
+            _check_woken(woken, diaries.values())
             happened = sorted(tuple(json.loads(p.read_text())) for p in folder.glob("fault*"))
             lines = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("out*")))
             sums = [
@@ -129,17 +194,20 @@ def run(job: Job) -> Outcome:
                 report
                 for report in reports
                 if report.error is not None
-                and (report.finished or report.member < founders)
+                and (report.diary.finished or report.member < founders)
                 and members[report.member] not in struck
                 and not (job.hosts and ENDS in report.error)
             ]
             if failed:
                 raise JobFailedError(f"member {failed[0].member}: {failed[0].error}\n{lines[-6000:]}")
             whole = [report for report in reports if report.error is None]
+            if not whole:
+                raise JobFailedError(f"no process has come to its end\n{lines[-6000:]}")
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             ended = sum(ENDS in (report.error or "") for report in reports)
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            return Outcome(tuple(whole), tuple(happened), lines, tuple(sums), cpu_s, ended)  # type: ignore[arg-type]
+            every = tuple(diaries.values())
+            return Outcome(tuple(whole), every, tuple(happened), lines, tuple(sums), cpu_s, ended, woken)  # type: ignore[arg-type]
         finally:
             for process in members.values():
                 _kill(process)
@@ -151,9 +219,7 @@ def _fork(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
         return process
     code = 1
     try:
-        if job.hosts:
-            enter_namespace(node_of(job, member))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LINK if job.hosts else "lo")
+        job.enter_node(member)
         out = os.open(folder / f"out{member}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -168,14 +234,16 @@ def _fork(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
             traceback.print_exc()
             report = Report(member, error=f"{type(error).__name__}: {error}")
         written = folder / f"new-report{member}"
-        written.write_text(json.dumps(asdict(report)))
+        told = {name: value for name, value in vars(report).items() if name != "diary"}
+        written.write_text(json.dumps(told))
         written.rename(folder / f"report{member}")
     finally:
         os._exit(code)
 
 
-def _attend(job: Job, members: dict[int, int], folder: Path) -> None:
-    """Until all have ended, or only those that were stopped are left; replaces who is lost."""
+def _attend(job: Job, members: dict[int, int], folder: Path) -> dict[int, float]:
+    """Until all have ended; replaces who is lost. Gives who was gone on without while it stood still, by its
+    process, and when it could go on itself."""
     until, moved = time.monotonic() + job.patience_s, -1
     there = dict(members)
     stopped: dict[int, float] = {}
@@ -183,7 +251,8 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> None:
     asleep: set[int] = set()
     """Who was replaced while it stood still: it hears so when it wakes, and ends."""
     next_member = len(members)
-    while any(_counts(job, folder, member) for member in set(there) - asleep):
+    woken: dict[int, float] = {}
+    while any(_counts(job, folder, member) for member in set(there) - asleep) or asleep & there.keys():
         for member, process in list(there.items()):
             pid, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid == 0:
@@ -206,7 +275,11 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> None:
         for member, at in list(stopped.items()):
             if time.monotonic() > at:
                 del stopped[member]
+                woken |= {there[member]: time.monotonic()} if member in asleep else {}
                 os.kill(there[member], signal.SIGCONT)
+        for member in asleep & there.keys():
+            if time.monotonic() > woken.get(there[member], math.inf) + _WAKING_S:
+                raise JobFailedError(f"member {member}, which was gone on without, does not end")
         if (size := sum(path.stat().st_size for path in folder.glob("[sf]*[0-9]"))) != moved:
             until, moved = time.monotonic() + job.patience_s, size  # States were copied, or something done.
         if time.monotonic() > until:
@@ -220,6 +293,17 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> None:
             )
             raise JobFailedError(f"members {sorted(there)} had not moved for {job.patience_s:.0f} s\n{lines}")
         time.sleep(0.01)
+    return woken
+
+
+def _check_woken(woken: Mapping[int, float], diaries: Iterable[Diary]) -> None:
+    """Raises `JobFailedError` where a process has trained on though the others had gone on without it."""
+    for diary in diaries:
+        late = [step for step, at_s, _ in diary.losses if at_s > woken.get(diary.pid, math.inf)]
+        if late:
+            raise JobFailedError(
+                f"member {diary.member} was gone on without, and has done steps {late} itself afterwards"
+            )
 
 
 def _counts(job: Job, folder: Path, member: int) -> bool:
@@ -227,8 +311,8 @@ def _counts(job: Job, folder: Path, member: int) -> bool:
     to train, once others have done all steps; it would look for them for minutes."""
     if (folder / f"sums{member}").exists() or member < job.plan.num_ranks + job.num_spares:
         return True
-    reports = (_read_report(path) for path in folder.glob("report*"))
-    return not any(job.num_steps - 1 in report.losses for report in reports)
+    diaries = (Diary.read(path) for path in folder.glob("diary*"))
+    return not any(step == job.num_steps - 1 for diary in diaries for step, _, _ in diary.losses)
 
 
 def _was_told_to_leave(folder: Path, process: int) -> bool:
@@ -248,10 +332,9 @@ def _kill(process: int) -> None:
         pass
 
 
-def _read_report(path: Path) -> Report:
+def _read_report(path: Path, diaries: Mapping[int, Diary]) -> Report:
     table = json.loads(path.read_text())
-    losses = {int(step): loss for step, loss in table.pop("losses").items()}
-    return Report(**{**table, "losses": losses, "finished": [tuple(entry) for entry in table["finished"]]})
+    return Report(**table, diary=diaries.get(table["member"], Diary()))
 
 
 def run_alone(job: Job) -> list[float]:

@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zorselike import HeteroPipeline
-from zorselike.elastic.contract import Control, Worker
+from zorselike.elastic.contract import Control, Generation, Worker
 from zorselike.elastic.deciding.decisions import Planner
 from zorselike.elastic.held import Held
 from zorselike.elastic.meeting import Meeting, make_member
@@ -28,10 +27,13 @@ from zorselike.elastic.meeting.environment import listen
 from zorselike.elastic.membership.round import Settings
 from zorselike.elastic.pipeline import ElasticPipeline
 from zorselike.elastic.replicas import Replicas
+from zorselike.elastic.running import Running
 from zorselike.errors import CheckpointError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
-from .injection import Fault, Injector
+from .diary import Diary, Writer
+from .injection import LINK, Fault, Injector
+from .partition import enter_namespace
 
 TOKEN = "token of a job on this machine"
 HOST = "127.0.0.1"
@@ -50,6 +52,8 @@ class Job:
     """Whether who is lost is replaced by a new process."""
     num_nodes: int = 2
     mirror_every: int | None = 1
+    mirror_share: float = 0.1
+    """Of the time, where `mirror_every` is None."""
     tied: bool = True
     max_norm: float | None = None
     param_dtype: torch.dtype | None = None
@@ -72,15 +76,45 @@ class Job:
     saves_at: tuple[int, ...] = ()
     """Steps after which a checkpoint is saved, apart from those in whose save something happens."""
 
+    def make_model(self) -> nn.Module:
+        return build_model(self)
+
+    def make_options(self) -> dict[str, Any]:
+        """What a pipeline trains it with."""
+        dtype = self.param_dtype
+        return {
+            "optimizer": make_optimizer,
+            "max_norm": self.max_norm,
+            "param_dtype": dtype,
+            "seed": self.seed,
+        }
+
+    def make_rows(self, rows_seen: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the global batch after so many rows."""
+        return read_rows(self, rows_seen)
+
+    def place_of(self, member: int) -> tuple[int, int]:
+        """Node and local rank of a process."""
+        node = (member + self.first_alone) // 2 % 2 if self.hosts else member % self.num_nodes
+        return node, member // self.num_nodes
+
+    def host_of(self, member: int) -> str:
+        return self.hosts[self.place_of(member)[0]] if self.hosts else HOST
+
+    def enter_node(self, member: int) -> None:
+        """In a process of its own, before anything else."""
+        if self.hosts:
+            enter_namespace(self.place_of(member)[0])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LINK if self.hosts else "lo")
+
 
 @dataclass
 class Report:
-    """What one process has seen."""
+    """What one process that has come to its end has seen, beside its diary."""
 
     member: int
-    losses: dict[int, float] = field(default_factory=dict)
-    finished: list[tuple[int, float, int]] = field(default_factory=list)
-    """Steps, when they were done, and in which generation; before a planned change that follows."""
+    diary: Diary = field(default_factory=Diary)
+    """Read by who has started it."""
     saved: list[int] = field(default_factory=list)
     """Steps of which this rank has seen a checkpoint."""
     usage: list[tuple[int, int, int]] = field(default_factory=list)
@@ -92,6 +126,10 @@ class Report:
     estimated_s: list[float | None] = field(default_factory=list)
     """Time of a step of each, where a planner has found it."""
     num_lost: int = 0
+    interval: int = 1
+    """Steps from one mirror to the next, at the end."""
+    at_most_lost: int = 0
+    """Steps that a loss would undo, at the most that was ever said."""
     num_retries: int = 0
     error: str | None = None
 
@@ -161,37 +199,26 @@ def train_alone(job: Job) -> list[float]:
     modules = [name for ministage in job.plan.ministages for name in ministage.modules]
     plan = Plan(job.plan.global_batch, (Group((0,), rows),), (Ministage(0, tuple(modules)),))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    pipe = HeteroPipeline(
-        build_model(job),
-        plan,
-        optimizer=make_optimizer,
-        max_norm=job.max_norm,
-        param_dtype=job.param_dtype,
-        seed=job.seed,
-    )
+    pipe = HeteroPipeline(job.make_model(), plan, **job.make_options())
     schedulers = pipe.lr_schedulers(make_scheduler)
     losses = []
     for _ in range(job.num_steps):
-        losses.append(pipe.step_global(*read_rows(job, pipe.rows_seen)).loss)
+        losses.append(pipe.step_global(*job.make_rows(pipe.rows_seen)).loss)
         schedulers.step()
     pipe.close()
     dist.destroy_process_group()
     return losses
 
 
-def node_of(job: Job, member: int) -> int:
-    """Where a process runs."""
-    return (member + job.first_alone) // 2 % 2 if job.hosts else member % job.num_nodes
-
-
 def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]) -> Report:
     """One process's whole part."""
     report = Report(member)
-    node = f"node{node_of(job, member)}"
+    number, local_rank = job.place_of(member)
+    node = f"node{number}"
     os.environ.update(ZORSELIKE_NODE=node)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    host = job.hosts[node_of(job, member)] if job.hosts else HOST
+    host = job.host_of(member)
     listener = listen(host, 0 if contact else port)
     written = folder / f"new-port{member}"
     written.write_text(str(listener.getsockname()[1]))
@@ -200,32 +227,31 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
     def meet(worker: Worker) -> Control:
         return Meeting(
             worker,
-            make_member(host, listener.getsockname()[1], node, member // job.num_nodes, "cpu", 2**34),
+            make_member(host, listener.getsockname()[1], node, local_rank, "cpu", 2**34),
             listener,
             TOKEN,
             num_founding=None if contact else job.plan.num_ranks + job.num_spares,
-            contact=[(job.hosts[0] if job.hosts else HOST, other) for other in contact],
+            contact=[(job.host_of(0), other) for other in contact],
             settings=Settings(silence_s=job.silence_s),
             holds_lease=lambda: not job.hosts,
         )
 
     pipe = ElasticPipeline(
-        partial(build_model, job),
+        job.make_model,
         job.plan,
         meeting=meet,
         planner=job.planner,
-        optimizer=make_optimizer,
-        max_norm=job.max_norm,
-        param_dtype=job.param_dtype,
-        seed=job.seed,
         device="cpu",
         silence_s=job.silence_s,
         mirror_every=job.mirror_every,
+        mirror_share=job.mirror_share,
         replan_on_drift=job.slows is not None,
+        **job.make_options(),
     )
     threading.Thread(target=describe_when_asked, args=(pipe, folder), daemon=True).start()
     note_sums(job, folder / f"sums{member}")
-    note_ends(pipe, report)
+    writer = Writer(folder / f"diary{member}", member, pipe._control.id)
+    keep_diary(pipe, writer)
     signal.signal(signal.SIGTERM, lambda *_: pipe.leave())
     injector = Injector(pipe, job.faults, folder)
     schedulers = pipe.lr_schedulers(make_scheduler)
@@ -240,10 +266,12 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
         if job.slows is not None and job.slows[0] == member and step >= job.slows[1]:
             Layer.waits_s = job.slows[2]
         injector.arm()
-        result = pipe.step_global(*read_rows(job, pipe.rows_seen))
+        result = pipe.step_global(*job.make_rows(pipe.rows_seen))
         if not result.is_done:
             continue
-        report.losses[pipe.num_steps - 1] = result.loss
+        writer.lose(pipe.num_steps - 1, result.loss)
+        report.at_most_lost = max(report.at_most_lost, pipe.at_most_lost)
+        report.interval = max(1, pipe.at_most_lost)
         if (ahead := pipe.worker.leader.contingencies) is not None:
             ahead.wait(60)
         schedulers.step()
@@ -275,15 +303,32 @@ def save(pipe: ElasticPipeline, folder: Path, report: Report) -> bool:
     return pipe.generation == generation
 
 
-def note_ends(pipe: ElasticPipeline, report: Report) -> None:
-    """Has it noted when a step is done, with its mirrors: what follows may be a planned change."""
-    inner = pipe._control.step_done
+def keep_diary(pipe: ElasticPipeline, writer: Writer) -> None:
+    """Has it noted when generations are handed over, formed and run, and when a step is done, with its
+    mirrors: what follows may be a planned change."""
+    control, form = pipe._control, Running.form
+    hand_over, fill, end_step = control.next_generation, control.filled, control.step_done
+
+    def next_generation() -> Generation:
+        generation = hand_over()
+        writer.enter(generation)
+        return generation
+
+    def filled() -> None:
+        fill()
+        writer.run(pipe.generation)
 
     def step_done(step: int) -> bool:
-        report.finished.append((step, time.monotonic(), pipe.generation))
-        return inner(step)
+        writer.finish(step, pipe.generation)
+        return end_step(step)
 
-    pipe._control.step_done = step_done  # type: ignore[method-assign]
+    def form_in_time(running: Running, *arguments: Any) -> None:
+        began_s = time.monotonic()
+        form(running, *arguments)
+        writer.form(running.number, time.monotonic() - began_s)
+
+    control.next_generation, control.filled, control.step_done = next_generation, filled, step_done  # type: ignore[method-assign]
+    Running.form = form_in_time  # type: ignore[method-assign]
 
 
 def note_sums(job: Job, path: Path) -> None:

@@ -49,6 +49,9 @@ class Simulate:
     defer_updates: bool = False
     """Updates wait for all gradients of a step, as with max_norm and clip = "global"."""
 
+    elastic: bool = False
+    """Hosts also hold copies of the state, and mirrors of other nodes', as with [elastic]."""
+
     schedule: Annotated[str, tyro.conf.arg(metavar="|".join((*ORDERS, "FILE.csv")))] = "ours"
     """Order in which ranks compute: that of a run, a common pipeline schedule, or a file in the form of
     torch.distributed.pipelining, which has one rank a group."""
@@ -151,6 +154,7 @@ def _load_inputs(command: Simulate, plan: Plan) -> SimulationInputs:
         cluster=cluster,
         profile=assume_profile(workload) if profile is None else profile,
         defer_updates=command.defer_updates or workload.dtype == "float16",
+        is_mirrored=command.elastic,
     )
 
 

@@ -11,12 +11,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from zorselike.cost.profile import Profile
-from zorselike.elastic.contract import Member
 from zorselike.elastic.deciding.decisions import Placement, Planner, Situation, keep_groups
+from zorselike.elastic.deciding.memory_left import with_less_memory
 from zorselike.elastic.drift.slowed import slow_down, with_own_types
 from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
@@ -25,8 +25,8 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.search import search_plans
 
 _NICENESS = 15
-Key = frozenset[tuple[str, float]]
-"""Ids of who is there, and how much slower they have become."""
+Key = frozenset[tuple[str, float, int]]
+"""Ids of who is there, how much slower they have become, and how often their memory did not suffice."""
 
 
 class SearchPlanner:
@@ -43,7 +43,11 @@ class SearchPlanner:
     ) -> None:
         """`cluster`: of all nodes that may ever come, by the names that members give theirs."""
         self._problem = PlanProblem(
-            workload=workload, cluster=cluster, profile=profile, global_batch=global_batch
+            workload=workload,
+            cluster=cluster,
+            profile=profile,
+            global_batch=global_batch,
+            is_mirrored=True,
         )
         self._budget_s = budget_s
 
@@ -51,11 +55,10 @@ class SearchPlanner:
         """Raises `PlanError` where nothing fits, or nobody who is there is in the cluster."""
         cluster = self._problem.cluster
         names = [node.name for node in cluster.nodes]
-        members = [member for member in (*situation.players, *situation.spares) if member is not None]
         place_of = {(names[place.node], place.local_rank): i for i, place in enumerate(cluster.places)}
         devices = {
             place_of[where]: member
-            for member in members
+            for member in situation.members
             if (where := (member.node, member.local_rank)) in place_of
         }
         if not devices:
@@ -65,7 +68,13 @@ class SearchPlanner:
             for device, member in devices.items()
             if member.id in situation.slower
         }
-        problem = slow_down(replace(self._problem, devices=tuple(sorted(devices))), slower)
+        exhausted = {
+            device: situation.exhausted[member.id]
+            for device, member in devices.items()
+            if member.id in situation.exhausted
+        }
+        problem = replace(self._problem, devices=tuple(sorted(devices)))
+        problem = slow_down(with_less_memory(problem, exhausted), slower)
         try:
             answer = search_plans(problem, budget_s=self._budget_s, top=1)
         except (ProfileError, ClusterError) as error:
@@ -86,6 +95,9 @@ class Contingencies:
         self._found: dict[Key, Placement | None] = {}
         self._thread: threading.Thread | None = None
         self._due: list[Situation] = []
+        self._first: Key = frozenset()
+        self._then: Callable[[], object] = lambda: None
+        """Called once that situation's plan is found, or none is."""
 
     def place(self, situation: Situation) -> Placement:
         """At once: what was found for these members, else what the rule says."""
@@ -98,6 +110,11 @@ class Contingencies:
         with self._lock:
             return self._found.get(_key(situation))
 
+    def knows(self, situation: Situation) -> bool:
+        """Whether these members were looked at, whatever was found."""
+        with self._lock:
+            return _key(situation) in self._found
+
     def prepare(self, situation: Situation, then: Callable[[], object] = lambda: None) -> None:
         """Looks, in a thread, for the best plan of who is there (and calls `then`), and for that of who is
         left when a node is lost, node by node. What was found for others is forgotten."""
@@ -106,12 +123,10 @@ class Contingencies:
             keys = set(map(_key, due))
             self._found = {key: found for key, found in self._found.items() if key in keys}
             self._due = [one for one in due if _key(one) not in self._found]
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(
-                target=self._run, args=(_key(situation), then), name="elastic contingencies", daemon=True
-            )
-            self._thread.start()
+            self._first, self._then = _key(situation), then
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="elastic contingencies", daemon=True)
+                self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether all that is due was looked at within so many seconds."""
@@ -120,13 +135,14 @@ class Contingencies:
             thread.join(timeout_s)
         return thread is None or not thread.is_alive()
 
-    def _run(self, first: Key, then: Callable[[], object]) -> None:
+    def _run(self) -> None:
         if sys.platform == "linux":  # Niceness is a thread's own there.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._lock:
                 if not self._due:
+                    self._thread = None
                     return
                 situation = self._due.pop(0)
             found = None
@@ -136,14 +152,14 @@ class Contingencies:
                 found = placement
             with self._lock:
                 self._found[_key(situation)] = found
-            if _key(situation) == first:
+                is_first, then = _key(situation) == self._first, self._then
+            if is_first:
                 then()
 
 
 def each_node_lost(situation: Situation) -> Iterator[Situation]:
     """The situation without each of its nodes; not without the last."""
-    members = [member for member in (*situation.players, *situation.spares) if member is not None]
-    nodes = list(dict.fromkeys(member.node for member in members))
+    nodes = list(dict.fromkeys(member.node for member in situation.members))
     for node in nodes if len(nodes) > 1 else ():
         yield replace(
             situation,
@@ -161,6 +177,6 @@ def pays_back(old_step_s: float, new_step_s: float, switch_s: float, payback_s: 
 
 
 def _key(situation: Situation) -> Key:
-    members: Sequence[Member | None] = (*situation.players, *situation.spares)
-    slower = situation.slower
-    return frozenset((member.id, slower.get(member.id, 1.0)) for member in members if member is not None)
+    slower, exhausted = situation.slower, situation.exhausted
+    ids = (member.id for member in situation.members)
+    return frozenset((id, slower.get(id, 1.0), exhausted.get(id, 0)) for id in ids)

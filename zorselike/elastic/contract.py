@@ -156,9 +156,9 @@ class Control(Protocol):
         """Members that the alarm says are gone; certain: their process has ended, it is not just silent."""
         ...
 
-    def fail(self, error: BaseException, *, step: int) -> None:
+    def fail(self, error: BaseException, *, step: int, may_recur: bool = False) -> None:
         """This member's own exception ended the generation; the same one at the same step for the second time
-        ends the job."""
+        ends the job, unless it `may_recur`: the leader's decision then changes what led to it, or fails."""
         ...
 
     def request_change(self) -> None:

@@ -1,9 +1,8 @@
-"""Who mirrors whose state, and how often."""
+"""How often state is mirrored. Who mirrors whose is `cost.mirrors`' to say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from zorselike.errors import ConfigError
 
@@ -14,22 +13,6 @@ def check_mirroring(share: float, every: int | None) -> None:
         raise ConfigError(f"mirror_share = {share}; give a share of the time, above 0 and up to 1")
     if every is not None and every < 1:
         raise ConfigError(f"mirror_every = {every}; give a number of steps, 1 or more")
-
-
-def assign_mirrors(nodes: Sequence[str], num_bytes: Sequence[int]) -> dict[int, int]:
-    """Which rank mirrors which: one of another node where there is one, else another rank; the largest first,
-    each to the one that holds least. By rank; a rank alone has no mirror."""
-    load = dict.fromkeys(range(len(nodes)), 0)
-    found = {}
-    for rank in sorted(load, key=lambda rank: (-num_bytes[rank], rank)):
-        others = [other for other in load if other != rank]
-        far = [other for other in others if nodes[other] != nodes[rank]]
-        if others:
-            size = len(nodes)
-            holder = min(far or others, key=lambda other: (load[other], (other - rank) % size))
-            found[rank] = holder
-            load[holder] += max(1, num_bytes[rank])
-    return found
 
 
 def choose_interval(mirror_s: float, step_s: float, share: float) -> int:

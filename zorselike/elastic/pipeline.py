@@ -425,7 +425,7 @@ class ElasticPipeline:
         self.worker.bury(running.pipe)
         running.leave_alone(error, is_own=is_own)
         if is_own:
-            self._control.fail(error, step=self.num_steps)
+            self.worker.fail(error)
 
     def _enter_next(self) -> None:
         """Waits for the next generation, and for its successors until one is whole."""
@@ -476,8 +476,7 @@ class ElasticPipeline:
         self._control.filled()
         worker.forget_copies()
         self._has_caught_up = False
-        if generation.members[0].id == self._control.id:
-            worker.leader.look_ahead(self._control.request_change)
+        worker.begin(running)
 
     def _take_over(self, pipe: HeteroPipeline, arrived: Arrived) -> None:
         self.extra = dict(arrived.extra)

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zorselike.cost.mirrors import assign_mirrors
 from zorselike.elastic.contract import Json
 from zorselike.elastic.held import Held, Origin, collect_facts, read_saved, write_saved
-from zorselike.elastic.mirror_rules import assign_mirrors, choose_interval
+from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.elastic.wire import from_bytes, to_bytes
 from zorselike.errors import ConfigError
 from zorselike.runtime.checkpoints import Stateful

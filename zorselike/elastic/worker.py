@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from contextlib import suppress
 
 from zorselike.elastic.contract import Control, Generation, Json, Member, Request
-from zorselike.elastic.deciding.decisions import Source
+from zorselike.elastic.deciding.decisions import Source, is_out_of_memory
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import MAX_DRAWN, Drawings
 from zorselike.elastic.held import Held
@@ -17,6 +18,8 @@ from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.checkpoints import Stateful
 from zorselike.runtime.result import Sums
+
+logger = logging.getLogger("zorselike")
 
 
 class ElasticWorker:
@@ -104,6 +107,21 @@ class ElasticWorker:
         if is_over:
             running.interrupt()
 
+    def begin(self, running: Running) -> None:
+        """A generation runs: who leads has plans looked for, and a spare gets ready for what may follow."""
+        generation, id = running.generation, self.control.id
+        if running.rank is None and any(member.id == id for member in generation.members):
+            logger.info("this process waits as a spare: the plan has %d ranks", len(generation.ranks))
+            self.draw_ahead(running)
+        if generation.members[0].id == id:
+            self.leader.look_ahead(self.control.request_change)
+
+    def fail(self, error: BaseException) -> None:
+        """This process itself has failed. Memory that did not suffice may not suffice again: the plan is
+        another one each time, until none needs less."""
+        may_recur = is_out_of_memory(f"{type(error).__name__}: {error}")
+        self.control.fail(error, step=self.num_steps, may_recur=may_recur)
+
     def note_counts(self, pipe: Stateful) -> None:
         """A step has ended, or a state was taken over."""
         self.num_steps, self.rows_seen = pipe.num_steps, pipe.rows_seen
@@ -126,14 +144,19 @@ class ElasticWorker:
             threading.Thread(target=drop, name="elastic remains", daemon=True).start()
 
     def note_step(self, running: Running) -> None:
-        """A step is done. After a generation's first, draws in a thread the plans that follow if somebody is
-        lost, so that nobody waits for that then."""
+        """A step is done. After a generation's first, draws what may follow."""
         self.let_go()
+        if running.pipe is not None:
+            self._drawings.step = running.pipe.assembly.step_inputs
+            self.draw_ahead(running)
+
+    def draw_ahead(self, running: Running) -> None:
+        """Once a generation, draws in a thread the plans that follow if somebody is lost, so that nobody
+        waits for that then: those who take part, nor spares."""
         is_busy = self._ahead is not None and self._ahead.is_alive()
-        if running.pipe is None or is_busy or self._ahead_of == running.number:
+        if is_busy or self._ahead_of == running.number:
             return
         self._ahead_of = running.number
-        self._drawings.step = running.pipe.assembly.step_inputs
         plans = list(dict.fromkeys(self.leader.foresee()))[: MAX_DRAWN - 1]
 
         def draw() -> None:

@@ -64,6 +64,8 @@ class PlanProblem:
     """Whether a group may have devices of several regions."""
     defer_updates: bool = False
     """As `SimulationInputs.defer_updates`."""
+    is_mirrored: bool = False
+    """As `SimulationInputs.is_mirrored`."""
     fixed: Fixed = Fixed()
 
     def check(self) -> None:
@@ -176,4 +178,5 @@ class PlanProblem:
             cluster=self.cluster,
             profile=self.profile,
             defer_updates=self.defer_updates,
+            is_mirrored=self.is_mirrored,
         )

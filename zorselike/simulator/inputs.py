@@ -36,6 +36,8 @@ class SimulationInputs:
     profile: Profile
     defer_updates: bool = False
     """Whether updates wait for all gradients of the step, as with a global `max_norm` and with float16."""
+    is_mirrored: bool = False
+    """Whether hosts hold copies and mirrors of the state, as those of an elastic job do."""
 
     def make_spec(self, plan: Plan) -> ScheduleSpec:
         """What a schedule of the plan is built for."""
@@ -109,6 +111,7 @@ class SimulationInputs:
             costs=costs,
             simulation=simulate(plan, actions, costs, record=record, num_steps=num_steps),
             schedule=schedule,
+            is_mirrored=self.is_mirrored,
         )
 
     def find_classes(self, plan: Plan, costs: StepCosts) -> RankClasses | None:
@@ -130,4 +133,5 @@ class SimulationInputs:
             actions=actions,
             costs=costs,
             simulation=replace(simulation, memory=MemoryWalks(plan, actions, costs, classes.first)),
+            is_mirrored=self.is_mirrored,
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zorselike.cost.catalogue import CPU
+from zorselike.cost.mirrors import host_copies, list_states
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
@@ -25,6 +28,8 @@ class SimulatedPlan:
     costs: StepCosts
     simulation: Simulation
     schedule: str = "ours"
+    is_mirrored: bool = False
+    """As `SimulationInputs.is_mirrored`."""
 
     @cached_property
     def device_types(self) -> tuple[str, ...]:
@@ -51,16 +56,36 @@ class SimulatedPlan:
         return limit is not None and self.peak_bytes[rank] > limit
 
     @cached_property
-    def host_bytes(self) -> dict[int, int]:
+    def offloaded_bytes(self) -> dict[int, int]:
         """Bytes offloaded to host memory, by node; nodes without any are left out."""
-        found: dict[int, int] = {}
-        for place, walk in zip(self.costs.places, self.simulation.memory, strict=True):
-            if walk.host_peak_bytes:
-                found[place.node] = found.get(place.node, 0) + walk.host_peak_bytes
-        return found
+        return self._add_by_node([walk.host_peak_bytes for walk in self.simulation.memory])
+
+    @cached_property
+    def mirror_bytes(self) -> dict[int, int]:
+        """Bytes of copies and mirrors of the state in host memory, by node; empty where nothing is
+        mirrored."""
+        if not self.is_mirrored:
+            return {}
+        nodes = [place.node for place in self.costs.places]
+        return self._add_by_node(host_copies(list_states(self.plan, self.workload), nodes))
+
+    @cached_property
+    def host_bytes(self) -> dict[int, int]:
+        """Bytes of host memory that are asked for, by node; nodes without any are left out. Where state is
+        mirrored, what CPU ranks compute with counts too."""
+        found = Counter(self.offloaded_bytes) + Counter(self.mirror_bytes)
+        for rank, place in enumerate(self.costs.places) if self.is_mirrored else ():
+            found[place.node] += self.peak_bytes[rank] if self.device_types[rank] == CPU else 0
+        return dict(found)
+
+    def _add_by_node(self, by_rank: Sequence[int]) -> dict[int, int]:
+        found: Counter[int] = Counter()
+        for place, num_bytes in zip(self.costs.places, by_rank, strict=True):
+            found[place.node] += num_bytes
+        return dict(+found)
 
     def is_host_overfull(self, node: int) -> bool:
-        """Whether more is offloaded to a node than its memory, if that is known."""
+        """Whether more is asked of a node's memory than it has, if that is known."""
         limit = self.cluster.nodes[node].host_memory_bytes
         return limit is not None and self.host_bytes.get(node, 0) > limit
 

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from ranks import RunRanks
 
-from zorselike.runtime.alarm.alarm import Alarm
+from zorselike.errors import ClusterError
+from zorselike.runtime.alarm.alarm import MOST_REPORTED, Alarm
 from zorselike.runtime.alarm.failure import Failure
 from zorselike.schedule.actions import parse_action
 
@@ -50,6 +51,17 @@ def lose(rank: int, size: int, folder: Path, how: dict[int, str]) -> Known:
         time.sleep(0.01)
     assert threading.active_count() == 1
     return found
+
+
+def test_no_rank_of_a_large_elastic_job_is_connected_with_all_others() -> None:
+    """Rank 0 would hold a connection for each."""
+    before = threading.active_count()
+    with Alarm(0, MOST_REPORTED + 1, dist.HashStore(), join_timeout_s=1, on_loss=lambda _: None) as alarm:
+        alarm.enter(BACKWARD)
+        alarm.idle()
+        assert threading.active_count() == before
+    with pytest.raises(ClusterError, match="did not connect"):  # With fewer it waits for them.
+        Alarm(0, MOST_REPORTED, dist.HashStore(), join_timeout_s=1, on_loss=lambda _: None)
 
 
 @pytest.mark.parametrize(

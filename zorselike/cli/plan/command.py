@@ -53,6 +53,9 @@ class ProblemOptions:
     """For runs that clip by the norm of all gradients (max_norm with clip = "global"): updates wait for all
     gradients of a step."""
 
+    elastic: bool = False
+    """For runs with [elastic]: hosts also hold copies of the state, and mirrors of other nodes'."""
+
     fix: Annotated[
         _Words, tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="(default: all is planned)")
     ] = ()

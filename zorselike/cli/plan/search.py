@@ -118,6 +118,7 @@ def _make_problem(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
         devices=devices if quotas else None,
         spans_regions=options.span_regions,
         defer_updates=options.defer_updates or workload.dtype == "float16",
+        is_mirrored=options.elastic,
         fixed=fixed,
     )
     frozen = [f"{workload.model}: {told}" for told in [workload.describe_frozen()] if told]

@@ -11,6 +11,7 @@ from zorselike.elastic.deciding.same_groups import with_smaller_microbatches, wi
 from zorselike.elastic.held import Origin
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Plan
+from zorselike.text.wording import count
 
 
 class Source(NamedTuple):
@@ -34,6 +35,13 @@ class Situation:
     """Why plans that were tried now cannot be."""
     slower: Mapping[str, float] = field(default_factory=dict)
     """By id: how many times longer members compute than they did at first."""
+    exhausted: Mapping[str, int] = field(default_factory=dict)
+    """By id: how often a member's memory did not suffice."""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All who are there."""
+        return tuple(member for member in (*self.players, *self.spares) if member is not None)
 
 
 class Placement(NamedTuple):
@@ -80,10 +88,22 @@ def relieve(situation: Situation, exhausted: Sequence[str]) -> Situation:
         PlanError: Less is not possible.
     """
     ids = [None if player is None else player.id for player in situation.players]
-    plan = situation.plan
-    for group in sorted({plan.group_of_rank[ids.index(own)] for own in exhausted if own in ids}):
+    relieved = relieve_running(situation.plan, [id or "" for id in ids], exhausted)
+    return replace(situation, plan=relieved.plan)
+
+
+def relieve_running(plan: Plan, ranks: Sequence[str], exhausted: Sequence[str]) -> Placement:
+    """A plan that runs, with less held at once in the groups of members that were out of memory.
+
+    Args:
+        ranks: ids by rank of it.
+
+    Raises:
+        PlanError: Less is not possible.
+    """
+    for group in sorted({plan.group_of_rank[ranks.index(own)] for own in exhausted if own in ranks}):
         plan = with_smaller_microbatches(plan, group)
-    return replace(situation, plan=plan)
+    return Placement(plan, tuple(ranks))
 
 
 def seat(plan: Plan, members: Sequence[Member]) -> tuple[Member | None, ...]:
@@ -146,10 +166,13 @@ def refuse_lost_state(offers: Mapping[str, Json], checkpoint: str | None) -> Non
         )
 
 
-def describe_change(before: Plan | None, placement: Placement, source: Source | None) -> str:
+def describe_change(
+    before: Plan | None, placement: Placement, source: Source | None, *, num_spares: int = 0
+) -> str:
     """One line."""
     ranks = placement.plan.num_ranks
     groups = " + ".join(str(len(group.flat_ranks)) for group in placement.plan.groups)
-    where = "" if source is None else f", from step {source.step}"
+    where = f", {count(num_spares, 'spare')}" if num_spares else ""
+    where += "" if source is None else f", from step {source.step}"
     kept = "the same plan" if before is not None and before == placement.plan else "a plan"
     return f"{kept} for {ranks} ranks in groups of {groups}{where}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,11 +20,14 @@ from zorselike.elastic.deciding.decisions import (
     keep_groups,
     refuse_lost_state,
     relieve,
+    relieve_running,
     seat,
     without_zero_3,
 )
 from zorselike.errors import ClusterError, PlanError
 from zorselike.plan.plan import Plan
+
+logger = logging.getLogger("zorselike")
 
 _NUM_TRIES = 3
 """Plans that members may refuse in one meeting."""
@@ -61,6 +65,10 @@ class Leader:
         """By id: how many times longer members compute than they did at first."""
         self._drifted: set[str] = set()
         """Ids of who has become slower in this generation."""
+        self.exhausted: dict[str, int] = {}
+        """By id: how often a member's memory did not suffice."""
+        self._ask: Callable[[], object] | None = None
+        """Asks for a decision; of who leads a generation that runs."""
         self.number = 0
         self.wanted: Plan | None = None
         """What a person, or a search, has found to be better."""
@@ -72,6 +80,7 @@ class Leader:
         self.plan = Plan.parse(decision["plan"])
         self.seats = tuple(decision["seats"])
         self.slower, self._drifted = dict(decision["slower"]), set()
+        self.exhausted, self._ask = dict(decision["exhausted"]), None
         self.ranks, self.number = generation.ranks, generation.number
         self.members = generation.members
         if self.wanted == self.base:
@@ -97,13 +106,14 @@ class Leader:
             "change",
         )
         situation = self._describe(self._list_members(request), request.refused)
-        exhausted = [id for id, error in request.failed.items() if is_out_of_memory(error)]
+        short = [id for id, error in request.failed.items() if is_out_of_memory(error)]
         try:
-            situation = relieve(situation, exhausted)
-            placement = self._place(situation)
+            situation = self._note_exhausted(situation, short)
+            placement = self._place(situation, short)
         except PlanError as error:
             raise ClusterError(f"no plan for who is left: {error}") from None
         if is_planned and not request.leaving and not self._is_worth_it(situation, placement):
+            self._keep_waiting(request.arrived, situation)
             return None
         source = None if is_planned else find_source(request.offers)
         checkpoint = next((o["checkpoint"] for o in request.offers.values() if o.get("checkpoint")), None)
@@ -116,11 +126,17 @@ class Leader:
             "seats": seats,
             "generation": self.number,
             "slower": self.slower,
+            "exhausted": dict(situation.exhausted),
             "source": source,
             "givers": list(self.ranks) if is_planned else find_givers(request.offers, source),
             "sums": _find_sums(request, source),
             "checkpoint": checkpoint if source is None and not is_planned else None,
-            "summary": describe_change(self.plan, placement, source),
+            "summary": describe_change(
+                self.plan,
+                placement,
+                source,
+                num_spares=len(situation.members) - len(placement.ids),
+            ),
         }
         return placement.ids, decision
 
@@ -144,15 +160,30 @@ class Leader:
             players = tuple(by_id.get(id or "") for id in self.seats)
         seated = {player.id for player in players if player is not None}
         spares = tuple(member for member in members if member.id not in seated)
-        return Situation(base, players, spares, tuple(refused), dict(self.slower))
+        return Situation(base, players, spares, tuple(refused), dict(self.slower), dict(self.exhausted))
 
-    def _place(self, situation: Situation) -> Placement:
-        """What the planner says; after a refusal with settings that fewer models refuse."""
+    def _note_exhausted(self, situation: Situation, short: Sequence[str]) -> Situation:
+        """The situation once the memory of some did not suffice. Raises `PlanError` if less is impossible."""
+        counts = {**self.exhausted, **{id: self.exhausted.get(id, 0) + 1 for id in short}}
+        try:
+            situation = relieve(situation, short)
+        except PlanError:
+            if self.contingencies is None:  # Else another plan runs, and may leave room.
+                raise
+        return replace(situation, exhausted=counts)
+
+    def _place(self, situation: Situation, short: Sequence[str] = ()) -> Placement:
+        """What the planner says; after a refusal with settings that fewer models refuse. The plan that ran
+        out of memory is not tried again: a planner that takes its time has yet to hear of it."""
         refused = situation.refused
         if len(refused) >= _NUM_TRIES:
             raise ClusterError(f"members refuse every plan for who is left: {refused[-1]}")
         place = keep_groups if self.contingencies is None or self.wanted else self.contingencies.place
-        placement = place(situation)
+        are_all_there = {*self.ranks} <= {member.id for member in situation.members}
+        if short and self.plan and self.contingencies is not None and are_all_there and not refused:
+            placement = relieve_running(self.plan, self.ranks, short)
+        else:
+            placement = place(situation)
         if refused:
             placement = Placement(without_zero_3(placement.plan), placement.ids)
         if len(refused) > 1:
@@ -201,18 +232,47 @@ class Leader:
     def look_ahead(self, ask: Callable[[], object]) -> None:
         """In the leader, once a generation runs: has plans looked for, for who is there and for who may be
         left; `ask`: asks for a decision, where a better plan pays back."""
-        if self.contingencies is None:
+        self._ask = ask
+        self._consider(self._describe(sorted(self.members, key=lambda member: member.number), ()))
+
+    def _consider(self, situation: Situation, arrived: Sequence[Member] = ()) -> None:
+        """Has plans looked for, for who is there and for who may be left, if a planner takes its time; says
+        for who has arrived why they wait on, if they do."""
+        contingencies, ask = self.contingencies, self._ask
+        if contingencies is None or ask is None:
             return
-        situation = self._describe(sorted(self.members, key=lambda member: member.number), ())
 
         def compare() -> None:
-            assert self.contingencies is not None
-            found = self.contingencies.find(situation)
+            found = contingencies.find(situation)
+            if ask is not self._ask:
+                return  # Of a generation that is over.
             if found is not None and self._is_worth_it(situation, found):
                 ask()
+            elif self.step_s is not None:
+                self._say_spares(arrived, situation)
 
         self._compare = compare
-        self.contingencies.prepare(situation, compare)
+        contingencies.prepare(situation, compare)
+
+    def _keep_waiting(self, arrived: Sequence[Member], situation: Situation) -> None:
+        """Says why those who came wait as spares, and has a plan with them looked for."""
+        self._say_spares(arrived, situation)
+        if self.contingencies is not None and not self.contingencies.knows(situation):
+            self._consider(situation, arrived)
+
+    def _say_spares(self, arrived: Sequence[Member], situation: Situation) -> None:
+        if self.contingencies is None:
+            why = "the plan's ranks are all there"
+        elif not self.contingencies.knows(situation):
+            why = "a plan with it is being looked for"
+        elif (found := self.contingencies.find(situation)) is None:
+            why = "no plan with it was found"
+        else:
+            seconds = found.plan.estimates.iteration_s
+            why = "the best plan with it" + (f" ({seconds:.3g} s a step)" if seconds else "")
+            why += f" does not pay back within {self._payback_s:g} s"
+        for member in arrived:
+            logger.info("elastic: %s local rank %d waits as a spare: %s", member.node, member.local_rank, why)
 
     def note_step_time(self, step_s: float | None) -> None:
         """What a step of this generation takes; a plan that was found before anybody knew is compared now."""

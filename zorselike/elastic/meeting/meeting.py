@@ -185,10 +185,10 @@ class Meeting:
         self._note(f"the alarm: {', '.join(ids)}: {reason}")
         self._post(e.Lost(ids, certain))
 
-    def fail(self, error: BaseException, *, step: int) -> None:
+    def fail(self, error: BaseException, *, step: int, may_recur: bool = False) -> None:
         """This member's own exception ended the generation."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        self._post(e.Failed(text, step))
+        self._post(e.Failed(text, step, may_recur))
 
     def request_change(self) -> None:
         """Asks for another decision about the same members."""

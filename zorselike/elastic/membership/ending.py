@@ -23,10 +23,10 @@ class Ending:
         self._end = msg.End(0, "")
         self._is_done = False
 
-    def fail(self, reason: str, step: int) -> None:
+    def fail(self, reason: str, step: int, *, may_recur: bool) -> None:
         machine = self._machine
         machine.failed = reason
-        if (reason, step) in machine.failures:
+        if (reason, step) in machine.failures and not may_recur:
             place = f"{machine.me.node} local rank {machine.me.local_rank}"
             machine.fatal = f"{place} failed twice at step {step}: {reason}"
         machine.failures.add((reason, step))

@@ -172,6 +172,8 @@ class Failed:
 
     reason: str
     step: int
+    may_recur: bool = False
+    """Whether the same at the same step again is no reason to end the job."""
 
 
 @dataclass(frozen=True)

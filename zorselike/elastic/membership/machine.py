@@ -108,8 +108,8 @@ class Membership:
                 self.answer(number, "stop", attempt, msg.Results(step=past))
             case e.Lost(ids, certain):
                 self.say(msg.Report(dead=tuple(map(msg.Gone, ids))) if certain else msg.Report(silent=ids))
-            case e.Failed(reason, step):
-                self.ending.fail(reason, step)
+            case e.Failed(reason, step, may_recur):
+                self.ending.fail(reason, step, may_recur=may_recur)
             case e.Change():
                 self.wants_change = True
                 self.say(msg.Report(change=True))

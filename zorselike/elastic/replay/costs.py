@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from zorselike.cost.parameter_bytes import ParameterBytes
-from zorselike.elastic.mirror_rules import assign_mirrors, choose_interval
+from zorselike.cost.mirrors import assign_mirrors, list_states
+from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.elastic.replay.rates import Running
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.workload import Workload
@@ -50,7 +50,7 @@ class Mirroring:
 def find_mirroring(running: Running, workload: Workload, cluster: Cluster, share: float) -> Mirroring:
     """As `ElasticPipeline` mirrors (DESIGN: on another node where there is one)."""
     places = [cluster.places[device] for device in running.devices]
-    sizes = [round(size) for size in state_bytes(running, workload)]
+    sizes = [round(state.changing) for state in list_states(running.plan, workload)]
     holders = assign_mirrors([cluster.nodes[place.node].name for place in places], sizes)
     out: dict[int, float] = defaultdict(float)
     into: dict[int, float] = defaultdict(float)
@@ -70,16 +70,3 @@ def find_mirroring(running: Running, workload: Workload, cluster: Cluster, share
         slowest_s,
         choose_interval(slowest_s, running.step_s, share),
     )
-
-
-def state_bytes(running: Running, workload: Workload) -> list[float]:
-    """By rank: weights (fp32 masters where there are any) and moments of what trains there."""
-    each = ParameterBytes.of(workload)
-    per_parameter = max(each.weight, each.gradient) + each.num_moments * each.gradient
-    found = [0.0] * running.plan.num_ranks
-    for ministage in running.plan.ministages:
-        ranks = running.plan.groups[ministage.group].flat_ranks
-        number = sum(workload.kind_of[module].trainable for module in ministage.modules)
-        for rank in ranks:
-            found[rank] += number * per_parameter / len(ranks)
-    return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster
@@ -36,7 +36,8 @@ def read_stretches(path: str, cluster: Cluster, until_s: float | None = None) ->
     The file is CSV with a header, or a JSON list of objects: `time_s` (or `time`), and how many devices are
     there from then on, in columns named after a type of device, a node, or `gpus` for any. Of each the first
     so many in the order of the cluster file are there; what no column names is always there. Case does not
-    count.
+    count. JSON of SkyPilot's spot-traces (github.com/skypilot-org/spot-traces) is read as it is: numbers of
+    `gpus`, at even intervals.
 
     Raises:
         ConfigError: says what is wrong with the file, and where.
@@ -74,11 +75,13 @@ def _read_records(path: str) -> Sequence[Mapping[str, object]]:
         text = Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); give a CSV or JSON file of events") from None
-    if text.lstrip().startswith("["):
+    if text.lstrip().startswith(("[", "{")):
         try:
             records = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{path}: is no JSON ({error})") from None
+        if isinstance(records, dict):
+            records = _read_ticks(path, records)
         if not all(isinstance(record, dict) for record in records):
             raise ConfigError(f"{path}: the list must hold objects such as {{'time_s': 0, 'gpus': 16}}")
     else:
@@ -86,6 +89,18 @@ def _read_records(path: str) -> Sequence[Mapping[str, object]]:
     if not records:
         raise ConfigError(f"{path}: has no events; write a header such as {TIME},{ANY} and a line for each")
     return [{str(name).strip().lower(): value for name, value in record.items()} for record in records]
+
+
+def _read_ticks(path: str, table: Mapping[str, Any]) -> list[Mapping[str, object]]:
+    """Numbers of devices at even intervals, as records."""
+    try:
+        gap_s, numbers = float(table["metadata"]["gap_seconds"]), list(table["data"])
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path}: an object must have 'gap_seconds' in its 'metadata' and a list of numbers as 'data', "
+            "as in SkyPilot's spot-traces; else give a list of objects"
+        ) from None
+    return [{TIME: i * gap_s, ANY: number} for i, number in enumerate(numbers)]
 
 
 def _find_columns(path: str, first: Mapping[str, object], cluster: Cluster) -> dict[str, Sequence[int]]:

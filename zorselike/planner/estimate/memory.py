@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.memory import walk_memory
+from zorselike.cost.mirrors import State, host_copies, state_of
+from zorselike.cost.mirrors import add_up as add_up_states
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import KeptBytes, MinistageBytes, add_up, find_row_bytes, list_units
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
@@ -93,11 +95,13 @@ class RankMemory:
         return [limit for limit in map(self.limit_bytes, devices) if limit is not None]
 
     def overfull_hosts(self, candidate: CandidatePlan) -> dict[int, tuple[int, int]]:
-        """By node: what is offloaded to it, and what it has, where that is less."""
+        """By node: what is asked of its memory, and what it has, where that is less."""
         wanted: Counter[int] = Counter()
         for g, group in enumerate(candidate.groups):
             for position, device in enumerate(group.devices) if group.mode.offload else ():
                 wanted[self._problem.nodes[device]] += self.need(candidate, g, position).host_bytes
+        if self._problem.is_mirrored and any(node.host_memory_bytes for node in self._problem.cluster.nodes):
+            wanted += self._mirror(candidate)
         hosts = self._problem.cluster.nodes
         limits = {node: self._scaled(hosts[node].host_memory_bytes) for node in wanted}
         return {
@@ -105,6 +109,26 @@ class RankMemory:
             for node, limit in limits.items()
             if limit is not None and wanted[node] > limit
         }
+
+    def _mirror(self, candidate: CandidatePlan) -> Counter[int]:
+        """By node: what copies and mirrors of the state take there, and what CPU ranks compute with."""
+        states: list[State] = []
+        devices: list[int] = []
+        wanted: Counter[int] = Counter()
+        for g, group in enumerate(candidate.groups):
+            layers = [i for m in candidate.ministages_of(g) for i in candidate.layers_of(m)]
+            kinds = (self._table.kind(self._table.keys[layer]) for layer in layers)
+            whole = add_up_states([state_of(kind, self._problem.parameter_bytes) for kind in kinds])
+            states += [whole.share(len(group.devices))] * len(group.devices)
+            devices += group.devices
+            for position, device in enumerate(group.devices):
+                if self._problem.device_types[device] == CPU:
+                    need = self.need(candidate, g, position)
+                    wanted[self._problem.nodes[device]] += need.device_bytes
+        nodes = [self._problem.nodes[device] for device in devices]
+        for node, num_bytes in zip(nodes, host_copies(states, nodes), strict=True):
+            wanted[node] += num_bytes
+        return wanted
 
     # -- what is needed --------------------------------------------------------------------
 

@@ -259,6 +259,7 @@ class TopK:
             actions=actions,
             costs=task.costs,
             simulation=replace(kept, memory=MemoryWalks(task.plan, actions, task.costs)),
+            is_mirrored=setting.is_mirrored,
         )
 
     def _simulate(self, task: _Task) -> SimulatedPlan:

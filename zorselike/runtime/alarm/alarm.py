@@ -29,6 +29,9 @@ from zorselike.runtime.alarm.watch import (
 )
 from zorselike.schedule.actions import Action
 
+MOST_REPORTED = 256
+"""Ranks that one rank watches where others hear of losses too."""
+
 
 class Alarm:
     """Ends the processes of all ranks when one fails, is lost or falls silent; collective to make.
@@ -50,6 +53,9 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
     rank's first action of a schedule (imports, initialisation, compilation) it is `start_silence_s`
     instead of `silence_s`. The environment variable `ZORSELIKE_SILENCE_S`, set on every rank, overrides
     both, in seconds; `off`, for a debugger, leaves only closed connections.
+
+    All connections are rank 0's. So with more than `MOST_REPORTED` ranks no losses are reported: who asks
+    for that (`on_loss`) belongs to an elastic job, whose membership hears of them by links in a tree.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         self._goes_on = on_loss is not None
         self._watch: Watch | None = None
         silence_s, start_silence_s = _read_silence(silence_s, start_silence_s)
-        if world_size == 1:
+        if world_size == 1 or (self._goes_on and world_size > MOST_REPORTED):
             return
         page = Page.create()
         self._whereabouts = Whereabouts(page)

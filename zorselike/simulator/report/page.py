@@ -152,14 +152,21 @@ def _describe_rank(simulated: SimulatedPlan, rank: int) -> tuple[str, ...]:
 
 
 def _list_hosts(simulated: SimulatedPlan) -> list[str]:
-    """Host memory used by offloading, by node; nodes with equal numbers share a line."""
-    alike: dict[str, list[str]] = {}
+    """Host memory used by offloading and by an elastic job's copies, by node; nodes with equal numbers share
+    a line."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for node, num_bytes in sorted(simulated.host_bytes.items()):
         limit = simulated.cluster.nodes[node].host_memory_bytes
+        mirrored = simulated.mirror_bytes.get(node, 0)
+        what = "offloaded to"
+        if mirrored:
+            what = (
+                "offloaded, copied and mirrored to" if simulated.offloaded_bytes else "copied and mirrored to"
+            )
         text = show_bytes(num_bytes) + ("" if limit is None else f" of {show_bytes(limit)}")
         text += " OUT OF MEMORY" if simulated.is_host_overfull(node) else ""
-        alike.setdefault(text, []).append(simulated.cluster.nodes[node].name)
-    return [f"  offloaded to {list_few(names, 'host')}: {text}" for text, names in alike.items()]
+        alike.setdefault((what, text), []).append(simulated.cluster.nodes[node].name)
+    return [f"  {what} {list_few(names, 'host')}: {text}" for (what, text), names in alike.items()]
 
 
 def _draw_bar(share: float) -> str:

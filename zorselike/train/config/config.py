@@ -312,6 +312,9 @@ class Elastic:
     do its work."""
     payback_s: NotNegative = 600.0
     """Within so many seconds a better plan must have paid for the pause of going over to it."""
+    replan_on_drift: bool = False
+    """Go over to another plan where a card that has become slower than it was makes that pay back; needs
+    `replan = "auto"`, a profile and a cluster file. Such cards are named in the log in any case."""
 
 
 @dataclass(frozen=True)
@@ -403,6 +406,10 @@ def _check_elastic(config: Config) -> None:
                     "true"
                 )
         return
+    if elastic.replan_on_drift and elastic.replan != "auto":
+        raise ConfigError(
+            f'[elastic] replan_on_drift = true: needs replan = "auto", and it is "{elastic.replan}"'
+        )
     given = [key for key in ("profile", "cluster") if getattr(hetero, key)]
     if hetero.plan != AUTO and len(given) == 1:
         raise ConfigError(

@@ -58,7 +58,8 @@ def find_plan(
     """The recipe with its plan's name, the plan to begin with, and who finds others; None: groups stay.
 
     Raises:
-        ConfigError: `[hetero] plan = "auto"`, and no earlier run has made one.
+        ConfigError: `[hetero] plan = "auto"`, and no earlier run has made one; or another plan is to be found
+            where a card has become slower, and nobody knows what devices take.
     """
     files = AutoFiles.of(config, recipe)
     knows_costs = files.profile.exists() and files.cluster.exists()
@@ -81,6 +82,11 @@ def find_plan(
             Profile.load(files.profile),
             plan.global_batch,
             budget_s=parse_time(config.hetero.plan_budget) or 30.0,
+        )
+    if planner is None and config.elastic.replan_on_drift:
+        raise ConfigError(
+            "[elastic] replan_on_drift = true: a search needs to know what devices and links take: name "
+            "[hetero] profile and cluster, as `zorselike profile` writes them"
         )
     if config.hetero.plan == "auto":
         config = name_written_plan(config, files)

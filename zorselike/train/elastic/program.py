@@ -114,6 +114,7 @@ class ElasticRun:
             ),
             planner=planner,
             payback_s=config.elastic.payback_s,
+            replan_on_drift=config.elastic.replan_on_drift,
             begin=self._begin if model.weights is not None or will_load(config) else None,
             mirror_share=config.elastic.mirror_share,
             optimizer=build_optimizer_factory(config.optimizer),
