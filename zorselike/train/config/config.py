@@ -16,6 +16,7 @@ from zorselike.plan.plan import Plan
 from zorselike.text.annotations import Must, Natural, Positive, at_least
 from zorselike.text.dataclass_tables import check_dataclass
 from zorselike.text.units import parse_time
+from zorselike.text.wording import list_few
 
 HUGGING_FACE = "hf"
 """The `[model] name` of what is in a folder."""
@@ -27,7 +28,7 @@ NotNegative = Annotated[float, at_least(0)]
 Share = Annotated[float, Must(lambda share: 0 <= share <= 1, "give one from 0 to 1")]
 Beta = Annotated[float, Must(lambda beta: 0 <= beta < 1, "give one from 0 to below 1")]
 Budget = Annotated[str, Must(lambda text: (parse_time(text) or 0) > 0, 'write seconds, such as "30s"')]
-A_PLAN = Must(bool, f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"')
+_NAME_A_PLAN = f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"'
 STEP_OR_NEWEST = Must(lambda step: step >= -1, "give a step, or -1 for the newest")
 
 
@@ -196,6 +197,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Parallelism:
+    tensor_parallel_degree: Positive = 1
+    """So many ranks of a node share every layer. Above 1 and without a plan: one group of such replicas, in
+    the order of ranks, with equal rows and ZeRO 2; each computes a row at a time. A plan, where degrees may
+    differ, must agree."""
+
+
+@dataclass(frozen=True)
 class ActivationCheckpoint:
     mode: Literal["plan", "none", "full"] = "plan"
     """The plan says `recompute` per group. `none` or `full` demand it of every group, or refuse the plan."""
@@ -275,9 +284,10 @@ class Debug:
 
 @dataclass(frozen=True)
 class Hetero:
-    plan: Annotated[str, A_PLAN] = ""
+    plan: str = ""
     """The plan file: which rank computes which rows of which layers. `auto`: the devices that run are
-    measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it."""
+    measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it. May be
+    left out with `[parallelism] tensor_parallel_degree`."""
     profile: str = ""
     """With `plan = "auto"`: the profile to plan with; what it lacks is measured and added.
     Unless given, it is kept beside the plan."""
@@ -319,6 +329,7 @@ class Config:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     hetero: Hetero = field(default_factory=Hetero)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
@@ -354,10 +365,11 @@ def check_config(config: Config) -> None:
             f"[profiling] profile_freq = {profiling.profile_freq}: must be at least profiler_active + "
             f"profiler_warmup = {least}"
         )
-    if hetero.plan == AUTO and config.training.global_batch_size < 1:
+    _check_parallelism(config)
+    if hetero.plan in (AUTO, "") and config.training.global_batch_size < 1:
         raise ConfigError(
             f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
-            f'has, since [hetero] plan = "{AUTO}" has no plan that says it'
+            f'has, since [hetero] plan = "{hetero.plan}" has no plan that says it'
         )
     if config.model.path and config.model.name != HUGGING_FACE:
         raise ConfigError(
@@ -391,6 +403,20 @@ def check_config(config: Config) -> None:
                 "that way"
             )
     _check_elastic(config)
+
+
+def _check_parallelism(config: Config) -> None:
+    """A plan, or what makes one."""
+    degree, plan = config.parallelism.tensor_parallel_degree, config.hetero.plan
+    where = f"[parallelism] tensor_parallel_degree = {degree}"
+    if not plan and degree == 1:
+        raise ConfigError(f'[hetero] plan is ""; {_NAME_A_PLAN}')
+    if plan == AUTO and degree > 1:
+        raise ConfigError(
+            f'{where}: says the plan, and [hetero] plan = "{AUTO}" searches for one: leave one of them out'
+        )
+    if not plan and config.elastic.enable:
+        raise ConfigError(f"{where}: [elastic] enable = true begins with a plan: {_NAME_A_PLAN}")
 
 
 def _check_elastic(config: Config) -> None:
@@ -432,9 +458,9 @@ def _check_lora(config: Config) -> None:
 
 
 def load_plan(config: Config) -> Plan | None:
-    """The plan of `[hetero] plan`, None if it is `auto`; raises `PlanError` if it is wrong, and
+    """The plan of `[hetero] plan`, None if it is `auto` or left out; raises `PlanError` if it is wrong, and
     `ConfigError` where recipe and plan contradict each other."""
-    if config.hetero.plan == AUTO:
+    if config.hetero.plan in (AUTO, ""):
         return None
     plan = Plan.load(config.hetero.plan)
     check_against_plan(config, plan)
@@ -455,6 +481,15 @@ def check_against_plan(config: Config, plan: Plan) -> None:
             f"[training] seq_len = {config.training.seq_len}, but the plan {plan_path} was made for "
             f"sequence_length = {plan.sequence_length}: set one of them to the other"
         )
+    degree = config.parallelism.tensor_parallel_degree
+    for number, group in enumerate(plan.groups):
+        others = {replica.degree for replica in group.replicas} - {degree}
+        if degree > 1 and others:
+            raise ConfigError(
+                f"[parallelism] tensor_parallel_degree = {degree}, but group {number} of the plan "
+                f"{plan_path} has replicas of {list_few(sorted(others))}: leave the key out, since "
+                f"the plan says it, or list replicas of {degree} ranks there"
+            )
     wanted = {"none": "none", "full": "layer"}.get(config.activation_checkpoint.mode)
     for number, group in enumerate(plan.groups):
         if wanted is not None and group.recompute != wanted:
