@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zorselike.errors import ConfigError
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.text.wording import count
 from zorselike.train.config.config import Config
 
@@ -42,7 +42,7 @@ def make_equal_plan(config: Config, modules: Sequence[str], num_ranks: int) -> P
         for row in range(share)
         for number, replica in enumerate(replicas)
     ]
-    recompute = "layer" if config.activation_checkpoint.mode == "full" else "none"
+    recompute: Recompute = "layer" if config.activation_checkpoint.mode == "full" else "none"
     group = Group(tuple(replicas), tuple(microbatches), recompute=recompute)
     length = config.training.seq_len
     return Plan(rows, (group,), (Ministage(0, tuple(modules)),), sequence_length=length).validate()

@@ -15,7 +15,10 @@ from replica_cases import ReplicaCase, make_replica_case
 from tiny import adamw, assert_same, module_names, train_all_planned, train_all_single
 
 from zorselike import HeteroPipeline
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.assembly import compile_plan
+from zorselike.runtime.host_checks import measure_parts
 
 NUM_LAYERS = 2
 NAMES = tuple(module_names(NUM_LAYERS))
@@ -77,10 +80,45 @@ def test_the_same_plan_twice_is_bit_equal(run_ranks: RunRanks) -> None:
     assert all(torch.equal(tensor, second.state[name]) for name, tensor in first.state.items())
 
 
+NORMS = ("layers.1.attention_norm", "layers.1.ffn_norm")
+
+
+@pytest.mark.parametrize("more", [(), NORMS], ids=["a layer", "and what the next has whole"])
+def test_frozen_first_layers_and_unequal_counts(more: tuple[str, ...], run_ranks: RunRanks) -> None:
+    """A rank without a microbatch reduces pieces in the order of those that have one."""
+    plan = one_group(((0, 1), 2), 3)
+    frozen = ("tok_embeddings", "layers.0.", *more)
+    case = ReplicaCase(plan, NUM_LAYERS, frozen=frozen, num_steps=2)
+    (expected,) = run_ranks(train_all_single, 1, [case])
+    found = run_ranks(train_all_planned, 3, [case], timeout=60)
+    assert_same(found[0][0], expected[0], case)
+
+
+def measure(rank: int, world_size: int, plan: Plan) -> tuple[MinistageBytes, MinistageBytes]:
+    """As foretold, and as it is."""
+    model = ReplicaCase(plan, NUM_LAYERS).model()
+    (foretold,) = measure_parts(compile_plan(model, plan), rank, None).values()
+    with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
+        (ministage,) = pipe.assembly.ministages.values()
+        return foretold, ministage.sizes
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_sizes_are_foretold_by_pieces(zero: int, run_ranks: RunRanks) -> None:
+    sizes = run_ranks(measure, 7, one_group(((6, 1, 4, 3), (0, 5), 2), zero))
+    for foretold, found in sizes:
+        assert foretold.gathered_bytes == found.gathered_bytes
+        assert foretold.gradient_bytes == found.gradient_bytes
+        # Rows of a piece are dealt whole.
+        assert foretold.shard_bytes == pytest.approx(found.shard_bytes, rel=0 if zero == 0 else 0.3)
+    whole = [foretold.gathered_bytes for foretold, _ in sizes]
+    assert whole[2] > whole[0] > max(whole[rank] for rank in (6, 1, 4, 3))
+
+
 def train_half(rank: int, world_size: int, case: ReplicaCase, dtype: torch.dtype) -> tuple[list[float], Any]:
     model = case.model().float()
     with HeteroPipeline(model, case.plan, optimizer=adamw, max_norm=0.5, param_dtype=dtype) as pipe:
-        losses = [pipe.step_global(*case.batch(step)).loss for step in range(case.num_steps)]
+        losses = [pipe.step_global(*case.batch(0)).loss for _ in range(case.num_steps)]
         return losses, pipe.full_state_dict()
 
 

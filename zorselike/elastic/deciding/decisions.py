@@ -136,8 +136,9 @@ def seat(plan: Plan, members: Sequence[Member]) -> tuple[Member | None, ...]:
         homes = [home] if home else sorted(num_free, key=lambda place: num_free[place])
         for place in [place for place in homes if num_free[place] >= len(free)][:1]:
             for rank in free:
-                seats[rank] = next(member for member in left if _place_of(member) == place)
-                left.remove(seats[rank])
+                member = next(member for member in left if _place_of(member) == place)
+                seats[rank] = member
+                left.remove(member)
     for rank in range(plan.num_ranks):
         if seats[rank] is None and left:
             seats[rank] = left.pop(0)

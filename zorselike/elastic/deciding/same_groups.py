@@ -141,7 +141,7 @@ def _list_entries(group: Group, gone: Collection[int], apart: Collection[int]) -
         booked = group.microbatches_by_rank[replica.first]
         share = sum(each.num_rows for each in booked)
         limit = max((each.num_rows for each in booked), default=largest)
-        parts = [(rank,) for rank in ranks if rank not in joined]
+        parts: list[tuple[int, ...]] = [(rank,) for rank in ranks if rank not in joined]
         for end, degree in zip(accumulate(own), own, strict=True):
             parts.append(tuple(joined[end - degree : end]))
         entries += [

@@ -104,7 +104,8 @@ def cut_layer(layer: nn.Module, name: str, parallel: TensorParallel) -> list[Pie
                 if isinstance(dropout, nn.Dropout):
                     edges = parallel.cuts[f"{linear.base}.weight"].edges
                     own = edges[pieces[0].held.number], edges[pieces[-1].held.number + 1]
-                    dropout.forward = partial(drop_of_whole, dropout, own, edges[-1])
+                    dropped = partial(drop_of_whole, dropout, own, edges[-1])
+                    dropout.forward = dropped  # type: ignore[method-assign]
             called = local(linear.name)  # With its adapters: one sum.
             called.forward = partial(_sum_parts, called.forward, local(linear.base), parallel.positions)
         if parallel.positions is not None:

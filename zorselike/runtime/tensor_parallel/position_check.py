@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zorselike.errors import ConfigError
-from zorselike.runtime.model.boundaries import StepInputs, run_parts
-from zorselike.runtime.model.decoder_probe import hidden_states
+from zorselike.runtime.model.boundaries import StepInputs, run_module, run_parts
+from zorselike.runtime.model.decoder_probe import BY_SHAPE, hidden_states
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.part import ModelPart
-from zorselike.runtime.model.tracing import fake_copies
-from zorselike.runtime.tensor_parallel.styles import Blocks
+from zorselike.runtime.model.signature import make_kwargs
+from zorselike.runtime.model.tracing import Recorder, fake_copies
+from zorselike.runtime.tensor_parallel.styles import Block, Blocks
 
 _POINTWISE = frozenset(
     (
@@ -49,14 +51,31 @@ def refuse_mixed_positions(parts: Sequence[ModelPart], blocks: Blocks, step: Ste
         step: what steps are given.
     """
     skeleton = parts[0].skeleton
-    modules = fake_copies(skeleton.parts, skeleton.mode, param_dtype=step.param_dtype)
+    rows = skeleton.probe_rows[0]
     with ExitStack() as stack:
-        for part, module in zip(parts, modules, strict=True):
-            for name in part.units:
-                if name in blocks:
-                    inside = [module.get_submodule(block.name) for block in blocks[name]]
-                    stack.enter_context(_Watch(name, module.get_submodule(name), inside).hooked())
-        run_parts(parts, modules, step.inputs, step.kwargs, skeleton.probe_rows[0], mode=skeleton.mode)
+        if skeleton.sample is None:
+            modules = fake_copies(skeleton.parts, skeleton.mode, param_dtype=step.param_dtype)
+            for part, module in zip(parts, modules, strict=True):
+                _watch(module, [name for name in part.units if name in blocks], blocks, stack)
+            run_parts(parts, modules, step.inputs, step.kwargs, rows, mode=skeleton.mode)
+            return
+        (sample,) = fake_copies([skeleton.sample], skeleton.mode, param_dtype=step.param_dtype)
+        _watch(sample, [name for name in blocks if _computes(sample, blocks[name])], blocks, stack)
+        with skeleton.mode:
+            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in step.inputs.tensors]
+            run_module(sample, tensors, make_kwargs(step.kwargs, rows), "the model", Recorder({}))
+
+
+def _computes(sample: nn.Module, blocks: Sequence[Block]) -> bool:
+    """Whether a layer is there, and no stand-in."""
+    names = {name for name, _ in sample.named_modules()}
+    return all(block.name in names for block in blocks)
+
+
+def _watch(module: nn.Module, layers: Sequence[str], blocks: Blocks, stack: ExitStack) -> None:
+    for name in layers:
+        inside = [module.get_submodule(block.name) for block in blocks[name]]
+        stack.enter_context(_Watch(name, module.get_submodule(name), inside).hooked())
 
 
 class _Watch(TorchFunctionMode):
@@ -105,13 +124,13 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._num_inside:
+        name = getattr(func, "__name__", str(func))
+        if self._num_inside or name in BY_SHAPE:
             return result
         used = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self._hidden]
-        name = getattr(func, "__name__", str(func)).strip("_")
         made = tensors_in(result)
-        if used and (made or name == "setitem"):
-            if not _is_local(func, name, used[0], args, kwargs):
+        if used and (made or name == "__setitem__"):
+            if not _is_local(func, name.strip("_"), used[0], args, kwargs):
                 raise ConfigError(
                     f"'{self._name}' does '{name}' with hidden states outside of the modules that tp_plan "
                     "cuts, where a rank of a replica has some positions of the sequence alone, and it is not "

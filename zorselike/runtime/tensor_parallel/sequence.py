@@ -84,12 +84,12 @@ class OwnPositions:
 
     # -- with, between the graphs of a layer that is compiled -------------------------------
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, own: Tensor) -> Tensor:
         """All positions, of every rank's own; backward sums what all ranks make of them."""
         return _Gather.apply(own, self)  # type: ignore[no-any-return,no-untyped-call]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sum_to_own(self, whole: Tensor) -> Tensor:
         """Own positions of the sum of all ranks' `whole`; backward gathers."""
         return _SumToOwn.apply(whole, self)  # type: ignore[no-any-return,no-untyped-call]
