@@ -335,7 +335,8 @@ def test_each_node_has_its_line(capsys: pytest.CaptureFixture[str], asked: Asked
 
 def test_one_line_starts_a_model_of_ours(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     """The configuration that the line means is one that a run takes with this plan."""
-    from zorselike.train.config.config import Model, load_plan
+    from zorselike.train.config.checks import load_plan
+    from zorselike.train.config.config import Model
     from zorselike.train.config.file import parse_command_line
 
     known = ["--cluster", "cluster.toml", "--family", "llama", "--flavor", "debug", "--seq-len", "64"]

@@ -13,7 +13,7 @@ import pytest
 from device_problems import make_nodes, make_problem
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import random_plan
+from plans import random_plan, with_replicas
 
 from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.mirrors import assign_mirrors
@@ -26,13 +26,18 @@ from zorselike.elastic.deciding.decisions import (
     find_source,
     keep_groups,
     relieve,
+    seat,
 )
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.deciding.memory_left import with_less_memory
-from zorselike.elastic.deciding.same_groups import with_smaller_microbatches, without_ranks
+from zorselike.elastic.deciding.same_groups import (
+    divide_replicas,
+    with_smaller_microbatches,
+    without_ranks,
+)
 from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.errors import PlanError
-from zorselike.plan.plan import Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 SEEDS = st.integers(0, 10_000)
 
@@ -65,6 +70,75 @@ def test_a_plan_for_who_is_left_computes_the_same(seed: int, data: st.DataObject
             assert max(b - a for a, b in has) == max(b - a for a, b in had)
     if not gone:
         assert replace(smaller, estimates=plan.estimates) == plan
+
+
+@given(SEEDS, st.data())
+def test_a_plan_of_replicas_for_who_is_left_is_one(seed: int, data: st.DataObject) -> None:
+    """Replicas that lost nobody stay, where those beside them allow it, with what they computed."""
+    plan = with_replicas(make_plan(seed), random.Random(seed))
+    ranks = sorted(plan.group_of_rank)
+    gone = data.draw(st.sets(st.sampled_from(ranks), max_size=len(ranks) - 1))
+    apart = data.draw(st.sets(st.sampled_from(ranks), max_size=2))
+    smaller, old_ranks = without_ranks(plan, gone, apart)  # Validated.
+    assert old_ranks == tuple(rank for rank in ranks if rank not in gone)
+    new_of = {old: new for new, old in enumerate(old_ranks)}
+    for group in plan.groups:
+        for replica in group.replicas:
+            left = [rank for rank in replica.ranks if rank not in gone]
+            for rank in left:
+                now = smaller.replica_of(new_of[rank])
+                assert {old_ranks[new] for new in now.ranks} <= set(left)
+                assert now.degree == 1 or rank not in apart or replica.degree == 1
+                if len(now.ranks) == replica.degree:
+                    had = {(m.start, m.stop) for m in plan.microbatches_of_rank(rank)}
+                    assert had <= {(m.start, m.stop) for m in smaller.microbatches_of_rank(new_of[rank])}
+    if not gone and not apart:
+        assert replace(smaller, estimates=plan.estimates) == plan
+
+
+@pytest.mark.parametrize(
+    ("before", "left", "after"),
+    [
+        ((2, 1), (1, 1), [[1], [1]]),
+        ((4, 2, 1), (3, 2, 1), [[2, 1], [2], [1]]),
+        ((4,), (3,), [[3]]),
+        ((6, 3, 2), (5, 3, 2), [[4, 1], [2, 1], [2]]),
+        ((4, 4), (4, 1), [[4], [1]]),
+        ((4, 4), (4, 3), [[4], [2, 1]]),
+        ((2, 2), (0, 2), [[], [2]]),
+    ],
+)
+def test_degrees_of_who_is_left(before: tuple[int, ...], left: tuple[int, ...], after: list[object]) -> None:
+    assert divide_replicas(before, left) == after
+
+
+def replica_plan() -> Plan:
+    group = Group(((0, 1), 2), (Microbatch(0, 0, 4), Microbatch(2, 4, 6)))
+    return Plan(6, (group,), (Ministage(0, ("layers.0",)),), sequence_length=4).validate()
+
+
+def test_a_replica_takes_in_who_is_in_its_node_alone() -> None:
+    plan = replica_plan()
+    there = [make_member(0, "a"), None, make_member(2, "b")]
+    near, far = make_member(3, "a"), make_member(4, "b")
+    # Whoever is near takes the place; else somebody computes rows alone, half of what the replica had.
+    assert keep_groups(Situation(plan, tuple(there), (far, near))) == (plan, ("id0", "id3", "id2"))
+    alone, ids = keep_groups(Situation(plan, tuple(there), (far,)))
+    assert (alone.groups[0].ranks, ids) == ((0, 1, 2), ("id0", "id4", "id2"))
+    rows = {rank: sum(m.num_rows for m in own) for rank, own in alone.groups[0].microbatches_by_rank.items()}
+    assert rows == {0: 2, 1: 2, 2: 2}
+    # Who was in the replica's place makes room once somebody near comes.
+    seats = (there[0], far, there[2])
+    assert keep_groups(Situation(plan, seats, (near,))) == (plan, ("id0", "id3", "id2"))
+    assert keep_groups(Situation(plan, seats, ())).plan == alone
+
+
+def test_the_ranks_of_a_replica_are_seated_in_one_node() -> None:
+    plan = replica_plan()
+    members = [make_member(0, "a"), make_member(1, "b"), make_member(2, "a")]
+    assert seat(plan, members) == (members[0], members[2], members[1])
+    unlike = replace(members[2], device_type="T4")
+    assert keep_groups(Situation(plan, seat(plan, [*members[:2], unlike]), ())).plan.groups[0].degree == 1
 
 
 def test_nobody_left_is_refused() -> None:

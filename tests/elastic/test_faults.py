@@ -11,7 +11,7 @@ import torch._dynamo  # noqa: F401  # FSDP2 imports it: here once, before ranks 
 import volume
 from device_problems import make_nodes, make_profile
 
-from tools.elastic.faults import deal_cells, make_matrix_job, make_plan
+from tools.elastic.faults import deal_cells, make_matrix_job, make_plan, make_replica_job
 from tools.elastic.jobs import Fault, Job, JobFailedError, Outcome, run, run_alone
 from zorselike.elastic.contingency import SearchPlanner
 from zorselike.plan.cluster.cluster import Cluster, Link
@@ -36,6 +36,25 @@ def test_faults_in_any_phase_lose_nothing(seed: int) -> None:
     same_states = outcome.check_states()
     assert same_states or all(fault.kind == "pause" for fault in job.faults)
     assert len(outcome.happened) == len(job.faults)
+
+
+@volume.parametrize("seed", range(27), share=27)
+def test_recoveries_across_degrees_lose_nothing(seed: int) -> None:
+    """Replicas that lose a rank go on as smaller ones, and as they were once somebody like it comes."""
+    job = make_replica_job(seed)
+    outcome = run(job)
+    check(job, outcome)
+    # Who is lost before its mirror is whole takes the step's state along: others do that step again.
+    if not any(fault.phase == "mirror" and fault.kind != "term" for fault in job.faults):
+        assert outcome.check_states()
+    degrees = [list_degrees(Plan.parse(text)) for report in outcome.reports for text in report.plans]
+    assert list_degrees(job.plan) in degrees
+    losses = [fault for fault in job.faults if fault.kind != "raise"]
+    assert len({*map(str, degrees)}) > 1 or job.replaces or not losses
+
+
+def list_degrees(plan: Plan) -> list[list[int]]:
+    return [[replica.degree for replica in group.replicas] for group in plan.groups]
 
 
 def make_small(*faults: Fault, num_steps: int = 6, seed: int = 7, num_nodes: int = 2) -> Job:

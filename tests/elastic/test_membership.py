@@ -231,7 +231,8 @@ def test_an_arrival_that_is_not_needed_waits_and_is_there_after_a_loss() -> None
     assert runs_with(job, "m0", "m1", spare)
 
 
-def test_refused_decisions_are_made_again_and_in_the_end_given_up() -> None:
+@pytest.mark.parametrize("refusing", [("m1",), ("m1", "m0")])
+def test_refused_decisions_are_made_again_and_in_the_end_given_up(refusing: tuple[str, ...]) -> None:
     asked = []
 
     def decide(process: Process, ask: e.AskDecision) -> e.Event:
@@ -242,7 +243,7 @@ def test_refused_decisions_are_made_again_and_in_the_end_given_up() -> None:
     prepare = job._prepare
     job._prepare = lambda process, number, attempt, keeps: (  # type: ignore[method-assign]
         e.Refused(number, attempt, "no room")
-        if process.id == "m1"
+        if process.id in refusing
         else prepare(process, number, attempt, keeps)
     )
     del asked[:]
@@ -255,7 +256,8 @@ def test_refused_decisions_are_made_again_and_in_the_end_given_up() -> None:
     job.tell(job.processes["m1"], e.Failed("it broke", 3))
     job.run(60)
     for process in list(job.processes.values())[:2]:
-        assert "every decision was refused: node-m1 local rank 0: no room" in str(process.over)
+        assert "every decision was refused: node-m" in str(process.over)
+        assert "local rank 0: no room" in str(process.over)
 
 
 def test_the_same_failure_at_the_same_step_again_ends_the_job_with_its_reason() -> None:

@@ -22,8 +22,6 @@ from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.running import Running
 from zorselike.elastic.worker import ElasticWorker
-from zorselike.errors import PlanError
-from zorselike.plan.parts import Group, Microbatch, Ministage
 from zorselike.plan.plan import Plan
 from zorselike.runtime import crossing
 from zorselike.runtime.alarm.failure import is_echo, reason_of
@@ -214,10 +212,3 @@ def test_only_models_without_values_are_kept_by_the_dozen(is_light: bool) -> Non
     for plan in (job.plan, *leader.foresee()):
         drawings.draw_ahead(plan)
     assert len(drawings._drawn) == (4 if is_light else 1)
-
-
-def test_replicas_are_refused_by_name() -> None:
-    group = Group(((0, 1),), (Microbatch(0, 0, 2),))
-    plan = Plan(2, (group,), (Ministage(0, ("layers.0",)),), sequence_length=4)
-    with pytest.raises(PlanError, match=r"tensor-parallel replicas.*list single ranks"):
-        Leader(plan)

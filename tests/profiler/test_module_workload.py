@@ -80,7 +80,7 @@ def count_vectors(model: Decoder) -> int:
 def test_what_is_kept_is_what_is_counted_by_hand(
     family: str, flavor: str, dtype: str, overrides: dict[str, Any]
 ) -> None:
-    """Beside `cost/activations.py`, which follows Korthikanti et al. tensor by tensor."""
+    """Beside `models/activation_bytes.py`, which follows Korthikanti et al. tensor by tensor."""
     config = get_config(family, flavor, **overrides)
     model = build(family, flavor, **overrides)
     measured = measure_workload(model, tokens(2), dtype=dtype, loss_fn=cross_entropy)

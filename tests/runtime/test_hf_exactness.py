@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import volume
 from hf_families import FAMILIES, PADS_LEFT, documents, exact_norms, make_model, masks, tokens
 from ranks import RunRanks
 from tiny import adamw
-from torch import Tensor
+from torch import Tensor, nn
 
 from zorselike import HeteroPipeline, list_modules
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
@@ -53,7 +53,18 @@ def three_groups(names: Sequence[str]) -> Plan:
     return Plan(ROWS, groups, tuple(Ministage(i % 3, tuple(own)) for i, own in enumerate(cuts)))
 
 
-IN_REPLICAS = ("llama", "llama, tied", "qwen2", "qwen3", "mistral")
+IN_REPLICAS = (
+    "llama",
+    "llama, tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt_neox",
+    "phi",
+)
 """Families whose layers replicas can cut."""
 
 
@@ -183,19 +194,42 @@ def test_lengths_may_change_from_step_to_step(run_ranks: RunRanks) -> None:
     assert all((state[name] - tensor).abs().max() <= 1e-10 for name, tensor in weights.items())
 
 
-def train_adapters(rank: int, world_size: int, is_planned: bool) -> tuple[list[float], Any]:
+@dataclass(frozen=True)
+class Adapters:
+    """Which of peft's a model has."""
+
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    dropout: float = 0.0
+    family: str = "llama"
+
+    def model(self) -> nn.Module:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(
+            r=2, target_modules=[*self.targets], init_lora_weights=False, lora_dropout=self.dropout
+        )
+        model: nn.Module = peft.get_peft_model(make_model(self.family), config).double()
+        return model
+
+
+ALL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BATCHES = [(tokens(ROWS, seed=step), tokens(ROWS, seed=10 + step)) for step in range(NUM_STEPS)]
+
+
+def train_adapters_planned(
+    rank: int, world_size: int, adapters: Adapters, make_plan: Callable[[Sequence[str]], Plan]
+) -> tuple[list[float], Any]:
     """Losses, and the adapters that peft saves."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(make_model("llama"), config).double()
-    losses = []
-    batches = [(tokens(ROWS, seed=step), tokens(ROWS, seed=10 + step)) for step in range(NUM_STEPS)]
-    if is_planned:
-        with HeteroPipeline(model, two_groups(list_modules(model)), optimizer=adamw) as pipe:
-            losses = [pipe.step_global(*batch).loss for batch in batches]
-            return losses, {n: t for n, t in pipe.full_state_dict().items() if "lora" in n}
+    model = adapters.model()
+    with HeteroPipeline(model, make_plan(list_modules(model)), optimizer=adamw) as pipe:
+        losses = [pipe.step_global(*batch).loss for batch in BATCHES]
+        return losses, {n: t for n, t in pipe.full_state_dict().items() if "lora" in n}
+
+
+def train_adapters_alone(rank: int, world_size: int, adapters: Adapters) -> tuple[list[float], Any]:
+    """The same in plain torch."""
+    model, losses = adapters.model(), []
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    for inputs, targets in batches:
+    for inputs, targets in BATCHES:
         loss = token_cross_entropy(model(inputs, use_cache=False).logits, targets) / targets.numel()
         loss.backward()
         optimizer.step()
@@ -204,9 +238,50 @@ def train_adapters(rank: int, world_size: int, is_planned: bool) -> tuple[list[f
     return losses, {n: t.detach().clone() for n, t in model.state_dict().items() if "lora" in n}
 
 
+def assert_same_adapters(
+    found: tuple[list[float], Any], expected: tuple[list[float], Any], count: int
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1].keys() == expected[1].keys() and len(found[1]) == count * hf_families.NUM_LAYERS
+    assert all((found[1][name] - tensor).abs().max() <= 1e-10 for name, tensor in expected[1].items())
+
+
 def test_adapters_of_peft_train_as_they_do_alone(run_ranks: RunRanks) -> None:
-    ((expected, adapters),) = run_ranks(train_adapters, 1, False)
-    losses, found = run_ranks(train_adapters, 4, True)[0]
-    assert losses == pytest.approx(expected, rel=1e-12)
-    assert found.keys() == adapters.keys() and len(adapters) == 4 * hf_families.NUM_LAYERS
-    assert all((found[name] - tensor).abs().max() <= 1e-10 for name, tensor in adapters.items())
+    adapters = Adapters()
+    (expected,) = run_ranks(train_adapters_alone, 1, adapters)
+    found = run_ranks(train_adapters_planned, 4, adapters, two_groups)
+    assert_same_adapters(found[0], expected, 4)
+
+
+def test_adapters_train_in_replicas_as_they_do_alone(run_ranks: RunRanks) -> None:
+    """Beside layers that are cut by what they give and by what they take."""
+    adapters = Adapters(ALL_LAYERS, family="qwen2")
+    (expected,) = run_ranks(train_adapters_alone, 1, adapters)
+    found = run_ranks(train_adapters_planned, 4, adapters, replicas)
+    assert_same_adapters(found[0], expected, 2 * len(ALL_LAYERS))
+
+
+def on_one_rank(names: Sequence[str]) -> Plan:
+    """With the microbatches of `replicas`."""
+    rows = ((0, 2), (2, 3), (3, 4), (4, 7))
+    return Plan(
+        ROWS, (Group((0,), tuple(Microbatch(0, *own) for own in rows)),), (Ministage(0, tuple(names)),)
+    )
+
+
+def one_group_of_replicas(names: Sequence[str]) -> Plan:
+    """Of four ranks, the last with all of the layers."""
+    plan = replicas(names)
+    group = replace(plan.groups[0], ranks=((0, 1), (2, 3)), zero=2, recompute="layer")
+    booked = tuple(replace(m, rank={2: 0, 1: 2}[m.rank]) for m in group.microbatches)
+    group = replace(group, microbatches=booked)
+    return replace(plan, groups=(group,), ministages=(Ministage(0, tuple(names)),))
+
+
+def test_dropout_of_adapters_is_that_of_one_rank(run_ranks: RunRanks) -> None:
+    adapters = Adapters(ALL_LAYERS, dropout=0.3)
+    (expected,) = run_ranks(train_adapters_planned, 1, adapters, on_one_rank)
+    (without,) = run_ranks(train_adapters_planned, 1, replace(adapters, dropout=0.0), on_one_rank)
+    assert abs(expected[0][0] - without[0][0]) > 1e-4
+    found = run_ranks(train_adapters_planned, 4, adapters, one_group_of_replicas)
+    assert_same_adapters(found[0], expected, 2 * len(ALL_LAYERS))

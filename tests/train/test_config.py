@@ -11,9 +11,11 @@ import pytest
 
 from zorselike import ConfigError, Group, Microbatch, Ministage, Plan, __version__, cli
 from zorselike.runtime.processes import launcher
-from zorselike.train.config.config import AUTO, Compile, Config, check_against_plan, load_plan
+from zorselike.train.config.checks import check_against_plan, load_plan
+from zorselike.train.config.config import AUTO, Compile, Config
 from zorselike.train.config.file import dump_config, load_config, parse_command_line
 from zorselike.train.config.titan_keys import REFUSED_SECTIONS, refusal
+from zorselike.train.equal_replicas import make_equal_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -30,7 +32,13 @@ TITAN = {
     "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps "
     "enable_cpu_offload dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug dataloader",
     "training.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
-    "parallelism": "data_parallel_replicate_degree pipeline_parallel_schedule tensor_parallel_degree",
+    "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
+    "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree "
+    "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers "
+    "pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
+    "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size "
+    "pipeline_parallel_expert_parallel_overlap context_parallel_degree context_parallel_rotate_method "
+    "expert_parallel_degree expert_tensor_parallel_degree",
     "checkpoint": "enable enable_ft_dataloader_checkpoints folder interval initial_load_path "
     "initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized last_save_model_only "
     "last_save_in_hf export_dtype async_mode keep_latest_k load_step exclude_from_loading "
@@ -156,6 +164,20 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             '[model]\nname = "hf"\npath = "m"\noverride = ["num_layers=2"]\n',
             "a Hugging Face model is what its config.json says",
         ),
+        ('[hetero]\nplan = ""\n', '[hetero] plan is ""; name a plan file, for example recipes/debug_cpu'),
+        (
+            '[hetero]\nplan = ""\n[parallelism]\ntensor_parallel_degree = 2\n',
+            '[training] global_batch_size = -1: say how many rows a step has, since [hetero] plan = ""',
+        ),
+        (
+            '[hetero]\nplan = "auto"\n[parallelism]\ntensor_parallel_degree = 2\n',
+            "[parallelism] tensor_parallel_degree = 2: says the plan, and",
+        ),
+        (
+            '[hetero]\nplan = ""\n[parallelism]\ntensor_parallel_degree = 2\n[elastic]\nenable = true\n',
+            "[elastic] enable = true begins with a plan: name a plan file",
+        ),
+        ("[parallelism]\npipeline_parallel_degree = 2\n", "the plan says who computes what"),
         ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give 0 or more"),
         (
@@ -301,7 +323,7 @@ def test_recipes_load_and_fit_their_plans(recipe: Path) -> None:
         Plan.load(recipe)
         return
     config = parse_command_line(["--config", str(recipe)]).config
-    assert (load_plan(config) is None) == (config.hetero.plan == AUTO)
+    assert (load_plan(config) is None) == (config.hetero.plan in (AUTO, ""))
 
 
 def make_plan(**changes: object) -> Plan:
@@ -315,6 +337,11 @@ def make_plan(**changes: object) -> Plan:
     [
         (["--training.global_batch_size", "8"], {}, "global_batch_size = 8, but the plan"),
         (["--training.seq_len", "8"], {"sequence_length": 16}, "sequence_length = 16"),
+        (
+            ["--parallelism.tensor_parallel_degree", "2"],
+            {},
+            "tensor_parallel_degree = 2, but group 0 of the plan p.toml has replicas of 1: leave the key out",
+        ),
         (["--activation_checkpoint.mode", "none"], {}, 'group 0 of the plan p.toml has recompute = "layer"'),
     ],
 )
@@ -331,6 +358,23 @@ def test_agreement_with_the_plan() -> None:
     arguments = ["--training.global_batch_size", "4", "--activation_checkpoint.mode", "full"]
     config = parse_command_line(["--hetero.plan", "p.toml", *arguments]).config
     check_against_plan(config, make_plan(sequence_length=config.training.seq_len))
+
+
+def test_a_degree_without_a_plan_makes_equal_replicas() -> None:
+    arguments = ["--parallelism.tensor_parallel_degree", "2", "--training.global_batch_size", "4"]
+    config = parse_command_line([*arguments, "--activation_checkpoint.mode", "full"]).config
+    plan = make_equal_plan(config, ["a", "b"], 4)
+    (group,) = plan.groups
+    assert (group.ranks, group.zero, group.recompute) == (((0, 1), (2, 3)), 2, "layer")
+    assert plan.microbatches_of_rank(3) == (Microbatch(2, 2, 3), Microbatch(2, 3, 4))
+    assert [ministage.modules for ministage in plan.ministages] == [("a", "b")]
+    check_against_plan(dataclasses.replace(config), plan)
+    for num_ranks, message in (
+        (3, "3 processes cannot be divided"),
+        (6, "share 4 rows eq"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_equal_plan(config, ["a", "b"], num_ranks)
 
 
 def test_configuration_needs_no_torch() -> None:

@@ -11,7 +11,8 @@ import torch
 from zorselike.elastic.contract import Member
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.train.config.config import Config, Elastic, Hetero, check_config
+from zorselike.train.config.checks import check_config
+from zorselike.train.config.config import Config, Elastic, Hetero
 from zorselike.train.config.model import find_model
 from zorselike.train.elastic.known import Known, agree, count_change, describe_change
 from zorselike.train.elastic.pipeline import Change

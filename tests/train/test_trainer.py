@@ -114,6 +114,26 @@ def test_a_run_and_what_it_leaves(
         assert read_column(tmp_path, name) == pytest.approx(read_column(folder, name), abs=2e-4)
 
 
+def test_a_degree_in_place_of_a_plan(
+    run_ranks: RunRanks, resident: tuple[list[RankExit], Path], tmp_path: Path
+) -> None:
+    """The same losses; and the run's folder, which has a plan, repeats the run."""
+    degree = ["--parallelism.tensor_parallel_degree", "2", "--training.global_batch_size", "16"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    for recipe, folder, plan in (("debug_cpu.toml", first, ["--hetero.plan", ""]), ("", second, [])):
+        path = recipe or str(next(first.glob("*/config.toml")))
+        ends = train(run_ranks, path, *FOUR_STEPS, *degree, *plan, folder=folder)
+        assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+        for found, expected in zip(read_losses(folder), read_losses(resident[1]), strict=True):
+            assert found == pytest.approx(expected, rel=1e-4)
+    made = Plan.load(next(first.glob("*/plan.toml")))
+    assert [group.ranks for group in made.groups] == [((0, 1), (2, 3))]
+    (end,) = train(
+        run_ranks, "debug_cpu.toml", *degree, "--hetero.plan", "", "--dry-run", folder=tmp_path, num_ranks=1
+    )
+    assert end.code == 0 and "ranks (0, 1); tensor parallelism 2" in end.stdout, end.stdout + end.stderr
+
+
 def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: Path) -> None:
     ends = train(
         run_ranks,

@@ -116,3 +116,55 @@ def make_matrix_job(seed: int, cells: Sequence[Cell], *, silence_s: float = 4.0)
         patience_s=180.0,
     )
     return replace(job, param_dtype=torch.bfloat16) if rng.random() < 0.2 else job
+
+
+_DEGREES: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((2, 1, 1),),
+    ((2, 2),),
+    ((3, 1),),
+    ((4,),),
+    ((2,), (1, 1)),
+    ((1,), (2, 1)),
+    ((4, 2),),
+    ((3,), (2,)),
+    ((2, 1), (2,)),
+)
+"""Of the replicas of each group."""
+
+
+def make_replica_job(seed: int, *, num_faults: int = 2) -> Job:
+    """A random job with tensor-parallel replicas, that lose ranks in any phase of a step. Who replaces them
+    may be in another node than the others of a replica."""
+    rng = random.Random(f"replicas {seed}")
+    degrees = _DEGREES[seed % len(_DEGREES)]
+    flat, num_layers = make_plan(rng, [sum(of_group) for of_group in degrees])
+    groups = []
+    for group, of_group in zip(flat.groups, degrees, strict=True):
+        ends = [sum(of_group[: i + 1]) for i in range(len(of_group))]
+        parts = [group.flat_ranks[end - degree : end] for end, degree in zip(ends, of_group, strict=True)]
+        joined = replace(group, ranks=tuple(part if len(part) > 1 else part[0] for part in parts))
+        booked = tuple(replace(m, rank=joined.replica_of(m.rank).first) for m in group.microbatches)
+        groups.append(replace(joined, microbatches=booked))
+    plan = replace(flat, groups=tuple(groups), sequence_length=rng.randint(4, 9)).validate()
+    kinds: list[FaultKind] = [
+        rng.choice(("kill", "kill", "exit", "raise", "term")) for _ in range(num_faults)
+    ]
+    faults = tuple(
+        Fault(
+            2 + _STEPS_APART * i, rng.randrange(plan.num_ranks), kind, rng.random(), rng.choice(STEP_PHASES)
+        )
+        for i, kind in enumerate(kinds)
+    )
+    largest = max(group.degree for group in plan.groups)
+    return Job(
+        plan,
+        num_layers,
+        3 + _STEPS_APART * num_faults,
+        tuple(faults),
+        replaces=rng.random() < 0.7,
+        num_nodes=1 if largest > 2 else 2,
+        tied=rng.random() < 0.5,
+        max_norm=rng.choice((None, 0.5)),
+        seed=seed,
+        patience_s=180.0,
+    )

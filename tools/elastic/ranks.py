@@ -29,6 +29,7 @@ from zorselike.elastic.pipeline import ElasticPipeline
 from zorselike.elastic.replicas import Replicas
 from zorselike.elastic.running import Running
 from zorselike.errors import CheckpointError
+from zorselike.models.llama import Llama, LlamaConfig
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 from .diary import Diary, Writer
@@ -171,16 +172,31 @@ class Model(nn.Module):
 
 
 def build_model(job: Job) -> nn.Module:
-    """On the meta device, in fp64 unless it computes in less."""
+    """On the meta device, in fp64 unless it computes in less. With tensor-parallel replicas one with heads,
+    which they cut."""
     with torch.device("meta"):
-        model = Model(job.num_layers, tied=job.tied)
+        model = Llama(_with_heads(job)) if job.plan.has_replicas else Model(job.num_layers, tied=job.tied)
         return model.double() if job.param_dtype is None else model
+
+
+def _with_heads(job: Job) -> LlamaConfig:
+    """Of widths that few degrees divide."""
+    return LlamaConfig(
+        dim=16,
+        num_layers=job.num_layers,
+        num_heads=8,
+        num_kv_heads=4,
+        ffn_hidden=13,
+        vocab_size=VOCABULARY,
+        max_seq_len=32,
+        tie_embeddings=job.tied,
+    )
 
 
 def read_rows(job: Job, rows_seen: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of the global batch after so many rows."""
     generator = torch.Generator().manual_seed(1000 * job.seed + rows_seen)
-    shape = (job.plan.global_batch, LENGTH)
+    shape = (job.plan.global_batch, job.plan.sequence_length or LENGTH)
     inputs = torch.randint(VOCABULARY, shape, generator=generator)
     return inputs, torch.randint(VOCABULARY, shape, generator=generator)
 

@@ -15,9 +15,10 @@ from zorselike.cost.memory import walk_memory
 from zorselike.errors import PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.alarm.watch import OnLoss
+from zorselike.runtime.arguments import refuse_with_replicas
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
 from zorselike.runtime.crossing import trace_plan
-from zorselike.runtime.host_checks import measure_part
+from zorselike.runtime.host_checks import measure_parts
 from zorselike.runtime.loss import CountFn, LossFn, Unpack
 from zorselike.runtime.memory.host_room import find_host_memory
 from zorselike.runtime.ministage.updates import Clip, OptimizerFactory, defers_updates
@@ -25,6 +26,7 @@ from zorselike.runtime.model.boundaries import StepInputs, Traces
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype, computes_in_fp16
+from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 
 _GIB = 2**30
 MAX_DRAWN = 9
@@ -52,6 +54,7 @@ class Options:
     dynamic_shapes: bool = False
     forbid_nonfinite_loss: bool = False
     silence_s: float | Literal["auto"] | None = "auto"
+    tp_plan: TensorParallelPlan | None = None
 
 
 class _Drawn(NamedTuple):
@@ -118,6 +121,7 @@ class Drawings:
 
     def _make(self, plan: Plan, dtype: torch.dtype | None) -> _Drawn:
         model, options = self._factory(), self._options
+        refuse_with_replicas(plan, dynamic_shapes=options.dynamic_shapes)
         self._is_light = all(parameter.is_meta for parameter in model.parameters())
         scales = computes_in_fp16(model, dtype)
         compiled = compile_plan(
@@ -128,6 +132,7 @@ class Drawings:
             defer_steps=defers_updates(options.max_norm, options.clip, scales or None),
             param_dtype=dtype,
             traces=self._traces_of(plan),
+            tp_plan=options.tp_plan,
         )
         return _Drawn(model, compiled)
 
@@ -145,7 +150,7 @@ class Drawings:
         """Raises `PlanError` where parameters, gradients and master weights alone are more than this device
         has."""
         memory_bytes = self.memory_bytes
-        sizes = {part.index: measure_part(compiled.plan, part, dtype) for part in compiled.parts}
+        sizes = measure_parts(compiled, rank, dtype)
         walk = walk_memory(compiled.plan, rank, compiled.step_actions[rank], sizes)
         if memory_bytes and walk.device_peak_bytes > memory_bytes:
             raise PlanError(
@@ -178,6 +183,7 @@ class Drawings:
             silence_s=options.silence_s,
             on_loss=on_loss,
             compiled=drawn.compiled if drawn else None,
+            tp_plan=options.tp_plan,
         )
         self._dtype = pipe.param_dtype
         return pipe

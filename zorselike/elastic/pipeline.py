@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zorselike.elastic.contingency import Contingencies
-from zorselike.elastic.contract import Control, GenerationOver, LeftError, Worker
+from zorselike.elastic.contract import Control, LeftError, Worker
 from zorselike.elastic.deciding.decisions import Planner
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
@@ -39,6 +39,7 @@ from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype, find_device
 from zorselike.runtime.result import StepResult
 from zorselike.runtime.state.save import Save
+from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 
 logger = logging.getLogger("zorselike")
 
@@ -114,6 +115,7 @@ class ElasticPipeline:
         dynamic_shapes: bool = False,
         forbid_nonfinite_loss: bool = False,
         silence_s: float | Literal["auto"] | None = "auto",
+        tp_plan: TensorParallelPlan | None = None,
     ) -> None:
         check_mirroring(mirror_share, mirror_every)
         if replan_on_drift and planner is None:
@@ -137,6 +139,7 @@ class ElasticPipeline:
             dynamic_shapes=dynamic_shapes,
             forbid_nonfinite_loss=forbid_nonfinite_loss,
             silence_s=silence_s,
+            tp_plan=tp_plan,
         )
         first = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._drawings = Drawings(model_factory, options, self.device)
@@ -305,7 +308,7 @@ class ElasticPipeline:
         try:
             save = pipe.save(folder, extra=self.extra, model_only=model_only, wait=wait)
         except Exception as error:
-            if self._is_the_callers(running, error):
+            if running.is_the_callers(error):
                 raise
             self._recover(error)
             return None
@@ -328,7 +331,7 @@ class ElasticPipeline:
             self.extra = dict(loaded.extra)
             self._hold(running)
         except Exception as error:
-            if self._is_the_callers(running, error):
+            if running.is_the_callers(error):
                 raise
             self._recover(error)
             return None
@@ -342,7 +345,7 @@ class ElasticPipeline:
             try:
                 return self._own().full_state_dict()
             except Exception as error:
-                if self._is_the_callers(running, error):
+                if running.is_the_callers(error):
                     raise
                 self._recover(error)
 
@@ -360,7 +363,7 @@ class ElasticPipeline:
         try:
             return ElasticResult.of(call(pipe), running.number)
         except Exception as error:
-            if self._is_the_callers(running, error):
+            if running.is_the_callers(error):
                 raise
             self._recover(error)
         return ElasticResult.lost(self.generation)
@@ -376,7 +379,7 @@ class ElasticPipeline:
             result = call(pipe)
             self._after_step(running, pipe, result)
         except Exception as error:
-            if result is None and self._is_the_callers(running, error):
+            if result is None and running.is_the_callers(error):
                 raise
             self._recover(error)
         if self.num_steps < wanted:
@@ -406,11 +409,6 @@ class ElasticPipeline:
             replicas.take(self.extra, mirrors=False)
             running.leave_together()
             self._enter_next()
-
-    def _is_the_callers(self, running: Running, error: BaseException) -> bool:
-        """Whether an error is about a call's arguments, and the generation goes on."""
-        is_over = running.is_over.is_set() or isinstance(error, GenerationOver)
-        return running.pipe is not None and not running.pipe.is_broken and not is_over
 
     def _recover(self, error: BaseException) -> None:
         """Leaves a generation that has ended unplanned, and enters the next."""

@@ -77,6 +77,11 @@ class Running:
             return False
         return not (is_echo(reason_of(error)) and self.is_over.wait(_ECHO_S))
 
+    def is_the_callers(self, error: BaseException) -> bool:
+        """Whether an error is about a call's arguments, and the generation goes on."""
+        is_over = self.is_over.is_set() or isinstance(error, GenerationOver)
+        return self.pipe is not None and not self.pipe.is_broken and not is_over
+
     def form(self, backend: str, build: Build, on_loss: Callable[[Running], object]) -> None:
         """Makes the groups and the pipeline; collective among the ranks."""
         generation = self.generation

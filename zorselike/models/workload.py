@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from zorselike.cost.activations import (
+from zorselike.errors import ConfigError
+from zorselike.models.activation_bytes import (
     TokenBytes,
     count_embedding,
     count_gpt_layer,
     count_head,
     count_llama_layer,
 )
-from zorselike.errors import ConfigError
 from zorselike.models.decoder import DecoderConfig
 from zorselike.models.flops import forward_flops_by_module, parameters_by_module
 from zorselike.models.llama import LlamaConfig

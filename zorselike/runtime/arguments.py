@@ -29,13 +29,11 @@ def check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype) 
         )
 
 
-def refuse_with_replicas(plan: Plan, *, compiles: bool, dynamic_shapes: bool) -> None:
-    """Raises `ConfigError` for what tensor-parallel replicas cannot do yet."""
-    if not plan.has_replicas:
-        return
-    wrong = [name for name, asked in (("compile", compiles), ("dynamic_shapes", dynamic_shapes)) if asked]
-    if wrong:
+def refuse_with_replicas(plan: Plan, *, dynamic_shapes: bool) -> None:
+    """Raises `ConfigError` for what tensor-parallel replicas cannot do."""
+    if plan.has_replicas and dynamic_shapes:
         raise ConfigError(
-            f"{wrong[0]}=True does not work with tensor-parallel replicas yet; leave it out, or list single "
-            "ranks in the plan"
+            "dynamic_shapes=True does not work with tensor-parallel replicas: their schedule says which "
+            "positions of rows of the plan's sequence_length each rank sends; pad rows to that length, or "
+            "list single ranks in the plan"
         )

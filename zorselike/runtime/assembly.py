@@ -237,14 +237,14 @@ class Assembly:
         """Gloo group of the ranks of this rank's group."""
         meshes = Meshes(self.plan, groups, processes, device)
         mesh = meshes.of_group()
-        parallel = meshes.of_replicas(compiled.cut)
+        self.resources = RankResources.of(
+            device, offloads_activations="activations" in group.offload, seed=seed
+        )
+        parallel = meshes.of_replicas(compiled.cut, self.resources.busy.waiting)
         self.positions = None if parallel is None else parallel.positions
         """Of the sequence, those that are this rank's; None if it has all."""
         joined = mesh.get_group(0) if dist.get_backend(mesh.get_group(0)) == "nccl" else None
         untie(compiled)
-        self.resources = RankResources.of(
-            device, offloads_activations="activations" in group.offload, seed=seed
-        )
         self.ministages: dict[int, ShardedMinistage] = {}
         for index in self.plan.ministages_of_rank(ranks.rank):
             settings = MinistageSettings(

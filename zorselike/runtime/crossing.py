@@ -14,6 +14,7 @@ from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.host_checks import check_host_room, reserve_activations
 from zorselike.runtime.model.boundaries import StepInputs, Trace, Traces, trace_step
 from zorselike.runtime.model.signature import Signature, describe_kwargs
+from zorselike.runtime.tensor_parallel.position_check import refuse_mixed_positions
 
 
 def refuse_fixed_shapes(compiled: CompiledPlan) -> None:
@@ -96,6 +97,8 @@ class Crossing:
         trace = trace_plan(assembly.compiled, step)
         if assembly.plan.has_replicas:
             refuse_other_length(trace.boundaries, assembly.plan.sequence_length or 0)
+            if not self._traces:
+                refuse_mixed_positions(assembly.compiled.parts, assembly.compiled.cut.blocks, step)
         if not self._traces:
             assembly.take_calls(trace)
             if any(group.offload for group in assembly.plan.groups):

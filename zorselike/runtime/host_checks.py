@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import MinistageBytes
 from zorselike.errors import ConfigError
-from zorselike.plan.plan import Plan
+from zorselike.plan.pieces import pieces_of
 from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.comm.ranks import Ranks
 from zorselike.runtime.memory.host_room import HostRoom, find_host_room
@@ -35,9 +36,9 @@ def refuse_unfitting_plan(
     memory than it has: what they offload, and on CPU ranks all that they hold. Counts parameters, gradients
     and master weights; moments and activations are known later."""
     plan, own_processes = compiled.plan, [processes[process] for process in ranks.process_of]
-    sizes = {part.index: measure_part(plan, part, param_dtype) for part in compiled.parts}
     needed = []
     for rank, process in enumerate(own_processes):
+        sizes = measure_parts(compiled, rank, param_dtype)
         walk = walk_memory(plan, rank, compiled.step_actions[rank], sizes)
         on_device = 0 if process.device == "cuda" else walk.device_peak_bytes
         needed.append(walk.host_peak_bytes + on_device)
@@ -50,26 +51,52 @@ def refuse_unfitting_plan(
     )
 
 
-def measure_part(plan: Plan, part: ModelPart, param_dtype: torch.dtype | None) -> MinistageBytes:
-    """The sizes of a ministage on one rank of its group, from its parameters' shapes."""
-    group = plan.group_of(part.index)
-    num_shards = count_shards(group.zero, len(group.flat_ranks))
-    whole = gradients = masters = 0
-    for parameter in part.module.parameters():
+def measure_parts(
+    compiled: CompiledPlan, rank: int, param_dtype: torch.dtype | None
+) -> dict[int, MinistageBytes]:
+    """The sizes of a rank's ministages on it, from their parameters' shapes."""
+    own = compiled.plan.ministages_of_rank(rank)
+    return {i: _measure(compiled, compiled.parts[i], rank, param_dtype) for i in own}
+
+
+def _measure(
+    compiled: CompiledPlan, part: ModelPart, rank: int, param_dtype: torch.dtype | None
+) -> MinistageBytes:
+    group = compiled.plan.group_of(part.index)
+    cuts = compiled.cut.of(part.index)
+    gathered, gradients, masters = _Share(), _Share(), _Share()
+    for name, parameter in part.module.named_parameters():
         dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
-        one = ParameterBytes(dtype.itemsize)
-        whole += parameter.numel() * one.weight
+        one, cut = ParameterBytes(dtype.itemsize), cuts.get(name)
+        num_elements, num_holders = parameter.numel(), len(group.flat_ranks)
+        if cut is not None:
+            own = sum(cut.edges[piece + 1] - cut.edges[piece] for piece in pieces_of(group, rank))
+            num_elements, num_holders = num_elements * own // cut.edges[-1], len(group.replicas)
+        num_shards = count_shards(group.zero, num_holders)
+        gathered.add(num_elements * one.weight, num_shards)
         if parameter.requires_grad:
-            gradients += parameter.numel() * one.gradient
-            masters += parameter.numel() * one.state
+            gradients.add(num_elements * one.gradient, num_shards)
+            masters.add(num_elements * one.state, num_shards)
     return MinistageBytes(
-        gathered_bytes=whole,
-        shard_bytes=whole // num_shards,
-        gradient_bytes=gradients,
-        gradient_shard_bytes=gradients // num_shards,
-        state_bytes=masters // num_shards,
-        masters=masters > 0,
+        gathered_bytes=gathered.whole,
+        shard_bytes=gathered.shard,
+        gradient_bytes=gradients.whole,
+        gradient_shard_bytes=gradients.shard,
+        state_bytes=masters.shard,
+        masters=masters.whole > 0,
     )
+
+
+@dataclass
+class _Share:
+    """Bytes while they are gathered, and what of them a rank keeps."""
+
+    whole: int = 0
+    shard: int = 0
+
+    def add(self, num_bytes: int, num_shards: int) -> None:
+        self.whole += num_bytes
+        self.shard += num_bytes // num_shards
 
 
 def reserve_activations(assembly: Assembly, trace: Trace) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,12 @@ class Meshes:
         made = {group.flat_ranks: self._make(group.flat_ranks) for group in self._plan.groups}
         return self._mesh(self._own.flat_ranks, made[self._own.flat_ranks])
 
-    def of_replicas(self, cut: CutPlan) -> TensorParallel | None:
+    def of_replicas(
+        self, cut: CutPlan, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> TensorParallel | None:
         """Over the holders of each piece that this rank holds, and inside its replica; None if its group has
-        single ranks alone, where nothing is made."""
+        single ranks alone, where nothing is made. `waiting`: entered where ranks of a replica wait for each
+        other."""
         inside: dict[tuple[int, ...], ProcessGroup | None] = {}
         holding: dict[tuple[int, int], ProcessGroup | None] = {}
         for number, group in enumerate(self._plan.groups):
@@ -60,7 +64,7 @@ class Meshes:
             self._warm_up(made)
             process_of = self._groups.ranks.process_of
             order = sorted(range(replica.degree), key=lambda place: process_of[replica.ranks[place]])
-            positions = OwnPositions(replica, self._rank, length, made, order)
+            positions = OwnPositions(replica, self._rank, length, made, order, waiting=waiting)
         cuts = {name: found for own_cuts in cut.cuts for name, found in own_cuts.items()}
         return TensorParallel(cut.blocks, cuts, tuple(pieces), positions)
 

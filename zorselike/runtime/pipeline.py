@@ -138,7 +138,7 @@ class HeteroPipeline(Stateful):
             param_dtype=dtype,
             tp_plan=tp_plan,
         )
-        refuse_with_replicas(self.plan, compiles=compile, dynamic_shapes=dynamic_shapes)
+        refuse_with_replicas(self.plan, dynamic_shapes=dynamic_shapes)
         if any(group.offload for group in self.plan.groups):
             refuse_unfitting_plan(compiled, ranks, processes, param_dtype=dtype)
         if compile and not any(part.units for part in compiled.parts):

@@ -6,7 +6,7 @@ import sys
 
 from zorselike.errors import USER_ERRORS, ConfigError, describe_missing_package
 from zorselike.runtime.processes.launcher import report_mistake
-from zorselike.train.config.config import load_plan
+from zorselike.train.config.checks import load_plan
 from zorselike.train.config.file import parse_command_line
 
 

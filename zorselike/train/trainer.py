@@ -28,13 +28,15 @@ from zorselike.runtime.processes.processes import Processes
 from zorselike.train.auto.files import AutoFiles, name_written_plan
 from zorselike.train.auto.plan import find_auto_plan
 from zorselike.train.checkpoints import RunCheckpoints, will_load
-from zorselike.train.config.config import Config, check_against_plan
+from zorselike.train.config.checks import check_against_plan
+from zorselike.train.config.config import Config
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
 from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.data.packed_models import document_keywords
 from zorselike.train.data.rows import Rows
 from zorselike.train.dry_run import describe_planning, describe_run
+from zorselike.train.equal_replicas import make_equal_plan
 from zorselike.train.optimizer import WarmupStableDecay, build_lr_scheduler_factory, build_optimizer_factory
 from zorselike.train.parts import build_metrics, check_seq_len, collecting_garbage, open_data, take_weights
 from zorselike.train.processes import join_job, narrow, set_up_logging
@@ -60,6 +62,8 @@ def run(request: Request, plan: Plan | None) -> int:
     config = request.config
     model = find_model(config)
     check_seq_len(config, model)
+    if not config.hetero.plan:
+        plan = _make_plan(request, model)
     if request.dry_run:
         if find_identity().rank == 0:
             print(_describe_dry_run(request, plan, model))
@@ -78,6 +82,14 @@ def run(request: Request, plan: Plan | None) -> int:
             if members is None:
                 return 0
             return _train(request, auto.config, auto.plan, model, members, beside_plan=auto.texts)
+
+
+def _make_plan(request: Request, model: TrainedModel) -> Plan:
+    """Of the processes that run, or that a dry run stands for: one replica, where none were started."""
+    config, size = request.config, find_identity().size
+    if request.dry_run and size == 1:
+        size = config.parallelism.tensor_parallel_degree
+    return make_equal_plan(config, [*model.forward_flops(config.training.seq_len)], size)
 
 
 def _train(
@@ -277,8 +289,10 @@ def _log_deferral(config: Config, pipe: HeteroPipeline, world: Processes) -> Non
 
 @contextmanager
 def _naming_plan_file(config: Config) -> Iterator[None]:
-    """Prefixes errors about plan and model, or plan and processes, with the plan's file."""
+    """Prefixes errors about plan and model, or plan and processes, with the plan's file, or what made it."""
     try:
         yield
     except PlanError as error:
-        raise PlanError(f"{config.hetero.plan}: {error}") from error
+        degree = config.parallelism.tensor_parallel_degree
+        made_by = f"[parallelism] tensor_parallel_degree = {degree}"
+        raise PlanError(f"{config.hetero.plan or made_by}: {error}") from error

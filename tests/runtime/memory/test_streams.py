@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, cycle, product
 from tempfile import TemporaryDirectory
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,13 +28,11 @@ from tiny import Case, adamw, module_names, train_single, with_groups
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from waits import ordering_places, place_of
+from watched import on
 
 from zorselike import HeteroPipeline
 from zorselike.cost import MinistageBytes, Purpose, walk_memory
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
-from zorselike.runtime.alarm.alarm import Alarm
-from zorselike.runtime.memory.memory import HostPool
-from zorselike.runtime.ministage import settings
 from zorselike.runtime.ministage.updates import Clip
 from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.actions import Action, Kind
@@ -227,30 +223,6 @@ def train(run: Run) -> Outcome:
         with pipe.loaded():
             moments = [tensor.clone() for tensor in state_tensors(pipe)]
         return Outcome(numbers, pipe.full_state_dict(), moments)
-
-
-@contextmanager
-def on(streams: RaceStreams) -> Iterator[None]:
-    """Pipelines made inside run on these streams, under watch."""
-    allocate, enter = HostPool._allocate, Alarm.enter
-
-    def allocate_on_host(pool: HostPool, *args: Any) -> Tensor:
-        slab = allocate(pool, *args)
-        streams.mark_host(slab)
-        streams.name_storage(slab, f"host memory for {args[0]}")
-        return slab
-
-    def enter_action(alarm: Alarm, action: Any) -> None:
-        streams.label = str(action)
-        enter(alarm, action)
-
-    with (
-        mock.patch.object(settings, "make_streams", lambda device: streams),
-        mock.patch.object(HostPool, "_allocate", allocate_on_host),
-        mock.patch.object(Alarm, "enter", enter_action),
-        streams.watching(),
-    ):
-        yield
 
 
 def train_alone(run: Run) -> Outcome:

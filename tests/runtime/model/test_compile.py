@@ -23,8 +23,8 @@ SIZES: dict[str, Any] = {
     "num_layers": 2,
     "dim": 32,
     "ffn_hidden": 48,
-    "num_heads": 2,
-    "num_kv_heads": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
     "vocab_size": 64,
 }
 COMPILE = torch.compile
@@ -54,15 +54,19 @@ class Setting:
     """What the model is in, but for bf16, in which layers of an fp32 model compute."""
     num_steps: int = 2
     evaluates: bool = False
+    ranks: tuple[Any, ...] = ()
+    """Of a group with tensor-parallel replicas."""
 
     def plan(self) -> Plan:
         names = module_names(get_config("llama", "debug", **SIZES))
         microbatches = tuple(Microbatch(*row) for row in self.rows)
-        ranks = tuple(sorted({microbatch.rank for microbatch in microbatches}))
+        ranks = self.ranks or tuple(sorted({microbatch.rank for microbatch in microbatches}))
         recompute = "layer" if self.recompute else "none"
         group = Group(ranks, microbatches, zero=self.zero, offload=self.offload, recompute=recompute)
         ministages = (Ministage(0, tuple(names[:2])), Ministage(0, tuple(names[2:])))
-        return Plan(max(stop for _, _, stop in self.rows), (group,), ministages)
+        length = SEQUENCE if self.ranks else None
+        num_rows = max(stop for _, _, stop in self.rows)
+        return Plan(num_rows, (group,), ministages, sequence_length=length)
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -152,6 +156,31 @@ def test_compiled_layers_compute_the_same(
         for setting, backend in drawn:
             assert found[setting] <= TOLERANCES[setting.dtype], setting
             assert found[setting] or backend != "inductor", "nothing was compiled"
+
+
+def count_graphs(rank: int, world_size: int, setting: Setting) -> int:
+    train(setting, "aot_eager")
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_layers_of_replicas_are_compiled_between_the_collectives(run_ranks: RunRanks) -> None:
+    """Both blocks, and what comes before, between and after them; a rank alone has a graph or two."""
+    setting = Setting(((0, 0, 2), (2, 2, 4)), ranks=((0, 1), 2), num_steps=1)
+    *joined, alone = run_ranks(count_graphs, 3, setting, timeout=120)
+    assert min(joined) >= 4 and 1 <= alone <= 2
+
+
+@pytest.mark.nightly
+def test_compiled_layers_of_replicas_compute_the_same(run_ranks: RunRanks) -> None:
+    """Each in graphs between which ranks of a replica meet."""
+    rows = ((0, 0, 2), (2, 2, 4), (0, 4, 6))
+    double = Setting(rows, dtype=torch.float64, ranks=((0, 1), 2))
+    settings = [
+        (replace(double, recompute=True, offload=OFFLOAD_KINDS, evaluates=True), "aot_eager"),
+        (replace(double, zero=3), "aot_eager"),
+    ]
+    for found in run_ranks(compare, 3, volume.part(settings), timeout=300):
+        assert all(difference <= TOLERANCES[torch.float64] for difference in found.values()), found
 
 
 class Recorder:

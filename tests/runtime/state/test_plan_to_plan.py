@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from cases import make_case, other_plan, with_offload
+from plans import with_replicas
 from ranks import run_ranks
+from replica_cases import ReplicaCase, make_replica_case
 from saved import contents
-from tiny import Case
+from tiny import Case, module_names
 from volume import parametrize
 
 from zorselike import HeteroPipeline
 from zorselike.checkpoint.layout import step_folder
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 NUM_PAIRS = 60
+NUM_REPLICA_PAIRS = 30
 STEPS_BEFORE, STEPS_AFTER = 2, 3
 MAX_RANKS = 5
 
@@ -40,6 +44,40 @@ def make_pair(seed: int) -> Pair:
     other = replace(case, plan=other_plan(case, rng, max_ranks=MAX_RANKS))
     if rng.random() < 0.5:
         case, other = with_offload(case, rng), with_offload(other, rng)
+    dtype = rng.choice((None, None, None, torch.bfloat16, torch.float16))
+    return Pair(case, other, dtype, in_background=rng.random() < 0.5)
+
+
+def of_seven_and_four(seed: int) -> Pair:
+    """From degrees 4, 2 and 1 to two replicas of 2, or back."""
+    num_layers, zero = 2, seed % 4
+    rows = ((0, 2), (2, 3), (3, 5))
+    plans = []
+    for ranks, firsts in ((((6, 1, 4, 3), (0, 5), 2), (6, 2, 6)), (((3, 0), (1, 2)), (3, 1, 1))):
+        microbatches = tuple(Microbatch(first, *own) for first, own in zip(firsts, rows, strict=True))
+        group = Group(ranks, microbatches, zero=zero)
+        plans.append(Plan(5, (group,), (Ministage(0, tuple(module_names(num_layers))),), sequence_length=7))
+        zero = 3 - zero
+    cases = [ReplicaCase(plan, num_layers, seed, max_norm=0.5) for plan in plans]
+    saved, loaded = cases if seed % 2 else cases[::-1]
+    return Pair(saved, loaded, None, in_background=True)
+
+
+def make_replica_pair(seed: int) -> Pair:
+    """Between random degrees of tensor parallelism, in every fifth to single ranks."""
+    if seed >= NUM_REPLICA_PAIRS - 4:
+        return of_seven_and_four(seed)
+    rng = random.Random(f"replicas {seed}")
+    case = make_replica_case(seed, max_ranks=MAX_RANKS + 1)
+    plan = other_plan(case, rng, max_ranks=MAX_RANKS)
+    plan = plan if seed % 5 == 4 else with_replicas(plan, rng)
+    length = max(case.plan.sequence_length or 0, plan.sequence_length or 0)
+    case = replace(case, plan=replace(case.plan, sequence_length=length))
+    other = replace(case, plan=replace(plan, sequence_length=length))
+    if rng.random() < 0.5:
+        other = with_offload(other, rng)
+    if rng.random() < 0.5:
+        case, other = other, case
     dtype = rng.choice((None, None, None, torch.bfloat16, torch.float16))
     return Pair(case, other, dtype, in_background=rng.random() < 0.5)
 
@@ -119,3 +157,21 @@ def check(pair: Pair, folder: Path) -> None:
 @parametrize("seed", range(NUM_PAIRS), share=20)
 def test_another_plan_goes_on_exactly(seed: int, tmp_path: Path) -> None:
     check(make_pair(seed), tmp_path)
+
+
+def test_the_pairs_cover_degrees() -> None:
+    pairs = list(map(make_replica_pair, range(NUM_REPLICA_PAIRS)))
+    degrees = [
+        [[replica.degree for replica in group.replicas] for group in case.plan.groups]
+        for pair in pairs
+        for case in (pair.saved, pair.loaded)
+    ]
+    assert sum(a != b for a, b in zip(degrees[::2], degrees[1::2], strict=True)) >= 25
+    assert sum(len({*own}) > 1 for of_plan in degrees for own in of_plan) >= 10  # Unequal inside a group.
+    assert {max(own) for of_plan in degrees for own in of_plan} >= {1, 2, 3, 4}
+    assert sum(pair.param_dtype is not None for pair in pairs) >= 5
+
+
+@parametrize("seed", range(NUM_REPLICA_PAIRS))
+def test_other_degrees_go_on_exactly(seed: int, tmp_path: Path) -> None:
+    check(make_replica_pair(seed), tmp_path)

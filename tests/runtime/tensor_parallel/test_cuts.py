@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from replica_cases import ReplicaCase
 from tiny import module_names
-from torch import nn
+from torch import Tensor, nn
 
 from zorselike.errors import ConfigError, PlanError
 from zorselike.models.gpt import GPT, GPTConfig
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.arguments import refuse_with_replicas
 from zorselike.runtime.assembly import compile_plan
+from zorselike.runtime.model.boundaries import StepInputs
+from zorselike.runtime.model.signature import Signature, TensorSpec
+from zorselike.runtime.tensor_parallel.position_check import refuse_mixed_positions
 from zorselike.runtime.tensor_parallel.styles import find_blocks, find_cuts
 
 OWN = {"layers.*.attention.wq": "colwise", "layers.*.attention.wo": "rowwise"}
@@ -78,6 +82,81 @@ def with_shared_weights(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_head_dim(model: nn.Module) -> nn.Module:
+    """A fused projection whose halves a cut would take for heads, though shapes agree."""
+    attention = model.layers["0"].attention
+    attention.head_dim = 4
+    return model
+
+
+FUSED = {**FEED_FORWARD, "layers.*.attention.wqkv": "colwise", "layers.*.attention.wo": "rowwise"}
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.w2(self.w1(h).relu().roll(1, 1))  # Inside it may.
+
+
+class MixingLayer(nn.Module):
+    """What it does outside of what is cut is given."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.feed_forward, self.mix = nn.LayerNorm(8), FeedForward(), mix
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.feed_forward(self.mix(self.norm(h)))
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(5, 8)
+        self.layers = nn.ModuleDict({"0": MixingLayer(mix)})
+        self.norm, self.output = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for layer in self.layers.values():
+            h = layer(h)
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h
+
+
+@pytest.mark.parametrize(
+    ("mix", "does"),
+    [
+        (lambda h: h.cumsum(1), "cumsum"),
+        (lambda h: h + h.mean(1, keepdim=True), "mean"),
+        (lambda h: h - h.mean(), "mean"),
+        (lambda h: h.roll(1, 1), "roll"),
+        (lambda h: h + h[:, :1], "getitem"),
+        (lambda h: h.softmax(1), "softmax"),
+        (lambda h: h.mT.mT, "get"),
+        (lambda h: nn.functional.layer_norm(h, h.shape[1:]), "layer_norm"),
+        (lambda h: nn.functional.conv1d(h, h.new_ones(16, 16, 1)), "conv1d"),
+        (lambda h: h * h.pow(2).mean(-1, keepdim=True).rsqrt().type_as(h) + 1.0, None),
+        (lambda h: nn.functional.rms_norm(h.double().float(), (8,)).softmax(-1), None),
+    ],
+)
+def test_layers_that_mix_positions_outside_of_what_is_cut_are_refused(
+    mix: Callable[[Tensor], Tensor], does: str | None
+) -> None:
+    with torch.device("meta"):
+        model = Mixing(mix)
+    compiled = compile_plan(model, plan_of(2), tp_plan=FEED_FORWARD)
+    step = StepInputs(Signature((TensorSpec((16,), torch.int64),)), {})
+    refused = pytest.raises(
+        ConfigError, match=f"'layers.0' does '_*{does}_*' with hidden states outside of the"
+    )
+    with refused if does else nullcontext():
+        refuse_mixed_positions(compiled.parts, compiled.cut.blocks, step)
+
+
 @pytest.mark.parametrize(
     ("model", "tp_plan", "message"),
     [
@@ -92,6 +171,11 @@ def with_shared_weights(model: nn.Module) -> nn.Module:
         ),
         (llama, OWN, r"leaves 'layers.0.attention.wk.weight' whole, a matrix in a layer that is cut"),
         (gpt, FEED_FORWARD, r"leaves 'layers.0.attention.wqkv.weight' whole"),
+        (
+            lambda: with_head_dim(gpt()),
+            FUSED,
+            r"wqkv' gives 24 numbers, .* takes 8: a fused",
+        ),
         (lambda: with_head_count(llama()), None, r"'layers.0.attention' counts heads and has no attribute"),
         (lambda: with_dropout(llama()), None, r"'layers.0.dropout.p' drops out 0.1"),
         (lambda: llama(2), {k.replace("*", "0"): v for k, v in llama().tp_plan.items()}, r"cuts 'layers.1'"),
@@ -111,7 +195,7 @@ def test_more_ranks_than_heads_are_refused() -> None:
         compile_plan(llama(), plan_of(7))
 
 
-def test_what_replicas_cannot_do_yet_is_refused() -> None:
-    for options in ({"compiles": True}, {"dynamic_shapes": True}):
-        with pytest.raises(ConfigError, match=r"=True does not work with tensor-parallel replicas yet"):
-            refuse_with_replicas(plan_of(2), **{"compiles": False, "dynamic_shapes": False} | options)
+def test_what_replicas_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"=True does not work with tensor-parallel replicas: .*pad rows"):
+        refuse_with_replicas(plan_of(2), dynamic_shapes=True)
+    refuse_with_replicas(plan_of(2), dynamic_shapes=False)

@@ -15,7 +15,10 @@ from replica_cases import ReplicaCase, make_replica_case
 from tiny import adamw, assert_same, module_names, train_all_planned, train_all_single
 
 from zorselike import HeteroPipeline
+from zorselike.cost.sizes import MinistageBytes
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.assembly import compile_plan
+from zorselike.runtime.host_checks import measure_parts
 
 NUM_LAYERS = 2
 NAMES = tuple(module_names(NUM_LAYERS))
@@ -29,9 +32,11 @@ def one_group(ranks: tuple[Any, ...], zero: int, **options: Any) -> Plan:
     return Plan(5, (group,), (Ministage(0, NAMES),), sequence_length=7)
 
 
-CASES = [make_replica_case(seed) for seed in range(56)]
+CASES = [make_replica_case(seed) for seed in range(60)]
 CASES += [
-    ReplicaCase(one_group(((6, 1, 4, 3), (0, 5), 2), zero, recompute=recompute), NUM_LAYERS, max_norm=0.5)
+    ReplicaCase(
+        one_group(((6, 1, 4, 3), (0, 5), 2), zero, recompute=recompute), NUM_LAYERS, max_norm=0.5, num_steps=5
+    )
     for zero in (0, 1, 2, 3)
     for recompute in ("none", "layer")[zero % 2 :][:1]
 ]
@@ -44,6 +49,11 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {kind for group in unequal for kind in group.offload} == {"params", "optimizer", "activations"}
     assert {group.recompute for group in unequal} == {"none", "layer"}
     assert {group.degree for group in unequal} >= {2, 3, 4}
+    assert {(group.zero, group.grad_reduce) for group in unequal} >= {(2, "microbatch"), (3, "once")}
+    assert sum(case.max_norm is not None for case in CASES) >= 20
+    assert sum(bool(case.evaluate_before) for case in CASES) >= 20
+    assert max(case.plan.num_ranks for case in CASES) == 8
+    assert len(CASES) >= 60 and {case.num_steps for case in CASES} == {5}
     joined = [case for case in CASES if len({group.degree for group in case.plan.groups}) > 1]
     assert len(joined) >= 10
     assert sum(case.tied for case in joined) >= 3
@@ -61,6 +71,72 @@ def test_training_equals_a_single_process(run_ranks: RunRanks) -> None:
             assert_same(found[0][number], expected[cases.index(case)], case)
             for other in found[1:]:
                 assert other[number].losses == found[0][number].losses
+
+
+def test_the_same_plan_twice_is_bit_equal(run_ranks: RunRanks) -> None:
+    case = ReplicaCase(one_group(((2, 0), 1), 2), NUM_LAYERS, max_norm=0.5)
+    first, second = (run_ranks(train_all_planned, 3, [case])[0][0] for _ in range(2))
+    assert (first.losses, first.norms) == (second.losses, second.norms)
+    assert all(torch.equal(tensor, second.state[name]) for name, tensor in first.state.items())
+
+
+NORMS = ("layers.1.attention_norm", "layers.1.ffn_norm")
+
+
+@pytest.mark.parametrize("more", [(), NORMS], ids=["a layer", "and what the next has whole"])
+def test_frozen_first_layers_and_unequal_counts(more: tuple[str, ...], run_ranks: RunRanks) -> None:
+    """A rank without a microbatch reduces pieces in the order of those that have one."""
+    plan = one_group(((0, 1), 2), 3)
+    frozen = ("tok_embeddings", "layers.0.", *more)
+    case = ReplicaCase(plan, NUM_LAYERS, frozen=frozen, num_steps=2)
+    (expected,) = run_ranks(train_all_single, 1, [case])
+    found = run_ranks(train_all_planned, 3, [case], timeout=60)
+    assert_same(found[0][0], expected[0], case)
+
+
+def measure(rank: int, world_size: int, plan: Plan) -> tuple[MinistageBytes, MinistageBytes]:
+    """As foretold, and as it is."""
+    model = ReplicaCase(plan, NUM_LAYERS).model()
+    (foretold,) = measure_parts(compile_plan(model, plan), rank, None).values()
+    with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
+        (ministage,) = pipe.assembly.ministages.values()
+        return foretold, ministage.sizes
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_sizes_are_foretold_by_pieces(zero: int, run_ranks: RunRanks) -> None:
+    sizes = run_ranks(measure, 7, one_group(((6, 1, 4, 3), (0, 5), 2), zero))
+    for foretold, found in sizes:
+        assert foretold.gathered_bytes == found.gathered_bytes
+        assert foretold.gradient_bytes == found.gradient_bytes
+        # Rows of a piece are dealt whole.
+        assert foretold.shard_bytes == pytest.approx(found.shard_bytes, rel=0 if zero == 0 else 0.3)
+    whole = [foretold.gathered_bytes for foretold, _ in sizes]
+    assert whole[2] > whole[0] > max(whole[rank] for rank in (6, 1, 4, 3))
+
+
+def train_half(rank: int, world_size: int, case: ReplicaCase, dtype: torch.dtype) -> tuple[list[float], Any]:
+    model = case.model().float()
+    with HeteroPipeline(model, case.plan, optimizer=adamw, max_norm=0.5, param_dtype=dtype) as pipe:
+        losses = [pipe.step_global(*case.batch(0)).loss for _ in range(case.num_steps)]
+        return losses, pipe.full_state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_master_weights_follow_those_of_one_rank(dtype: torch.dtype, zero: int, run_ranks: RunRanks) -> None:
+    """As nearly as layers compute: each step moves a weight by the learning rate at most."""
+    case = ReplicaCase(one_group(((0, 1), 2), zero), NUM_LAYERS)
+    alone = ReplicaCase(one_group((0,), 2), NUM_LAYERS)
+    (expected,) = run_ranks(train_half, 1, alone, dtype)
+    found = run_ranks(train_half, 3, case, dtype)[0]
+    assert found[0] == pytest.approx(expected[0], rel=5e-3)
+    assert found[0][-1] < found[0][0]
+    for name, values in expected[1].items():
+        assert values.dtype == torch.float32
+        difference = (found[1][name] - values).abs()
+        assert difference.mean() <= 0.1 * 1e-2 * case.num_steps, name
+        assert difference.max() > 0 or not values.abs().sum()  # In another order than there.
 
 
 def count_collectives(rank: int, world_size: int, plan: Plan) -> Counter[str]:

@@ -62,5 +62,5 @@ def make_replica_case(seed: int, *, max_ranks: int = 8) -> ReplicaCase:
             break
     frozen = rng.choice(((), (), (), ("tok_embeddings", "layers.0."), ("layers.0.attention.wq", "norm")))
     made = ReplicaCase(plan, case.num_layers, seed, case.tied, case.max_norm, case.evaluate_before, frozen)
-    made = replace(made, num_steps=3)
+    made = replace(made, num_steps=5)
     return with_offload(made, rng) if rng.random() < 0.4 else made  # type: ignore[return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from zorselike.elastic.contract import Json, Member
 from zorselike.elastic.deciding.same_groups import with_smaller_microbatches, without_ranks
 from zorselike.elastic.held import Origin
 from zorselike.errors import ClusterError
+from zorselike.plan.parts import Group, Replica
 from zorselike.plan.plan import Plan
 from zorselike.text.wording import count
 
@@ -57,16 +59,27 @@ Planner = Callable[[Situation], Placement]
 
 def keep_groups(situation: Situation) -> Placement:
     """The default rule: a spare takes the place of who is gone, if its memory is no smaller than that of the
-    others in that group; else the others of the group take over the share.
+    others in that group; else the others of the group take over the share. A tensor-parallel replica takes in
+    who is like its other ranks and in their node; anybody else in its place computes rows alone.
 
     Raises:
         PlanError: Nobody is left.
     """
+    plan = situation.plan
     players = list(situation.players)
     spares = list(situation.spares)
+    for replica in (replica for group in plan.groups for replica in group.replicas if replica.degree > 1):
+        home = _home_of(replica, players)
+        for rank in replica.ranks:
+            player = players[rank]
+            like = [spare for spare in spares if _place_of(spare) == home]
+            if like and (player is None or _place_of(player) != home):
+                players[rank] = like[0]
+                spares.remove(like[0])
+                spares += [player] if player else []
     for rank, player in enumerate(players):
         if player is None and spares:
-            group = situation.plan.groups[situation.plan.group_of_rank[rank]]
+            group = plan.groups[plan.group_of_rank[rank]]
             mates = [mate for other in group.flat_ranks if (mate := players[other]) is not None]
             needed = min((mate.memory_bytes for mate in mates), default=0)
             fitting = [spare for spare in spares if spare.memory_bytes >= needed]
@@ -74,11 +87,29 @@ def keep_groups(situation: Situation) -> Placement:
                 players[rank] = fitting[0]
                 spares.remove(fitting[0])
     gone = {rank for rank, player in enumerate(players) if player is None}
-    if not gone:
-        return Placement(situation.plan, tuple(player.id for player in players if player is not None))
-    kept = without_ranks(situation.plan, gone)
+    apart = {
+        rank
+        for group in plan.groups
+        for replica in group.replicas
+        for rank in replica.ranks
+        if (player := players[rank]) is not None and _place_of(player) != _home_of(replica, players)
+    }
+    if not gone and not apart:
+        return Placement(plan, tuple(player.id for player in players if player is not None))
+    kept = without_ranks(plan, gone, apart)
     there = [players[rank] for rank in kept.old_ranks]
     return Placement(kept.plan, tuple(player.id for player in there if player is not None))
+
+
+def _place_of(member: Member) -> tuple[str, str]:
+    """What the ranks of a tensor-parallel replica have in common."""
+    return member.node, member.device_type
+
+
+def _home_of(replica: Replica, players: Sequence[Member | None]) -> tuple[str, str] | None:
+    """Where most who play its ranks are; None if there are none."""
+    places = [_place_of(player) for rank in replica.ranks if (player := players[rank]) is not None]
+    return max(places, key=places.count, default=None)
 
 
 def relieve(situation: Situation, exhausted: Sequence[str]) -> Situation:
@@ -107,7 +138,8 @@ def relieve_running(plan: Plan, ranks: Sequence[str], exhausted: Sequence[str]) 
 
 
 def seat(plan: Plan, members: Sequence[Member]) -> tuple[Member | None, ...]:
-    """Who plays each rank of a job's first plan: whom its devices name, or else in the order of joining."""
+    """Who plays each rank of a job's first plan: whom its devices name, or else in the order of joining, but
+    for the ranks of a tensor-parallel replica, who are in one node."""
     left = list(members)
     seats: list[Member | None] = [None] * plan.num_ranks
     for device in plan.devices:
@@ -116,6 +148,17 @@ def seat(plan: Plan, members: Sequence[Member]) -> tuple[Member | None, ...]:
                 seats[device.rank] = member
                 left.remove(member)
                 break
+    replicas = [replica for group in plan.groups for replica in group.replicas if replica.degree > 1]
+    for replica in sorted(replicas, key=lambda replica: -replica.degree):
+        free = [rank for rank in replica.ranks if seats[rank] is None]
+        num_free = Counter(map(_place_of, left))
+        home = _home_of(replica, seats)
+        homes = [home] if home else sorted(num_free, key=lambda place: num_free[place])
+        for place in [place for place in homes if num_free[place] >= len(free)][:1]:
+            for rank in free:
+                member = next(member for member in left if _place_of(member) == place)
+                seats[rank] = member
+                left.remove(member)
     for rank in range(plan.num_ranks):
         if seats[rank] is None and left:
             seats[rank] = left.pop(0)
@@ -171,8 +214,14 @@ def describe_change(
 ) -> str:
     """One line."""
     ranks = placement.plan.num_ranks
-    groups = " + ".join(str(len(group.flat_ranks)) for group in placement.plan.groups)
+    groups = " + ".join(map(_describe_group, placement.plan.groups))
     where = f", {count(num_spares, 'spare')}" if num_spares else ""
     where += "" if source is None else f", from step {source.step}"
     kept = "the same plan" if before is not None and before == placement.plan else "a plan"
     return f"{kept} for {ranks} ranks in groups of {groups}{where}"
+
+
+def _describe_group(group: Group) -> str:
+    """How many ranks it has, and how many each of its replicas, where these have several."""
+    degrees = ", ".join(str(replica.degree) for replica in group.replicas)
+    return str(len(group.flat_ranks)) + (f" (replicas of {degrees})" if group.degree > 1 else "")

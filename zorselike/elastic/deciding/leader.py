@@ -40,13 +40,7 @@ class Leader:
         self, plan: Plan, contingencies: Contingencies | None = None, *, payback_s: float = 600.0
     ) -> None:
         """`contingencies`: of a planner that takes its time; None: the rule that keeps the groups decides.
-        `payback_s`: within which a better plan must have paid for going over to it. Raises `PlanError` for a
-        plan with tensor-parallel replicas."""
-        if plan.has_replicas:
-            raise PlanError(
-                "the plan has tensor-parallel replicas, which an elastic job cannot divide anew yet: list "
-                "single ranks, or train without elasticity"
-            )
+        `payback_s`: within which a better plan must have paid for going over to it."""
         self.contingencies, self._payback_s = contingencies, payback_s
         self.step_s: float | None = None
         self._compare: Callable[[], None] = lambda: None

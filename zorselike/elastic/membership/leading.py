@@ -407,7 +407,10 @@ class Leading:
         machine = self._machine
         assert machine.round is not None
         if results.refused:
-            self._refused += [f"{describe(machine.find(t.id))}: {t.text}" for t in results.refused]
+            # One a decision, however many refuse it: who decides counts them.
+            first, *others = results.refused
+            also = f" (and {len(others)} others refuse it)" if others else ""
+            self._refused.append(f"{describe(machine.find(first.id))}: {first.text}{also}")
             self._attempt += 1
             if self._attempt < machine.settings.num_attempts:
                 self._decide()

@@ -15,9 +15,10 @@ class BusyClock:
     """Adds up the time of forwards and backwards, which on a GPU events on the compute stream tell, so that
     measuring waits for nothing.
 
-    Waiting for other ranks' rows is not in it, nor for gathers, shards and activations that are late. What
-    remains: in backwards with ZeRO 3 what FSDP2 gathers and reduces by itself without overlap, and on a GPU
-    the host, where it starts kernels more slowly than they run.
+    Waiting for other ranks' rows is not in it, nor for gathers, shards and activations that are late, nor
+    for the other ranks of a tensor-parallel replica. What remains: in backwards with ZeRO 3 what FSDP2
+    gathers and reduces by itself without overlap, and on a GPU the host, where it starts kernels more slowly
+    than they run.
     """
 
     def __init__(self, device: torch.device) -> None:

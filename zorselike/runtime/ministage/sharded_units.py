@@ -327,7 +327,8 @@ class ShardedUnits:
         """Units that get nothing that carries a gradient: where a rank has no microbatch it must reduce in
         the order of the others' backwards."""
         for unit in self._units:
-            unit.is_source = self._reduces_in_backward and unit.name in names
+            for part in (unit, *(piece for piece, _ in self._pieces_of(unit))):
+                part.is_source = self._reduces_in_backward and unit.name in names
 
     def unreduced(self) -> list[Tensor]:
         """The whole gradients that the next reduction reads."""

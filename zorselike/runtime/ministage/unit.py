@@ -119,7 +119,10 @@ class Unit:
             return anchor_zero_gradients(self._pass_through(args[0]).clone(), self.trainable_parameters())
         if self.takes is not None:
             args, kwargs = with_hidden_states(args, kwargs, self.takes(hidden_states(args, kwargs)))
-        anchors = self.anchors_real_forwards and torch.is_grad_enabled()
+        # Of units inside each other an anchor pass gives the inner ones what carries a gradient, and FSDP2
+        # reduces these earlier for it: so must a real forward, where nothing else carries one.
+        anchors = self.anchors_real_forwards or (self._is_nested and self.is_source)
+        anchors = anchors and torch.is_grad_enabled()
         if anchors and self._is_nested:
             hidden = anchor_zero_gradients(hidden_states(args, kwargs), self.trainable_parameters())
             args, kwargs = with_hidden_states(args, kwargs, hidden)

@@ -162,7 +162,7 @@ class _DecoderSkeleton(Skeleton):
             self.flow = self._follow(fake, tokens, {}, Recorder({}))
         except ConfigError as error:
             raise CannotCut(str(error)) from error
-        flow = self.flow
+        flow, self.sample = self.flow, fake
         if idle := [name for name in (*decoder.layers, *decoder.others) if name not in flow.order]:
             raise CannotCut(f"its forward does not call '{idle[0]}'")
         if odd := [name for name in decoder.others if name not in flow.widths and name != flow.order[-1]]:

@@ -21,7 +21,7 @@ from zorselike.runtime.model.causal_lm import Decoder
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.pruning import replace_modules
 
-_BY_SHAPE = {
+BY_SHAPE = {
     "zeros_like",
     "ones_like",
     "empty_like",
@@ -192,7 +192,7 @@ class FlowRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        if name in _BY_SHAPE:
+        if name in BY_SHAPE:
             return result
         used = tensors_in(args[:1] if name in _BY_FIRST else (args, kwargs))
         changed = tensors_in(args[:1]) if name == "__setitem__" else tensors_in(result)

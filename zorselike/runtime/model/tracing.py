@@ -127,6 +127,8 @@ class Skeleton:
         self.mode = make_fake_mode()
         self.whole: nn.Module = nn.Module()
         self.parts: list[nn.Module] = []
+        self.sample: nn.Module | None = None
+        """A copy of the model in which a layer of each class computes, where in `parts` none does."""
         self.takes_any_shape = True
         """Whether ministages compute inputs of any shape."""
         self.note = ""

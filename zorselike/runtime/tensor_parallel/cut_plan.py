@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -76,7 +76,8 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
             raise ConfigError(f"{where}, and no style of tp_plan cuts '{name}'; name its layers, or {_MEND}")
         if is_layer(name) and name not in part.units:
             raise ConfigError(f"{where}, and '{name}' shares a weight with another of its modules; {_MEND}")
-    for name, rate in _dropout(part.module):
+    of_adapters = {name for layer in blocks.values() for b in layer for name in b.dropouts}
+    for name, rate in _dropout(part.module, exact=of_adapters):
         raise ConfigError(
             f"{where}, and '{name}' drops out {rate:g} of what it is given; no two ranks of a replica have "
             f"the same positions, so masks would not be those of one process: set it to 0, or {_MEND}"
@@ -86,8 +87,11 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
             raise ConfigError(f"{where}, and the plan lists a module around '{layer}'; list the layer itself")
 
 
-def _dropout(module: nn.Module) -> Iterator[tuple[str, float]]:
+def _dropout(module: nn.Module, *, exact: Collection[str]) -> Iterator[tuple[str, float]]:
+    """`exact`: modules whose masks are those of one process."""
     for name, child in module.named_modules():
+        if name in exact:
+            continue
         rates = {"p": getattr(child, "p", 0.0)} if type(child).__name__.startswith("Dropout") else {}
         rates |= {key: value for key, value in vars(child).items() if "drop" in key}
         for key, rate in rates.items():

@@ -7,7 +7,7 @@ layer's call passes through its pieces before it computes: FSDP2's hooks of each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.plan.pieces import Cut
 from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
+from zorselike.runtime.tensor_parallel.dropout import drop_of_whole
 from zorselike.runtime.tensor_parallel.sequence import OwnPositions
 from zorselike.runtime.tensor_parallel.styles import Block, Blocks
 
@@ -89,14 +90,24 @@ def cut_layer(layer: nn.Module, name: str, parallel: TensorParallel) -> list[Pie
     pieces = [Piece(held, place) for place, held in enumerate(parallel.pieces)]
     for block in parallel.blocks[name]:
         local = partial(_submodule, layer, name)
-        for fqn in block.columns:
-            linear = local(fqn)
-            keys = _take(linear, fqn, pieces, parallel.cuts, ("weight", "bias"))
-            linear.forward = partial(_columns, pieces, *keys)
-        for fqn in block.rows:
-            linear = local(fqn)
-            (key, _) = _take(linear, fqn, pieces, parallel.cuts, ("weight",))
-            linear.forward = partial(_rows, pieces, key, linear, parallel.positions)
+        for linear in block.columns:
+            for fqn in (linear.base, *linear.cut_adapters("columns")):
+                cut = local(fqn)
+                keys = _take(cut, fqn, pieces, parallel.cuts, ("weight", "bias"))
+                cut.forward = partial(_columns, pieces, *keys)
+        for linear in block.rows:
+            for fqn in (linear.base, *linear.cut_adapters("rows")):
+                cut = local(fqn)
+                (key, _) = _take(cut, fqn, pieces, parallel.cuts, ("weight",))
+                cut.forward = partial(_rows, pieces, key)
+            for dropout in map(local, linear.dropouts):
+                if isinstance(dropout, nn.Dropout):
+                    edges = parallel.cuts[f"{linear.base}.weight"].edges
+                    own = edges[pieces[0].held.number], edges[pieces[-1].held.number + 1]
+                    dropped = partial(drop_of_whole, dropout, own, edges[-1])
+                    dropout.forward = dropped  # type: ignore[method-assign]
+            called = local(linear.name)  # With its adapters: one sum.
+            called.forward = partial(_sum_parts, called.forward, local(linear.base), parallel.positions)
         if parallel.positions is not None:
             gather = partial(_gather, parallel.positions)
             local(block.name).register_forward_pre_hook(gather, with_kwargs=True)
@@ -132,7 +143,14 @@ def _take(
         del linear._parameters[kind]
         if kind == "bias":
             linear.register_parameter("bias", None)
+    _show_weight(linear, pieces[0], keys["weight"])
     return keys["weight"], keys.get("bias")
+
+
+def _show_weight(linear: nn.Module, piece: Piece, key: str) -> None:
+    """Whoever asks a layer for its weight's dtype or device, as peft does, is shown a part of it."""
+    shown = property(lambda _: getattr(piece, key))
+    linear.__class__ = type(type(linear).__name__, (type(linear),), {"weight": shown})
 
 
 def _columns(pieces: list[Piece], weight: str, bias: str | None, x: Tensor) -> Tensor:
@@ -140,14 +158,19 @@ def _columns(pieces: list[Piece], weight: str, bias: str | None, x: Tensor) -> T
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
-def _rows(
-    pieces: list[Piece], weight: str, linear: nn.Module, positions: OwnPositions | None, x: Tensor
-) -> Tensor:
+def _rows(pieces: list[Piece], weight: str, x: Tensor) -> Tensor:
     weights = [getattr(piece, weight) for piece in pieces]
     parts = torch.split(x, [w.shape[1] for w in weights], dim=-1)
     y = F.linear(parts[0], weights[0])
     for part, w in zip(parts[1:], weights[1:], strict=True):
         y = y + F.linear(part, w)
+    return y
+
+
+def _sum_parts(
+    compute: Callable[..., Tensor], linear: nn.Module, positions: OwnPositions | None, x: Tensor
+) -> Tensor:
+    y = compute(x)
     if positions is not None:
         y = positions.sum_to_own(y)
     bias = linear._parameters.get("bias")

@@ -8,7 +8,8 @@ group is right, whatever their degrees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,10 +28,17 @@ class OwnPositions:
     """One rank's slice of the sequence, and the others of its replica."""
 
     def __init__(
-        self, replica: Replica, rank: int, length: int, group: ProcessGroup, order: Sequence[int]
+        self,
+        replica: Replica,
+        rank: int,
+        length: int,
+        group: ProcessGroup,
+        order: Sequence[int],
+        *,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`length`: of the whole sequence; `group`: the replica's ranks; `order`: the place in the replica of
-        each of its members."""
+        each of its members; `waiting`: entered where this rank waits for them."""
         self.length = length
         self._edges = cut_evenly(length, replica.degree)
         self._sizes = [stop - start for start, stop in zip(self._edges, self._edges[1:], strict=False)]
@@ -39,6 +47,7 @@ class OwnPositions:
         self._group = group
         self.start, self.stop = self._edges[self._place], self._edges[self._place + 1]
         self._order = tuple(order)
+        self._waiting = waiting
 
     @property
     def size(self) -> int:
@@ -73,12 +82,14 @@ class OwnPositions:
 
         return map_tensors(targets, cut)
 
-    # -- with ------------------------------------------------------------------------------
+    # -- with, between the graphs of a layer that is compiled -------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, own: Tensor) -> Tensor:
         """All positions, of every rank's own; backward sums what all ranks make of them."""
         return _Gather.apply(own, self)  # type: ignore[no-any-return,no-untyped-call]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sum_to_own(self, whole: Tensor) -> Tensor:
         """Own positions of the sum of all ranks' `whole`; backward gathers."""
         return _SumToOwn.apply(whole, self)  # type: ignore[no-any-return,no-untyped-call]
@@ -91,7 +102,8 @@ class OwnPositions:
             sent[:, : own.shape[1]] = own
         degree = len(self._sizes)
         received = sent.new_empty((degree * sent.shape[0], *sent.shape[1:]))
-        all_gather_whole(received, sent, self._group)
+        with self._waiting():
+            all_gather_whole(received, sent, self._group)
         slices = dict(zip(self._order, received.chunk(degree), strict=True))
         return torch.cat([slices[place][:, :size] for place, size in enumerate(self._sizes)], dim=1)
 
@@ -102,7 +114,8 @@ class OwnPositions:
         for part, place in zip(sent.chunk(degree), self._order, strict=True):
             part[:, : self._sizes[place]] = whole[:, self._edges[place] : self._edges[place + 1]]
         received = whole.new_empty((rows, self._widest, *whole.shape[2:]))
-        reduce_scatter_whole(received, sent, self._group)
+        with self._waiting():
+            reduce_scatter_whole(received, sent, self._group)
         return received if self.size == self._widest else received[:, : self.size].contiguous()
 
 

@@ -9,21 +9,22 @@ a `tp_plan` says of them, since every rank has positions of its own there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
 
 from torch import nn
 
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.pieces import Cut, cut_evenly
+from zorselike.runtime.tensor_parallel.linears import CutLinear, Side, find_linear
 from zorselike.text.wording import list_few
 
 TensorParallelPlan = Mapping[str, str]
 """Styles by module name, in which a star stands for a number."""
 
-_STYLES: dict[str, Literal["columns", "rows"]] = {
+_STYLES: dict[str, Side] = {
     "colwise": "columns",
     "local_colwise": "columns",
     "rowwise": "rows",
@@ -32,6 +33,10 @@ _STYLES: dict[str, Literal["columns", "rows"]] = {
 _WHOLE = frozenset(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"))
 """Styles of modules that nothing has to be done for: ranks add up gradients of all that is whole."""
 
+_WRAPPER = "base_model.model."
+"""How names begin in a model that peft wraps."""
+
+_WIDTHS_OF_HEADS = ("head_dim", "head_size")
 _COUNTS_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads")
 
 
@@ -41,12 +46,24 @@ class Block:
 
     name: str
     """Its global name."""
-    columns: tuple[str, ...]
-    """Global names of linear layers that take hidden states, cut by what they give."""
-    rows: tuple[str, ...]
+    columns: tuple[CutLinear, ...]
+    """Linear layers that take hidden states, cut by what they give."""
+    rows: tuple[CutLinear, ...]
     """Those that give hidden states, cut by what they take."""
     num_units: int
     """What cannot be cut further: heads of keys and values, or the width of a feed-forward network."""
+
+    @property
+    def sides(self) -> Iterator[tuple[CutLinear, Side]]:
+        """All its layers, and what they are cut by."""
+        yield from ((linear, "columns") for linear in self.columns)
+        yield from ((linear, "rows") for linear in self.rows)
+
+    @property
+    def dropouts(self) -> Iterator[str]:
+        """Modules that drop inputs of its layers' adapters."""
+        for linear, _ in self.sides:
+            yield from linear.dropouts
 
 
 Blocks = Mapping[str, tuple[Block, ...]]
@@ -61,27 +78,23 @@ def find_blocks(model: nn.Module, tp_plan: TensorParallelPlan | None = None) -> 
     run, and where it leaves a matrix of a layer whole that other positions might be mixed in.
     """
     styles = _own_plan(model) if tp_plan is None else dict(tp_plan)
-    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+    found: dict[str, dict[str, dict[Side, list[CutLinear]]]] = {}
     modules = dict(model.named_modules())
+    wrapped = _WRAPPER if _WRAPPER.rstrip(".") in modules else ""
     for pattern, style in styles.items():
-        matches = [name for name in modules if _fits(pattern, name)]
+        matches = [name for name in modules if _fits(pattern, name.removeprefix(wrapped))]
         if not matches and tp_plan is not None:
             raise ConfigError(f"tp_plan names '{pattern}', which no module of the model is called")
         for name in matches:
             layer = layer_of(name)
             if layer is None or style in _WHOLE:
                 continue
-            linear = modules[name]
             if style not in _STYLES:
                 raise ConfigError(
                     f"tp_plan: style '{style}' of '{name}' cannot be run; "
                     f"use {list_few(sorted(_STYLES))}, or single ranks in the plan"
                 )
-            if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-                raise ConfigError(
-                    f"tp_plan: '{name}' is a {type(linear).__name__}, and only an nn.Linear can be cut; "
-                    "leave adapters out, or use single ranks in the plan"
-                )
+            linear = find_linear(modules, name)
             block = name.rpartition(".")[0]
             if block == layer:
                 raise ConfigError(
@@ -89,29 +102,27 @@ def find_blocks(model: nn.Module, tp_plan: TensorParallelPlan | None = None) -> 
                     "layer, such as its attention, that takes hidden states and gives hidden states"
                 )
             sides = found.setdefault(layer, {}).setdefault(block, {"columns": [], "rows": []})
-            sides[_STYLES[style]].append(name)
+            sides[_STYLES[style]].append(linear)
+    if tp_plan is not None:
+        _refuse_fused(modules, found)
     blocks = {
         layer: tuple(_make_block(modules, name, **sides) for name, sides in of_layer.items())
         for layer, of_layer in found.items()
     }
     for layer, of_layer in blocks.items():
-        _refuse_whole_matrices(layer, modules[layer], of_layer)
+        _refuse_whole_matrices(layer, modules, of_layer)
     return {name: blocks[name] for name in modules if name in blocks}
 
 
 def find_cuts(model: nn.Module, blocks: Iterable[Block], degree: int) -> dict[str, Cut]:
     """How each parameter of some blocks is cut into `degree` pieces, by global name."""
-    cuts = {}
+    cuts, modules = {}, dict(model.named_modules())
     for block in blocks:
         edges = cut_evenly(block.num_units, degree)
-        for names, dim in ((block.columns, 0), (block.rows, 1)):
-            for name in names:
-                linear = _linear(model.get_submodule(name))
-                width = (linear.out_features, linear.in_features)[dim] // block.num_units
-                cut = Cut(dim, tuple(edge * width for edge in edges))
-                cuts[f"{name}.weight"] = cut
-                if dim == 0 and linear.bias is not None:
-                    cuts[f"{name}.bias"] = cut
+        for linear, side in block.sides:
+            width = linear.width(modules, side) // block.num_units
+            for name, kind, dim in linear.cut_tensors(modules, side):
+                cuts[f"{name}.{kind}"] = Cut(dim, tuple(edge * width for edge in edges))
     return cuts
 
 
@@ -142,14 +153,17 @@ def _fits(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
-def _make_block(modules: Mapping[str, nn.Module], name: str, columns: list[str], rows: list[str]) -> Block:
+def _make_block(
+    modules: Mapping[str, nn.Module], name: str, columns: list[CutLinear], rows: list[CutLinear]
+) -> Block:
     if not columns or not rows:
         there, missing = ("colwise", "rowwise") if columns else ("rowwise", "colwise")
         raise ConfigError(f"tp_plan: '{name}' has {there} layers and no {missing} one; a cut needs both ends")
-    widths = {name: _linear(modules[name]).out_features for name in columns}
-    widths |= {name: _linear(modules[name]).in_features for name in rows}
-    head_dim = getattr(modules[name], "head_dim", None)
-    if not isinstance(head_dim, int):
+    widths = {linear.name: linear.width(modules, "columns") for linear in columns}
+    widths |= {linear.name: linear.width(modules, "rows") for linear in rows}
+    found = (getattr(modules[name], key, None) for key in _WIDTHS_OF_HEADS)
+    head_dim = next((width for width in found if isinstance(width, int)), None)
+    if head_dim is None:
         if any(isinstance(getattr(modules[name], key, None), int) for key in _COUNTS_OF_HEADS):
             raise ConfigError(
                 f"tp_plan: '{name}' counts heads and has no attribute head_dim, so it cannot be known "
@@ -166,15 +180,31 @@ def _make_block(modules: Mapping[str, nn.Module], name: str, columns: list[str],
     return Block(name, tuple(columns), tuple(rows), num_units)
 
 
-def _linear(module: nn.Module) -> nn.Linear:
-    assert isinstance(module, nn.Linear)
-    return module
+def _refuse_fused(
+    modules: Mapping[str, nn.Module], found: Mapping[str, Mapping[str, Mapping[Side, Sequence[CutLinear]]]]
+) -> None:
+    """A model's own plan says of itself that parts of such a layer are whole heads, side by side."""
+    for sides in chain.from_iterable(of_layer.values() for of_layer in found.values()):
+        if len(sides["columns"]) == 1 and sides["rows"]:
+            (linear,) = sides["columns"]
+            width = linear.width(modules, "columns")
+            taken = min(row.width(modules, "rows") for row in sides["rows"])
+            if width > taken:
+                raise ConfigError(
+                    f"tp_plan: '{linear.name}' gives {width} numbers, and the layer that ends the cut takes "
+                    f"{taken}: a fused projection of queries, keys and values, or of a gate, whose parts a "
+                    "cut would mix up; make it a layer for each, or use single ranks in the plan"
+                )
 
 
-def _refuse_whole_matrices(layer: str, module: nn.Module, blocks: Iterable[Block]) -> None:
-    cut = {f"{name}.weight" for block in blocks for name in (*block.columns, *block.rows)}
-    for key, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.dim() > 1 and f"{layer}.{key}" not in cut:
+def _refuse_whole_matrices(layer: str, modules: Mapping[str, nn.Module], blocks: Iterable[Block]) -> None:
+    known: set[str] = set()
+    for block in blocks:
+        for linear, side in block.sides:
+            known |= {f"{name}.{kind}" for name, kind, _ in linear.cut_tensors(modules, side)}
+            known |= {f"{name}.weight" for name in linear.whole_adapters(side)}
+    for key, parameter in modules[layer].named_parameters(remove_duplicate=False):
+        if parameter.dim() > 1 and f"{layer}.{key}" not in known:
             raise ConfigError(
                 f"tp_plan leaves '{layer}.{key}' whole, a matrix in a layer that is cut: what it "
                 "multiplies might come from other positions, which a rank of a replica does not have; name "

@@ -12,7 +12,8 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.profiler.machine.found_cluster import list_machines
-from zorselike.train.config.config import Config, check_against_plan
+from zorselike.train.config.checks import check_against_plan
+from zorselike.train.config.config import Config
 
 Machines = Mapping[str, tuple[str, ...]]
 """The types of the devices of each node, by local rank."""

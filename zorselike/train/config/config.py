@@ -8,13 +8,10 @@ no place here, with what takes their place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from zorselike.errors import ConfigError, FileError
-from zorselike.plan.plan import Plan
 from zorselike.text.annotations import Must, Natural, Positive, at_least
-from zorselike.text.dataclass_tables import check_dataclass
 from zorselike.text.units import parse_time
 
 HUGGING_FACE = "hf"
@@ -27,7 +24,6 @@ NotNegative = Annotated[float, at_least(0)]
 Share = Annotated[float, Must(lambda share: 0 <= share <= 1, "give one from 0 to 1")]
 Beta = Annotated[float, Must(lambda beta: 0 <= beta < 1, "give one from 0 to below 1")]
 Budget = Annotated[str, Must(lambda text: (parse_time(text) or 0) > 0, 'write seconds, such as "30s"')]
-A_PLAN = Must(bool, f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"')
 STEP_OR_NEWEST = Must(lambda step: step >= -1, "give a step, or -1 for the newest")
 
 
@@ -196,6 +192,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Parallelism:
+    tensor_parallel_degree: Positive = 1
+    """So many ranks of a node share every layer. Above 1 and without a plan: one group of such replicas, in
+    the order of ranks, with equal rows and ZeRO 2; each computes a row at a time. A plan, where degrees may
+    differ, must agree."""
+
+
+@dataclass(frozen=True)
 class ActivationCheckpoint:
     mode: Literal["plan", "none", "full"] = "plan"
     """The plan says `recompute` per group. `none` or `full` demand it of every group, or refuse the plan."""
@@ -275,9 +279,10 @@ class Debug:
 
 @dataclass(frozen=True)
 class Hetero:
-    plan: Annotated[str, A_PLAN] = ""
+    plan: str = ""
     """The plan file: which rank computes which rows of which layers. `auto`: the devices that run are
-    measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it."""
+    measured, a plan is made for them and kept in `[job] dump_folder`, from where later runs take it. May be
+    left out with `[parallelism] tensor_parallel_degree`."""
     profile: str = ""
     """With `plan = "auto"`: the profile to plan with; what it lacks is measured and added.
     Unless given, it is kept beside the plan."""
@@ -322,6 +327,7 @@ class Config:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     hetero: Hetero = field(default_factory=Hetero)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
@@ -335,138 +341,3 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     elastic: Elastic = field(default_factory=Elastic)
     debug: Debug = field(default_factory=Debug)
-
-
-def check_config(config: Config) -> None:
-    """Raises `ConfigError` for the first value that no run can use, naming section, key and mend."""
-    try:
-        for section in fields(Config):
-            check_dataclass(getattr(config, section.name), f"[{section.name}] ")
-    except FileError as error:
-        raise ConfigError(str(error)) from None
-    if config.compile.enable and not config.compile.components:
-        raise ConfigError('[compile] components = []: with enable = true say what to compile: ["model"]')
-    loader, profiling, hetero = config.training.dataloader, config.profiling, config.hetero
-    if loader.prefetch_factor is not None and loader.num_workers == 0:
-        raise ConfigError(
-            f"[training] dataloader.prefetch_factor = {loader.prefetch_factor}: needs num_workers >= 1"
-        )
-    least = profiling.profiler_active + profiling.profiler_warmup
-    if profiling.profile_freq < least:
-        raise ConfigError(
-            f"[profiling] profile_freq = {profiling.profile_freq}: must be at least profiler_active + "
-            f"profiler_warmup = {least}"
-        )
-    if hetero.plan == AUTO and config.training.global_batch_size < 1:
-        raise ConfigError(
-            f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
-            f'has, since [hetero] plan = "{AUTO}" has no plan that says it'
-        )
-    if config.model.path and config.model.name != HUGGING_FACE:
-        raise ConfigError(
-            f'[model] path = "{config.model.path}" is the folder of a Hugging Face model: say name = '
-            f'"{HUGGING_FACE}" too'
-        )
-    if config.model.name == HUGGING_FACE and config.model.override:
-        raise ConfigError(
-            f"[model] override = {[*config.model.override]}: a Hugging Face model is what its config.json "
-            "says; change that"
-        )
-    if config.model.name == HUGGING_FACE and not config.model.path:
-        raise ConfigError(
-            f'[model] name = "{HUGGING_FACE}" needs the folder of a Hugging Face model: path = "DIR"'
-        )
-    _check_lora(config)
-    checkpoint = config.checkpoint
-    for key, unused in (("load_step", -1), ("initial_load_path", "")):
-        if getattr(checkpoint, key) != unused and not checkpoint.enable:
-            raise ConfigError(
-                f"[checkpoint] {key} = {getattr(checkpoint, key)!r}: nothing is loaded without enable = true"
-            )
-    if checkpoint.keep_best and not (checkpoint.enable and config.validation.enable):
-        raise ConfigError(
-            "[checkpoint] keep_best = true: needs [checkpoint] enable = true and [validation] enable = true"
-        )
-    for key in ("profile", "cluster"):
-        if hetero.plan != AUTO and getattr(hetero, key) and not config.elastic.enable:
-            raise ConfigError(
-                f'[hetero] {key} = "{getattr(hetero, key)}": is for plan = "{AUTO}"; remove it, or plan '
-                "that way"
-            )
-    _check_elastic(config)
-
-
-def _check_elastic(config: Config) -> None:
-    elastic, hetero = config.elastic, config.hetero
-    if not elastic.enable:
-        for key in fields(Elastic):
-            if getattr(elastic, key.name) != key.default:
-                raise ConfigError(
-                    f"[elastic] {key.name} = {getattr(elastic, key.name)!r}: says nothing without enable = "
-                    "true"
-                )
-        return
-    if elastic.replan_on_drift and elastic.replan != "auto":
-        raise ConfigError(
-            f'[elastic] replan_on_drift = true: needs replan = "auto", and it is "{elastic.replan}"'
-        )
-    given = [key for key in ("profile", "cluster") if getattr(hetero, key)]
-    if hetero.plan != AUTO and len(given) == 1:
-        raise ConfigError(
-            f'[hetero] {given[0]} = "{getattr(hetero, given[0])}": to plan anew after a loss, name both '
-            "profile and cluster"
-        )
-
-
-def _check_lora(config: Config) -> None:
-    lora = config.lora
-    if not lora.enable:
-        for key in fields(Lora):
-            if getattr(lora, key.name) != key.default:
-                raise ConfigError(
-                    f"[lora] {key.name} = {getattr(lora, key.name)!r}: there are no adapters without "
-                    "enable = true"
-                )
-    elif config.model.name != HUGGING_FACE:
-        raise ConfigError(
-            f"[lora] enable = true: adapters are for a Hugging Face model, and [model] name = "
-            f'"{config.model.name}"; say name = "{HUGGING_FACE}" and path = "DIR"'
-        )
-    elif lora.save_merged and not (config.checkpoint.enable and config.checkpoint.last_save_model_only):
-        raise ConfigError(
-            "[lora] save_merged = true: needs [checkpoint] enable = true and last_save_model_only = true"
-        )
-
-
-def load_plan(config: Config) -> Plan | None:
-    """The plan of `[hetero] plan`, None if it is `auto`; raises `PlanError` if it is wrong, and
-    `ConfigError` where recipe and plan contradict each other."""
-    if config.hetero.plan == AUTO:
-        return None
-    plan = Plan.load(config.hetero.plan)
-    check_against_plan(config, plan)
-    return plan
-
-
-def check_against_plan(config: Config, plan: Plan) -> None:
-    """Raises `ConfigError` where recipe and plan contradict each other."""
-    plan_path = config.hetero.plan
-    size = config.training.global_batch_size
-    if size not in (-1, plan.global_batch):
-        raise ConfigError(
-            f"[training] global_batch_size = {size}, but the plan {plan_path} has global_batch = "
-            f"{plan.global_batch}: remove the key, or make a plan for {size} rows"
-        )
-    if plan.sequence_length not in (None, config.training.seq_len):
-        raise ConfigError(
-            f"[training] seq_len = {config.training.seq_len}, but the plan {plan_path} was made for "
-            f"sequence_length = {plan.sequence_length}: set one of them to the other"
-        )
-    wanted = {"none": "none", "full": "layer"}.get(config.activation_checkpoint.mode)
-    for number, group in enumerate(plan.groups):
-        if wanted is not None and group.recompute != wanted:
-            raise ConfigError(
-                f'[activation_checkpoint] mode = "{config.activation_checkpoint.mode}", but group {number} '
-                f'of the plan {plan_path} has recompute = "{group.recompute}": set recompute = "{wanted}" '
-                'there, or mode = "plan" here'
-            )

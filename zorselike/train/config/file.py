@@ -19,7 +19,8 @@ from zorselike.text.document import parse_text
 from zorselike.text.files import read_text
 from zorselike.text.toml import format_table
 from zorselike.text.wording import suggest
-from zorselike.train.config.config import AUTO, Config, check_config
+from zorselike.train.config.checks import check_config
+from zorselike.train.config.config import AUTO, Config
 from zorselike.train.config.titan_keys import REFUSED_VALUES, refusal
 from zorselike.version import __version__
 

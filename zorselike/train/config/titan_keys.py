@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 REFUSED_SECTIONS: dict[str, str] = {
-    "parallelism": "the plan says who computes what: groups, ministages and ZeRO stages ([hetero] plan)",
     "quantize": "not supported yet; remove the section",
     "memory_estimation": "use --dry-run, which builds everything without memory",
     "fault_tolerance": "[elastic] goes on in the same processes when ranks are lost",
@@ -18,6 +17,16 @@ _RECOMPUTE = 'the plan\'s groups say recompute = "none" or "layer"; remove the k
 _RECOMPUTE_KEYS = (
     "selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
     "visualize_memory_budget_pareto preserve_rng_state determinism_check debug"
+)
+_PLAN = "the plan says who computes what: groups, ministages and ZeRO stages ([hetero] plan)"
+_PARALLELISM_KEYS = (
+    "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
+    "disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree "
+    "pipeline_parallel_split_points module_fqns_per_model_part pipeline_parallel_first_stage_less_layers "
+    "pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage "
+    "pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size "
+    "pipeline_parallel_expert_parallel_overlap context_parallel_degree context_parallel_rotate_method "
+    "expert_parallel_degree expert_tensor_parallel_degree"
 )
 _FLIGHT = "set the variables TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE of torch itself; remove the key"
 
@@ -36,6 +45,7 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
         "converters": "not supported yet; remove the key",
         "print_after_conversion": "--dry-run prints what each rank holds; remove the key",
     },
+    "parallelism": dict.fromkeys(_PARALLELISM_KEYS.split(), _PLAN),
     "optimizer": {
         "early_step_in_backward": "ministages already update as soon as they have reduced, while the next "
         'one computes, where max_norm = 0 or [hetero] clip = "ministage"; remove the key'

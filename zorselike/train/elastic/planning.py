@@ -20,7 +20,8 @@ from zorselike.runtime.processes.world import describe_process
 from zorselike.text.units import parse_time
 from zorselike.train.auto.files import AutoFiles, name_written_plan
 from zorselike.train.auto.plan import make_auto_workload
-from zorselike.train.config.config import Config, check_against_plan
+from zorselike.train.config.checks import check_against_plan
+from zorselike.train.config.config import Config
 from zorselike.train.config.model import TrainedModel
 
 _NANNY = "-m zorselike.elastic.meeting.nanny"

@@ -7,8 +7,8 @@ import torch
 from ranks import RunRanks
 from torch import Tensor, nn
 
-from zorselike.cost.activations import count_gpt_layer, count_head, count_llama_layer
 from zorselike.models import GPTConfig, LlamaConfig
+from zorselike.models.activation_bytes import count_gpt_layer, count_head, count_llama_layer
 from zorselike.models.gpt import TransformerBlock as GPTBlock
 from zorselike.models.llama import TransformerBlock as LlamaBlock
 from zorselike.runtime.loss import token_cross_entropy

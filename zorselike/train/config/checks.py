@@ -1,0 +1,172 @@
+"""What contradicts itself in a recipe, or the plan that it names: one error before work starts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from zorselike.errors import ConfigError, FileError
+from zorselike.plan.plan import Plan
+from zorselike.text.dataclass_tables import check_dataclass
+from zorselike.text.wording import list_few
+from zorselike.train.config.config import AUTO, HUGGING_FACE, Config, Elastic, Lora
+
+_NAME_A_PLAN = f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"'
+
+
+def check_config(config: Config) -> None:
+    """Raises `ConfigError` for the first value that no run can use, naming section, key and mend."""
+    try:
+        for section in fields(Config):
+            check_dataclass(getattr(config, section.name), f"[{section.name}] ")
+    except FileError as error:
+        raise ConfigError(str(error)) from None
+    if config.compile.enable and not config.compile.components:
+        raise ConfigError('[compile] components = []: with enable = true say what to compile: ["model"]')
+    loader, profiling, hetero = config.training.dataloader, config.profiling, config.hetero
+    if loader.prefetch_factor is not None and loader.num_workers == 0:
+        raise ConfigError(
+            f"[training] dataloader.prefetch_factor = {loader.prefetch_factor}: needs num_workers >= 1"
+        )
+    least = profiling.profiler_active + profiling.profiler_warmup
+    if profiling.profile_freq < least:
+        raise ConfigError(
+            f"[profiling] profile_freq = {profiling.profile_freq}: must be at least profiler_active + "
+            f"profiler_warmup = {least}"
+        )
+    _check_parallelism(config)
+    if hetero.plan in (AUTO, "") and config.training.global_batch_size < 1:
+        raise ConfigError(
+            f"[training] global_batch_size = {config.training.global_batch_size}: say how many rows a step "
+            f'has, since [hetero] plan = "{hetero.plan}" has no plan that says it'
+        )
+    if config.model.path and config.model.name != HUGGING_FACE:
+        raise ConfigError(
+            f'[model] path = "{config.model.path}" is the folder of a Hugging Face model: say name = '
+            f'"{HUGGING_FACE}" too'
+        )
+    if config.model.name == HUGGING_FACE and config.model.override:
+        raise ConfigError(
+            f"[model] override = {[*config.model.override]}: a Hugging Face model is what its config.json "
+            "says; change that"
+        )
+    if config.model.name == HUGGING_FACE and not config.model.path:
+        raise ConfigError(
+            f'[model] name = "{HUGGING_FACE}" needs the folder of a Hugging Face model: path = "DIR"'
+        )
+    _check_lora(config)
+    checkpoint = config.checkpoint
+    for key, unused in (("load_step", -1), ("initial_load_path", "")):
+        if getattr(checkpoint, key) != unused and not checkpoint.enable:
+            raise ConfigError(
+                f"[checkpoint] {key} = {getattr(checkpoint, key)!r}: nothing is loaded without enable = true"
+            )
+    if checkpoint.keep_best and not (checkpoint.enable and config.validation.enable):
+        raise ConfigError(
+            "[checkpoint] keep_best = true: needs [checkpoint] enable = true and [validation] enable = true"
+        )
+    for key in ("profile", "cluster"):
+        if hetero.plan != AUTO and getattr(hetero, key) and not config.elastic.enable:
+            raise ConfigError(
+                f'[hetero] {key} = "{getattr(hetero, key)}": is for plan = "{AUTO}"; remove it, or plan '
+                "that way"
+            )
+    _check_elastic(config)
+
+
+def _check_parallelism(config: Config) -> None:
+    """A plan, or what makes one."""
+    degree, plan = config.parallelism.tensor_parallel_degree, config.hetero.plan
+    where = f"[parallelism] tensor_parallel_degree = {degree}"
+    if not plan and degree == 1:
+        raise ConfigError(f'[hetero] plan is ""; {_NAME_A_PLAN}')
+    if plan == AUTO and degree > 1:
+        raise ConfigError(
+            f'{where}: says the plan, and [hetero] plan = "{AUTO}" searches for one: leave one of them out'
+        )
+    if not plan and config.elastic.enable:
+        raise ConfigError(f"{where}: [elastic] enable = true begins with a plan: {_NAME_A_PLAN}")
+
+
+def _check_elastic(config: Config) -> None:
+    elastic, hetero = config.elastic, config.hetero
+    if not elastic.enable:
+        for key in fields(Elastic):
+            if getattr(elastic, key.name) != key.default:
+                raise ConfigError(
+                    f"[elastic] {key.name} = {getattr(elastic, key.name)!r}: says nothing without enable = "
+                    "true"
+                )
+        return
+    if elastic.replan_on_drift and elastic.replan != "auto":
+        raise ConfigError(
+            f'[elastic] replan_on_drift = true: needs replan = "auto", and it is "{elastic.replan}"'
+        )
+    given = [key for key in ("profile", "cluster") if getattr(hetero, key)]
+    if hetero.plan != AUTO and len(given) == 1:
+        raise ConfigError(
+            f'[hetero] {given[0]} = "{getattr(hetero, given[0])}": to plan anew after a loss, name both '
+            "profile and cluster"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.lora
+    if not lora.enable:
+        for key in fields(Lora):
+            if getattr(lora, key.name) != key.default:
+                raise ConfigError(
+                    f"[lora] {key.name} = {getattr(lora, key.name)!r}: there are no adapters without "
+                    "enable = true"
+                )
+    elif config.model.name != HUGGING_FACE:
+        raise ConfigError(
+            f"[lora] enable = true: adapters are for a Hugging Face model, and [model] name = "
+            f'"{config.model.name}"; say name = "{HUGGING_FACE}" and path = "DIR"'
+        )
+    elif lora.save_merged and not (config.checkpoint.enable and config.checkpoint.last_save_model_only):
+        raise ConfigError(
+            "[lora] save_merged = true: needs [checkpoint] enable = true and last_save_model_only = true"
+        )
+
+
+def load_plan(config: Config) -> Plan | None:
+    """The plan of `[hetero] plan`, None if it is `auto` or left out; raises `PlanError` if it is wrong, and
+    `ConfigError` where recipe and plan contradict each other."""
+    if config.hetero.plan in (AUTO, ""):
+        return None
+    plan = Plan.load(config.hetero.plan)
+    check_against_plan(config, plan)
+    return plan
+
+
+def check_against_plan(config: Config, plan: Plan) -> None:
+    """Raises `ConfigError` where recipe and plan contradict each other."""
+    plan_path = config.hetero.plan
+    size = config.training.global_batch_size
+    if size not in (-1, plan.global_batch):
+        raise ConfigError(
+            f"[training] global_batch_size = {size}, but the plan {plan_path} has global_batch = "
+            f"{plan.global_batch}: remove the key, or make a plan for {size} rows"
+        )
+    if plan.sequence_length not in (None, config.training.seq_len):
+        raise ConfigError(
+            f"[training] seq_len = {config.training.seq_len}, but the plan {plan_path} was made for "
+            f"sequence_length = {plan.sequence_length}: set one of them to the other"
+        )
+    degree = config.parallelism.tensor_parallel_degree
+    for number, group in enumerate(plan.groups):
+        others = {replica.degree for replica in group.replicas} - {degree}
+        if degree > 1 and others:
+            raise ConfigError(
+                f"[parallelism] tensor_parallel_degree = {degree}, but group {number} of the plan "
+                f"{plan_path} has replicas of {list_few(sorted(others))}: leave the key out, since "
+                f"the plan says it, or list replicas of {degree} ranks there"
+            )
+    wanted = {"none": "none", "full": "layer"}.get(config.activation_checkpoint.mode)
+    for number, group in enumerate(plan.groups):
+        if wanted is not None and group.recompute != wanted:
+            raise ConfigError(
+                f'[activation_checkpoint] mode = "{config.activation_checkpoint.mode}", but group {number} '
+                f'of the plan {plan_path} has recompute = "{group.recompute}": set recompute = "{wanted}" '
+                'there, or mode = "plan" here'
+            )
