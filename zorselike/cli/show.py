@@ -275,7 +275,7 @@ def _describe_assumptions() -> str:
         f"Assumed: {_show_gib(CONTEXT_BYTES)} of the device for the CUDA context and libraries, and "
         f"{100 * ALLOCATOR_SHARE:.0f} % for gaps in the allocator; an optimizer that updates in place "
         "(fused); flash attention (in float32 the memory-efficient one), no dropout, no torch.compile; "
-        "activations as zorselike/models/activation_bytes.py counts them, the rest as zorselike/cost/memory.py"
+        "activations as zorselike/models/activation_bytes.py counts them, others as zorselike/cost/memory.py"
         f" walks the schedule, an upper bound. A model has {MIN_DEPTH:g} to {MAX_DEPTH:g} times the layers "
         "of the flavor of its width, where such a one fits. What limits it is what one more layer would "
         "not fit into."
