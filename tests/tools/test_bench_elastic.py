@@ -12,6 +12,7 @@ import pytest
 from tools.elastic.bench import main, merge
 from tools.elastic.diary import Diary, Entered, Writer
 from tools.elastic.faults import list_cells, make_plan
+from tools.elastic.injection import Fault
 from tools.elastic.jobs import Job, JobFailedError, Outcome, _check_woken
 from tools.elastic.matrix import Found, list_settings, percentile
 from tools.elastic.scenarios import describe_cycles
@@ -93,8 +94,14 @@ def test_generations_that_failed_by_themselves_are_retries() -> None:
     killed_before = (9.0, 101, "kill", 0)  # It was not known of.
     raised_before, raised_after = (9.0, 101, "raise", 0), (11.0, 101, "raise", 0)
     elsewhere = (11.0, 105, "kill", 0)
+    faults = [Fault(2, 1, "raise")]
     for fault, retries in ((killed_before, []), (raised_after, []), (raised_before, [2]), (elsewhere, [2])):
-        assert make_outcome(*diaries, happened=(fault,)).retries() == retries
+        assert make_outcome(*diaries, happened=(fault,)).retries(faults) == retries
+    # As it left the generation before: the others had no word of it.
+    assert (
+        make_outcome(*diaries, happened=(raised_before,)).retries([Fault(2, 1, "raise", 0.5, "abandon")])
+        == []
+    )
 
 
 def test_a_planned_change_costs_what_its_step_is_longer() -> None:

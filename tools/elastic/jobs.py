@@ -26,7 +26,7 @@ from zorselike.elastic.contract import Reason
 from zorselike.elastic.meeting.environment import listen
 
 from .diary import Diary
-from .injection import Fault, FaultKind
+from .injection import RECOVERY_PHASES, Fault, FaultKind
 from .ranks import HOST, Job, Report, train, train_alone
 
 __all__ = ["Fault", "Job", "JobFailedError", "Outcome", "Report", "run", "run_alone"]
@@ -36,6 +36,8 @@ _SLEEP_S, _PAUSE_S = 3.0, 0.3
 """How long a process stands still: the first beside the silence limit."""
 _WAKING_S = 60.0
 """Within which one that was gone on without must have ended, once it can go on itself."""
+_RECENT_S = 10.0
+"""Before a generation was handed over: what happens in a recovery may come to light in the next."""
 _MAKES_GONE: tuple[FaultKind, ...] = ("kill", "stop", "exit", "term", "leave")
 
 
@@ -90,9 +92,9 @@ class Outcome:
                 longest[number] = max(longest.get(number, 0.0), seconds)
         return list(longest.values())
 
-    def retries(self) -> list[int]:
+    def retries(self, faults: Sequence[Fault]) -> list[int]:
         """Generations that some have begun to form and that never ran, though nothing had happened to any of
-        their ranks."""
+        their ranks that was not known when they were planned. `faults`: the job's."""
         entered = {each.number: each for diary in self.diaries for each in diary.entered}
         began_s = {number: self._began_s(number) for number in entered}
         ran = {number for diary in self.diaries for number in diary.ran}
@@ -100,9 +102,12 @@ class Outcome:
         found = []
         for number in sorted(entered.keys() - ran):
             ranks = {pids[id] for id in entered[number].ids if id in pids}
+            leads_in_s = (
+                _RECENT_S if faults[i].phase in RECOVERY_PHASES else 0.0 for _, _, _, i in self.happened
+            )
             struck = [
-                kind in _MAKES_GONE or at > began_s[number]
-                for at, pid, kind, _ in self.happened
+                kind in _MAKES_GONE or at > began_s[number] - lead_s
+                for (at, pid, kind, _), lead_s in zip(self.happened, leads_in_s, strict=True)
                 if pid in ranks
             ]
             if not any(struck):
