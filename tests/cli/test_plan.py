@@ -132,13 +132,26 @@ def test_adapters_are_all_that_trains(
 
 def test_options_are_the_planners_question(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     more = "--objective cost --max-cost-per-iteration 2.5 --min-tokens-per-s 40 --max-devices 3"
-    run(capsys, *EIGHT, *more.split(), "--budget", "500ms", "--seed", "7", "--top", "2", "--defer-updates")
+    run(
+        capsys,
+        *EIGHT,
+        *more.split(),
+        "--budget",
+        "500ms",
+        "--seed",
+        "7",
+        "--top",
+        "2",
+        "--defer-updates",
+        "--elastic",
+    )
     ((problem, how),) = asked
     assert (problem.workload, problem.cluster) == (WORKLOAD, CLUSTER)
     assert problem.profile == Profile.load("profile.json")
     assert (problem.global_batch, problem.objective, problem.max_cost_per_iteration) == (8, "cost", 2.5)
     assert problem.min_throughput == pytest.approx(40 / 800)
     assert (problem.max_devices, problem.devices, problem.defer_updates) == (3, None, True)
+    assert problem.is_mirrored
     assert {key: how[key] for key in ("budget_s", "seed", "top")} == {"budget_s": 0.5, "seed": 7, "top": 2}
 
 

@@ -16,6 +16,7 @@ from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.simulator.inputs import SimulationInputs
+from zorselike.text.wording import show_bytes
 
 CLUSTER = Cluster(
     nodes=(
@@ -180,6 +181,15 @@ def test_a_global_norm_defers_updates(capsys: pytest.CaptureFixture[str], files:
     assert "NORM" in names
     run(capsys, "plan.toml", *MEASURED, "--trace", "step.json")
     assert "NORM" not in {event["name"] for event in json.loads(Path("step.json").read_text())["traceEvents"]}
+
+
+def test_copies_and_mirrors_of_an_elastic_job_are_counted(
+    capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    assert "mirrored" not in run(capsys, "plan.toml", *MEASURED)
+    text = run(capsys, "plan.toml", *MEASURED, "--elastic")
+    # Of 12 bytes a parameter two copies, and two of what the other node mirrors.
+    assert f"  copied and mirrored to hosts a and b: {show_bytes(96_000)} of 64.0 GiB\n" in text
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

@@ -242,6 +242,45 @@ def test_killed_members_are_gone_on_without(killed: tuple[int, ...], run_ranks: 
             assert sorted(end.value[-1]) == [f"n{other}" for other in range(4) if other not in killed]
 
 
+def sleep_through_the_end(rank: int, world_size: int, folder: Path) -> list[str]:
+    """The second of two is stopped; the first goes on alone, and is killed before the second wakes."""
+    settings = Settings(silence_s=1.0, arrivals_s=0.05)
+    port = folder / "port"
+    while rank and not port.exists():
+        time.sleep(0.01)
+    member = Member(int(port.read_text()) if rank else 0, found=None if rank else 2, settings=settings)
+    if rank == 0:
+        (folder / "new").write_text(str(member.port))
+        (folder / "new").rename(port)
+    await_that(lambda: member.runs(2))
+    if rank == 0:
+        await_that(lambda: member.runs(1))
+        (folder / "alone").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    me = os.getpid()
+    if os.fork() == 0:  # Wakes the other, since nobody else can.
+        while not (folder / "alone").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(me, signal.SIGCONT)
+        os._exit(0)
+    os.kill(me, signal.SIGSTOP)
+    await_that(lambda: member.error is not None)
+    member.meeting.close()
+    return [str(member.error), *(str(len(each.ranks)) for each in member.generations)]
+
+
+def test_who_slept_while_the_others_went_on_and_died_does_not_go_on_alone(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """It read of their end before it knew that it had slept, and so went on from where it was."""
+    exits = run_ranks(sleep_through_the_end, 2, tmp_path, init=False, allow_exit=True, timeout=60)
+    assert exits[1].code == 0, exits[1].stderr
+    error, *generations = exits[1].value
+    assert "this side ends, so that never two go on" in error
+    assert generations == ["2"]
+
+
 def links_in_a_fork(rank: int, world_size: int) -> tuple[bool, bool]:
     member = Member(found=1)
     await_that(lambda: member.runs(1))

@@ -203,6 +203,27 @@ def test_in_doubt_a_nanny_s_word_that_the_dead_were_of_this_generation_is_enough
             assert "this side ends" in str(job.processes["m1"].over)
 
 
+def test_who_has_finished_was_of_the_generation_that_it_says() -> None:
+    """Not of that of whoever hears it, perhaps long afterwards."""
+    job = start(2)
+    machine = job.processes["m1"].machine
+    machine.handle(e.Received("m0", msg.Bye(7)))
+    assert machine.committed.number == 1 and machine.dead == {"m0": 7}
+
+
+def test_doubt_outlasts_the_link_that_it_came_by() -> None:
+    job = start(2)
+    job.sleep("m1")
+    job.run(job.settings.silence_s * 3)  # The other goes on alone, and ends.
+    job.kill("m0")
+    process = job.processes["m1"]
+    process.is_asleep, process.inbox = False, []
+    for event in (e.Slept(), e.Closed("m0"), e.Dead(msg.Gone("m0"))):
+        job.tell(process, event)
+    job.run(60)
+    assert "this side ends" in str(process.over)
+
+
 def test_who_leaves_gives_what_it_has_and_goes_at_a_step_s_end() -> None:
     for leaving in ("m0", "m2"):  # The leader too.
         job = start(3)
@@ -229,6 +250,16 @@ def test_an_arrival_that_is_not_needed_waits_and_is_there_after_a_loss() -> None
     job.kill("m2")
     job.run(5)
     assert runs_with(job, "m0", "m1", spare)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 3.0, 5.0])
+def test_an_arrival_that_is_sent_to_a_leader_that_has_hung_joins_who_goes_on(after_s: float) -> None:
+    job = start(3, settings=Settings(silence_s=4.0))
+    job.sleep("m0")
+    job.run(after_s)
+    arrival = job.arrive("m2").id
+    job.run(30)
+    assert runs_with(job, "m1", "m2", arrival)
 
 
 @pytest.mark.parametrize("refusing", [("m1",), ("m1", "m0")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from tools.elastic.bench import main, merge
 from tools.elastic.diary import Diary, Entered, Writer
 from tools.elastic.faults import list_cells, make_plan
-from tools.elastic.jobs import Job, JobFailedError, Outcome
+from tools.elastic.injection import Fault
+from tools.elastic.jobs import Job, JobFailedError, Outcome, _check_woken
 from tools.elastic.matrix import Found, list_settings, percentile
 from tools.elastic.scenarios import describe_cycles
 from zorselike.elastic.contract import Generation
@@ -55,6 +57,36 @@ def test_a_recovery_lasts_until_the_slowest_survivor_has_done_a_step() -> None:
     assert outcome.recoveries() == [4.0]
 
 
+def test_a_generation_begins_with_the_state_of_its_source_and_no_other() -> None:
+    """A step that was lost before it was mirrored, and was done again by another plan, is no source."""
+    diary = make_diary(0, 0, 3)
+    diary.entered += [
+        Entered(2, 3.0, "loss", False, ("id0",), (1, 2)),
+        Entered(3, 4.0, "loss", False, (), (2, 3)),
+    ]
+    sums = [(1, 2, 0, 2, 5), (1, 2, 1, 2, 6), (1, 3, 0, 2, 7), (1, 3, 1, 2, 8)]  # Step 3 was lost.
+    again = [(2, 2, 0, 1, 11), (2, 3, 0, 1, 99), (3, 3, 0, 1, 99)]
+    job = replace(make_outcome(diary), sums=(*sums, *again))  # type: ignore[arg-type]
+    assert job.check_states() == 2
+    other = [(2, 2, 0, 1, 11), (2, 3, 0, 1, 99), (3, 3, 0, 1, 15)]
+    with pytest.raises(
+        JobFailedError, match="generation 3 does not begin with the state that generation 2 had"
+    ):
+        replace(job, sums=(*sums, *other)).check_states()  # type: ignore[arg-type]
+
+
+def test_who_trains_after_it_was_gone_on_without_is_found() -> None:
+    sleeper, other = make_diary(0, 0, 3), make_diary(1, 0, 3)
+    sleeper.losses.append((3, 30.0, 0.25))
+    _check_woken({100: 20.0}, [sleeper, other])  # It woke before anybody had gone on.
+    other.entered.append(Entered(2, 25.0, "loss", False, ("id1",)))
+    other.ran.add(2)
+    _check_woken({100: 20.0}, [sleeper, other])
+    other.entered[-1] = other.entered[-1]._replace(at_s=15.0)
+    with pytest.raises(JobFailedError, match=r"member 0 was gone on without, and has done steps \[3\]"):
+        _check_woken({100: 20.0}, [sleeper, other])
+
+
 def test_generations_that_failed_by_themselves_are_retries() -> None:
     diaries = [make_diary(0, 0, 3), make_diary(1, 0, 3)]
     for diary in diaries:
@@ -62,8 +94,14 @@ def test_generations_that_failed_by_themselves_are_retries() -> None:
     killed_before = (9.0, 101, "kill", 0)  # It was not known of.
     raised_before, raised_after = (9.0, 101, "raise", 0), (11.0, 101, "raise", 0)
     elsewhere = (11.0, 105, "kill", 0)
+    faults = [Fault(2, 1, "raise")]
     for fault, retries in ((killed_before, []), (raised_after, []), (raised_before, [2]), (elsewhere, [2])):
-        assert make_outcome(*diaries, happened=(fault,)).retries() == retries
+        assert make_outcome(*diaries, happened=(fault,)).retries(faults) == retries
+    # As it left the generation before: the others had no word of it.
+    assert (
+        make_outcome(*diaries, happened=(raised_before,)).retries([Fault(2, 1, "raise", 0.5, "abandon")])
+        == []
+    )
 
 
 def test_a_planned_change_costs_what_its_step_is_longer() -> None:
@@ -76,7 +114,8 @@ def test_a_planned_change_costs_what_its_step_is_longer() -> None:
 def test_a_diary_is_read_as_it_was_written_but_for_a_half_line(tmp_path: Path) -> None:
     path = tmp_path / "diary3"
     writer = Writer(path, 3, "me")
-    writer.enter(Generation(4, (), (), ("me", "you"), "", 0, "notice", {}, 7))
+    decision = {"source": None, "generation": 3}
+    writer.enter(Generation(4, (), (), ("me", "you"), "", 0, "notice", decision, 7))
     writer.form(4, 0.25)
     writer.run(4)
     writer.finish(8, 4)
@@ -85,8 +124,8 @@ def test_a_diary_is_read_as_it_was_written_but_for_a_half_line(tmp_path: Path) -
         file.write('["loss", 1')
     diary = Diary.read(path)
     assert (diary.member, diary.id, diary.formed_s, diary.ran) == (3, "me", {4: 0.25}, {4})
-    assert [(e.number, e.reason, e.is_planned, e.ids) for e in diary.entered] == [
-        (4, "notice", True, ("me", "you"))
+    assert [(e.number, e.reason, e.is_planned, e.ids, e.source) for e in diary.entered] == [
+        (4, "notice", True, ("me", "you"), (3, 7))
     ]
     assert [step for step, _, _ in diary.finished] == [8] and diary.losses[0][::2] == (7, 0.1)
 

@@ -27,7 +27,10 @@ class Writer:
     def enter(self, generation: Generation) -> None:
         """A generation was handed over, and is to be formed."""
         is_planned = generation.after_step is not None
-        self._note("enters", generation.number, generation.reason, is_planned, generation.ranks)
+        source = generation.decision["source"]
+        if is_planned:
+            source = generation.decision["generation"], generation.after_step
+        self._note("enters", generation.number, generation.reason, is_planned, generation.ranks, source)
 
     def form(self, generation: int, seconds: float) -> None:
         """Its groups and its pipeline were made, in so long."""
@@ -55,6 +58,8 @@ class Entered(NamedTuple):
     is_planned: bool
     ids: tuple[str, ...]
     """Of its ranks."""
+    source: tuple[int, int] | None = None
+    """A generation, and the step from whose state it begins; None: from no rank's memory."""
 
 
 @dataclass
@@ -86,8 +91,9 @@ class Diary:
                 case "is":
                     diary.member, diary.pid, diary.id = values
                 case "enters":
-                    number, reason, is_planned, ids = values
-                    diary.entered.append(Entered(number, at_s, reason, is_planned, tuple(ids)))
+                    number, reason, is_planned, ids, source = values
+                    begins = None if source is None else (source[0], source[1])
+                    diary.entered.append(Entered(number, at_s, reason, is_planned, tuple(ids), begins))
                 case "formed":
                     diary.formed_s[values[0]] = values[1]
                 case "runs":

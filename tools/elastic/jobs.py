@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from zorselike.elastic.contract import Reason
 from zorselike.elastic.meeting.environment import listen
 
 from .diary import Diary
-from .injection import Fault, FaultKind
+from .injection import RECOVERY_PHASES, Fault, FaultKind
 from .ranks import HOST, Job, Report, train, train_alone
 
 __all__ = ["Fault", "Job", "JobFailedError", "Outcome", "Report", "run", "run_alone"]
@@ -36,6 +36,8 @@ _SLEEP_S, _PAUSE_S = 3.0, 0.3
 """How long a process stands still: the first beside the silence limit."""
 _WAKING_S = 60.0
 """Within which one that was gone on without must have ended, once it can go on itself."""
+_RECENT_S = 10.0
+"""Before a generation was handed over: what happens in a recovery may come to light in the next."""
 _MAKES_GONE: tuple[FaultKind, ...] = ("kill", "stop", "exit", "term", "leave")
 
 
@@ -90,9 +92,9 @@ class Outcome:
                 longest[number] = max(longest.get(number, 0.0), seconds)
         return list(longest.values())
 
-    def retries(self) -> list[int]:
+    def retries(self, faults: Sequence[Fault]) -> list[int]:
         """Generations that some have begun to form and that never ran, though nothing had happened to any of
-        their ranks."""
+        their ranks that was not known when they were planned. `faults`: the job's."""
         entered = {each.number: each for diary in self.diaries for each in diary.entered}
         began_s = {number: self._began_s(number) for number in entered}
         ran = {number for diary in self.diaries for number in diary.ran}
@@ -100,9 +102,12 @@ class Outcome:
         found = []
         for number in sorted(entered.keys() - ran):
             ranks = {pids[id] for id in entered[number].ids if id in pids}
+            leads_in_s = (
+                _RECENT_S if faults[i].phase in RECOVERY_PHASES else 0.0 for _, _, _, i in self.happened
+            )
             struck = [
-                kind in _MAKES_GONE or at > began_s[number]
-                for at, pid, kind, _ in self.happened
+                kind in _MAKES_GONE or at > began_s[number] - lead_s
+                for (at, pid, kind, _), lead_s in zip(self.happened, leads_in_s, strict=True)
                 if pid in ranks
             ]
             if not any(struck):
@@ -113,10 +118,11 @@ class Outcome:
         return min(each.at_s for diary in self.diaries for each in diary.entered if each.number == number)
 
     def check_states(self) -> int:
-        """How many generations have begun with a state that was there before.
+        """How many generations have begun with the state of another one, in every bit. (A step that was lost
+        with its mirrors is done again by another plan, and may round otherwise.)
 
         Raises:
-            JobFailedError: One differs from what it was, in any bit.
+            JobFailedError: One differs from what it was.
         """
         totals: dict[tuple[int, int], dict[int, int]] = {}
         sizes = {}
@@ -128,13 +134,18 @@ class Outcome:
             for key, parts in totals.items()
             if len(parts) == sizes[key[0]]
         }
-        by_step: dict[int, dict[int, int]] = {}
-        for (generation, step), total in whole.items():
-            by_step.setdefault(step, {})[generation] = total
-        for step, found in by_step.items():
-            if len(set(found.values())) > 1:
-                raise JobFailedError(f"the state after step {step} differs between generations: {found}")
-        return sum(len(found) - 1 for found in by_step.values())
+        sources = {each.number: each.source for diary in self.diaries for each in diary.entered}
+        num_same = 0
+        for number, source in sources.items():
+            if source is None or source not in whole or (number, source[1]) not in whole:
+                continue
+            if whole[source] != whole[number, source[1]]:
+                raise JobFailedError(
+                    f"generation {number} does not begin with the state that generation {source[0]} had "
+                    f"after step {source[1]}"
+                )
+            num_same += 1
+        return num_same
 
     @property
     def losses(self) -> dict[int, list[float]]:
@@ -252,7 +263,13 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> dict[int, float]
     """Who was replaced while it stood still: it hears so when it wakes, and ends."""
     next_member = len(members)
     woken: dict[int, float] = {}
-    while any(_counts(job, folder, member) for member in set(there) - asleep) or asleep & there.keys():
+    must_end = math.inf
+    """When those who were replaced while they stood still must have ended, since all others have."""
+    while True:
+        if not any(_counts(job, folder, member) for member in set(there) - asleep):
+            must_end = min(must_end, time.monotonic() + job.silence_s + _SLEEP_S + _WAKING_S)
+            if not asleep & there.keys():
+                return woken
         for member, process in list(there.items()):
             pid, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid == 0:
@@ -277,9 +294,8 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> dict[int, float]
                 del stopped[member]
                 woken |= {there[member]: time.monotonic()} if member in asleep else {}
                 os.kill(there[member], signal.SIGCONT)
-        for member in asleep & there.keys():
-            if time.monotonic() > woken.get(there[member], math.inf) + _WAKING_S:
-                raise JobFailedError(f"member {member}, which was gone on without, does not end")
+        if time.monotonic() > must_end:
+            raise JobFailedError(f"members {sorted(asleep & there.keys())}, which had slept, do not end")
         if (size := sum(path.stat().st_size for path in folder.glob("[sf]*[0-9]"))) != moved:
             until, moved = time.monotonic() + job.patience_s, size  # States were copied, or something done.
         if time.monotonic() > until:
@@ -293,14 +309,22 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> dict[int, float]
             )
             raise JobFailedError(f"members {sorted(there)} had not moved for {job.patience_s:.0f} s\n{lines}")
         time.sleep(0.01)
-    return woken
 
 
-def _check_woken(woken: Mapping[int, float], diaries: Iterable[Diary]) -> None:
-    """Raises `JobFailedError` where a process has trained on though the others had gone on without it."""
+def _check_woken(woken: Mapping[int, float], diaries: Collection[Diary]) -> None:
+    """Raises `JobFailedError` where a process has trained on though others had gone on without it. (If it
+    woke before they could, it goes on with them.)"""
     for diary in diaries:
-        late = [step for step, at_s, _ in diary.losses if at_s > woken.get(diary.pid, math.inf)]
-        if late:
+        slept_until = woken.get(diary.pid, math.inf)
+        others = [
+            each.at_s
+            for other in diaries
+            for each in other.entered
+            if each.number in other.ran and diary.id not in each.ids and each.at_s < slept_until
+        ]
+        began = max((each.at_s for each in diary.entered if each.at_s < slept_until), default=math.inf)
+        late = [step for step, at_s, _ in diary.losses if at_s > slept_until]
+        if late and any(at_s > began for at_s in others):
             raise JobFailedError(
                 f"member {diary.member} was gone on without, and has done steps {late} itself afterwards"
             )
@@ -311,8 +335,8 @@ def _counts(job: Job, folder: Path, member: int) -> bool:
     to train, once others have done all steps; it would look for them for minutes."""
     if (folder / f"sums{member}").exists() or member < job.plan.num_ranks + job.num_spares:
         return True
-    diaries = (Diary.read(path) for path in folder.glob("diary*"))
-    return not any(step == job.num_steps - 1 for diary in diaries for step, _, _ in diary.losses)
+    reports = (_read_report(path, {}) for path in folder.glob("report*"))
+    return not any(report.num_steps == job.num_steps for report in reports)
 
 
 def _was_told_to_leave(folder: Path, process: int) -> bool:

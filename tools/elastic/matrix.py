@@ -80,7 +80,7 @@ class Found:
         self.settings.update(list_settings(job))
         self.num_jobs += 1
         self.steps += job.num_steps
-        self.retries += len(outcome.retries())
+        self.retries += len(outcome.retries(job.faults))
         self.failed_starts += max(report.num_retries for report in outcome.reports)
         self.steps_lost += max(report.num_lost for report in outcome.reports)
         self.woken += len(outcome.woken)

@@ -126,7 +126,10 @@ class Report:
     """What was run in each, as TOML."""
     estimated_s: list[float | None] = field(default_factory=list)
     """Time of a step of each, where a planner has found it."""
+    num_steps: int = 0
     num_lost: int = 0
+    switch_s: float = 0.0
+    """What a change of plan is taken to cost."""
     interval: int = 1
     """Steps from one mirror to the next, at the end."""
     at_most_lost: int = 0
@@ -299,7 +302,12 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
             report.summaries.append(pipe.summary)
             report.plans.append(pipe.plan.format())
             report.estimated_s.append(pipe.plan.estimates.iteration_s)
-    report.num_lost, report.num_retries = pipe.num_lost, pipe.num_failed_starts
+    report.switch_s = pipe.worker.leader.switch_s
+    report.num_steps, report.num_lost, report.num_retries = (
+        pipe.num_steps,
+        pipe.num_lost,
+        pipe.num_failed_starts,
+    )
     pipe.close()
     return report
 

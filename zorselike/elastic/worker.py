@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from contextlib import suppress
 
 from zorselike.elastic.contract import Control, Generation, Json, Member, Request
@@ -43,6 +44,8 @@ class ElasticWorker:
         self._ahead: threading.Thread | None = None
         self._ahead_of = -1
         """The generation for whose losses it draws."""
+        self._stepped_s: float | None = None
+        """When this process has done its last step."""
         self._graves: list[Stateful] = []
         self._past: list[Replicas] = []
         """Of generations that have ended, and from which the next one may be filled."""
@@ -110,6 +113,8 @@ class ElasticWorker:
     def begin(self, running: Running) -> None:
         """A generation runs: who leads has plans looked for, and a spare gets ready for what may follow."""
         generation, id = running.generation, self.control.id
+        if generation.after_step is not None and self._stepped_s is not None:
+            self.leader.switch_s = time.monotonic() - self._stepped_s
         if running.rank is None and any(member.id == id for member in generation.members):
             logger.info("this process waits as a spare: the plan has %d ranks", len(generation.ranks))
             self.draw_ahead(running)
@@ -145,6 +150,7 @@ class ElasticWorker:
 
     def note_step(self, running: Running) -> None:
         """A step is done. After a generation's first, draws what may follow."""
+        self._stepped_s = time.monotonic()
         self.let_go()
         if running.pipe is not None:
             self._drawings.step = running.pipe.assembly.step_inputs

@@ -46,7 +46,7 @@ class Leader:
         self._compare: Callable[[], None] = lambda: None
         """Of the plan that runs, as measured."""
         self.switch_s = 2.0
-        """What going over to another plan takes, as measured once it has happened."""
+        """What going over to another plan takes: a guess, until it has happened."""
         self.base = plan
         """The plan when everybody is there."""
         self.seats: tuple[str | None, ...] = ()

@@ -234,7 +234,7 @@ class Meeting:
             after = time.monotonic()
             if after - self._polled_s > self._tick_s + self.settings.silence_s / 2:
                 self._links.slept()
-                self._events.append(e.Slept())
+                self._events.appendleft(e.Slept())  # Before what was read since: others may have gone on.
             while not self._posted.empty():
                 self._events.append(self._posted.get())
             self._ring(after)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from zorselike.elastic.contract import Member
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
-from zorselike.elastic.membership.roster import Roster
+from zorselike.elastic.membership.roster import UNKNOWN, Roster
 from zorselike.elastic.membership.round import Round
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class Ending:
 
     def say_goodbye(self) -> None:
         machine = self._machine
-        machine.do(*(e.Send(id, msg.Bye()) for id in machine.linked))
+        known = [roster.number for roster in (machine.committed, *machine.agreed) if roster is not None]
+        machine.do(*(e.Send(id, msg.Bye(max(known, default=UNKNOWN))) for id in machine.linked))
         self.finish("this member has finished", has_failed=False)
 
     def tell_done(self, done: msg.Done, teller: str = "") -> None:
@@ -102,12 +103,13 @@ class Ending:
             machine.do(e.Send(round.parent, msg.Up(round.number, "end", 0, msg.Results())))
         self.finish(self._end.reason, may_return=self._end.may_go_on)
 
-    def leave_behind(self, id: str) -> None:
-        """A member has finished: nothing is amiss, but it is there no more."""
+    def leave_behind(self, id: str, number: int) -> None:
+        """A member has finished: nothing is amiss, but it is there no more. `number`: of its last generation,
+        which may be one that this member does not know of."""
         machine = self._machine
         if machine.round is not None:
-            machine.lose(id, machine.round.meet.base)
+            machine.lose(id, number)
             return
         machine.linked.pop(id, None)
-        machine.dead[id] = machine.committed.number if machine.committed else 0
+        machine.dead[id] = number
         machine.arrivals.pop(id, None)

@@ -252,8 +252,8 @@ class Membership:
                     self.ending.finish(reason, may_return=True)
             case msg.Still():
                 self.touch.answer(sender, message)
-            case msg.Bye():
-                self.ending.leave_behind(sender)
+            case msg.Bye(number):
+                self.ending.leave_behind(sender, number)
             case msg.Done():
                 self.ending.tell_done(message, sender)
 
@@ -486,6 +486,8 @@ class Membership:
         match timer:
             case "seek":
                 self.seeking.seek_again()
+            case "join":
+                self.seeking.check_welcome()
             case "phase":
                 if round is not None and round.phase != "end":
                     round.give_up(self.me.id)

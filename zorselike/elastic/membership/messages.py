@@ -233,6 +233,9 @@ class Still:
 class Bye:
     """The sender has finished its work, or has left as it said; its link ends."""
 
+    number: int
+    """Of the last generation that it was of, or had agreed to."""
+
 
 @dataclass(frozen=True)
 class Done:

@@ -20,6 +20,7 @@ class Seeking:
         self._machine = machine
         self.num_seeks = 0
         self._sought_at = 0
+        self._welcomed_by: str | None = None
 
     def lose_leader(self) -> None:
         machine = self._machine
@@ -30,15 +31,25 @@ class Seeking:
             self.choose_leader()
 
     def join_again(self) -> None:
+        """An arrival turns to whoever it knows of the job; who that is may not know yet who leads."""
         machine = self._machine
-        others = [m for roster in machine.rosters() for m in roster.members]
-        others = [member for member in others if not machine.is_gone(member.id)]
-        if not others:
-            machine.ending.finish("the job that this process wanted to join cannot be reached any more")
+        others = {m.id: m for roster in machine.rosters() for m in roster.members} | machine.linked
+        living = [member for id, member in others.items() if id != machine.me.id and not machine.is_gone(id)]
+        if not living:
+            text = "the job that this process wanted to join cannot be reached any more"
+            machine.ending.finish(text, may_return=True)
             return
-        first = min(others, key=lambda member: member.number)
+        first = min(living, key=lambda member: member.number)
         machine.leader = first.id
         machine.send(first, msg.Join(machine.me))
+        machine.set_timer("join", machine.settings.silence_s / 2)
+
+    def check_welcome(self) -> None:
+        """Who wanted to join asks again, unless the leader has taken it in meanwhile."""
+        machine = self._machine
+        is_member = machine.book is not None and machine.me.id in machine.book
+        if not is_member and (self._welcomed_by is None or self._welcomed_by != machine.leader):
+            self.join_again()
 
     def choose_leader(self) -> None:
         """The living member with the lowest number leads; the others turn to it."""
@@ -114,10 +125,11 @@ class Seeking:
     def redirect(self, member: Member) -> None:
         machine = self._machine
         if member.id == machine.me.id or machine.is_gone(member.id):
-            return
+            return  # An arrival asks again, by a timer.
         if machine.book is None or machine.me.id not in machine.book:
             machine.leader = member.id
             machine.send(member, msg.Join(machine.me))
+            machine.set_timer("join", machine.settings.silence_s)
         else:
             dead = tuple(msg.Gone(id, last) for id, last in machine.dead.items())
             machine.send(member, msg.Seek(machine.seen, dead, tuple(machine.silent)))
@@ -138,5 +150,5 @@ class Seeking:
     def be_welcome(self, sender: str, roster: Roster) -> None:
         machine = self._machine
         if machine.book is None or machine.me.id not in machine.book:
-            machine.leader = sender
+            machine.leader = self._welcomed_by = sender
             machine.committed = roster

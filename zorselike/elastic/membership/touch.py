@@ -31,8 +31,7 @@ class Touch:
 
     def close(self, id: str) -> None:
         machine = self._machine
-        machine.linked.pop(id, None)
-        machine.quiet.discard(id)
+        machine.linked.pop(id, None)  # If it was quiet, it may have gone on without this member before.
         if machine.round is not None and machine.round.phase == "meet":
             for child in machine.round.children:  # What was sent may have crossed with the closing.
                 if child.id == id and id in machine.round.awaited:
