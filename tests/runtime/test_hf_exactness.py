@@ -278,6 +278,24 @@ def one_group_of_replicas(names: Sequence[str]) -> Plan:
     return replace(plan, groups=(group,), ministages=(Ministage(0, tuple(names)),))
 
 
+def train_dropping(
+    rank: int, world_size: int, rate: float, make_plan: Callable[[Sequence[str]], Plan]
+) -> tuple[list[float], Any]:
+    """Phi drops what its blocks give, in its layers."""
+    model = make_model("phi", resid_pdrop=rate)
+    with HeteroPipeline(model, make_plan(list_modules(model)), optimizer=adamw) as pipe:
+        return [pipe.step_global(*batch).loss for batch in BATCHES], pipe.full_state_dict()
+
+
+def test_dropout_beside_what_is_cut_is_that_of_one_rank(run_ranks: RunRanks) -> None:
+    (expected,) = run_ranks(train_dropping, 1, 0.3, on_one_rank)
+    (without,) = run_ranks(train_dropping, 1, 0.0, on_one_rank)
+    assert abs(expected[0][0] - without[0][0]) > 1e-4
+    losses, state = run_ranks(train_dropping, 4, 0.3, one_group_of_replicas)[0]
+    assert losses == pytest.approx(expected[0], rel=1e-12)
+    assert all((state[name] - tensor).abs().max() <= 1e-10 for name, tensor in expected[1].items())
+
+
 def test_dropout_of_adapters_is_that_of_one_rank(run_ranks: RunRanks) -> None:
     adapters = Adapters(ALL_LAYERS, dropout=0.3)
     (expected,) = run_ranks(train_adapters_planned, 1, adapters, on_one_rank)

@@ -28,12 +28,16 @@ def refuse_fixed_shapes(compiled: CompiledPlan) -> None:
 
 
 def trace_plan(compiled: CompiledPlan, step: StepInputs) -> Trace:
-    """`trace_step`, or what it gave before. Not where it makes the graphs that run."""
+    """`trace_step`, or what it gave before. Not where it makes the graphs that run. Refuses with
+    replicas what `refuse_mixed_positions` does."""
     traces = compiled.traces if compiled.parts[0].skeleton.takes_any_shape else Traces()
     trace = traces.find(step)
     if trace is None:
         trace = trace_step(compiled.parts, compiled.plan, step, trainable=compiled.spec.trains)
         traces.keep(trace, step)
+    if compiled.plan.has_replicas and not traces.mixes_no_positions:
+        refuse_mixed_positions(compiled.parts, compiled.cut.blocks, step)
+        traces.mixes_no_positions = True
     return trace
 
 
@@ -97,8 +101,6 @@ class Crossing:
         trace = trace_plan(assembly.compiled, step)
         if assembly.plan.has_replicas:
             refuse_other_length(trace.boundaries, assembly.plan.sequence_length or 0)
-            if not self._traces:
-                refuse_mixed_positions(assembly.compiled.parts, assembly.compiled.cut.blocks, step)
         if not self._traces:
             assembly.take_calls(trace)
             if any(group.offload for group in assembly.plan.groups):

@@ -158,16 +158,20 @@ def test_compiled_layers_compute_the_same(
             assert found[setting] or backend != "inductor", "nothing was compiled"
 
 
-def count_graphs(rank: int, world_size: int, setting: Setting) -> int:
+def count_graphs(rank: int, world_size: int, setting: Setting, num_layers: int) -> int:
+    SIZES["num_layers"] = num_layers
     train(setting, "aot_eager")
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def test_layers_of_replicas_are_compiled_between_the_collectives(run_ranks: RunRanks) -> None:
-    """Both blocks, and what comes before, between and after them; a rank alone has a graph or two."""
+    """Both blocks, and what comes before, between and after them; a rank alone has a graph or two. Layers
+    that look alike share them."""
     setting = Setting(((0, 0, 2), (2, 2, 4)), ranks=((0, 1), 2), num_steps=1)
-    *joined, alone = run_ranks(count_graphs, 3, setting, timeout=120)
-    assert min(joined) >= 4 and 1 <= alone <= 2
+    few, many = (run_ranks(count_graphs, 3, setting, num_layers, timeout=120) for num_layers in (2, 4))
+    *joined, alone = many
+    assert few == many
+    assert 4 <= min(joined) <= 8 and 1 <= alone <= 2
 
 
 @pytest.mark.nightly

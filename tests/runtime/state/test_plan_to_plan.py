@@ -169,7 +169,7 @@ def test_the_pairs_cover_degrees() -> None:
     assert sum(a != b for a, b in zip(degrees[::2], degrees[1::2], strict=True)) >= 25
     assert sum(len({*own}) > 1 for of_plan in degrees for own in of_plan) >= 10  # Unequal inside a group.
     assert {max(own) for of_plan in degrees for own in of_plan} >= {1, 2, 3, 4}
-    assert sum(pair.param_dtype is not None for pair in pairs) >= 5
+    assert sum(pair.param_dtype is not None for pair in pairs) >= 4
 
 
 @parametrize("seed", range(NUM_REPLICA_PAIRS))

@@ -73,7 +73,7 @@ def with_head_count(model: nn.Module) -> nn.Module:
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    model.layers["0"].dropout = nn.Dropout(0.1)
+    model.layers["0"].attention.dropout = nn.Dropout(0.1)
     return model
 
 
@@ -177,7 +177,7 @@ def test_layers_that_mix_positions_outside_of_what_is_cut_are_refused(
             r"wqkv' gives 24 numbers, .* takes 8: a fused",
         ),
         (lambda: with_head_count(llama()), None, r"'layers.0.attention' counts heads and has no attribute"),
-        (lambda: with_dropout(llama()), None, r"'layers.0.dropout.p' drops out 0.1"),
+        (lambda: with_dropout(llama()), None, r"'layers.0.attention.dropout.p' drops out 0.1"),
         (lambda: llama(2), {k.replace("*", "0"): v for k, v in llama().tp_plan.items()}, r"cuts 'layers.1'"),
         (lambda: with_shared_weights(llama(2)), None, r"'layers.0' shares a weight with another"),
     ],

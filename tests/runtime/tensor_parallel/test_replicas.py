@@ -179,6 +179,19 @@ def test_collectives_of_a_step(run_ranks: RunRanks) -> None:
     assert dict(alone) == dict.fromkeys(both, len(NAMES) + 2 * NUM_LAYERS)
 
 
+def test_single_ranks_beside_a_group_of_replicas_do_what_they_did(run_ranks: RunRanks) -> None:
+    """Nothing is cut there, and no collective is added."""
+    counts = []
+    for first in ((0,), ((0, 1),)):
+        size = len(Group(first, ()).flat_ranks)
+        lower = Group(first, (Microbatch(0, 0, 2), Microbatch(0, 2, 4)))
+        upper = Group((size, size + 1), (Microbatch(size, 0, 3), Microbatch(size + 1, 3, 4)), zero=3)
+        ministages = (Ministage(0, NAMES[:2]), Ministage(1, NAMES[2:]))
+        plan = Plan(4, (lower, upper), ministages, sequence_length=7)
+        counts.append(run_ranks(count_collectives, plan.num_ranks, plan)[-2:])
+    assert counts[0] == counts[1] and min(map(sum, map(Counter.values, counts[0]))) > 0
+
+
 def save_after_a_step(rank: int, world_size: int, case: ReplicaCase, folder: Path) -> Any:
     with HeteroPipeline(case.model(), case.plan, optimizer=adamw, max_norm=0.5) as pipe:
         pipe.step_global(*case.batch(0))

@@ -89,6 +89,8 @@ class Traces:
     def __init__(self) -> None:
         self.is_proven = False
         """Whether the ministages were seen to compute what the model does, on guessed inputs at least."""
+        self.mixes_no_positions = False
+        """Whether that was seen of layers, outside of what tensor parallelism cuts."""
         self._found: dict[tuple[Hashable, ...], Trace] = {}
 
     def find(self, step: StepInputs) -> Trace | None:

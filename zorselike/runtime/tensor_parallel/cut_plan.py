@@ -14,6 +14,7 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_degrees
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.pruning import find_units
+from zorselike.runtime.tensor_parallel.dropout import find_between
 from zorselike.runtime.tensor_parallel.pieces import blocks_of
 from zorselike.runtime.tensor_parallel.styles import Blocks, TensorParallelPlan, find_blocks, find_cuts
 
@@ -76,19 +77,23 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
             raise ConfigError(f"{where}, and no style of tp_plan cuts '{name}'; name its layers, or {_MEND}")
         if is_layer(name) and name not in part.units:
             raise ConfigError(f"{where}, and '{name}' shares a weight with another of its modules; {_MEND}")
-    of_adapters = {name for layer in blocks.values() for b in layer for name in b.dropouts}
-    for name, rate in _dropout(part.module, exact=of_adapters):
+    exact = {name for layer in blocks.values() for b in layer for name in b.dropouts}
+    for name in (name for name in part.units if name in blocks):
+        inside = [part.module.get_submodule(block.name) for block in blocks[name]]
+        exact |= {f"{name}.{own}" for own, _ in find_between(part.module.get_submodule(name), inside)}
+    for name, rate in find_dropout(part.module, exact=exact):
         raise ConfigError(
-            f"{where}, and '{name}' drops out {rate:g} of what it is given; no two ranks of a replica have "
-            f"the same positions, so masks would not be those of one process: set it to 0, or {_MEND}"
+            f"{where}, and '{name}' drops out {rate:g} of what it is given, with other masks than one process"
+            " (those of adapters, and of an nn.Dropout beside what is cut of a layer, are the same): set it "
+            f"to 0, or {_MEND}"
         )
     for layer in blocks:
         if any(layer.startswith(f"{name}.") for name in modules):
             raise ConfigError(f"{where}, and the plan lists a module around '{layer}'; list the layer itself")
 
 
-def _dropout(module: nn.Module, *, exact: Collection[str]) -> Iterator[tuple[str, float]]:
-    """`exact`: modules whose masks are those of one process."""
+def find_dropout(module: nn.Module, *, exact: Collection[str] = ()) -> Iterator[tuple[str, float]]:
+    """Names of what drops out, and rates over 0; `exact`: modules whose masks are those of one process."""
     for name, child in module.named_modules():
         if name in exact:
             continue

@@ -7,19 +7,24 @@ layer's call passes through its pieces before it computes: FSDP2's hooks of each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zorselike.plan.pieces import Cut
-from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
-from zorselike.runtime.tensor_parallel.dropout import drop_of_whole
+from zorselike.runtime.tensor_parallel.dropout import drop_columns, drop_positions, find_between
+from zorselike.runtime.tensor_parallel.products import (
+    CutByColumns,
+    CutByRows,
+    SummedRows,
+    cut_linear,
+    sum_after,
+)
 from zorselike.runtime.tensor_parallel.sequence import OwnPositions
 from zorselike.runtime.tensor_parallel.styles import Block, Blocks
 
@@ -62,10 +67,10 @@ class PartOf(NamedTuple):
 class Piece(nn.Module):
     """Parts of a layer's weights. What it computes is what it stands round."""
 
-    def __init__(self, held: HeldPiece, place: int) -> None:
-        """`place`: of this rank's pieces, which."""
+    def __init__(self, layer: str, held: HeldPiece, place: int) -> None:
+        """`layer`: whose it is; `place`: of this rank's pieces, which."""
         super().__init__()
-        self.held, self._place = held, place
+        self._layer, self.held, self._place = layer, held, place
         self.names: dict[str, str] = {}
         """Global names of its parameters, by theirs here."""
         self.parts: dict[str, PartOf] = {}
@@ -74,7 +79,7 @@ class Piece(nn.Module):
     def add(self, name: str, part: nn.Parameter, shape: tuple[int, ...]) -> str:
         """Takes a part of the parameter of that global name and shape; how it is called here."""
         module, _, kind = name.rpartition(".")
-        key = name.replace(".", "_")
+        key = name.removeprefix(f"{self._layer}.").replace(".", "_")  # The same in every layer.
         self.register_parameter(key, part)
         self.names[key] = f"{module}.piece{self.held.number}.{kind}"
         self.parts[self.names[key]] = PartOf(name, shape, self._place, self.held.counts)
@@ -87,30 +92,35 @@ class Piece(nn.Module):
 def cut_layer(layer: nn.Module, name: str, parallel: TensorParallel) -> list[Piece]:
     """Takes the cut weights out of a layer, all of which have values, and returns this rank's pieces of them,
     which become its submodules."""
-    pieces = [Piece(held, place) for place, held in enumerate(parallel.pieces)]
+    pieces = [Piece(name, held, place) for place, held in enumerate(parallel.pieces)]
+    local, positions = partial(_submodule, layer, name), parallel.positions
     for block in parallel.blocks[name]:
-        local = partial(_submodule, layer, name)
         for linear in block.columns:
             for fqn in (linear.base, *linear.cut_adapters("columns")):
-                cut = local(fqn)
-                keys = _take(cut, fqn, pieces, parallel.cuts, ("weight", "bias"))
-                cut.forward = partial(_columns, pieces, *keys)
+                keys = _take(local(fqn), fqn, pieces, parallel.cuts, ("weight", "bias"))
+                cut_linear(local(fqn), CutByColumns, pieces, *keys)
         for linear in block.rows:
             for fqn in (linear.base, *linear.cut_adapters("rows")):
-                cut = local(fqn)
-                (key, _) = _take(cut, fqn, pieces, parallel.cuts, ("weight",))
-                cut.forward = partial(_rows, pieces, key)
+                keys = _take(local(fqn), fqn, pieces, parallel.cuts, ("weight",))
+                cut_linear(local(fqn), CutByRows if linear.adapters else SummedRows, pieces, *keys)
+            called = local(linear.name)
+            if linear.adapters:
+                base = local(linear.base)
+                called.forward = partial(sum_after, called.forward, base, positions)
+            else:
+                called.cut_positions = positions  # type: ignore[assignment]
             for dropout in map(local, linear.dropouts):
                 if isinstance(dropout, nn.Dropout):
                     edges = parallel.cuts[f"{linear.base}.weight"].edges
                     own = edges[pieces[0].held.number], edges[pieces[-1].held.number + 1]
-                    dropped = partial(drop_of_whole, dropout, own, edges[-1])
+                    dropped = partial(drop_columns, dropout, own, edges[-1])
                     dropout.forward = dropped  # type: ignore[method-assign]
-            called = local(linear.name)  # With its adapters: one sum.
-            called.forward = partial(_sum_parts, called.forward, local(linear.base), parallel.positions)
-        if parallel.positions is not None:
-            gather = partial(_gather, parallel.positions)
-            local(block.name).register_forward_pre_hook(gather, with_kwargs=True)
+        if positions is not None:
+            local(block.name).register_forward_pre_hook(positions.gather_hidden, with_kwargs=True)
+    for _, dropout in find_between(layer, [local(block.name) for block in parallel.blocks[name]]):
+        if positions is not None:
+            dropped = partial(drop_positions, dropout, positions)
+            dropout.forward = dropped  # type: ignore[method-assign]
     for piece in pieces:
         layer.add_module(f"piece{piece.held.number}", piece)
     return pieces
@@ -143,41 +153,4 @@ def _take(
         del linear._parameters[kind]
         if kind == "bias":
             linear.register_parameter("bias", None)
-    _show_weight(linear, pieces[0], keys["weight"])
     return keys["weight"], keys.get("bias")
-
-
-def _show_weight(linear: nn.Module, piece: Piece, key: str) -> None:
-    """Whoever asks a layer for its weight's dtype or device, as peft does, is shown a part of it."""
-    shown = property(lambda _: getattr(piece, key))
-    linear.__class__ = type(type(linear).__name__, (type(linear),), {"weight": shown})
-
-
-def _columns(pieces: list[Piece], weight: str, bias: str | None, x: Tensor) -> Tensor:
-    found = [F.linear(x, getattr(p, weight), None if bias is None else getattr(p, bias)) for p in pieces]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-
-
-def _rows(pieces: list[Piece], weight: str, x: Tensor) -> Tensor:
-    weights = [getattr(piece, weight) for piece in pieces]
-    parts = torch.split(x, [w.shape[1] for w in weights], dim=-1)
-    y = F.linear(parts[0], weights[0])
-    for part, w in zip(parts[1:], weights[1:], strict=True):
-        y = y + F.linear(part, w)
-    return y
-
-
-def _sum_parts(
-    compute: Callable[..., Tensor], linear: nn.Module, positions: OwnPositions | None, x: Tensor
-) -> Tensor:
-    y = compute(x)
-    if positions is not None:
-        y = positions.sum_to_own(y)
-    bias = linear._parameters.get("bias")
-    return y if bias is None else y + bias
-
-
-def _gather(
-    positions: OwnPositions, _: nn.Module, args: Any, kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return with_hidden_states(args, kwargs, positions.gather(hidden_states(args, kwargs)))

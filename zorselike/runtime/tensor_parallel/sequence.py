@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zorselike.errors import ConfigError
 from zorselike.plan.parts import Replica
 from zorselike.plan.pieces import cut_evenly
 from zorselike.runtime._compat import all_gather_whole, reduce_scatter_whole
+from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
 from zorselike.runtime.model.nested import map_tensors
 
 
@@ -88,6 +89,10 @@ class OwnPositions:
     def gather(self, own: Tensor) -> Tensor:
         """All positions, of every rank's own; backward sums what all ranks make of them."""
         return _Gather.apply(own, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def gather_hidden(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a block is called with, its hidden states gathered: a hook before its forward."""
+        return with_hidden_states(args, kwargs, self.gather(hidden_states(args, kwargs)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sum_to_own(self, whole: Tensor) -> Tensor:

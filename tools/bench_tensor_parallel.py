@@ -1,7 +1,7 @@
 """Tensor-parallel replicas of equal degrees beside torch's own: `parallelize_module` and FSDP2.
 
-    python -m tools.bench.tensor_parallel                        # full
-    python -m tools.bench.tensor_parallel --rounds 1 --dim 64    # shows that it runs
+    python tools/bench_tensor_parallel.py                        # full
+    python tools/bench_tensor_parallel.py --rounds 1 --dim 64    # shows that it runs
 
 Both train the same Llama from the same weights on the same rows, with sequence parallelism, in the same CPU
 ranks, turn and turn about; torch's as TorchTitan sets it up: every layer, embedding and head cut, the loss
@@ -17,9 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 # Before torch is imported, here and in every rank forked from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 import torch
 import torch._dynamo  # FSDP2 imports it: here once, and not in every rank.
