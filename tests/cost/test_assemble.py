@@ -13,7 +13,7 @@ from plans import random_plan
 
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.catalogue import find_device
-from zorselike.cost.layer_times import REACHED_OF_PEAK
+from zorselike.cost.layer_times import REACHED_OF_PEAK, REACHED_OF_WHOLE
 from zorselike.cost.memory import walk_memory
 from zorselike.cost.profile import HostLinkRates, LayerTimes, Overheads, Profile, Source, UpdateTime
 from zorselike.cost.sizes import measure_ministages
@@ -371,11 +371,12 @@ def ring_s(rows: int) -> float:
 
 def test_layers_share_their_time_and_meet_in_collectives() -> None:
     costs = make_costs(PAIR, WORKLOAD, QUICK, PROFILE)
+    half = 2 * REACHED_OF_WHOLE
     for rank in (0, 1):
         # Half of 4 rows' second each, and two all-gathers and two reduce-scatters a layer.
-        assert costs.forward_s[rank, 0, 4] == pytest.approx(2 * (4 * 1.0 / 2 + 4 * ring_s(4)))
+        assert costs.forward_s[rank, 0, 4] == pytest.approx(2 * (4 * 1.0 / half + 4 * ring_s(4)))
         # Recomputed: backward and a second forward, in each of them as many collectives.
-        assert costs.backward_s[rank, 0, 4] == pytest.approx(2 * (4 * 3.0 / 2 + 8 * ring_s(4)))
+        assert costs.backward_s[rank, 0, 4] == pytest.approx(2 * (4 * 3.0 / half + 8 * ring_s(4)))
         # The head's FLOPs are twice a layer's, and each rank has half of the positions.
         assert costs.forward_s[rank, 2, 4] == pytest.approx(4 * 2.0 / 2)
     assert costs.forward_s[2, 1, 4] == 2 * 4 * 4.0

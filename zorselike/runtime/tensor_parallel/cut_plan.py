@@ -77,7 +77,7 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
         if is_layer(name) and name not in part.units:
             raise ConfigError(f"{where}, and '{name}' shares a weight with another of its modules; {_MEND}")
     of_adapters = {name for layer in blocks.values() for b in layer for name in b.dropouts}
-    for name, rate in _dropout(part.module, exact=of_adapters):
+    for name, rate in find_dropout(part.module, exact=of_adapters):
         raise ConfigError(
             f"{where}, and '{name}' drops out {rate:g} of what it is given; no two ranks of a replica have "
             f"the same positions, so masks would not be those of one process: set it to 0, or {_MEND}"
@@ -87,8 +87,8 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
             raise ConfigError(f"{where}, and the plan lists a module around '{layer}'; list the layer itself")
 
 
-def _dropout(module: nn.Module, *, exact: Collection[str]) -> Iterator[tuple[str, float]]:
-    """`exact`: modules whose masks are those of one process."""
+def find_dropout(module: nn.Module, *, exact: Collection[str]) -> Iterator[tuple[str, float]]:
+    """Names of what drops out, and rates over 0; `exact`: modules whose masks are those of one process."""
     for name, child in module.named_modules():
         if name in exact:
             continue
