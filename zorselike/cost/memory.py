@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 
-from zorselike.cost.memory_walk import MemoryWalk
-from zorselike.cost.purposes import Purpose
+from zorselike.cost.purposes import MemoryWalk, Purpose
 from zorselike.cost.sizes import MinistageBytes
 from zorselike.plan.pieces import pieces_of, positions_of
 from zorselike.plan.plan import Group, Plan
