@@ -128,8 +128,11 @@ class DeviceBounds:
         return min(self._time(layer, device, rows) / rows for rows in sizes)
 
     def _most_rows(self, kind: str, device: str) -> int:
-        """The most rows of a microbatch, by the batch and by what was found to fit; recomputed, more may."""
+        """The most rows of a microbatch, by the batch and by what was found to fit; recomputed, or on several
+        devices together, more may."""
         most = self._problem.most_rows_at_once
+        if self._most_together > 1:
+            return most
         limits = [self.clock.max_rows(kind, device, recompute) for recompute in _SETTINGS]
         return min(most, max(most if limit is None else max(1, limit) for limit in limits))
 
