@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.cost.network import Network
+from zorselike.cost.network import CollectiveOp, Network
 from zorselike.cost.sizes import GATHERS_PER_LAYER, is_layer
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind, Workload
@@ -69,3 +69,19 @@ def time_exchange(network: Network, replicas: Sequence[Sequence[int]], num_bytes
         network.time_alone([flow for ranks in replicas for flow in network.collective(op, ranks, num_bytes)])
         for op in ("all_gather", "reduce_scatter")
     )
+
+
+def time_collective(
+    network: Network, op: CollectiveOp, replicas: Sequence[Sequence[int]], num_bytes: float, *, is_cut: bool
+) -> float:
+    """Seconds of a gather or reduction of so many bytes in a group of these replicas, alone on its wires: of
+    what is cut the holders of each piece, all pieces at once; of what is not all ranks."""
+    degree = max(map(len, replicas))
+    if degree == 1 or not is_cut:
+        rings = [[rank for ranks in replicas for rank in ranks]]
+    else:
+        rings = [[own[piece * len(own) // degree] for own in replicas] for piece in range(degree)]
+    if len(rings[0]) == 1 or not num_bytes:
+        return 0.0
+    flows = (flow for ring in rings for flow in network.collective(op, ring, num_bytes / len(rings)))
+    return network.time_alone(flows)

@@ -16,6 +16,7 @@ from functools import cache
 from zorselike.cost.catalogue import CPU
 from zorselike.cost.network import CollectiveOp, Network
 from zorselike.cost.parameter_bytes import largest_shard
+from zorselike.cost.replica_times import time_collective
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
@@ -203,14 +204,7 @@ class StepTimeEstimate:
         return self._collect_pieces_s(op, replicas, key)
 
     def _find_pieces_s(self, op: CollectiveOp, replicas: tuple[Replica, ...], key: str) -> float:
-        degree, num_bytes = max(map(len, replicas)), self._bytes_of(op, key)
-        if len(replicas) == 1 or not num_bytes:
-            return 0.0
-        rings = [[own[piece * len(own) // degree] for own in replicas] for piece in range(degree)]
-        network = self.network
-        return network.time_alone(
-            [flow for ring in rings for flow in network.collective(op, ring, num_bytes / degree)]
-        )
+        return time_collective(self.network, op, replicas, self._bytes_of(op, key), is_cut=True)
 
     def _bytes_of(self, op: CollectiveOp, key: str) -> int:
         """Of a layer, whole, as it is gathered or reduced."""
