@@ -191,7 +191,12 @@ class LayerTimeModel:
         times = self._times.get(key)
         if times is None:
             return None
-        if rows > times.rows[-1]:
+        if len(times.rows) == 1 and rows != times.rows[0]:
+            self._assume(
+                f"{times.kind} on {times.device}: measured with {count(times.rows[0], 'row')} at once "
+                "alone, from which times of other sizes are guessed; measure a few"
+            )
+        elif rows > times.rows[-1]:
             self._assume(
                 f"{times.kind} on {times.device}: more than the {count(times.rows[-1], 'row')} that were "
                 "measured; straight on from there"

@@ -116,7 +116,12 @@ class CandidatePlan:
     def num_actions(self) -> int:
         """About how many actions its schedule has: computations, and the transfers between groups that follow
         each other, whose microbatches overlap in about as many pieces as both have together."""
-        per_group = [sum(map(len, group.sizes)) for group in self.groups]
+        per_group = [
+            sum(len(own) * group.degree_of(position) for position, own in enumerate(group.sizes))
+            if group.degrees
+            else sum(map(len, group.sizes))
+            for group in self.groups
+        ]
         computed = sum(2 * per_group[owner] for owner in self.owners)
         moved = sum(4 * (per_group[a] + per_group[b]) for a, b in pairwise(self.owners) if a != b)
         return computed + moved

@@ -37,6 +37,8 @@ _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
 
 
+MOST_ACTIONS_OF_REPLICAS = 200_000
+"""Of a step with tensor-parallel replicas, whose ranks are all simulated, that nobody asked for."""
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
 
@@ -384,7 +386,10 @@ class CandidateBuilder:
     # -- memory ----------------------------------------------------------------------------
 
     def may_run(self, candidate: CandidatePlan) -> bool:
-        """Whether the runtime takes it, memory apart."""
+        """Whether the runtime takes it, memory apart, and a simulation of it does not take too long."""
+        is_long = candidate.num_actions > MOST_ACTIONS_OF_REPLICAS and candidate.degree > 1
+        if is_long and self._problem.fixed.tensor_parallel is None:
+            return False
         may_bound = all(
             group.mode.may_bound_in_flight and (candidate.owners.count(g) == 1 or group.mode.may_return)
             for g, group in enumerate(candidate.groups)
