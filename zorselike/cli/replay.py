@@ -112,7 +112,7 @@ def replay(command: Replay) -> str:
     from zorselike.elastic.replay.page import Report, format_page
     from zorselike.elastic.replay.rates import Rates
     from zorselike.elastic.replay.rules import Replay as Record
-    from zorselike.planner.problem import Fixed, PlanProblem
+    from zorselike.planner.problem import PlanProblem
     from zorselike.planner.search.helpers import count_cores
 
     check_files("replay", command)
@@ -145,7 +145,6 @@ def replay(command: Replay) -> str:
         profile=inputs.profile,
         global_batch=command.global_batch,
         defer_updates=inputs.workload.dtype == "float16",
-        fixed=Fixed(tensor_parallel=1),  # Elastic jobs have single ranks.
     )
     problem.check()
     with tqdm(desc="planning", unit=" sets of devices", file=sys.stderr, disable=None, leave=False) as bar:

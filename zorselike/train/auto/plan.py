@@ -134,11 +134,7 @@ def make_problem(config: Config, workload: Workload, cluster: Cluster, profile: 
         profile=profile,
         global_batch=config.training.global_batch_size,
         defer_updates=defers_updates(config.training.max_norm or None, config.hetero.clip, scale),
-        fixed=Fixed(
-            recompute=RECOMPUTE[config.activation_checkpoint.mode],
-            # What replicas are refused with.
-            tensor_parallel=1 if config.compile.enable or config.elastic.enable else None,
-        ),
+        fixed=Fixed(recompute=RECOMPUTE[config.activation_checkpoint.mode]),
     )
 
 
