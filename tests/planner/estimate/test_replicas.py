@@ -47,10 +47,12 @@ def test_memory_is_what_the_whole_plan_needs(simulated):
         rank = 0
         for g, group in enumerate(candidate.groups):
             for position, replica in enumerate(group.replicas):
+                # What has fewer microbatches than others joins their reductions with another set of gradients.
+                least = 0.9 if len(group.sizes[position]) == group.microbatches_per_device else 0.75
                 need = bench.memory.need(candidate, g, position)
                 for _ in replica:
                     ratio = need.device_bytes / case.peak_bytes[rank]
-                    assert 0.9 < ratio < (2.1 if bounds else 1.15)
+                    assert least < ratio < (2.1 if bounds else 1.15)
                     walk = case.simulation.memory[rank]
                     offloaded = walk.host_peak_bytes - walk.host.get(Purpose.COMMUNICATION, 0)
                     assert need.host_bytes >= 0.97 * offloaded
