@@ -47,7 +47,7 @@ def test_memory_is_what_the_whole_plan_needs(simulated):
         rank = 0
         for g, group in enumerate(candidate.groups):
             for position, replica in enumerate(group.replicas):
-                # What has fewer microbatches than others joins their reductions with another set of gradients.
+                # What has fewer microbatches than others joins their reductions with more gradients.
                 least = 0.9 if len(group.sizes[position]) == group.microbatches_per_device else 0.75
                 need = bench.memory.need(candidate, g, position)
                 for _ in replica:
