@@ -36,9 +36,12 @@ def make_costs(
     workload: Workload,
     cluster: Cluster,
     profile: Profile,
+    *,
+    network: Network | None = None,
 ) -> StepCosts:
     """What every action of a plan's schedule costs; what the profile lacks is estimated and listed in
-    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves.
+    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves. `network`: in place of that
+    of cluster and profile.
 
     Raises:
         PlanError: The plan's modules are not those of the workload, it is for another model or sequence
@@ -53,7 +56,7 @@ def make_costs(
     _check_links(plan, cluster, places)
     devices = tuple(cluster.device_type(place) for place in places)
     clock = LayerTimeModel(profile, workload)
-    network = make_network(cluster, places, profile)
+    network = make_network(cluster, places, profile) if network is None else network
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices, network)
     overheads = profile.overheads
     corrections = find_corrections(profile, workload, clock.kept_bytes)
