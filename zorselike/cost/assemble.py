@@ -40,8 +40,8 @@ def make_costs(
     network: Network | None = None,
 ) -> StepCosts:
     """What every action of a plan's schedule costs; what the profile lacks is estimated and listed in
-    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves. `network`: in place of that
-    of cluster and profile.
+    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves. `network`: in place of
+    that of cluster and profile.
 
     Raises:
         PlanError: The plan's modules are not those of the workload, it is for another model or sequence
