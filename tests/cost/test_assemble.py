@@ -199,6 +199,14 @@ def test_what_is_only_in_the_catalogue_is_computed_at_a_share_of_its_peak() -> N
     assert any("nothing was measured on it" in line for line in costs.assumptions)
 
 
+def test_overheads_that_nobody_measured_are_said() -> None:
+    costs = make_costs(PLAN, WORKLOAD, CLUSTER, replace(PROFILE, overheads=Overheads()))
+    assert costs.assumptions[-2:] == (
+        "A100-40, T4: memory of a process beside tensors was not measured and counts as 0",
+        "seconds of the program itself, beside its layers, were not measured and count as 0",
+    )
+
+
 def test_copies_that_nobody_measured_are_said() -> None:
     def assumptions_of(**changes: Any) -> list[str]:
         groups = (PLAN.groups[0], replace(PLAN.groups[1], offload=("params",)))

@@ -88,7 +88,11 @@ def make_costs(
         price_per_hour=sum(cluster.nodes[node].price_per_hour for node in {place.node for place in places}),
         egress_price_per_gb=_find_egress_prices(cluster, places),
         currency=cluster.currency,
-        assumptions=(*clock.assumptions, *_list_unmeasured_copies(plan, cluster, places, profile)),
+        assumptions=(
+            *clock.assumptions,
+            *_list_unmeasured_copies(plan, cluster, places, profile),
+            *_list_unmeasured_overheads(devices, overheads),
+        ),
         memory_corrections=tuple(str(found) for device, found in corrections.items() if device in devices),
     )
 
@@ -278,6 +282,19 @@ def _list_unmeasured_copies(
         f"{device}: copies between it and its host were not measured; {REACHED_OF_BUS:.0%} of its bus"
         for device in sorted(devices - measured)
     ]
+
+
+def _list_unmeasured_overheads(devices: Sequence[str], overheads: Overheads) -> list[str]:
+    """What counts as nothing because nobody measured it."""
+    lines = []
+    gpus = sorted({*devices} - {CPU})
+    if gpus and not overheads.process_bytes:
+        lines.append(
+            f"{', '.join(gpus)}: memory of a process beside tensors was not measured and counts as 0"
+        )
+    if not overheads.action_s:
+        lines.append("seconds of the program itself, beside its layers, were not measured and count as 0")
+    return lines
 
 
 def _find_egress_prices(cluster: Cluster, places: Sequence[Place]) -> Mapping[tuple[int, int], float]:
