@@ -10,6 +10,9 @@ experiments; 1,024 GPUs of four types. Each search is a process of its own on on
 tenths of the most that it may take. Published times of other planners stand beside them: Zorse's with the
 profiling, Sailor's as measured on a machine of this class (128 + 384) and as in its paper (3 x 256).
 
+With `--degrees` five clusters of nodes of eight cards on slow networks are planned with tensor-parallel
+replicas and without.
+
 With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s: how much worse is
 the plan found in little time than the best, and is one ever worse with more time?
 """
@@ -44,6 +47,8 @@ from tools.bench.budgets import (
 from tools.bench.budgets import (
     list_misses as list_budget_misses,
 )
+from tools.bench.degrees import HEADING, find_worths, format_worth
+from tools.bench.degrees import list_misses as list_degree_misses
 from tools.papers.zorse.paper import CONTEXT_BYTES, make_clusters
 from tools.papers.zorse.runs import make_setup
 from tools.papers.zorse.times import find_folder, read_workload
@@ -60,6 +65,8 @@ from planner_oracle.workloads import REAL_DECODERS, make_workload
 
 BUDGET_SHARE = 0.7
 """Share of the most that a search may take."""
+DEGREES_S = 20.0
+"""Of each search with `--degrees`."""
 MAX_BYTES = 2e9
 NEAR = 0.01
 """So near to the end's best, the search had found nearly all that it finds."""
@@ -117,7 +124,10 @@ def main() -> int:
     parser.add_argument(
         "--by-processor", action="store_true", help="budgets are seconds of the processor, on a busy machine"
     )
+    parser.add_argument("--degrees", action="store_true", help="what tensor-parallel degrees are worth")
     options = parser.parse_args()
+    if options.degrees:
+        return compare_degrees(options)
     if options.budgets:
         return follow_budgets(options)
     if options.data is None:
@@ -144,6 +154,20 @@ def main() -> int:
         misses += [f"{scale.name}: {miss}" for miss in missed]
     print("\n".join(["", *(f"MISSED: {miss}" for miss in misses)]) if misses else "\nall targets met")
     write_json(options.json, {"misses": misses, "cases": results, "machine": describe_machine()})
+    return int(bool(misses))
+
+
+def compare_degrees(options: argparse.Namespace) -> int:
+    """Searches with and without tensor parallelism; the exit status says whether it wins where it should, and
+    loses nowhere."""
+    print(HEADING)
+    worths = []
+    for worth in find_worths(options.budget or DEGREES_S, options.only):
+        worths.append(worth)
+        print(format_worth(worth), flush=True)
+    misses = list_degree_misses(worths)
+    print(*(f"MISSED: {miss}" for miss in misses), sep="\n")
+    write_json(options.json, {"misses": misses, "worths": worths, "machine": describe_machine()})
     return int(bool(misses))
 
 

@@ -5,7 +5,8 @@
     python tools/check_emulated.py --quick                # two steps each
     python tools/check_emulated.py --only "ZeRO 3"        # runs whose names hold that
 
-Three kinds of runs: sleeping layers over links that are slept in the transport; the same over links that
+Four kinds of runs: sleeping layers over links that are slept in the transport; layers that tensor-parallel
+replicas share, likewise; sleeping layers over links that
 the kernel limits (`tbf` in network namespaces; needs root); and layers that really compute, one rank a
 core. What this machine itself adds is measured first, by runs that are not scored. Each run stands beside
 what the simulator says of it, and four wrong models must miss.
@@ -123,7 +124,7 @@ def choose(options: argparse.Namespace, *, kernel_works: bool) -> tuple[Scenario
     """The runs asked for; computing ones only where each rank has a core."""
     kernel = RUNS["kernel"] if kernel_works else tuple(replace(own, limit="sleep") for own in RUNS["kernel"])
     computing = tuple(own for own in RUNS["computing"] if own.num_ranks <= num_cores())
-    kinds = (RUNS["sleeping"], kernel, computing)
+    kinds = (RUNS["sleeping"], RUNS["replicas"], kernel, computing)
     scenarios = [own for kind in kinds for own in kind if options.only is None or options.only in own.name]
     if options.runs is None or options.runs >= len(scenarios):
         return tuple(scenarios)

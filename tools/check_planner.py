@@ -5,7 +5,8 @@
     python tools/check_planner.py --seed 4711                    # one again, at length
 
 Clusters of 1 to 64 devices, 1 to 6 types, ragged nodes, up to three regions, some in parts that nothing
-joins; models from a thousandth of the memory to more than there is; constraints and things fixed in some.
+joins; models from a thousandth of the memory to more than there is, whose layers can be cut in most;
+constraints and things fixed in some.
 Every plan is validated, its schedule built and checked, its step simulated anew: it must fit every device and
 host, promise what it does, keep what is asked for, and say what limits it where it reaches less than 70 % of
 what its devices could compute. Where nothing is said to fit and the question is tiny, all plans are tried.
@@ -97,6 +98,9 @@ def format_summary(trials: Sequence[Trial], seconds: float) -> str:
         lines.append(f"nothing fits: {len(nothing)} times, of which all plans were tried {proven} times")
     if planned:
         lines += _format_shares(planned)
+        replicas = Counter(trial.degree for trial in planned if trial.degree > 1)
+        degrees = ", ".join(f"{number} of {degree}" for degree, number in sorted(replicas.items()))
+        lines.append(f"{replicas.total()} plans with tensor-parallel replicas: {degrees or 'none'}")
         endings = Counter(trial.ending for trial in planned)
         lines += _format_times(trials)
         lines.append("; ".join(f"{number} by {ending}" for ending, number in endings.items()))

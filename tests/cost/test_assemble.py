@@ -13,7 +13,7 @@ from plans import random_plan
 
 from zorselike.cost.assemble import make_costs
 from zorselike.cost.catalogue import find_device
-from zorselike.cost.layer_times import REACHED_OF_PEAK
+from zorselike.cost.layer_times import REACHED_OF_PEAK, REACHED_OF_WHOLE
 from zorselike.cost.memory import walk_memory
 from zorselike.cost.profile import HostLinkRates, LayerTimes, Overheads, Profile, Source, UpdateTime
 from zorselike.cost.sizes import measure_ministages
@@ -199,6 +199,14 @@ def test_what_is_only_in_the_catalogue_is_computed_at_a_share_of_its_peak() -> N
     assert any("nothing was measured on it" in line for line in costs.assumptions)
 
 
+def test_overheads_that_nobody_measured_are_said() -> None:
+    costs = make_costs(PLAN, WORKLOAD, CLUSTER, replace(PROFILE, overheads=Overheads()))
+    assert costs.assumptions[-2:] == (
+        "A100-40, T4: memory of a process beside tensors was not measured and counts as 0",
+        "seconds of the program itself, beside its layers, were not measured and count as 0",
+    )
+
+
 def test_copies_that_nobody_measured_are_said() -> None:
     def assumptions_of(**changes: Any) -> list[str]:
         groups = (PLAN.groups[0], replace(PLAN.groups[1], offload=("params",)))
@@ -371,11 +379,12 @@ def ring_s(rows: int) -> float:
 
 def test_layers_share_their_time_and_meet_in_collectives() -> None:
     costs = make_costs(PAIR, WORKLOAD, QUICK, PROFILE)
+    half = 2 * REACHED_OF_WHOLE
     for rank in (0, 1):
         # Half of 4 rows' second each, and two all-gathers and two reduce-scatters a layer.
-        assert costs.forward_s[rank, 0, 4] == pytest.approx(2 * (4 * 1.0 / 2 + 4 * ring_s(4)))
+        assert costs.forward_s[rank, 0, 4] == pytest.approx(2 * (4 * 1.0 / half + 4 * ring_s(4)))
         # Recomputed: backward and a second forward, in each of them as many collectives.
-        assert costs.backward_s[rank, 0, 4] == pytest.approx(2 * (4 * 3.0 / 2 + 8 * ring_s(4)))
+        assert costs.backward_s[rank, 0, 4] == pytest.approx(2 * (4 * 3.0 / half + 8 * ring_s(4)))
         # The head's FLOPs are twice a layer's, and each rank has half of the positions.
         assert costs.forward_s[rank, 2, 4] == pytest.approx(4 * 2.0 / 2)
     assert costs.forward_s[2, 1, 4] == 2 * 4 * 4.0

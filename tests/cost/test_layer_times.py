@@ -9,7 +9,7 @@ import pytest
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
-from zorselike.cost.layer_times import REACHED_OF_MEMORY, REACHED_OF_PEAK, LayerTimeModel
+from zorselike.cost.layer_times import REACHED_OF_MEMORY, REACHED_OF_PEAK, REACHED_OF_WHOLE, LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
 from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
@@ -150,10 +150,16 @@ def test_tensor_parallel_degrees_are_kept_apart() -> None:
     assert clock.forward_s("layer", "T4", 2, "none", 4) == 1.0
     assert clock.forward_s("layer", "T4", 2, "none") == 2.0
     assert clock.forward_s("head", "T4", 2, "none", 4) == pytest.approx(3.0)
-    assert clock.forward_s("layer", "T4", 2, "none", 2) == 1.0
+    assert clock.forward_s("layer", "T4", 2, "none", 2) == pytest.approx(1.0 / REACHED_OF_WHOLE)
     assert clock.assumptions[-1] == (
-        "layer on T4: not measured at tensor parallelism 2; 1/2 of its time on one device"
+        "layer on T4: not measured at tensor parallelism 2; 1/2 of its time on one device at 95% of the speed"
     )
+    assert clock.forward_s("layer", "T4", 2, "none", 8) == pytest.approx(0.5 / REACHED_OF_WHOLE)
+    assert clock.assumptions[-1] == (
+        "layer on T4: not measured at tensor parallelism 8; 1/2 of its time at 4 at 95% of the speed"
+    )
+    # What is measured nowhere else is cut from what it takes whole.
+    assert clock.forward_s("head", "T4", 2, "none", 2) == pytest.approx(3.0 / REACHED_OF_WHOLE)
     with pytest.raises(ProfileError, match="T4 at tensor parallelism 2, only at 4"):
         clock_of(four).forward_s("layer", "T4", 2, "none", 2)
 

@@ -8,6 +8,7 @@ import torch
 from zorselike.errors import ConfigError
 from zorselike.models import build_model, flops_per_token, get_config, module_names
 from zorselike.models.workload import make_workload
+from zorselike.profiler.workload.pieces import count_pieces
 
 FLAVORS = [("llama", "debug"), ("llama", "1b"), ("llama", "65b"), ("gpt", "350m"), ("gpt", "2.7b")]
 
@@ -23,6 +24,17 @@ def test_parameters_are_those_of_the_model(family: str, flavor: str) -> None:
     for module, kind in workload.kind_of.items():
         own = sum(p.numel() for p in model.get_submodule(module).parameters())
         assert kind.num_parameters + kind.num_borrowed == own, module
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "pieces"), [("llama", "debug", 2), ("llama", "8b", 8), ("gpt", "350m", 1)]
+)
+def test_layers_can_be_cut_as_the_runtime_cuts_them(family: str, flavor: str, pieces: int) -> None:
+    config = get_config(family, flavor)
+    workload = make_workload(config, sequence_length=512, dtype="float32", model="x")
+    with torch.device("meta"):
+        model = build_model(family, flavor)
+    assert workload.max_tensor_parallel == pieces == count_pieces(model, module_names(config))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

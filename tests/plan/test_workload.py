@@ -104,7 +104,14 @@ def test_any_workload_is_read_back_equal(workload: Workload) -> None:
     assert read_back.fingerprint == workload.fingerprint
 
 
-def test_the_fingerprint_changes_with_everything() -> None:
+def test_into_how_many_parts_layers_can_be_cut_is_kept_and_changes_no_fingerprint(tmp_path: Path) -> None:
+    cut = replace(WORKLOAD, max_tensor_parallel=4)
+    cut.save(tmp_path / "cut.json")
+    assert Workload.load(tmp_path / "cut.json").max_tensor_parallel == 4
+    assert cut.fingerprint == WORKLOAD.fingerprint
+
+
+def test_the_fingerprint_changes_with_everything_else() -> None:
     others = [
         replace(WORKLOAD, model="other"),
         replace(WORKLOAD, sequence_length=9),

@@ -10,7 +10,9 @@ from profiled import SMALL, TOKENS, build, measured_model, workload
 from ranks import RunRanks
 from torch import nn
 
-from zorselike.cost.profile import LayerTimes, Source
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.cost.profile import LayerTimes, Profile, Source
+from zorselike.cost.sizes import GATHERS_PER_LAYER
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Recompute
 from zorselike.plan.workload import LayerKind, Workload
@@ -90,11 +92,12 @@ def measure_kind(
     limit: int | None,
     most_rows: int,
     family: str = "llama",
+    degree: int = 1,
 ) -> tuple[LayerTimes | None, list[tuple[int, TrialResult]]]:
     probe = next(p for p in find_probes(lambda: build(family), workload(family)) if p.kind == kind)
     trials: list[tuple[int, TrialResult]] = []
     model = measured_model(family, most_rows=most_rows, repeats=2)
-    bench = LayerBench(model, probe, device=CPU, memory=HostMemory(limit), recompute=recompute)
+    bench = LayerBench(model, probe, device=CPU, memory=HostMemory(limit), recompute=recompute, degree=degree)
     times = bench.measure(
         device="CPU", source=SOURCE, told=lambda rows, result: trials.append((rows, result))
     )
@@ -121,6 +124,22 @@ def test_recomputation_keeps_the_input_alone(run_ranks: RunRanks) -> None:
         assert times.recompute == recompute
     assert kept["layer"] == TOKENS * 64 * 4
     assert kept["none"] > 5 * kept["layer"]
+
+
+def test_a_part_of_a_layer_keeps_what_the_memory_model_says(run_ranks: RunRanks) -> None:
+    """A rank of a replica of two has half of the weights and positions, and what its attention and its
+    feed-forward take in of all positions."""
+    whole, _ = run_ranks(measure_kind, 1, "layer", "none", None, 4, "llama", 1, init=False)[0]
+    part, _ = run_ranks(measure_kind, 1, "layer", "none", None, 4, "llama", 2, init=False)[0]
+    assert (whole.tensor_parallel, part.tensor_parallel, part.rows) == (1, 2, (1, 2, 4))
+    assert all(seconds > 0 for seconds in (*part.forward_s, *part.backward_s))
+    inputs = TOKENS * 64 * 4
+    gathered = GATHERS_PER_LAYER * (inputs - inputs / 2)
+    assert part.memory_bytes_per_row == pytest.approx(whole.memory_bytes_per_row / 2 + gathered, rel=0.05)
+    profile = Profile(model="llama debug", layers=(whole, part))
+    clock = LayerTimeModel(profile, workload())
+    assert clock.forward_s("layer", "CPU", 4, "none", 2) == part.forward_s[2]
+    assert clock.forward_s("layer", "CPU", 4, "none", 1) == whole.forward_s[2]
 
 
 def test_a_limit_is_found_and_failed_sizes_leave_no_times(run_ranks: RunRanks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from zorselike.cost.memory_walk import MemoryWalk
+from zorselike.cost.purposes import MemoryWalk
 from zorselike.cost.sizes import MinistageBytes
 from zorselike.cost.step_costs import StepCosts
 from zorselike.cost.wires import make_network

@@ -16,6 +16,7 @@ from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.bandwidths import read_bandwidths
 from zorselike.planner.groups.candidates import find_groupings
+from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
 from zorselike.planner.search.choice import Choice, GroupChoice
@@ -96,21 +97,31 @@ class Bench:
 
     def __post_init__(self) -> None:
         clock = LayerTimeModel(self.problem.profile, self.problem.workload)
-        self.table = LayerTable(self.problem.workload, clock)
+        self.table = LayerTable(self.problem.workload, clock, self.problem.replicas.exchange_s)
         self.step_time = StepTimeEstimate(self.problem, self.table)
         self.memory = RankMemory(self.problem, self.table, clock.kept_bytes)
         self.builder = CandidateBuilder(self.problem, self.table, self.step_time, self.memory)
 
     def draw_candidate(self, rng: random.Random) -> CandidatePlan | None:
-        """Any groups, modes, rounds and ministages; None where they do not fit."""
+        """Any groups, modes, rounds and ministages, and replicas where layers can be cut; None where they do
+        not fit."""
         bandwidths = read_bandwidths(self.problem.cluster)
         grouping = rng.choice(find_groupings(bandwidths))
         modes = [mode for family in list_families(Fixed()) for mode in family]
         groups = tuple(
-            GroupChoice(own, rng.choice(modes), rng.choice([1, 2, 4, 8])) for own in grouping.groups
+            GroupChoice(
+                own, rng.choice(modes), rng.choice([1, 2, 4, 8]), degrees=self._draw_degrees(own, rng)
+            )
+            for own in grouping.groups
         )
         num_ministages = rng.choice([1, 2, 3]) * len(groups)
         return self.builder.build(Choice(groups, min(len(self.table.keys), num_ministages)))
+
+    def _draw_degrees(self, devices: tuple[int, ...], rng: random.Random) -> Degrees:
+        """Of each type its own."""
+        most = self.problem.replicas.most_by_type(devices)
+        drawn = ((device, min(degree, rng.choice(DEGREES))) for device, degree in sorted(most.items()))
+        return tuple((device, degree) for device, degree in drawn if degree > 1)
 
     def draw_candidate_in_flight(self, rng: random.Random) -> CandidatePlan | None:
         """With bounds on microbatches in flight; None where it does not fit."""
@@ -120,7 +131,10 @@ class Bench:
             return None
         modes = [mode for family in list_families(Fixed()) for mode in family if mode.may_bound_in_flight]
         groups = tuple(
-            GroupChoice(own, rng.choice(modes), rng.choice([2, 4, 8, 16])) for own in grouping.groups
+            GroupChoice(
+                own, rng.choice(modes), rng.choice([2, 4, 8, 16]), degrees=self._draw_degrees(own, rng)
+            )
+            for own in grouping.groups
         )
         number = min(len(self.table.keys), len(groups) * rng.choice([1, 1, 2, 3]) + rng.choice([0, 0, 1]))
         return self.builder.build(Choice(groups, 1).bound(rng.choice([1.0, 1.5, 2.0, 3.0]), number))

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.network import CollectiveOp, Flow
+from zorselike.cost.purposes import MemoryWalk
 from zorselike.runtime.memory_report import MemoryLine
 from zorselike.schedule.actions import Action, Kind
 from zorselike.simulator.engine import simulate

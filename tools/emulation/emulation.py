@@ -26,6 +26,7 @@ from zorselike.runtime.memory_report import MemoryLine
 from ..bench.forked import run_forked
 from ..bench.sleeping import count_rows, squared_error
 from ..report import num_cores
+from .cut_layers import TP_PLAN, build_cut_model, make_token_rows
 from .model import EmulatedDevice, SleepingAdamW, build_model, make_rows, pin
 from .namespaces import Namespaces
 from slow_links.buckets import BucketWires, lay_buckets
@@ -145,10 +146,16 @@ def _run_rank(rank: int, emulation: Emulation, wires: BucketWires | None, record
         sleeper.install()
     device_type, workload = emulation.cluster.device_type(emulation.places[rank]), emulation.workload
     clock = None if emulation.computes else LayerTimeModel(emulation.profile, workload)
-    device = EmulatedDevice(clock, device_type, repeats=emulation.repeats.get(device_type, 1))
+    degree = emulation.plan.replica_of(rank).degree
+    repeats = emulation.repeats.get(device_type, 1)
+    device = EmulatedDevice(clock, device_type, repeats=repeats, degree=degree)
+    is_cut = emulation.plan.has_replicas
     with HeteroPipeline(
-        build_model(workload, device, computes=emulation.computes),
+        build_cut_model(workload, device)
+        if is_cut
+        else build_model(workload, device, computes=emulation.computes),
         emulation.plan,
+        tp_plan=TP_PLAN if is_cut else None,
         optimizer=lambda named: SleepingAdamW(named, device),
         loss_fn=squared_error,
         count_fn=count_rows,
@@ -165,7 +172,8 @@ def _time_steps(
     sleeper: LinkSleeper | None,
     records: bool,
 ) -> RankRun:
-    inputs, targets = make_rows(emulation.workload, len(pipe.input_rows), len(pipe.target_rows))
+    make = make_token_rows if emulation.plan.has_replicas else make_rows
+    inputs, targets = make(emulation.workload, len(pipe.input_rows), len(pipe.target_rows))
     pipe.step(inputs, targets)
     dist.barrier()
     # Nothing waits between the steps from here on: the pipeline fills once.

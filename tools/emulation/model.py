@@ -106,10 +106,13 @@ COMPUTE_WIDTH = 512
 class EmulatedDevice:
     """The device that one rank pretends to be."""
 
-    def __init__(self, clock: LayerTimeModel | None, device_type: str = "", *, repeats: int = 1) -> None:
+    def __init__(
+        self, clock: LayerTimeModel | None, device_type: str = "", *, repeats: int = 1, degree: int = 1
+    ) -> None:
         """`clock`: what layers and updates sleep; None: nothing does. `repeats`: how often computing layers
-        multiply, so that a device of the same machine can be slower."""
-        self._clock, self._type, self.repeats = clock, device_type, repeats
+        multiply, so that a device of the same machine can be slower. `degree`: ranks of its tensor-parallel
+        replica."""
+        self._clock, self._type, self.repeats, self._degree = clock, device_type, repeats, degree
         self.is_awake = True
         """Whether nothing sleeps: for the first step, which sets everything up."""
 
@@ -120,7 +123,11 @@ class EmulatedDevice:
         """Spends the time of a microbatch in one layer; one that is recomputed runs its forward again."""
         if self._clock is not None and not self.is_awake:
             find = self._clock.backward_s if backward else self._clock.forward_s
-            time.sleep(find(kind, self._type, num_rows, "none"))
+            if kind == "layer":
+                time.sleep(find(kind, self._type, num_rows, "none", self._degree))
+            else:  # A head has its rank's positions, an embedding all.
+                share = self._degree if kind == "head" else 1
+                time.sleep(find(kind, self._type, num_rows, "none") / share)
 
     def update(self, num_parameters: int) -> None:
         """Spends the time of an optimizer's update."""

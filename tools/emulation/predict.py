@@ -11,6 +11,7 @@ from zorselike.cost.assemble import make_costs
 from zorselike.cost.network import CollectiveOp, Flow, Network
 from zorselike.cost.profile import CollectiveTimes, LayerTimes, Profile, Source
 from zorselike.cost.step_costs import StepCosts
+from zorselike.cost.wires import make_network
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.schedule import ScheduleSpec, build
@@ -132,10 +133,10 @@ def predict_emulation(emulation: Emulation, constants: HostConstants) -> Predict
     if emulation.limit == "kernel":
         with Namespaces(emulation.cluster) as namespaces:
             hosted = replace(hosted, collectives=measure_collectives(plan, emulation.cluster, namespaces))
-    costs = make_costs(plan, workload, emulation.cluster, hosted)
+    network = make_network(emulation.cluster, emulation.places, hosted)
+    costs = make_costs(plan, workload, emulation.cluster, hosted, network=host_network(network, constants))
     costs = replace(
         costs,
-        network=host_network(costs.network, constants),
         is_cpu=(True,) * plan.num_ranks,
         sends_buffer=emulation.limit != "kernel",
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from zorselike.plan.workload import LayerKind, Workload
 from zorselike.text.dataclass_tables import read_dataclass
 
 from ..bench.plans import make_plan
+from .cut_layers import TOKENS, make_kinds
 from .emulation import Emulation, Limit
 
 Stress = Literal["dependency", "collectives", "contention", "ring"]
@@ -61,6 +63,8 @@ class Scenario:
     row_elements: int = 4_096
     limit: Limit = "sleep"
     stresses: tuple[Stress, ...] = ()
+    degrees: tuple[tuple[int, ...], ...] = ()
+    """Ranks of each tensor-parallel replica of each group, in order; empty: all are single."""
     repeats: dict[str, int] = field(default_factory=dict)
     """How often layers multiply matrices, by device type; empty: they sleep."""
 
@@ -100,6 +104,8 @@ RUNS = _read_runs()
 def make_workload(scenario: Scenario) -> Workload:
     """Embedding, layers and head with sizes of their own."""
     width = scenario.row_elements
+    if scenario.degrees:
+        return _make_cut_workload(scenario)
     shares = {"embedding": (0.5, 0.2), "layer": (1.0, 1.0), "head": (0.5, 0.5)}
     if scenario.computes:  # They all multiply the same matrix.
         shares = dict.fromkeys(shares, (1.0, 1.0))
@@ -117,6 +123,20 @@ def make_workload(scenario: Scenario) -> Workload:
     inner = ((f"layers.{i}", "layer") for i in range(sum(scenario.layers) - 2))
     layers = (("tok_embeddings", "embedding"), *inner, ("output", "head"))
     return Workload(model="emulated", sequence_length=1, dtype="float32", layers=layers, kinds=kinds)
+
+
+def _make_cut_workload(scenario: Scenario) -> Workload:
+    """Of layers that real products make, which replicas share."""
+    kinds = make_kinds(scenario.row_elements, {"embedding": 2e8, "layer": 1e9, "head": 5e8})
+    inner = ((f"layers.{i}", "layer") for i in range(sum(scenario.layers) - 2))
+    return Workload(
+        model="emulated",
+        sequence_length=TOKENS,
+        dtype="float32",
+        layers=(("tok_embeddings", "embedding"), *inner, ("output", "head")),
+        kinds=kinds,
+        max_tensor_parallel=max(degree for own in scenario.degrees for degree in own),
+    )
 
 
 def make_cluster(scenario: Scenario) -> Cluster:
@@ -144,9 +164,14 @@ def make_cluster(scenario: Scenario) -> Cluster:
 
 def make_scenario_plan(scenario: Scenario, workload: Workload) -> Plan:
     """Rows by speed; every group's layers cut into its ministages, round robin."""
+    replicas = _list_replicas(scenario)
+    firsts = [[own[0] for own in group] for group in replicas]
+    speeds = [scenario.speed(device) for device in scenario.types]
+    for own in (own for group in replicas for own in group):
+        speeds[own[0]] *= len(own)
     plan, sizes = make_plan(
-        scenario.groups,
-        [scenario.speed(device) for device in scenario.types],
+        firsts,
+        speeds,
         scenario.layers,
         num_rows=scenario.num_rows,
         num_microbatches=scenario.num_microbatches,
@@ -155,27 +180,46 @@ def make_scenario_plan(scenario: Scenario, workload: Workload) -> Plan:
     )
     names = iter(name for name, _ in workload.layers)
     groups = tuple(
-        replace(group, offload=scenario.offload, recompute=scenario.recompute) for group in plan.groups
+        replace(
+            group,
+            ranks=tuple(own[0] if len(own) == 1 else own for own in of_group),
+            offload=scenario.offload,
+            recompute=scenario.recompute,
+        )
+        for group, of_group in zip(plan.groups, replicas, strict=True)
     )
     ministages = tuple(
         Ministage(ministage.group, tuple(next(names) for _ in range(size)))
         for ministage, size in zip(plan.ministages, sizes, strict=True)
     )
-    return replace(plan, groups=groups, ministages=ministages).validate()
+    length = workload.sequence_length if scenario.degrees else None
+    return replace(plan, groups=groups, ministages=ministages, sequence_length=length).validate()
+
+
+def _list_replicas(scenario: Scenario) -> list[list[tuple[int, ...]]]:
+    """Of each group."""
+    if not scenario.degrees:
+        return [[(rank,) for rank in group] for group in scenario.groups]
+    found = []
+    for group, degrees in zip(scenario.groups, scenario.degrees, strict=True):
+        edges = pairwise(accumulate(degrees, initial=0))
+        found.append([tuple(group[start:stop]) for start, stop in edges])
+    return found
 
 
 def make_profile(scenario: Scenario, workload: Workload, unit_s: float) -> Profile:
     """A row through a layer takes `unit_s` on a device of speed 1, and every pass half a row more."""
     source = Source("given", note="emulated")
 
-    def time_layer(device: str, kind: LayerKind) -> LayerTimes:
-        row_s = unit_s * kind.forward_flops_per_row / 1e9 / scenario.speed(device)
+    def time_layer(device: str, kind: LayerKind, degree: int = 1) -> LayerTimes:
+        row_s = unit_s * kind.forward_flops_per_row / 1e9 / scenario.speed(device) / degree
         forward_s = tuple(row_s * (rows + 0.5) for rows in PROFILE_ROWS)
         return LayerTimes(
             kind=kind.name,
             device=device,
             dtype=workload.dtype,
-            sequence_length=1,
+            sequence_length=workload.sequence_length,
+            tensor_parallel=degree,
             rows=PROFILE_ROWS,
             forward_s=forward_s,
             backward_s=tuple(2 * seconds for seconds in forward_s),
@@ -193,6 +237,10 @@ def make_profile(scenario: Scenario, workload: Workload, unit_s: float) -> Profi
         for device in types
     )
     layers = tuple(time_layer(device, kind) for device in types for kind in workload.kinds.values())
+    degrees = sorted({degree for own in scenario.degrees for degree in own if degree > 1})
+    layers += tuple(
+        time_layer(device, workload.kinds["layer"], degree) for device in types for degree in degrees
+    )
     return Profile(model=workload.model, layers=layers, updates=updates)
 
 

@@ -50,6 +50,10 @@ class ProfileCommand(FolderOptions):
     recompute: Literal["none", "layer", "both"] = "none"
     """Whether layers are recomputed in the backward pass; for the largest batches only with `layer`."""
 
+    tensor_parallel: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees at which layers are measured, such as 1 2 4: a rank's part of a layer on one
+    device. Collectives inside replicas are counted by the links."""
+
     most_rows: int = 64
     """Largest microbatch that is tried: sizes are 1, 2, 4, ... rows up to this, as far as they fit."""
 
@@ -91,6 +95,7 @@ class ProfileCommand(FolderOptions):
             raise ConfigError("profile: --hf is the model; leave out --family, --flavor and --override")
         model = folder or choose_model(self.family or "llama", self.flavor or "debug", self.override)
         workload = model.measure(sequence_length=self.seq_len, dtype=self.dtype)
+        self._check_degrees(workload)
         job = self._make_job(model, workload)
 
         from zorselike.profiler.processes import read_timeout
@@ -117,12 +122,21 @@ class ProfileCommand(FolderOptions):
                 print(f"wrote {self.output} and {self.cluster}")
 
     def _check(self) -> None:
-        counts = {"--seq-len": self.seq_len, "--most-rows": self.most_rows, "--repeats": self.repeats}
+        counts = {f"--tensor-parallel {degree}": degree for degree in self.tensor_parallel}
+        counts |= {"--seq-len": self.seq_len, "--most-rows": self.most_rows, "--repeats": self.repeats}
         check_at_least("profile", 1, counts)
         for flag, values in (("zero", self.zero), ("only", self.only)):
             if not values:
                 raise ConfigError(f"profile: --{flag} is empty; give at least one value, or leave it out")
         check_outputs("profile", {"--output": self.output, "--cluster": self.cluster})
+
+    def _check_degrees(self, workload: Workload) -> None:
+        most = min(workload.max_tensor_parallel, self.seq_len)
+        if (wanted := max(self.tensor_parallel, default=1)) > most:
+            can = f"can be cut into {most} at most" if most > 1 else "cannot be cut"
+            raise ConfigError(
+                f"profile: --tensor-parallel {wanted}: layers of {workload.model} {can}; leave it out"
+            )
 
     def _make_job(self, model: FolderChoice | ModelChoice, workload: Workload) -> Job:
         from zorselike.profiler.layers.probes import find_probes
@@ -143,6 +157,7 @@ class ProfileCommand(FolderOptions):
             num_tokens=model.num_tokens,
             probes=find_probes(model.build, workload),
             recompute=settings[self.recompute],
+            degrees=self.tensor_parallel,
             loss_fn=token_cross_entropy,
             most_rows=self.most_rows,
             repeats=self.repeats,

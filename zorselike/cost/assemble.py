@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, permutations
 
@@ -12,8 +12,8 @@ from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.network import Network
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Overheads, Profile
+from zorselike.cost.replica_times import find_parts, time_exchange, time_in_replica
 from zorselike.cost.sizes import (
-    GATHERS_PER_LAYER,
     count_updated,
     find_boundary_bytes,
     find_tie_bytes,
@@ -36,9 +36,12 @@ def make_costs(
     workload: Workload,
     cluster: Cluster,
     profile: Profile,
+    *,
+    network: Network | None = None,
 ) -> StepCosts:
     """What every action of a plan's schedule costs; what the profile lacks is estimated and listed in
-    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves.
+    `assumptions`. Threads of ranks on devices of type `CPU` compute by themselves. `network`: in place of
+    that of cluster and profile.
 
     Raises:
         PlanError: The plan's modules are not those of the workload, it is for another model or sequence
@@ -53,7 +56,7 @@ def make_costs(
     _check_links(plan, cluster, places)
     devices = tuple(cluster.device_type(place) for place in places)
     clock = LayerTimeModel(profile, workload)
-    network = make_network(cluster, places, profile)
+    network = make_network(cluster, places, profile) if network is None else network
     forward_s, backward_s = _time_microbatches(plan, workload, clock, devices, network)
     overheads = profile.overheads
     corrections = find_corrections(profile, workload, clock.kept_bytes)
@@ -85,7 +88,11 @@ def make_costs(
         price_per_hour=sum(cluster.nodes[node].price_per_hour for node in {place.node for place in places}),
         egress_price_per_gb=_find_egress_prices(cluster, places),
         currency=cluster.currency,
-        assumptions=(*clock.assumptions, *_list_unmeasured_copies(plan, cluster, places, profile)),
+        assumptions=(
+            *clock.assumptions,
+            *_list_unmeasured_copies(plan, cluster, places, profile),
+            *_list_unmeasured_overheads(devices, overheads),
+        ),
         memory_corrections=tuple(str(found) for device, found in corrections.items() if device in devices),
     )
 
@@ -132,6 +139,7 @@ def _time_microbatches(
     """Seconds of the forward and the backward of every ministage for every size of microbatch."""
     forward_s: _BySize = {}
     backward_s: _BySize = {}
+    times = _ReplicaTimes(plan, workload, clock, devices, network)
     for i, ministage in enumerate(plan.ministages):
         group = plan.group_of(i)
         layers: Counter[tuple[str, Recompute]] = Counter(
@@ -140,9 +148,7 @@ def _time_microbatches(
         )
         for replica in (replica for replica in group.replicas if replica.degree > 1):
             for rows in {microbatch.num_rows for microbatch in group.microbatches_by_rank[replica.first]}:
-                found = _time_replica(
-                    plan, workload, clock, devices[replica.first], network, replica, i, rows
-                )
+                found = times.of(replica, i, rows)
                 for rank in replica.ranks:
                     forward_s[rank, i, rows], backward_s[rank, i, rows] = found
         for rank in (replica.first for replica in group.replicas if replica.degree == 1):
@@ -164,46 +170,63 @@ def _time_microbatches(
     return forward_s, backward_s
 
 
-def _time_replica(
-    plan: Plan,
-    workload: Workload,
-    clock: LayerTimeModel,
-    device: str,
-    network: Network,
-    replica: Replica,
-    ministage: int,
-    rows: int,
-) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a ministage on every rank of a replica, whose devices are
-    of one type, collectives inside it included: nothing runs beside them that does not share their links.
+class _ReplicaTimes:
+    """What ministages take on replicas of several ranks, collectives inside these included: nothing runs
+    beside them but what other replicas of their node do at the same time."""
 
-    Layers take the time of their degree. What comes before the first layer (the embedding) computes all
-    positions on every rank, what comes after (the head, the loss) each rank's own.
-    """
-    group, degree = plan.group_of(ministage), replica.degree
-    modules = [name for name, _ in workload.layers]
-    first_layer = next((i for i, name in enumerate(modules) if is_layer(name)), len(modules))
-    whole = frozenset(modules[:first_layer])
-    forward_s = backward_s = 0.0
-    for name in plan.ministages[ministage].modules:
-        kind = workload.kind_of[name]
-        if is_layer(name):
-            recompute = group.recompute
-            forward_s += clock.forward_s(kind.name, device, rows, recompute, degree)
-            backward_s += clock.backward_s(kind.name, device, rows, recompute, degree)
-            num_bytes = rows * kind.input_elements_per_row * workload.itemsize
-            each_s = sum(
-                network.time_alone(network.collective(op, replica.ranks, num_bytes))
-                for op in ("all_gather", "reduce_scatter")
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        clock: LayerTimeModel,
+        devices: Sequence[str],
+        network: Network,
+    ) -> None:
+        self._plan, self._workload, self._clock, self._devices = plan, workload, clock, devices
+        self._network, self._parts = network, find_parts(workload)
+        self._on_node: defaultdict[int, list[Replica]] = defaultdict(list)
+        for replica in (replica for group in plan.groups for replica in group.replicas if replica.degree > 1):
+            self._on_node[network.places[replica.first].node].append(replica)
+        self._exchanges: dict[tuple[int, float], float] = {}
+        """By a replica's first rank and bytes."""
+        self._found: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def of(self, replica: Replica, ministage: int, rows: int) -> tuple[float, float]:
+        """Seconds of a microbatch's forward and backward on every rank of a replica."""
+        key = (replica.first, ministage, rows)
+        if key not in self._found:
+            self._found[key] = self._time(replica, ministage, rows)
+        return self._found[key]
+
+    def _time(self, replica: Replica, ministage: int, rows: int) -> tuple[float, float]:
+        recompute = self._plan.group_of(ministage).recompute
+        kinds = Counter(
+            (self._workload.kind_of[name].name, self._parts[name])
+            for name in self._plan.ministages[ministage].modules
+        )
+        forward_s = backward_s = 0.0
+        for (kind, part), number in kinds.items():
+            seconds = time_in_replica(
+                self._clock,
+                self._workload.kinds[kind],
+                part,
+                self._devices[replica.first],
+                rows,
+                recompute,
+                degree=replica.degree,
+                exchange_s=lambda num_bytes: self._exchange_s(replica, num_bytes),
             )
-            forward_s += GATHERS_PER_LAYER * each_s
-            if kind.backward_flops:
-                backward_s += GATHERS_PER_LAYER * each_s * (2 if recompute == "layer" else 1)
-        else:
-            share = 1 if name in whole else degree
-            forward_s += clock.forward_s(kind.name, device, rows, "none") / share
-            backward_s += clock.backward_s(kind.name, device, rows, "none") / share
-    return forward_s, backward_s
+            forward_s += number * seconds[0]
+            backward_s += number * seconds[1]
+        return forward_s, backward_s
+
+    def _exchange_s(self, replica: Replica, num_bytes: float) -> float:
+        key = (replica.first, num_bytes)
+        if key not in self._exchanges:
+            peers = self._on_node[self._network.places[replica.first].node]
+            ranks = [other.ranks for other in peers]
+            self._exchanges[key] = time_exchange(self._network, ranks, num_bytes)
+        return self._exchanges[key]
 
 
 def _add_up_units(
@@ -259,6 +282,19 @@ def _list_unmeasured_copies(
         f"{device}: copies between it and its host were not measured; {REACHED_OF_BUS:.0%} of its bus"
         for device in sorted(devices - measured)
     ]
+
+
+def _list_unmeasured_overheads(devices: Sequence[str], overheads: Overheads) -> list[str]:
+    """What counts as nothing because nobody measured it."""
+    lines = []
+    gpus = sorted({*devices} - {CPU})
+    if gpus and not overheads.process_bytes:
+        lines.append(
+            f"{', '.join(gpus)}: memory of a process beside tensors was not measured and counts as 0"
+        )
+    if not overheads.action_s:
+        lines.append("seconds of the program itself, beside its layers, were not measured and count as 0")
+    return lines
 
 
 def _find_egress_prices(cluster: Cluster, places: Sequence[Place]) -> Mapping[tuple[int, int], float]:

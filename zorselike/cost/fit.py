@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from zorselike.cost.memory import walk_memory
-from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.parameter_bytes import ParameterBytes
-from zorselike.cost.purposes import Purpose
+from zorselike.cost.purposes import MemoryWalk, Purpose
 from zorselike.cost.sizes import find_tie_bytes, measure_ministages
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.workload import Workload

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zorselike.cost.memory import walk_memory
-from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards
 from zorselike.cost.profile import LargestBatch, Profile
+from zorselike.cost.purposes import MemoryWalk
 from zorselike.cost.sizes import KeptBytes, add_up, find_row_bytes, list_units
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.workload import Workload

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zorselike.cost.parameter_bytes import ParameterBytes
+from zorselike.cost.sizes import is_layer
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 
@@ -46,11 +47,15 @@ def list_states(plan: Plan, workload: Workload) -> list[State]:
     each = ParameterBytes.of(workload)
     found = [State(0.0, 0.0)] * plan.num_ranks
     for ministage in plan.ministages:
-        states = [state_of(workload.kind_of[module], each) for module in ministage.modules]
-        ranks = plan.groups[ministage.group].flat_ranks
-        whole = add_up(states).share(len(ranks))
-        for rank in ranks:
-            found[rank] = add_up((found[rank], whole))
+        group = plan.groups[ministage.group]
+        cut, whole = (
+            add_up([state_of(workload.kind_of[m], each) for m in ministage.modules if is_layer(m) == is_cut])
+            for is_cut in (True, False)
+        )
+        for replica in group.replicas:  # Of layers each has all pieces once.
+            own = cut.share(replica.degree * len(group.replicas)), whole.share(len(group.flat_ranks))
+            for rank in replica.ranks:
+                found[rank] = add_up((found[rank], *own))
     return found
 
 

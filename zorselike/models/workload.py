@@ -67,7 +67,15 @@ def make_workload(
         kinds=kinds,
         ties=((names[0], names[-1]),) if config.tie_embeddings else (),
         num_moments=num_moments,
+        max_tensor_parallel=_count_pieces(config),
     )
+
+
+def _count_pieces(config: DecoderConfig) -> int:
+    """As `Workload.max_tensor_parallel`, by the model's `tp_plan`."""
+    if not isinstance(config, LlamaConfig):
+        return 1
+    return min(config.num_kv_heads, config.ffn_hidden)
 
 
 def _count_bytes(config: DecoderConfig, *, itemsize: int) -> dict[str, TokenBytes]:

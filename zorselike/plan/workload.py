@@ -96,6 +96,9 @@ class Workload(Document):
     """Modules that share a weight: `(owner, borrower)`, in model order."""
     num_moments: Natural = 2
     """Averages that the optimizer keeps of each parameter, in fp32 (AdamW: 2)."""
+    max_tensor_parallel: Positive = 1
+    """The most ranks among which tensor parallelism can cut every layer: whole heads of keys and values; 1
+    where it cannot. It says what may be run and not what it costs, so the fingerprint does not have it."""
 
     @property
     def itemsize(self) -> int:
@@ -159,8 +162,10 @@ class Workload(Document):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Twelve hex digits that change with anything in it."""
-        return hash_content(self._describe())
+        """Twelve hex digits that change with anything that costs depend on."""
+        table = self._describe()
+        del table["max_tensor_parallel"]
+        return hash_content(table)
 
     def validate(self) -> Workload:
         """Returns the workload itself if it is consistent; raises `ProfileError` otherwise."""

@@ -8,13 +8,16 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import Literal
 
+from zorselike.cost.network import Network
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.cost.profile import Profile
+from zorselike.cost.wires import make_network
 from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
 from zorselike.plan.workload import Workload
 from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
+from zorselike.planner.groups.replicas import DEGREES, Degrees, ReplicaCuts
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.text.wording import list_few
 
@@ -38,6 +41,8 @@ class Fixed:
     recompute: Recompute | None = None
     offload: tuple[str, ...] | None = None
     """Offload of every group; `()` for none."""
+    tensor_parallel: int | None = None
+    """Devices of every replica, or as many as its node has like it; 1: no tensor parallelism."""
     bounds_in_flight: bool | None = None
     """Whether groups go backward before all microbatches are forward (`Group.max_in_flight`)."""
 
@@ -108,6 +113,13 @@ class PlanProblem:
             )
         if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch < 1:
             yield f"microbatches of {fixed.rows_per_microbatch} rows; give at least 1"
+        if fixed.tensor_parallel is not None and fixed.tensor_parallel not in DEGREES:
+            yield f"tensor parallelism of {fixed.tensor_parallel} ranks; give {', '.join(map(str, DEGREES))}"
+        elif (fixed.tensor_parallel or 1) > self.workload.max_tensor_parallel:
+            most = self.workload.max_tensor_parallel
+            model = self.workload.model
+            can = f"can be cut into {most} at most" if most > 1 else "cannot be cut"
+            yield f"tensor parallelism of {fixed.tensor_parallel} ranks; layers of {model} {can}"
         if fixed.zero == 3 and fixed.grad_reduce == "once":
             yield "ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2"
         if fixed.bounds_in_flight:
@@ -155,6 +167,23 @@ class PlanProblem:
     def nodes(self) -> tuple[int, ...]:
         """The node of each device, by index in `Cluster.places`."""
         return tuple(place.node for place in self.cluster.places)
+
+    @cached_property
+    def network(self) -> Network:
+        """Between all devices of the cluster, by their index in `Cluster.places`."""
+        return make_network(self.cluster, self.cluster.places, self.profile)
+
+    @cached_property
+    def replicas(self) -> ReplicaCuts:
+        """Into which tensor-parallel replicas devices may be cut."""
+        allowed = min(self.workload.max_tensor_parallel, self.workload.sequence_length)
+        most = min(allowed, self.fixed.tensor_parallel or allowed)
+        measured = {name for times in self.profile.links for name in times.between}
+        return ReplicaCuts(self.cluster, most, measured, lambda: self.network)
+
+    def first_degrees(self, devices: tuple[int, ...]) -> Degrees:
+        """With what a search begins on these devices: single ones, or what is fixed."""
+        return self.replicas.limit(devices, self.fixed.tensor_parallel) if self.fixed.tensor_parallel else ()
 
     @property
     def most_rows_at_once(self) -> int:

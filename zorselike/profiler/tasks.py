@@ -56,6 +56,8 @@ class Job(MeasuredModel):
 
     probes: tuple[LayerProbe, ...]
     recompute: tuple[Recompute, ...]
+    degrees: tuple[int, ...] = (1,)
+    """Of tensor parallelism, at which numbered layers are measured."""
     stages: tuple[int, ...]
     """ZeRO stages under which the largest batch is looked for."""
     parts: frozenset[Part]
@@ -92,8 +94,10 @@ def make_tasks(job: Job, processes: Processes, memory: DeviceMemory) -> list[Tas
     tasks: list[Task] = []
     if "layers" in job.parts:
         tasks += [
-            measurer.layer(probe, setting)
+            measurer.layer(probe, setting, degree)
+            for degree in (1, *(degree for degree in job.degrees if degree > 1))
             for probe in job.probes
+            if degree == 1 or probe.is_numbered
             for setting in (job.recompute if probe.is_numbered else ("none",))
         ]
     if "update" in job.parts:
@@ -211,18 +215,20 @@ class _Measurer:
 
         return Task(name, lambda profile: set(self._processes.types) <= known(profile), run)
 
-    def layer(self, probe: LayerProbe, setting: Recompute) -> Task:
-        """A kind of layer."""
+    def layer(self, probe: LayerProbe, setting: Recompute, degree: int = 1) -> Task:
+        """A kind of layer, or one rank's part of it with tensor parallelism."""
         workload, job, device = self._job.workload, self._job, self._processes.device
         is_cpu = device.type == "cpu"
 
         def measure(tell: Told) -> LayerTimes | None:
-            bench = LayerBench(job, probe, device=device, memory=self._memory, recompute=setting)
+            bench = LayerBench(
+                job, probe, device=device, memory=self._memory, recompute=setting, degree=degree
+            )
             in_step: LayersInStep | None = None
 
             def time_in_step(rows: int, alone: TrialResult) -> tuple[float, float] | None:
                 nonlocal in_step
-                if not is_cpu or not LayersInStep.matters(alone):
+                if not is_cpu or degree > 1 or not LayersInStep.matters(alone):
                     return None
                 if in_step is None:
                     in_step = LayersInStep(
@@ -239,9 +245,10 @@ class _Measurer:
 
         def matches(times: LayerTimes) -> bool:
             own = times.kind, times.dtype, times.sequence_length, times.recompute, times.tensor_parallel
-            return own == (probe.kind, workload.dtype, workload.sequence_length, setting, 1)
+            return own == (probe.kind, workload.dtype, workload.sequence_length, setting, degree)
 
         name = f"{probe.kind}, recompute {setting}" if probe.is_numbered else probe.kind
+        name += f", tensor parallelism {degree}" if degree > 1 else ""
         # Ranks that compute on the same processors do so together, as in a step.
         return self._for_each_type(name, "layers", measure, matches=matches, together=is_cpu)
 

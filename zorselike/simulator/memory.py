@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import overload
 
 from zorselike.cost.memory import walk_memory
-from zorselike.cost.memory_walk import MemoryWalk
+from zorselike.cost.purposes import MemoryWalk
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import TRANSFERS, Action, edge_of

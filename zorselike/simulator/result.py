@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from zorselike.cost.memory_walk import MemoryWalk
+from zorselike.cost.purposes import MemoryWalk
 from zorselike.schedule.actions import Action
 from zorselike.simulator.garbage import without_collection
 

@@ -36,11 +36,27 @@ def draw_problem(seed: int, limits: Limits = WIDE) -> Drawn:
     rng = random.Random(seed)
     if rng.random() < 1 / 6:
         return Drawn(_draw_tiny(rng), is_tiny=True)
+    return Drawn(_allow_replicas(seed, _draw_large(rng, limits)), is_tiny=False)
+
+
+def _draw_large(rng: random.Random, limits: Limits) -> PlanProblem:
     dtype = rng.choice(["float16", "float16", "bfloat16", "float32"])
     types = [device for device in DOLLARS_PER_HOUR if dtype in find_device(device).peak_flops]
     cluster = draw_cluster(rng, types, limits)
     workload = _draw_workload(rng, cluster, dtype, limits.max_layers)
-    return Drawn(_ask(rng, workload, cluster, _draw_profile(rng, workload, cluster)), is_tiny=False)
+    return _ask(rng, workload, cluster, _draw_profile(rng, workload, cluster))
+
+
+def _allow_replicas(seed: int, problem: PlanProblem) -> PlanProblem:
+    """The same question of a model whose layers can be cut, in most; in some the degree is fixed. A generator
+    of its own leaves what else is drawn as it was without."""
+    rng = random.Random(f"replicas {seed}")
+    most = rng.choice([1, 2, 3, 4, 8, 8, 16, 32])
+    fixed = problem.fixed
+    if rng.random() < 0.15:
+        fixed = replace(fixed, tensor_parallel=rng.choice([d for d in (1, 2, 4, 8) if d <= most]))
+    workload = replace(problem.workload, max_tensor_parallel=most)
+    return replace(problem, workload=workload, fixed=fixed)
 
 
 # -- model and times -----------------------------------------------------------------------

@@ -68,6 +68,8 @@ class Trial:
     """Causes that the plan itself names."""
     ending: str = ""
     num_simulated: int = 0
+    degree: int = 1
+    """The largest tensor-parallel degree of the plan."""
     search_s: float = 0.0
     search_cpu_s: float = 0.0
     """Processor seconds of the search."""
@@ -133,6 +135,7 @@ def _measure(problem: PlanProblem, answer: PlanAnswer) -> dict[str, Any]:
         "causes": best.case.plan.estimates.limited_by if best.share_of_ideal < LIMITED else (),
         "ending": answer.ending,
         "num_simulated": answer.progress.num_simulated,
+        "degree": max(group.degree for group in best.case.plan.groups),
     }
 
 

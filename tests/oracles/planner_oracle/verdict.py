@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.plan.parts import may_overlap_reduction
 from zorselike.plan.plan import Plan
 from zorselike.planner.answer import PlanAnswer, Planned
@@ -58,6 +60,7 @@ def _examine(problem: PlanProblem, planned: Planned) -> Iterator[str]:
     yield from _examine_estimates(planned, case)
     yield from _examine_wishes(problem, case)
     yield from _examine_fixed(problem, plan)
+    yield from _examine_replicas(problem, case)
     yield from _examine_file(plan)
 
 
@@ -163,6 +166,27 @@ def _examine_fixed(problem: PlanProblem, plan: Plan) -> Iterator[str]:
         ):
             if wanted_value not in (None, value):
                 yield f"group {g}: {key} is {value}, fixed is {wanted_value}"
+
+
+def _examine_replicas(problem: PlanProblem, case: SimulatedPlan) -> Iterator[str]:
+    """Whether replicas are such as can be run, and as large as is fixed."""
+    fixed, workload, cluster = problem.fixed.tensor_parallel, problem.workload, problem.cluster
+    most = min(workload.max_tensor_parallel, workload.sequence_length, fixed or 8)
+    for g, group in enumerate(case.plan.groups):
+        alike: Counter[object] = Counter()
+        degrees: defaultdict[object, list[int]] = defaultdict(list)
+        for replica in group.replicas:
+            places = [case.costs.places[rank] for rank in replica.ranks]
+            kinds = {(place.node, cluster.device_type(place)) for place in places}
+            if replica.degree not in (1, 2, 4, 8) or replica.degree > most or len(kinds) > 1:
+                yield f"group {g}: a replica of {replica.degree} devices on {kinds}, {most} are allowed"
+            memory = find_memory_bytes(cluster, places[0])
+            alike[*kinds, memory] += replica.degree
+            degrees[*kinds, memory].append(replica.degree)
+        for kind, number in alike.items() if fixed is not None else ():
+            largest = max(degree for degree in (1, 2, 4, 8) if degree <= min(fixed or 1, number))
+            if max(degrees[kind]) != largest or (min(degrees[kind]) < largest and number % largest == 0):
+                yield f"group {g}: replicas of {degrees[kind]} devices, fixed are {fixed}"
 
 
 def _examine_file(plan: Plan) -> Iterator[str]:

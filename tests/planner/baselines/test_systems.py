@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster, Link, Node, Place
-from zorselike.plan.plan import Recompute
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.baselines.cephalo import spread_state
 from zorselike.planner.baselines.even import make_data_parallel_plan
-from zorselike.planner.baselines.replicas import AllReduces, make_replicas
+from zorselike.planner.baselines.replicas import Exchanges, cut_into_replicas
+from zorselike.planner.baselines.stages import Stages
 from zorselike.planner.baselines.systems import Baseline, plan_baselines
+from zorselike.planner.candidate.to_plan import name_devices
 from zorselike.planner.problem import Fixed, PlanProblem
 
 NUM_LAYERS = 8
@@ -51,6 +54,7 @@ WORKLOAD = Workload(
             activation_bytes_per_row=ELEMENTS,
         ),
     },
+    max_tensor_parallel=8,
 )
 SECONDS_PER_ROW = {"A100-40": 0.01, "T4": 0.04}
 """Forward of one layer; its backward takes twice as long."""
@@ -273,40 +277,37 @@ def test_state_without_room_is_there_all_the_same() -> None:
 # -- tensor parallelism ------------------------------------------------------------------------
 
 
-def test_a_replica_divides_time_and_pays_for_all_reduces() -> None:
+def make_stages(problem: PlanProblem, groups: list[list[Place]], degree: int) -> Stages:
+    inputs = problem.setting
+    shape = cut_into_replicas(problem.cluster, groups, degree)
+    clock = LayerTimeModel(problem.profile, problem.workload)
+    return Stages(inputs, shape, Exchanges(inputs), clock, evenly=True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_a_stage_of_replicas_takes_what_its_plan_costs(recompute: Recompute) -> None:
     problem = make_problem()
-    setting = problem.setting
     slow = [place for place in CLUSTER.places if place.node == 1]
-    replicas = make_replicas(setting, AllReduces(setting), [slow[:2], slow[2:]], 2)
-    assert [len(group) for group in replicas.groups] == [1, 1]
-    assert replicas.inputs.cluster.nodes[1].devices == ("T4", "T4")
-    single = make_replicas(setting, AllReduces(setting), [slow[:1], slow[1:2]], 1)
-    plans = [
-        make_data_parallel_plan(
-            WORKLOAD,
-            own.inputs.cluster,
-            [place for group in own.groups for place in group],
-            (4, 4),
-            zero=2,
-            recompute=again,
-            num_microbatches=1,
-        )
-        for own, again in ((replicas, "none"), (replicas, "layer"), (single, "none"))
-    ]
-    whole = single.find_costs(plans[2])
-    halves = replicas.find_costs(plans[0])
-    again = replicas.find_costs(plans[1])
-    # A ring of two moves twice half of the bytes over each edge.
-    num_bytes = 4 * ELEMENTS * 2
-    exchange_s = 2 * NUM_LAYERS * num_bytes / FABRIC
-    key = (0, 0, 4)
-    assert halves.forward_s[key] == pytest.approx(whole.forward_s[key] / 2 + exchange_s)
-    assert halves.backward_s[key] == pytest.approx(whole.backward_s[key] / 2 + exchange_s)
-    assert again.backward_s[key] == pytest.approx(
-        (whole.backward_s[key] + NUM_LAYERS * 4 * SECONDS_PER_ROW["T4"]) / 2 + 2 * exchange_s
-    )
-    assert halves.update_s[0, 0] == pytest.approx(whole.update_s[0, 0] / 2)
-    assert halves.memory_bytes[0] == 2 * whole.memory_bytes[0]
+    stages = make_stages(problem, [slow[:2], slow[2:]], 2)
+    assert [[len(members) for members in group] for group in stages.groups] == [[2], [2]]
+    assert stages.ranks == [[(0, 1)], [(2, 3)]]
+    modules = [name for name, _ in WORKLOAD.layers]
+    plan = Plan(
+        4,
+        tuple(
+            Group(tuple(ranks), (Microbatch(ranks[0][0], 0, 4),), recompute=recompute)
+            for ranks in stages.ranks
+        ),
+        (Ministage(0, tuple(modules[:5])), Ministage(1, tuple(modules[5:]))),
+        devices=name_devices(CLUSTER, stages.places),
+        sequence_length=100,
+    ).validate()
+    costs = problem.setting.find_costs(plan)
+    for g, ranks in enumerate(stages.ranks):
+        kinds = [WORKLOAD.kind_of[name].name for name in plan.ministages[g].modules]
+        expected = sum(stages.seconds(stages.groups[g][0], kind, 4, recompute) for kind in kinds)
+        for rank in ranks[0]:
+            assert costs.forward_s[rank, g, 4] + costs.backward_s[rank, g, 4] == pytest.approx(expected)
 
 
 def test_a_shared_fabric_carries_all_replicas_at_once() -> None:
@@ -314,26 +315,28 @@ def test_a_shared_fabric_carries_all_replicas_at_once() -> None:
         CLUSTER,
         nodes=(CLUSTER.nodes[0], replace(CLUSTER.nodes[1], fabric_total_bytes_per_s=FABRIC)),
     )
-    setting = make_problem(cluster=shared).setting
     slow = [place for place in shared.places if place.node == 1]
-    all_reduces = AllReduces(setting)
-    alone = all_reduces.seconds([tuple(slow[:2])], 10**9)
-    both = all_reduces.seconds([tuple(slow[:2]), tuple(slow[2:])], 10**9)
+    exchanges = Exchanges(make_problem(cluster=shared).setting)
+    alone = exchanges.seconds([tuple(slow[:2])], 10**9)
+    both = exchanges.seconds([tuple(slow[:2]), tuple(slow[2:])], 10**9)
     assert both == pytest.approx(2 * alone)
-    replicas = make_replicas(setting, all_reduces, [slow], 2)
-    fabric = replicas.inputs.cluster.nodes[1].fabric
-    assert fabric is not None and fabric.bandwidth_bytes_per_s == FABRIC, "no wider than all share"
 
 
 def test_replicas_are_of_one_type_within_a_node() -> None:
     mixed = Cluster(
         nodes=(Node(name="a", devices=("A100-40", "T4", "T4"), fabric=Link(FABRIC)),),
     )
-    setting = make_problem(cluster=mixed).setting
-    replicas = make_replicas(setting, AllReduces(setting), [mixed.places], 2)
-    assert {replicas.degree(place) for place in replicas.groups[0]} == {1}
-    parts = make_replicas(setting, AllReduces(setting), [mixed.places[1:], mixed.places[:1]], 2)
-    assert {parts.degree(place) for group in parts.groups for place in group} == {1}, "a node has one degree"
+    (whole,) = cut_into_replicas(mixed, [mixed.places], 2)
+    assert {*map(len, whole)} == {1}
+    parts = cut_into_replicas(mixed, [mixed.places[1:], mixed.places[:1]], 2)
+    assert {len(members) for group in parts for members in group} == {1}, "a node has one degree"
+    assert cut_into_replicas(mixed, [mixed.places[1:]], 2) == ((tuple(mixed.places[1:]),),)
+
+
+def test_models_that_cannot_be_cut_have_single_devices() -> None:
+    whole = replace(make_problem(), workload=replace(WORKLOAD, max_tensor_parallel=1))
+    for baseline in plan_baselines(whole):
+        assert baseline.simulated is None or not baseline.simulated.plan.has_replicas
 
 
 def test_tensor_parallelism_makes_room() -> None:
@@ -352,3 +355,4 @@ def test_tensor_parallelism_makes_room() -> None:
     titan = find(plan_baselines(problem), "TorchTitan-Het")
     assert titan.simulated is not None, titan.reason
     assert " x 4" in titan.how or " x 2" in titan.how
+    assert titan.simulated.plan.has_replicas

@@ -163,7 +163,13 @@ def test_changed_choices_are_possible(simulated):
         )
         choice = Choice(groups, candidate.num_ministages)
         used = {device for group in groups for device in group.devices}
-        changes = change_choice(choice, modes, num_layers=num_layers, global_batch=64, regroup=True)
+        changes = change_choice(
+            choice,
+            modes,
+            num_layers=num_layers,
+            most_rows=[-(-64 // len(group.devices)) for group in choice.groups],
+            regroup=True,
+        )
         for changed in list(changes):
             devices = [device for group in changed.groups for device in group.devices]
             assert len({*devices}) == len(devices) and {*devices} <= used

@@ -58,7 +58,12 @@ def deal(groups, num_devices=4, num_turns=1):
     table = make_bench(num_devices, Link(1e9)).table
     owners = (*range(len(groups)),) * num_turns
     candidate = CandidatePlan(groups, owners, tuple(range(1, len(owners) + 1)))
-    dealt = deal_candidate(candidate, table, [device // num_devices for device in range(64)], [TYPE] * 64)
+    dealt = deal_candidate(
+        candidate,
+        table,
+        [device // num_devices for device in range(64)],
+        [[TYPE] * len(group.devices) for group in candidate.groups],
+    )
     return dealt, [device // num_devices for own in groups for device in own.devices]
 
 

@@ -62,7 +62,8 @@ class ProblemOptions:
     """Settings that the search must keep: groups=type (or node, zone), or groups listed in pipeline order as
     nodes and local ranks (groups=a:0-3,b/c); zero=2, recompute=layer, offload=params,optimizer (or none),
     ministages=8, rows_per_microbatch=2, grad_reduce=once, overlap_grad_reduce=false (on GPUs: nothing runs
-    beside reductions), in_flight=bounded (or unbounded: all forwards first)."""
+    beside reductions), in_flight=bounded (or unbounded: all forwards first), tensor_parallel=4 (replicas of
+    1, 2, 4 or 8 like devices of a node, fewer where it has no more; or auto)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import TypeVar, get_args
 from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Recompute
+from zorselike.planner.groups.replicas import DEGREES
 from zorselike.planner.problem import Fixed
 from zorselike.text.wording import suggest
 
@@ -24,6 +25,7 @@ KEYS = (
     "grad_reduce",
     "overlap_grad_reduce",
     "in_flight",
+    "tensor_parallel",
 )
 
 _COMMON: Mapping[str, Callable[[Cluster, Place], Hashable]] = {
@@ -62,6 +64,7 @@ def read_fixed(
     groups = given.get("groups")
     offload = given.get("offload")
     overlap = _read_word("overlap_grad_reduce", given, ("true", "false"))
+    degree = _read_word("tensor_parallel", given, (*map(str, DEGREES), "auto"))
     in_flight = _read_word("in_flight", given, ("bounded", "unbounded"))
     return Fixed(
         groups=None if groups is None else _read_groups(groups, cluster, devices, spans_regions),
@@ -73,6 +76,7 @@ def read_fixed(
         recompute=_read_word("recompute", given, get_args(Recompute)),
         offload=None if offload is None else _read_offload(offload),
         bounds_in_flight=None if in_flight is None else in_flight == "bounded",
+        tensor_parallel=None if degree in (None, "auto") else int(degree),
     )
 
 

@@ -175,14 +175,15 @@ class Misfit:
 def find_misfit(plan: Plan, costs: StepCosts, actions: Mapping[int, Sequence[Action]]) -> Misfit | None:
     """The rank whose device lacks most memory; None if all fit.
 
-    Ranks of one group with the same type of device, the same memory and the same rows hold the same: one of
-    them is walked.
+    Ranks of one group with the same type of device, the same memory, the same rows and the same degree hold
+    the same: one of them is walked.
     """
-    peaks: dict[tuple[int, str, int, tuple[int, ...]], int] = {}
+    peaks: dict[tuple[int, str, int, tuple[int, ...], int], int] = {}
     worst: Misfit | None = None
     for rank, limit_bytes in enumerate(costs.memory_bytes):
         rows = tuple(microbatch.num_rows for microbatch in plan.microbatches_of_rank(rank))
-        key = plan.group_of_rank[rank], plan.devices[rank].type, limit_bytes, rows
+        degree = plan.replica_of(rank).degree
+        key = plan.group_of_rank[rank], plan.devices[rank].type, limit_bytes, rows, degree
         context_bytes = costs.context_bytes[rank] if costs.context_bytes else 0
         if key not in peaks:
             by_gloo = costs.is_cpu and costs.is_cpu[rank]

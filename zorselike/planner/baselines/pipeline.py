@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from zorselike.cost.sizes import is_layer
-from zorselike.plan.cluster.cluster import Place
+from zorselike.cost.sizes import GATHERS_PER_LAYER, is_layer
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Plan, Recompute
 from zorselike.plan.workload import LayerKind
 from zorselike.planner.baselines.even import ORDER, Misfit, find_misfit
+from zorselike.planner.baselines.replicas import Members
 from zorselike.planner.baselines.stages import Stages
 from zorselike.planner.candidate.to_plan import assemble_plan
 from zorselike.planner.layers.split_layers import GroupCosts, LayerSplit, bound_slowest_s, split_layers
@@ -158,15 +158,15 @@ class _Estimate:
         if split is None:
             return math.inf, f"{count(len(filled), 'stage')} for {count(len(self._stages.kinds), 'layer')}"
         g = max(range(len(filled)), key=lambda g: split.group_s[g])
-        rank = self._stages.ranks[g][0]
-        place = self._stages.groups[g][0]
-        limit_bytes = self._stages.memory_bytes(place)
+        rank = self._stages.ranks[g][0][0]
+        members = self._stages.groups[g][0]
+        limit_bytes = self._stages.memory_bytes(members)
         if math.isinf(limit_bytes):
             return 0.0, "it does not fit"
-        outside_bytes = limit_bytes - self._stages.room_bytes(place)
-        peak_bytes = outside_bytes + self._stages.room_bytes(place) * split.slowest_s
+        outside_bytes = limit_bytes - self._stages.room_bytes(members)
+        peak_bytes = outside_bytes + self._stages.room_bytes(members) * split.slowest_s
         misfit = Misfit(rank, round(peak_bytes), round(limit_bytes))
-        return split.slowest_s, self._explain(misfit, self._lay(split, 1))
+        return split.slowest_s, misfit.explain(self._lay(split, 1))
 
     def _time_kinds(self, g: int) -> dict[str, float]:
         """Seconds of a round of one layer of each kind, its share of what comes once a step included."""
@@ -174,17 +174,20 @@ class _Estimate:
         num_reductions = self._num_rounds if self._grad_reduce == "microbatch" else 1
         found = {}
         for name, kind in stages.workload.kinds.items():
-            compute_s = max(stages.seconds(place, name, rows, self._recompute) for place, rows in pairs)
+            compute_s = max(stages.seconds(members, name, rows, self._recompute) for members, rows in pairs)
             collectives_s = stages.gather_s(g, kind) + num_reductions * stages.reduce_s(g, kind)
             found[name] = compute_s + collectives_s / self._num_rounds
         return found
 
-    def _list_unlike(self, g: int) -> list[tuple[Place, int]]:
+    def _list_unlike(self, g: int) -> list[tuple[Members, int]]:
         """Replicas of a stage and their rows, of those that are alike one."""
         stages = self._stages
         pairs = zip(stages.groups[g], self._shares[g], strict=True)
         return list(
-            {(place.node, stages.device(place), rows): (place, rows) for place, rows in pairs}.values()
+            {
+                (members[0].node, stages.device(members), len(members), rows): (members, rows)
+                for members, rows in pairs
+            }.values()
         )
 
     def _fill_kinds(self, g: int) -> dict[str, float]:
@@ -195,31 +198,36 @@ class _Estimate:
         found = {}
         for name, kind in stages.workload.kinds.items():
             found[name] = max(
-                self._held_bytes(name, kind, len(stages.groups[g]), rows, num_kept)
-                / max(stages.room_bytes(place) - self._working_bytes(rows), 1.0)
-                for place, rows in pairs
+                self._held_bytes(kind, g, len(members), rows, num_kept)
+                / max(stages.room_bytes(members) - self._working_bytes(rows, len(members)), 1.0)
+                for members, rows in pairs
             )
         return found
 
-    def _held_bytes(self, name: str, kind: LayerKind, num_replicas: int, rows: int, num_kept: int) -> float:
+    def _held_bytes(self, kind: LayerKind, g: int, degree: int, rows: int, num_kept: int) -> float:
         """Parameters whole and as shards, gradients, optimizer state, and activations of the microbatches
-        that are under way."""
-        each = self._stages.parameter_bytes
+        that are under way, on each device of a replica of so many."""
+        stages, replicas = self._stages, self._stages.groups[g]
+        each, is_layer_kind = stages.parameter_bytes, kind.name in stages.layer_kinds
+        parts = degree if is_layer_kind else 1
+        num_shards = degree * len(replicas) if is_layer_kind else sum(map(len, replicas))
         whole = kind.num_parameters * each.weight
-        shards = (whole + kind.trainable * each.state) / num_replicas
-        gradients: float = kind.trainable * each.gradient
-        if self._grad_reduce == "microbatch":
-            gradients /= num_replicas
-        is_layer_kind = name in self._stages.layer_kinds
+        gradients = kind.trainable * each.gradient
+        shards = (whole + kind.trainable * each.state) / num_shards
+        gathered = whole / parts
+        gathered += gradients / (num_shards if self._grad_reduce == "microbatch" else parts)
+        inputs = kind.input_elements_per_row * stages.workload.itemsize
         if is_layer_kind and self._recompute == "layer":
-            kept = kind.input_elements_per_row * self._stages.workload.itemsize
-            working = 0
+            kept, working = inputs / degree, 0.0
+        elif is_layer_kind:
+            kept = kind.activation_bytes_per_row / degree + GATHERS_PER_LAYER * inputs * (1 - 1 / degree)
+            working = 0.0
         else:
-            kept = kind.activation_bytes_per_row
-            working = 0 if is_layer_kind else kind.working_bytes_per_row
-        return whole + shards + gradients + rows * (num_kept * kept + working)
+            kept = kind.activation_bytes_per_row / degree
+            working = kind.working_bytes_per_row / degree
+        return gathered + shards + rows * (num_kept * kept + working)
 
-    def _working_bytes(self, rows: int) -> float:
+    def _working_bytes(self, rows: int, degree: int) -> float:
         """What a layer needs while it computes, whichever needs most; and units on their way."""
         stages = self._stages
         layers = [kind for name, kind in stages.workload.kinds.items() if name in stages.layer_kinds]
@@ -229,7 +237,7 @@ class _Estimate:
         )
         each = stages.parameter_bytes
         units = (max(kind.num_parameters * each.weight, kind.trainable * each.gradient) for kind in layers)
-        return rows * working + 2 * max(units, default=0)
+        return (rows * working + 2 * max(units, default=0)) / degree
 
     # -- time ------------------------------------------------------------------------------
 
@@ -247,17 +255,17 @@ class _Estimate:
         """The plan simulated, layers moved where the walk over its memory asks for it; or why none fits."""
         squeezed: dict[int, float] = {}
         reason = ""
-        inputs, replicas = self._stages.inputs, self._stages.replicas
+        inputs = self._stages.inputs
         # From then on each round finds what the one before found.
         num_rounds = min(self._num_rounds, len(split.owners) + 2)
         for _ in range(MOST_FITTINGS):
             plan = self._lay(split, num_rounds)
             actions = inputs.list_actions(plan, ORDER)
-            misfit = find_misfit(plan, replicas.find_costs(plan), actions)
+            misfit = find_misfit(plan, inputs.find_costs(plan), actions)
             if misfit is None:
                 whole = self._lay(split, self._num_rounds)
-                return inputs.simulate(whole, replicas.find_costs(whole), schedule=ORDER)
-            reason = reason or self._explain(misfit, plan)
+                return inputs.simulate(whole, schedule=ORDER)
+            reason = reason or misfit.explain(plan)
             g = plan.group_of_rank[misfit.rank]
             used = sum(
                 self._fill_kinds(g)[self._stages.workload.kind_of[name].name]
@@ -276,7 +284,7 @@ class _Estimate:
         """All rounds, or the first few of them."""
         groups = [
             Group(
-                ranks=ranks,
+                ranks=tuple(own[0] if len(own) == 1 else own for own in ranks),
                 microbatches=self._lay_rows(g, num_rounds),
                 zero=2,
                 grad_reduce=self._grad_reduce,
@@ -299,24 +307,18 @@ class _Estimate:
             shares = self._stages.share(g, stop - start, self._recompute)
             cuts = pairwise(accumulate(shares, initial=start))
             microbatches += [
-                Microbatch(rank, *cut) for rank, cut in zip(self._stages.ranks[g], cuts, strict=True)
+                Microbatch(own[0], *cut) for own, cut in zip(self._stages.ranks[g], cuts, strict=True)
             ]
         return tuple(microbatches)
 
     # -- words -----------------------------------------------------------------------------
-
-    def _explain(self, misfit: Misfit, plan: Plan) -> str:
-        """The misfit in words, for one device of the replica."""
-        degree = self._stages.replicas.degree(self._stages.places[misfit.rank])
-        each = Misfit(misfit.rank, misfit.peak_bytes // degree, misfit.limit_bytes // degree)
-        return each.explain(plan)
 
     def describe(self, simulated: SimulatedPlan) -> str:
         """`4 stages of 2 x 2 devices, layers 10 12 12 6, recomputed, 4 rows a round, ZeRO 2`."""
         stages = self._stages
         sizes = []
         for group in stages.groups:
-            degrees = sorted({stages.replicas.degree(place) for place in group})
+            degrees = sorted({*map(len, group)})
             sizes.append(f"{len(group)}" + "".join(f" x {degree}" for degree in degrees if degree > 1))
         together = sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes)
         layers = [sum(map(is_layer, stage.modules)) for stage in simulated.plan.ministages]

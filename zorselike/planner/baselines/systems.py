@@ -18,17 +18,15 @@ from zorselike.plan.shares import apportion
 from zorselike.planner.baselines.cephalo import find_cephalo
 from zorselike.planner.baselines.even import find_data_parallel, find_even
 from zorselike.planner.baselines.pipeline import find_pipeline
-from zorselike.planner.baselines.replicas import AllReduces, make_replicas
+from zorselike.planner.baselines.replicas import Exchanges, cut_into_replicas
 from zorselike.planner.baselines.stages import Stages
 from zorselike.planner.groups.candidates import find_groupings
 from zorselike.planner.groups.order import order_by_bandwidth
+from zorselike.planner.groups.replicas import DEGREES
 from zorselike.planner.problem import PlanProblem
 from zorselike.simulator.simulated_plan import Baseline
 
 __all__ = ["Baseline", "plan_baselines"]
-
-_DEGREES = (1, 2, 4, 8)
-"""Degrees of tensor parallelism, within a node."""
 
 
 def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
@@ -104,35 +102,41 @@ class _Systems:
         """TorchTitan-Het (Zorse, section 6.1): a rectangular mesh of pipeline, ZeRO-2 data parallelism and
         tensor parallelism inside a node, even rows, layers cut unevenly to balance stages; all degrees are
         tried, with the fastest devices first in the pipeline or last."""
-        return self._find_pipeline(name, self._list_meshes(AllReduces(self._inputs), evenly=True))
+        return self._find_pipeline(name, self._list_meshes(Exchanges(self._inputs), evenly=True))
 
     def plan_hexiscale(self, name: str) -> Baseline:
         """HexiScale (Yan et al. 2024) as Zorse compares itself with it (section 6.1): stages of any devices,
         with tensor parallelism inside a node and rows by speed, ZeRO 2. Stages are the candidates of our own
         search (`planner/groups/candidates.py`) and TorchTitan's; tensor parallelism is the same in all, or
         what a stage's part of a node allows of it."""
-        all_reduces = AllReduces(self._inputs)
-        meshes = self._list_meshes(all_reduces, evenly=False)
-        return self._find_pipeline(name, chain(self._list_asymmetric(all_reduces), meshes))
+        exchanges = Exchanges(self._inputs)
+        meshes = self._list_meshes(exchanges, evenly=False)
+        return self._find_pipeline(name, chain(self._list_asymmetric(exchanges), meshes))
 
     def _find_pipeline(self, name: str, shapes: Iterator[Stages]) -> Baseline:
         return find_pipeline(name, shapes, self._problem.global_batch, recompute=self._recompute)
 
-    def _list_meshes(self, all_reduces: AllReduces, *, evenly: bool) -> Iterator[Stages]:
+    @property
+    def _degrees(self) -> tuple[int, ...]:
+        """That the model's layers can be cut for."""
+        most = min(self._problem.workload.max_tensor_parallel, self._problem.workload.sequence_length)
+        return tuple(degree for degree in DEGREES if degree <= most)
+
+    def _list_meshes(self, exchanges: Exchanges, *, evenly: bool) -> Iterator[Stages]:
         """Stages of as many devices each, with one degree of tensor parallelism in all."""
         nodes, num_places = self._problem.cluster.nodes, len(self._places)
         near = sorted(self._places, key=lambda place: nodes[place.node].region)
         for ordered in dict.fromkeys((tuple(near), tuple(reversed(near)))):
-            for degree in _DEGREES:
+            for degree in self._degrees:
                 for width in range(degree, num_places + 1, degree):
                     if num_places % width or num_places // width > len(self._problem.workload.layers):
                         continue
                     groups = [ordered[start : start + width] for start in range(0, num_places, width)]
-                    replicas = make_replicas(self._inputs, all_reduces, groups, degree)
-                    if all(replicas.degree(place) == degree for place in replicas.members):
-                        yield Stages(replicas, self._clock, evenly=evenly)
+                    shape = cut_into_replicas(self._problem.cluster, groups, degree)
+                    if all(len(members) == degree for own in shape for members in own):
+                        yield Stages(self._inputs, shape, exchanges, self._clock, evenly=evenly)
 
-    def _list_asymmetric(self, all_reduces: AllReduces) -> Iterator[Stages]:
+    def _list_asymmetric(self, exchanges: Exchanges) -> Iterator[Stages]:
         """Stages of any devices."""
         bandwidths = self._problem.read_bandwidths(self._devices)
         num_nodes = len({place.node for place in self._places})
@@ -141,6 +145,6 @@ class _Systems:
         for grouping in find_groupings(bandwidths, max_groups=max_groups):
             order = order_by_bandwidth(bandwidths, grouping.groups)
             groups = [tuple(all_places[device] for device in grouping.groups[g]) for g in order]
-            for degree in _DEGREES:
-                replicas = make_replicas(self._inputs, all_reduces, groups, degree)
-                yield Stages(replicas, self._clock, evenly=False)
+            for degree in self._degrees:
+                shape = cut_into_replicas(self._problem.cluster, groups, degree)
+                yield Stages(self._inputs, shape, exchanges, self._clock, evenly=False)

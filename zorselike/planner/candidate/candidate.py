@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zorselike.cost.parameter_bytes import count_shards
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.groups.replicas import Replica
 
 Sizes = tuple[int, ...]
-"""Rows of one device's microbatches, in processing order."""
+"""Rows of one replica's microbatches, in processing order."""
 
 
 @dataclass(frozen=True)
@@ -22,23 +25,57 @@ class CandidateGroup:
     """Indices into `Cluster.places`."""
     mode: Mode
     sizes: tuple[Sizes, ...]
-    """Microbatches of each device; `()` for one that holds shards only."""
+    """Microbatches of each replica; `()` for one that holds shards only."""
     max_in_flight: int | None = None
     """As `Group.max_in_flight`."""
+    degrees: tuple[int, ...] = ()
+    """Devices of each tensor-parallel replica, whose devices follow each other; empty: each is one device."""
+
+    @cached_property
+    def replicas(self) -> tuple[Replica, ...]:
+        """What computes microbatches: devices, or several together."""
+        if not self.degrees:
+            return tuple((device,) for device in self.devices)
+        ends = accumulate(self.degrees, initial=0)
+        return tuple(self.devices[start:stop] for start, stop in pairwise(ends))
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first device of each replica."""
+        return tuple(own[0] for own in self.replicas) if self.degrees else self.devices
+
+    @property
+    def degree(self) -> int:
+        """As `Group.degree`."""
+        return max(self.degrees, default=1)
+
+    def degree_of(self, position: int) -> int:
+        """Devices of the replica at a position."""
+        return self.degrees[position] if self.degrees else 1
 
     def held_sizes(self, position: int, num_ministages: int) -> Sizes:
-        """The microbatches of a device whose activations it holds at once, of each of its ministages."""
+        """The microbatches of a replica whose activations it holds at once, of each of its ministages."""
         sizes = self.sizes[position]
         return sizes if self.max_in_flight is None else sizes[: -(-self.max_in_flight // num_ministages)]
 
     @property
     def num_shards(self) -> int:
-        """Devices that share parameters, gradients and optimizer state."""
+        """Devices that share parameters, gradients and optimizer state of what is not cut."""
         return count_shards(self.mode.zero, len(self.devices))
+
+    @property
+    def num_replica_shards(self) -> int:
+        """Devices that share a piece of what is cut, one of each replica."""
+        return count_shards(self.mode.zero, len(self.sizes))
+
+    def count_shards_of(self, *, is_cut: bool, degree: int) -> int:
+        """How many shards of a module there are that are as large as that of a device of a replica of so many
+        devices."""
+        return degree * self.num_replica_shards if is_cut else self.num_shards
 
     @cached_property
     def microbatches_per_device(self) -> int:
-        """The most microbatches of a device."""
+        """The most microbatches of a replica."""
         return max(len(own) for own in self.sizes)
 
 
@@ -61,6 +98,11 @@ class CandidatePlan:
         return len(self.owners)
 
     @property
+    def degree(self) -> int:
+        """The largest tensor-parallel degree."""
+        return max(group.degree for group in self.groups)
+
+    @property
     def accumulates(self) -> bool:
         """Whether each microbatch goes forward and at once back, as with a single ministage."""
         return self.num_ministages == 1
@@ -74,7 +116,12 @@ class CandidatePlan:
     def num_actions(self) -> int:
         """About how many actions its schedule has: computations, and the transfers between groups that follow
         each other, whose microbatches overlap in about as many pieces as both have together."""
-        per_group = [sum(map(len, group.sizes)) for group in self.groups]
+        per_group = [
+            sum(len(own) * group.degree_of(position) for position, own in enumerate(group.sizes))
+            if group.degrees
+            else sum(map(len, group.sizes))
+            for group in self.groups
+        ]
         computed = sum(2 * per_group[owner] for owner in self.owners)
         moved = sum(4 * (per_group[a] + per_group[b]) for a, b in pairwise(self.owners) if a != b)
         return computed + moved
@@ -92,3 +139,18 @@ class CandidatePlan:
 
     def ministages_of(self, group: int) -> tuple[int, ...]:
         return tuple(i for i, owner in enumerate(self.owners) if owner == group)
+
+
+def list_largest(sizes: Sequence[Sizes], kinds: Sequence[Hashable]) -> list[int]:
+    """Positions of replicas; of those of a kind none that has no more rows, in no larger and no more
+    microbatches, than another."""
+    kept: dict[Hashable, dict[tuple[int, int, int], int]] = {}
+    for position, (kind, own) in enumerate(zip(kinds, sizes, strict=True)):
+        work = sum(own), max(own, default=0), len(own)
+        kept.setdefault(kind, {}).setdefault(work, position)
+    return [
+        position
+        for works in kept.values()
+        for work, position in works.items()
+        if not any(other != work and all(map(operator.ge, other, work)) for other in works)
+    ]

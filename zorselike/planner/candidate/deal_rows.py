@@ -19,6 +19,7 @@ import numpy.typing as npt
 from zorselike.plan.plan import Microbatch
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
+from zorselike.planner.groups.replicas import Computer
 
 MOST_WINDOWS = 16
 """Pieces of a batch in each of which wires are to be busy evenly."""
@@ -46,16 +47,19 @@ class _Dealt:
 
 
 def deal_candidate(
-    candidate: CandidatePlan, table: LayerTable, node_of: Sequence[int], type_of: Sequence[str]
+    candidate: CandidatePlan,
+    table: LayerTable,
+    node_of: Sequence[int],
+    computers: Sequence[Sequence[Computer]],
 ) -> list[tuple[Microbatch, ...]]:
     """Each group's microbatches, ranks numbered group by group. One group after the other takes the order
     with which least has to go over the busiest pair of nodes, from and to those that have theirs. `node_of`
-    and `type_of` are by device."""
+    is by device, `computers` by group and replica."""
     pairs = Counter(tuple(sorted(pair)) for pair in pairwise(candidate.owners) if pair[0] != pair[1])
     dealt: list[_Dealt] = []
     for g, group in enumerate(candidate.groups):
-        nodes = [node_of[device] for device in group.devices]
-        pieces = _Pieces(group, [type_of[device] for device in group.devices], nodes, table)
+        nodes = [node_of[device] for device in group.firsts]
+        pieces = _Pieces(group, computers[g], nodes, table)
         others = [(number, dealt[h]) for h in range(g) if (number := pairs[h, g])]
         orders = list_orders(nodes) if others else [(*range(len(nodes)),)]
         tried = [pieces.deal(order) for order in orders]
@@ -65,7 +69,10 @@ def deal_candidate(
         ]
         dealt.append(tried[crowding.index(min(crowding))])
     first_ranks = accumulate((len(group.devices) for group in candidate.groups), initial=0)
-    return [_list_microbatches(own, first) for own, first in zip(dealt, first_ranks, strict=False)]
+    return [
+        _list_microbatches(own, first, group.degrees)
+        for own, first, group in zip(dealt, first_ranks, candidate.groups, strict=False)
+    ]
 
 
 def list_orders(nodes: Sequence[int]) -> list[_Order]:
@@ -91,15 +98,15 @@ class _Pieces:
     its own speed, and what counts is the middle."""
 
     def __init__(
-        self, group: CandidateGroup, types: Sequence[str], nodes: Sequence[int], table: LayerTable
+        self, group: CandidateGroup, computers: Sequence[Computer], nodes: Sequence[int], table: LayerTable
     ) -> None:
         in_rounds = group.mode.reduces_per_microbatch or group.max_in_flight is not None
         times: list[float] = []
-        for device, sizes in zip(types, group.sizes, strict=True):
+        for computer, sizes in zip(computers, group.sizes, strict=True):
             if in_rounds:
                 times += map(float, range(len(sizes)))
                 continue
-            seconds = table.model_s(device, group.mode.recompute, max(sizes, default=0))
+            seconds = table.model_s(computer, group.mode.recompute, max(sizes, default=0))
             ends = accumulate((seconds[size - 1] for size in sizes), initial=0.0)
             times += [(start + end) / 2 for start, end in pairwise(ends)]
         self._times = np.array(times)
@@ -133,6 +140,10 @@ def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
     return float(crowded.reshape(num_windows, -1).max(axis=1).sum())
 
 
-def _list_microbatches(dealt: _Dealt, first_rank: int) -> tuple[Microbatch, ...]:
-    ranks = (dealt.positions + first_rank).tolist()
+def _list_microbatches(dealt: _Dealt, first_rank: int, degrees: tuple[int, ...]) -> tuple[Microbatch, ...]:
+    """Each booked under the first rank of the replica at its position."""
+    positions = dealt.positions
+    if degrees:
+        positions = np.cumsum((0, *degrees[:-1]))[positions]
+    ranks = (positions + first_rank).tolist()
     return tuple(map(Microbatch, ranks, [0, *dealt.ends[:-1].tolist()], dealt.ends.tolist()))

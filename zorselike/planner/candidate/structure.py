@@ -58,6 +58,7 @@ def _describe(candidate: CandidatePlan, name: Callable[[int], tuple[Any, ...]]) 
             tuple(sorted(map(name, group.devices))),
             group.mode.zero if len(group.devices) > 1 else 0,
             group.mode.recompute,
+            tuple(sorted(group.degrees)),
         )
         for group in candidate.groups
     ]

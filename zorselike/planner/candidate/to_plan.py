@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.plan import Device, Group, Ministage, Plan
 from zorselike.plan.workload import Workload
-from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.computers import list_computers
 from zorselike.planner.candidate.deal_rows import deal_candidate
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
@@ -58,18 +59,27 @@ def add_fingerprints(plan: Plan, workload: Workload, cluster: Cluster) -> Plan:
     return replace(plan, cluster_fingerprint=cluster.fingerprint, workload_fingerprint=workload.fingerprint)
 
 
+def _number(group: CandidateGroup, first: int) -> tuple[int | tuple[int, ...], ...]:
+    """Ranks of its replicas, from `first` on."""
+    if not group.degrees:
+        return tuple(range(first, first + len(group.devices)))
+    cuts = pairwise(accumulate(group.degrees, initial=first))
+    return tuple(start if stop == start + 1 else tuple(range(start, stop)) for start, stop in cuts)
+
+
 def make_plan(candidate: CandidatePlan, problem: PlanProblem, table: LayerTable) -> Plan:
     """The plan of a candidate, ranks numbered group by group."""
     cluster = problem.cluster
-    dealt = deal_candidate(candidate, table, problem.nodes, problem.device_types)
+    computers = [list_computers(group, problem) for group in candidate.groups]
+    dealt = deal_candidate(candidate, table, problem.nodes, computers)
     groups: list[Group] = []
     places: list[Place] = []
     for group, rows in zip(candidate.groups, dealt, strict=True):
-        first = len(places)
+        ranks = _number(group, len(places))
         places += [cluster.places[device] for device in group.devices]
         groups.append(
             Group(
-                ranks=tuple(range(first, len(places))),
+                ranks=ranks,
                 microbatches=rows,
                 zero=group.mode.zero,
                 grad_reduce=group.mode.grad_reduce,

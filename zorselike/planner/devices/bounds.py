@@ -79,12 +79,17 @@ class DeviceBounds:
         ]
         return max(bound_slowest_s(self._kinds, groups), self.chain_s(tuple(present)))
 
+    @cached_property
+    def _most_together(self) -> int:
+        """Devices that may compute a row together, by tensor parallelism."""
+        return max(self._problem.replicas.most_by_type(self._problem.usable).values(), default=1)
+
     def chain_s(self, devices: Sequence[str]) -> float:
         """Seconds that one row takes through the whole model and back at least, every layer on the type of
-        device that is fastest at it."""
+        device that is fastest at it, and on as many of them together as may be."""
         layers = dict.fromkeys(self._layers)
         least_s = {layer.name: min(self._time(layer, device, 1) for device in devices) for layer in layers}
-        return fsum(least_s[kind] for kind in self._kinds)
+        return fsum(least_s[kind] for kind in self._kinds) / self._most_together
 
     def work(self, devices: Sequence[str]) -> float:
         """Rows of a step, each as the share of it that is left to do if every layer is on the type of device
@@ -123,8 +128,11 @@ class DeviceBounds:
         return min(self._time(layer, device, rows) / rows for rows in sizes)
 
     def _most_rows(self, kind: str, device: str) -> int:
-        """The most rows of a microbatch, by the batch and by what was found to fit; recomputed, more may."""
+        """The most rows of a microbatch, by the batch and by what was found to fit; recomputed, or on several
+        devices together, more may."""
         most = self._problem.most_rows_at_once
+        if self._most_together > 1:
+            return most
         limits = [self.clock.max_rows(kind, device, recompute) for recompute in _SETTINGS]
         return min(most, max(most if limit is None else max(1, limit) for limit in limits))
 

@@ -23,7 +23,14 @@ from zorselike.cost.memory import walk_memory
 from zorselike.cost.mirrors import State, host_copies, state_of
 from zorselike.cost.mirrors import add_up as add_up_states
 from zorselike.cost.purposes import Purpose
-from zorselike.cost.sizes import KeptBytes, MinistageBytes, add_up, find_row_bytes, list_units
+from zorselike.cost.sizes import (
+    GATHERS_PER_LAYER,
+    KeptBytes,
+    MinistageBytes,
+    add_up,
+    find_row_bytes,
+    list_units,
+)
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -54,7 +61,7 @@ class Need:
 
 
 class _Part(NamedTuple):
-    """One ministage, whole, in bytes."""
+    """All that a device has of one ministage while that computes, in bytes."""
 
     whole: float
     gradients: float
@@ -65,6 +72,10 @@ class _Part(NamedTuple):
     working_per_row: float
     boundary_per_row: float
     masters: bool
+    uncut: float
+    """Of the whole, what tensor parallelism does not cut; of gradients and state likewise."""
+    uncut_gradients: float
+    uncut_state: float
 
 
 class RankMemory:
@@ -98,8 +109,9 @@ class RankMemory:
         """By node: what is asked of its memory, and what it has, where that is less."""
         wanted: Counter[int] = Counter()
         for g, group in enumerate(candidate.groups):
-            for position, device in enumerate(group.devices) if group.mode.offload else ():
-                wanted[self._problem.nodes[device]] += self.need(candidate, g, position).host_bytes
+            for position, device in enumerate(group.firsts) if group.mode.offload else ():
+                own = self.need(candidate, g, position).host_bytes * group.degree_of(position)
+                wanted[self._problem.nodes[device]] += own
         if self._problem.is_mirrored and any(node.host_memory_bytes for node in self._problem.cluster.nodes):
             wanted += self._mirror(candidate)
         hosts = self._problem.cluster.nodes
@@ -117,14 +129,25 @@ class RankMemory:
         wanted: Counter[int] = Counter()
         for g, group in enumerate(candidate.groups):
             layers = [i for m in candidate.ministages_of(g) for i in candidate.layers_of(m)]
-            kinds = (self._table.kind(self._table.keys[layer]) for layer in layers)
-            whole = add_up_states([state_of(kind, self._problem.parameter_bytes) for kind in kinds])
-            states += [whole.share(len(group.devices))] * len(group.devices)
+            keys = [self._table.keys[layer] for layer in layers]
+            cut, whole = (
+                add_up_states(
+                    [
+                        state_of(self._table.kind(key), self._problem.parameter_bytes)
+                        for key in keys
+                        if self._table.is_cut(key) == is_cut
+                    ]
+                )
+                for is_cut in (True, False)
+            )
             devices += group.devices
-            for position, device in enumerate(group.devices):
+            for position, device in enumerate(group.firsts):
+                degree = group.degree_of(position)
+                own = cut.share(degree * len(group.sizes)), whole.share(len(group.devices))
+                states += [add_up_states(own)] * degree
                 if self._problem.device_types[device] == CPU:
                     need = self.need(candidate, g, position)
-                    wanted[self._problem.nodes[device]] += need.device_bytes
+                    wanted[self._problem.nodes[device]] += degree * need.device_bytes
         nodes = [self._problem.nodes[device] for device in devices]
         for node, num_bytes in zip(nodes, host_copies(states, nodes), strict=True):
             wanted[node] += num_bytes
@@ -133,9 +156,9 @@ class RankMemory:
     # -- what is needed --------------------------------------------------------------------
 
     def need(self, candidate: CandidatePlan, group: int, position: int) -> Need:
-        """What the device at a position of a group needs."""
+        """What the device, or each of the replica, at a position of a group needs."""
         chosen = candidate.groups[group]
-        device = self._problem.device_types[chosen.devices[position]]
+        device = self._problem.device_types[chosen.firsts[position]]
         cuts = tuple(
             (layers.start, layers.stop) for layers in map(candidate.layers_of, candidate.ministages_of(group))
         )
@@ -144,9 +167,11 @@ class RankMemory:
         rows = max(sizes) if candidate.accumulates else sum(sizes)
         bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
         summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(chosen.sizes[position]), bounded)
-        key = (self._describe_cuts(cuts), chosen.mode, summary, len(chosen.devices), device)
+        degree = chosen.degree_of(position)
+        replicas = (len(chosen.sizes), chosen.degree // degree, degree) if chosen.degrees else None
+        key = (self._describe_cuts(cuts), chosen.mode, summary, len(chosen.devices), device, replicas)
         if key not in self._needs:
-            self._needs[key] = self._walk(cuts, chosen, held, device)
+            self._needs[key] = self._walk(cuts, chosen, held, (device, degree))
         return self._needs[key]
 
     def _find_description(self, cuts: tuple[tuple[int, int], ...]) -> object:
@@ -165,38 +190,53 @@ class RankMemory:
     def estimate_bytes(self, candidate: CandidatePlan, group: int, position: int) -> int:
         """About what `need` would find of a device, without a walk."""
         chosen = candidate.groups[group]
-        device = self._problem.device_types[chosen.devices[position]]
+        device = self._problem.device_types[chosen.firsts[position]]
         ministages = candidate.ministages_of(group)
         sizes = chosen.held_sizes(position, len(ministages))
-        parts = [self._part(candidate.layers_of(i), chosen.mode.recompute, device) for i in ministages]
+        degree = chosen.degree_of(position)
+        parts = [
+            self._part(candidate.layers_of(i), chosen.mode.recompute, device, degree) for i in ministages
+        ]
         rows_at_once = max(sizes, default=0)
         rows = rows_at_once if candidate.accumulates else sum(sizes)
-        held = _hold(parts, chosen.mode, chosen.num_shards, rows, rows_at_once, self._problem.defer_updates)
+        num_shards = (chosen.num_replica_shards, chosen.num_shards)
+        held = _hold(parts, chosen.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
         if chosen.max_in_flight is not None and len(parts) > 1:
             held += _hold_returning(parts, chosen.mode)
         context_bytes = self._problem.setting.context_bytes(device)
         return context_bytes + round(held * (1 + self._overheads.allocator_share))
 
-    def _add_up(self, layers: range, recompute: Recompute, device: str) -> _Part:
+    def _add_up(self, layers: range, recompute: Recompute, device: str, degree: int) -> _Part:
         itemsize, each = self._problem.workload.itemsize, self._problem.parameter_bytes
         kept = working = 0.0
-        number = trained = largest = largest_trained = 0
+        number = trained = largest = largest_trained = 0.0
+        uncut = uncut_trained = 0
         keys = Counter(self._table.keys[layer] for layer in layers)
         for key, count in keys.items():
-            kind = self._table.kind(key)
-            parameters = kind.num_parameters + kind.num_borrowed
+            kind, is_cut = self._table.kind(key), self._table.is_cut(key)
+            parameters: float = kind.num_parameters + kind.num_borrowed
+            trainable: float = kind.trainable + kind.borrowed_trainable
+            whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
+            working_bytes: float = kind.working_bytes_per_row
+            inputs: float = kind.input_elements_per_row * itemsize
+            kept_inputs = self._kept_bytes.get((kind.name, device, "layer"), inputs)
+            if not is_cut:
+                uncut += count * (kind.num_parameters + kind.num_borrowed)
+                uncut_trained += count * (kind.trainable + kind.borrowed_trainable)
+            if degree > 1:
+                whole, working_bytes, kept_inputs = (x / degree for x in (whole, working_bytes, kept_inputs))
+            if degree > 1 and is_cut:
+                parameters, trainable = parameters / degree, trainable / degree
+                whole += GATHERS_PER_LAYER * (inputs - inputs / degree)
             number += count * parameters
-            trainable = kind.trainable + kind.borrowed_trainable
             trained += count * trainable
             largest, largest_trained = max(largest, parameters), max(largest_trained, trainable)
-            whole = self._kept_bytes.get((kind.name, device, "none"), kind.activation_bytes_per_row)
             if self._table.recompute(key, recompute) == "layer":
-                inputs = kind.input_elements_per_row * itemsize
-                kept += count * self._kept_bytes.get((kind.name, device, "layer"), inputs)
-                working = max(working, whole + kind.working_bytes_per_row)
+                kept += count * kept_inputs
+                working = max(working, whole + working_bytes)
             else:
                 kept += count * whole
-                working = max(working, kind.working_bytes_per_row)
+                working = max(working, working_bytes)
         edges = [layers.start, min(layers.stop, len(self._table.keys) - 1)]
         boundary = max(self._table.kind(self._table.keys[e]).input_elements_per_row for e in edges if e)
         return _Part(
@@ -207,13 +247,21 @@ class RankMemory:
             unit_gradients=largest_trained * each.gradient,
             kept_per_row=kept,
             working_per_row=working,
-            boundary_per_row=boundary * itemsize,
+            boundary_per_row=boundary * itemsize / degree,
             masters=each.masters,
+            uncut=uncut * each.weight,
+            uncut_gradients=uncut_trained * each.gradient,
+            uncut_state=uncut_trained * each.state,
         )
 
     def _walk(
-        self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes, device: str
+        self,
+        cuts: tuple[tuple[int, int], ...],
+        group: CandidateGroup,
+        sizes: Sizes,
+        device: tuple[str, int],
     ) -> Need:
+        """`device`: its type, and how many of them are a replica."""
         few, share = _take_few(sizes)
         if group.max_in_flight is not None and len(cuts) > 1:
             num_held = len(few) or len(_take_few(max(group.sizes, key=len))[0])
@@ -234,7 +282,7 @@ class RankMemory:
         cuts: tuple[tuple[int, int], ...],
         group: CandidateGroup,
         sizes: Sizes,
-        device: str,
+        device_and_degree: tuple[str, int],
         walked: tuple[Sizes, float, int | None],
     ) -> tuple[int, int]:
         """Bytes of the device and of its host, of `sizes` held at once.
@@ -244,11 +292,15 @@ class RankMemory:
                 go back before all are forward, how many are forward then.
         """
         few, share, num_held = walked
+        device, degree = device_and_degree
         plan = self._make_plan(cuts, group, few)
         actions = self._list_actions(plan, num_held, keeps_gathered=group.max_in_flight is not None)
         is_stashed = "activations" in group.mode.offload
-        measured = self._measure(plan, group.num_shards, device, 1.0 if is_stashed else share)
+        measured = self._measure(plan, group, device_and_degree, 1.0 if is_stashed else share)
         context_bytes = self._problem.setting.context_bytes(device)
+        if device != CPU and group.degrees:  # Of its replica, and of the pieces that others hold too.
+            more = (degree > 1) + (group.degree // degree if len(group.sizes) > 1 else 0)
+            context_bytes += more * self._overheads.communicator_bytes
         walk = walk_memory(
             plan,
             0,
@@ -315,25 +367,46 @@ class RankMemory:
             groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
         return Plan(sum(has_rows), tuple(groups), tuple(ministages))
 
-    def _measure(self, plan: Plan, num_shards: int, device: str, share: float) -> dict[int, MinistageBytes]:
+    def _measure(
+        self, plan: Plan, group: CandidateGroup, device_and_degree: tuple[str, int], share: float
+    ) -> dict[int, MinistageBytes]:
         """Sizes of each ministage of the device's own group, with so many times the activations."""
         workload, each = self._problem.workload, self._problem.parameter_bytes
+        device, degree = device_and_degree
         units = list_units(plan, workload)
         measured = {}
         for i in plan.ministages_of_group(_OWN):
-            rows = find_row_bytes(plan, workload, i, device, self._kept_bytes)
+            rows = find_row_bytes(plan, workload, i, device, self._kept_bytes, degree)
             kept = rows.activation_bytes if share == 1 else round(share * rows.activation_bytes)
-            measured[i] = add_up(units[i], replace(rows, activation_bytes=kept), each, num_shards=num_shards)
+            measured[i] = add_up(
+                units[i],
+                replace(rows, activation_bytes=kept),
+                each,
+                num_shards=group.num_shards,
+                degree=degree,
+                num_replicas=group.num_replica_shards,
+            )
         return measured
 
 
 def _hold(
-    parts: Sequence[_Part], mode: Mode, num_shards: int, rows: int, rows_at_once: int, defers: bool
+    parts: Sequence[_Part],
+    mode: Mode,
+    num_shards: tuple[int, int],
+    rows: int,
+    rows_at_once: int,
+    defers: bool,
 ) -> float:
-    """The most that a device with these ministages holds, about."""
-    shards = [part.whole / num_shards for part in parts]
-    states = [part.state / num_shards for part in parts]
-    gradient_shards = [part.gradients / num_shards for part in parts]
+    """The most that a device with these ministages holds, about; `num_shards`: of each piece of what is cut,
+    and of what is not."""
+
+    def shard(whole: float, uncut: float) -> float:
+        of_piece, of_whole = num_shards
+        return whole / of_whole if of_piece == of_whole else (whole - uncut) / of_piece + uncut / of_whole
+
+    shards = [shard(part.whole, part.uncut) for part in parts]
+    states = [shard(part.state, part.uncut_state) for part in parts]
+    gradient_shards = [shard(part.gradients, part.uncut_gradients) for part in parts]
     stays = sum(sorted(states)[-2:]) if "optimizer" in mode.offload else sum(states)
     stays += shards[0] + sum(sorted(shards)[-2:]) if "params" in mode.offload else sum(shards)
     if mode.zero < 2:

@@ -10,19 +10,22 @@ not. The simulator decides in the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping
+from functools import cache
 
 from zorselike.cost.catalogue import CPU
 from zorselike.cost.network import CollectiveOp, Network
 from zorselike.cost.parameter_bytes import largest_shard
-from zorselike.cost.wires import make_network
+from zorselike.cost.replica_times import time_collective
 from zorselike.plan.plan import Recompute
+from zorselike.plan.workload import LayerKind
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
+from zorselike.planner.candidate.computers import list_computers
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.estimate.forward_first import Clock, Copies, StepWork, Work, Worker, run_step
 from zorselike.planner.estimate.in_flight import run_step_in_flight
 from zorselike.planner.estimate.rounds import Order, Pipeline, RoundOrders, Rounds
+from zorselike.planner.groups.replicas import Computer, Replica, degree_of, type_of
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import NUM_STEPS, reduces_beside
 
@@ -36,16 +39,16 @@ class StepTimeEstimate:
         self._overheads = problem.profile.overheads
         self._sum = cache(self._find_sum)
         self.collective_s = cache(self._find_collective_s)
+        self._collect_pieces_s = cache(self._find_pieces_s)
         self._sends: dict[object, float] = {}
         self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
         self.orders = RoundOrders()
         self._copied: dict[object, float] = {}
 
-    @cached_property
+    @property
     def network(self) -> Network:
         """Between all devices of the cluster, by their index in `Cluster.places`."""
-        cluster = self._problem.cluster
-        return make_network(cluster, cluster.places, self._problem.profile)
+        return self._problem.network
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -113,12 +116,12 @@ class StepTimeEstimate:
     # -- a ministage -----------------------------------------------------------------------
 
     def group_seconds(self, group: CandidateGroup) -> Mapping[str, tuple[float, float]]:
-        """By key of a layer: forward and backward of all rows through one, on the group's slowest device."""
-        cache_key = (group.devices, group.sizes, group.mode.recompute)
+        """By key of a layer: forward and backward of all rows through one, on the group's slowest replica."""
+        cache_key = (group.devices, group.sizes, group.mode.recompute, group.degrees)
         if cache_key not in self._computed:
-            types = [self._types[device] for device in group.devices]
-            # Devices with work, those that are alike once.
-            alike = [own for own in dict.fromkeys(zip(types, group.sizes, strict=True)) if own[1]]
+            computers = list_computers(group, self._problem)
+            # Replicas with work, those that are alike once.
+            alike = [own for own in dict.fromkeys(zip(computers, group.sizes, strict=True)) if own[1]]
             computed = {}
             for key in self._table.counts:
                 forward_s, backward_s = zip(
@@ -128,10 +131,12 @@ class StepTimeEstimate:
             self._computed[cache_key] = computed
         return self._computed[cache_key]
 
-    def _find_sum(self, key: str, device: str, sizes: Sizes, recompute: Recompute) -> tuple[float, float]:
-        """All microbatches of a device through one layer."""
+    def _find_sum(
+        self, key: str, computer: Computer, sizes: Sizes, recompute: Recompute
+    ) -> tuple[float, float]:
+        """All microbatches of a replica through one layer."""
         times = Counter(sizes)
-        found = {rows: self._table.seconds(key, device, rows, recompute) for rows in times}
+        found = {rows: self._table.seconds(key, computer, rows, recompute) for rows in times}
         return (
             sum(number * found[rows].forward for rows, number in times.items()),
             sum(number * found[rows].backward for rows, number in times.items()),
@@ -161,18 +166,54 @@ class StepTimeEstimate:
         )
 
     def _update_s(self, group: CandidateGroup, keys: Mapping[str, int]) -> float:
-        trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
-        types = {self._types[device] for device in group.devices}
-        return max(self._table.update_s(device, largest_shard(trained, group.num_shards)) for device in types)
+        if not group.degrees:
+            trained = sum(number * self._table.kind(key).trainable for key, number in keys.items())
+            types = {self._types[device] for device in group.devices}
+            return max(
+                self._table.update_s(device, largest_shard(trained, group.num_shards)) for device in types
+            )
+        sums = Counter[bool]()
+        for key, number in keys.items():
+            sums[self._table.is_cut(key)] += number * self._table.kind(key).trainable
+        return max(
+            self._table.update_s(
+                type_of(computer),
+                sum(
+                    largest_shard(number, group.count_shards_of(is_cut=is_cut, degree=degree_of(computer)))
+                    for is_cut, number in sums.items()
+                ),
+            )
+            for computer in {*list_computers(group, self._problem)}
+        )
 
     def _collect_s(self, op: CollectiveOp, group: CandidateGroup, keys: Mapping[str, int]) -> float:
-        return sum(number * self.collective_s(op, group.devices, key) for key, number in keys.items())
+        return sum(number * self.collect_one_s(op, group, key) for key, number in keys.items())
+
+    def collect_one_s(self, op: CollectiveOp, group: CandidateGroup, key: str) -> float:
+        """A layer's gather or reduction in a group, alone on its wires."""
+        if not group.degrees:
+            return self.collective_s(op, group.devices, key)
+        return self.collect_layer_s(op, group.replicas, key)
+
+    def collect_layer_s(self, op: CollectiveOp, replicas: tuple[Replica, ...], key: str) -> float:
+        """The same in a group of these replicas: of what is cut the holders of each piece, all at once."""
+        degree = max(map(len, replicas))
+        if degree == 1 or not self._table.is_cut(key):
+            devices = tuple(device for replica in replicas for device in replica)
+            return self.collective_s(op, devices, key)
+        return self._collect_pieces_s(op, replicas, key)
+
+    def _find_pieces_s(self, op: CollectiveOp, replicas: tuple[Replica, ...], key: str) -> float:
+        return time_collective(self.network, op, replicas, self._bytes_of(op, key), is_cut=True)
+
+    def _bytes_of(self, op: CollectiveOp, key: str) -> int:
+        """Of a layer, whole, as it is gathered or reduced."""
+        kind, each = self._table.kind(key), self._problem.parameter_bytes
+        return kind.num_parameters * each.weight if op == "all_gather" else kind.trainable * each.gradient
 
     def _find_collective_s(self, op: CollectiveOp, devices: tuple[int, ...], key: str) -> float:
         """A layer's gather or reduction that is alone on its wires."""
-        kind, each = self._table.kind(key), self._problem.parameter_bytes
-        is_gather = op == "all_gather"
-        num_bytes = kind.num_parameters * each.weight if is_gather else kind.trainable * each.gradient
+        num_bytes = self._bytes_of(op, key)
         if len(devices) == 1 or not num_bytes:
             return 0.0
         return self.network.time_alone(self.network.collective(op, devices, num_bytes))
@@ -183,22 +224,39 @@ class StepTimeEstimate:
         if not offload:
             return Copies()
         each = self._problem.parameter_bytes
-        kinds = [(self._table.kind(key), number) for key, number in keys.items()]
         load_s = state_s = stash_s = 0.0
         if "params" in offload:
-            parameters = sum(n * kind.num_parameters for kind, n in kinds) / group.num_shards
+            parameters = self._shard(group, keys, lambda kind: kind.num_parameters)
             load_s = self._copy_s(group, parameters * each.weight)
         if "optimizer" in offload:
-            trained = sum(n * kind.trainable for kind, n in kinds) / group.num_shards
+            trained = self._shard(group, keys, lambda kind: kind.trainable)
             state_s = self._copy_s(group, trained * each.state)
         if "activations" in offload:
-            kept = sum(n * self._table.kept_bytes(key, group.mode.recompute) for key, n in keys.items())
-            stash_s = self._copy_s(group, float(kept) * max(map(sum, group.sizes)))
+            recompute = group.mode.recompute
+            stashed = (
+                sum(n * self._table.kept_bytes(key, recompute, group.degree_of(i)) for key, n in keys.items())
+                * sum(sizes)
+                for i, sizes in enumerate(group.sizes)
+            )
+            stash_s = self._copy_s(group, float(max(stashed)))
         return Copies(load_s, state_s, stash_s)
+
+    def _shard(
+        self, group: CandidateGroup, keys: Mapping[str, int], count: Callable[[LayerKind], int]
+    ) -> float:
+        """Parameters of the largest shard: of the device that has the largest part of each layer."""
+        kinds = [(key, self._table.kind(key), number) for key, number in keys.items()]
+        if not group.degrees:
+            return sum(n * count(kind) for _, kind, n in kinds) / group.num_shards
+        least = min(group.degrees)
+        return sum(
+            n * count(kind) / group.count_shards_of(is_cut=self._table.is_cut(key), degree=least)
+            for key, kind, n in kinds
+        )
 
     def copied_s(self, group: CandidateGroup, key: str) -> float:
         """What copies from the host take for one layer in a step, which computation hides at best."""
-        wanted = (group.devices, group.sizes, group.mode, key)
+        wanted = (group.devices, group.sizes, group.mode, key, group.degrees)
         if wanted not in self._copied:
             load_s, state_s, stash_s = self._copies(group, {key: 1})
             loads = 2 if group.mode.zero in (2, 3) else 1  # For the forward, and again for the backward.
@@ -229,7 +287,7 @@ class StepTimeEstimate:
 
     def send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
         """All rows of a step from one group to another, every sender's rows evenly to all receivers."""
-        wanted = (source.devices, source.sizes, target.devices, target.sizes, row_bytes)
+        wanted = (source.firsts, source.sizes, target.firsts, target.sizes, row_bytes)
         if wanted not in self._sends:
             self._sends[wanted] = self._find_send_s(source, target, row_bytes)
         return self._sends[wanted]
@@ -272,9 +330,9 @@ class StepTimeEstimate:
         return self.network.time_alone(flows)
 
     def _rows_by_node(self, group: CandidateGroup) -> dict[int, tuple[int, int, int]]:
-        """Rows of each node's devices, the most of one of these, and one of them."""
+        """Rows of each node's replicas, the most of one of these, and the first device of one."""
         found: dict[int, tuple[int, int, int]] = {}
-        for device, own in zip(group.devices, map(sum, group.sizes), strict=True):
+        for device, own in zip(group.firsts, map(sum, group.sizes), strict=True):
             rows, most, first = found.get(self._nodes[device], (0, 0, device))
             found[self._nodes[device]] = (rows + own, max(most, own), first)
         return found

@@ -24,7 +24,7 @@ def drop_alike(plans: Sequence[Planned]) -> list[Planned]:
     """Without those of which nothing is told that an earlier one does not have as well."""
     told: dict[tuple[str, ...], Planned] = {}
     for planned in plans:
-        settings = (describe(planned) for describe in SETTINGS.values())
+        settings = (describe(planned) for describe in _list_settings(plans).values())
         told.setdefault((*settings, f"{planned.case.simulation.iteration_s:.4g}"), planned)
     return list(told.values())
 
@@ -38,7 +38,9 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
         **_list_money(plans),
         "of ideal": [f"{planned.share_of_ideal:.0%}" for planned in plans],
     }
-    settings = {name: [describe(planned) for planned in plans] for name, describe in SETTINGS.items()}
+    settings = {
+        name: [describe(planned) for planned in plans] for name, describe in _list_settings(plans).items()
+    }
     different = {name: cells for name, cells in settings.items() if len({*cells}) > 1}
     if "groups" in different:  # These say more than how they were found, and lines are long.
         settings.pop("made")
@@ -52,6 +54,13 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
         whose = "In all of them: " if len(plans) > 1 else "It has: "
         lines.append(whose + "; ".join(f"{name} {value}" for name, value in alike.items()))
     return lines
+
+
+def _list_settings(plans: Sequence[Planned]) -> Mapping[str, Callable[[Planned], str]]:
+    """Without tensor parallelism where no plan has it."""
+    if any(planned.case.plan.has_replicas for planned in plans):
+        return SETTINGS
+    return {name: describe for name, describe in SETTINGS.items() if name != TENSOR_PARALLEL}
 
 
 def describe_groups(planned: Planned) -> str:
@@ -80,6 +89,11 @@ def _of_groups(describe: Callable[[Group], str]) -> Callable[[Planned], str]:
     return join
 
 
+def _describe_degrees(group: Group) -> str:
+    """`4`, or `4+2+1` where its replicas have different ones."""
+    return "+".join(map(str, sorted({replica.degree for replica in group.replicas}, reverse=True)))
+
+
 def _describe_offloaded(group: Group) -> str:
     return "all" if {*group.offload} == {*OFFLOAD_KINDS} else "+".join(group.offload) or "none"
 
@@ -100,10 +114,13 @@ def _list_money(plans: Sequence[Planned]) -> dict[str, list[str]]:
     return {f"{currency} per step": [f"{planned.case.simulation.cost:.4g}" for planned in plans]}
 
 
+TENSOR_PARALLEL = "tensor parallelism"
+
 SETTINGS: Mapping[str, Callable[[Planned], str]] = {
     "groups": describe_groups,
     "made": lambda planned: planned.grouping,
     "ministages": lambda planned: str(planned.case.plan.num_ministages),
+    TENSOR_PARALLEL: _of_groups(_describe_degrees),
     "ZeRO": _of_groups(lambda group: str(group.zero)),
     "rows at once": _of_groups(lambda group: str(max(m.num_rows for m in group.microbatches))),
     "recompute": _of_groups(lambda group: group.recompute),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations
 
 from zorselike.cost.catalogue import CPU
 from zorselike.errors import PlanError
-from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes, list_largest
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
 from zorselike.planner.estimate.step_time import StepTimeEstimate
+from zorselike.planner.groups.replicas import find_degrees
 from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
@@ -37,12 +37,14 @@ _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
 
 
+MOST_ACTIONS_OF_REPLICAS = 200_000
+"""Of a step with tensor-parallel replicas, whose ranks are all simulated, that nobody asked for."""
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
 
 
-Class = tuple[str, int]
-"""Devices that are alike: their type, and bytes of memory."""
+Class = tuple[str, int, int]
+"""Replicas that are alike: their type of device, its bytes of memory, and how many there are."""
 
 
 class CandidateBuilder:
@@ -93,7 +95,7 @@ class CandidateBuilder:
                 sizes = self.share_rows(chosen, most, in_rounds=choice.in_flight_factor is not None)
                 if sizes is None:
                     return None
-                groups.append(CandidateGroup(chosen.devices, chosen.mode, sizes))
+                groups.append(self._make_group(chosen, sizes))
             if choice.in_flight_factor is not None:
                 groups = self._bound(groups, choice.in_flight_factor, owners)
             costs = [
@@ -129,6 +131,13 @@ class CandidateBuilder:
                     break
                 by_bytes, room = True, [1.0] * len(choice.groups)
         return self._try_all_cuts(tuple(groups), owners)
+
+    def _make_group(self, chosen: GroupChoice, sizes: tuple[Sizes, ...]) -> CandidateGroup:
+        if not chosen.degrees:
+            return CandidateGroup(chosen.devices, chosen.mode, sizes)
+        replicas = self._problem.replicas.cut(chosen.devices, chosen.degrees)
+        devices = tuple(device for replica in replicas for device in replica)
+        return CandidateGroup(devices, chosen.mode, sizes, degrees=find_degrees(replicas))
 
     # -- reductions that run beside what follows, or are waited for -------------------------
 
@@ -178,7 +187,7 @@ class CandidateBuilder:
             known = self._memory.known_limits(group.devices)
             if group.mode.zero == 3 or len(known) < len(group.devices):
                 return True
-            room += max(known)
+            room += max(known) * max((degree for _, degree in group.degrees), default=1)
         return self._whole_bytes <= room
 
     def _try_all_cuts(
@@ -204,7 +213,7 @@ class CandidateBuilder:
     def share_rows(
         self, group: GroupChoice, most: Mapping[Class, int], *, in_rounds: bool = False
     ) -> tuple[Sizes, ...] | None:
-        """Microbatches of each device; None where the rows find no room.
+        """Microbatches of each replica; None where the rows find no room.
 
         Args:
             in_rounds: of a pipeline that goes backward before all is forward: there devices that have no part
@@ -215,7 +224,7 @@ class CandidateBuilder:
         limits = tuple(sorted(most.items()))
         beside = self._reduces_beside(group.mode, group.devices)
         settings = group.mode.recompute, waits, in_rounds, beside and group.mode.reduces_per_microbatch
-        key = (group.devices, settings, group.microbatches_per_device, limits)
+        key = (group.devices, settings, group.microbatches_per_device, limits, group.degrees)
         if key not in self._shares:
             try:
                 self._shares[key] = self._share_rows(group, most, in_rounds)
@@ -227,7 +236,8 @@ class CandidateBuilder:
         self, group: GroupChoice, most: Mapping[Class, int], in_rounds: bool
     ) -> tuple[Sizes, ...]:
         num_rows = self._problem.global_batch
-        at_once = [self._problem.most_rows_at_once] * len(group.devices)
+        num_replicas = len(self._problem.replicas.cut(group.devices, group.degrees))
+        at_once = [self._problem.most_rows_at_once] * num_replicas
         whole = self._share(group, most, at_once, group.mode.reduces_per_microbatch)
         if group.microbatches_per_device == 1 and not group.mode.reduces_per_microbatch:
             return whole
@@ -258,14 +268,17 @@ class CandidateBuilder:
     def _share(
         self, group: GroupChoice, most: Mapping[Class, int], at_once: Sequence[int], in_rounds: bool
     ) -> tuple[Sizes, ...]:
-        """With at most so many rows at once on each device, and of each class in a step."""
+        """With at most so many rows at once on each replica, and of each class in a step."""
         costs = []
-        for device, cap in zip(group.devices, at_once, strict=True):
-            name, recompute = self._problem.device_types[device], group.mode.recompute
-            found = self._table.most_rows(name, recompute)
+        replicas = self._problem.replicas.cut(group.devices, group.degrees)
+        computers = self._problem.replicas.computers(replicas)
+        for replica, computer, cap in zip(replicas, computers, at_once, strict=True):
+            recompute = group.mode.recompute
+            found = self._table.most_rows(computer, recompute)
             cap = min(cap, self._problem.most_rows_at_once, cap if found is None else found)
-            seconds = self._table.model_s(name, recompute, cap)
-            costs.append(RankCosts(device, seconds, most.get(self._class_of(device))))
+            seconds = self._table.model_s(computer, recompute, cap)
+            its_class = self._class_of(replica[0], len(replica))
+            costs.append(RankCosts(replica[0], seconds, most.get(its_class)))
         if not in_rounds:
             return share_once(costs, self._problem.global_batch)
         exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
@@ -275,11 +288,12 @@ class CandidateBuilder:
 
     def _round_s(self, group: GroupChoice) -> tuple[float, float]:
         """What the collectives of one round through the whole model take, without and beside computation."""
-        collective_s, counts = self._step_time.collective_s, self._table.counts.items()
-        reduced_s = sum(n * collective_s("reduce_scatter", group.devices, key) for key, n in counts)
+        collect_s, counts = self._step_time.collect_layer_s, self._table.counts.items()
+        replicas = self._problem.replicas.cut(group.devices, group.degrees)
+        reduced_s = sum(n * collect_s("reduce_scatter", replicas, key) for key, n in counts)
         if group.mode.zero != 3:
             return (0.0, reduced_s) if self._reduces_beside(group.mode, group.devices) else (reduced_s, 0.0)
-        gathered_s = sum(2 * n * collective_s("all_gather", group.devices, key) for key, n in counts)
+        gathered_s = sum(2 * n * collect_s("all_gather", replicas, key) for key, n in counts)
         # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
         total_s = reduced_s + gathered_s
         return total_s / len(self._table.keys), total_s
@@ -312,48 +326,51 @@ class CandidateBuilder:
         is_beside = self._reduces_beside(group.mode, group.devices)
         seconds: dict[str, float] = {}
         for key, (forward, backward) in times.items():
-            one_s = self._step_time.collective_s(group.mode.reduction, group.devices, key)
+            one_s = self._step_time.collect_one_s(group.mode.reduction, group, key)
             reduce_s = times_reduced * one_s
             seconds[key] = forward + (max(backward, reduce_s) if is_beside else backward + reduce_s)
         if group.mode.offload:
             seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
         tightest = self._tightest(group, num_ministages)
-        limit = self._memory.limit_bytes(group.devices[tightest])
+        limit = self._memory.limit_bytes(group.firsts[tightest])
         if limit is None:
             return GroupCosts(seconds)
         rows = (max if accumulates else sum)(group.held_sizes(tightest, num_ministages) or (0,))
-        device = self._problem.device_types[group.devices[tightest]]
+        device = self._problem.device_types[group.firsts[tightest]]
+        degree = group.degree_of(tightest)
         return GroupCosts(
             seconds,
-            {key: self._held_bytes(key, group, rows) for key in seconds},
+            {key: self._held_bytes(key, group, rows, degree) for key in seconds},
             limit - self._problem.setting.context_bytes(device),
         )
 
     def _tightest(self, group: CandidateGroup, num_ministages: int) -> int:
-        """The device with the least memory for a row."""
+        """The replica whose devices have the least memory for a row."""
 
         def room(position: int) -> float:
-            limit = self._memory.limit_bytes(group.devices[position])
+            limit = self._memory.limit_bytes(group.firsts[position])
             held = sum(group.held_sizes(position, num_ministages))
-            return math.inf if limit is None else limit / (1 + held)
+            return math.inf if limit is None else limit * group.degree_of(position) / (1 + held)
 
-        return min(range(len(group.devices)), key=room)
+        return min(range(len(group.sizes)), key=room)
 
-    def _held_bytes(self, key: str, group: CandidateGroup, rows: int) -> float:
-        """What stays on a device for one layer from the forward to the backward."""
+    def _held_bytes(self, key: str, group: CandidateGroup, rows: int, degree: int) -> float:
+        """What stays on a device of a replica of so many for one layer from the forward to the backward."""
         kind, each = self._table.kind(key), self._problem.parameter_bytes
         whole, state = kind.num_parameters * each.weight, kind.trainable * each.state
-        held = 0.0 if "params" in group.mode.offload else whole / group.num_shards
-        held += 0.0 if "optimizer" in group.mode.offload else state / group.num_shards
+        is_cut = bool(group.degrees) and self._table.is_cut(key)
+        num_shards = group.count_shards_of(is_cut=is_cut, degree=degree)
+        held = 0.0 if "params" in group.mode.offload else whole / num_shards
+        held += 0.0 if "optimizer" in group.mode.offload else state / num_shards
         if group.mode.zero < 2:
-            held += whole
+            held += whole / degree if is_cut else whole
         if "activations" not in group.mode.offload:
-            held += rows * self._table.kept_bytes(key, group.mode.recompute)
+            held += rows * self._table.kept_bytes(key, group.mode.recompute, degree)
         return held
 
-    def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]]) -> int:
+    def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]], degree: int = 1) -> int:
         """How often each group must be visited at least, so that two ministages, whole, and the gradients of
-        one find room on its smallest devices (ZeRO 2)."""
+        one find room on its smallest devices (ZeRO 2), of which so many are a replica."""
         kinds, workload = [self._table.kind(key) for key in self._table.counts], self._problem.workload
         num_layers, each = len(self._table.keys), self._problem.parameter_bytes
         whole = min(max(kind.num_parameters for kind in kinds), 2 * workload.num_parameters / num_layers)
@@ -362,13 +379,17 @@ class CandidateBuilder:
         layers = 0.0
         for devices in groups:
             known = self._memory.known_limits(devices)
-            layers += max(1.0, _SHARE_FOR_WHOLE * min(known) // needed) if known and needed else math.inf
+            room = _SHARE_FOR_WHOLE * degree * min(known, default=0)
+            layers += max(1.0, room // needed) if known and needed else math.inf
         return math.ceil(num_layers / layers)
 
     # -- memory ----------------------------------------------------------------------------
 
     def may_run(self, candidate: CandidatePlan) -> bool:
-        """Whether the runtime takes it, memory apart."""
+        """Whether the runtime takes it, memory apart, and a simulation of it does not take too long."""
+        is_long = candidate.num_actions > MOST_ACTIONS_OF_REPLICAS and candidate.degree > 1
+        if is_long and self._problem.fixed.tensor_parallel is None:
+            return False
         may_bound = all(
             group.mode.may_bound_in_flight and (candidate.owners.count(g) == 1 or group.mode.may_return)
             for g, group in enumerate(candidate.groups)
@@ -402,31 +423,17 @@ class CandidateBuilder:
         for g, group in enumerate(candidate.groups):
             if only not in (None, g):
                 continue
-            for position in self._list_largest(group):
-                device = group.devices[position]
+            for position in list_largest(group.sizes, self._list_classes(group)):
+                device = group.firsts[position]
                 limit = self._memory.limit_bytes(device)
                 if limit is None:
                     continue
                 need = self._need_bytes(candidate, g, position, limit)
-                device_class = self._class_of(device)
+                device_class = self._class_of(device, group.degree_of(position))
                 worst = over.get(g, {}).get(device_class, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
                     over.setdefault(g, {})[device_class] = need, limit
         return over
-
-    def _list_largest(self, group: CandidateGroup) -> list[int]:
-        """Positions of devices; of those that are alike none that has no more rows, in no larger and no more
-        microbatches, than another."""
-        kept: dict[Class, dict[tuple[int, int, int], int]] = {}
-        for position, (device, sizes) in enumerate(zip(group.devices, group.sizes, strict=True)):
-            work = sum(sizes), max(sizes, default=0), len(sizes)
-            kept.setdefault(self._class_of(device), {}).setdefault(work, position)
-        return [
-            position
-            for works in kept.values()
-            for work, position in works.items()
-            if not any(other != work and all(map(operator.ge, other, work)) for other in works)
-        ]
 
     def _need_bytes(self, candidate: CandidatePlan, g: int, position: int, limit: int) -> int:
         """As walked, where an estimate is not far from the limit, and neither are those times what walks of
@@ -437,10 +444,11 @@ class CandidateBuilder:
         group = candidate.groups[g]
         key = (
             group.mode,
-            self._problem.device_types[group.devices[position]],
+            self._problem.device_types[group.firsts[position]],
             candidate.owners.count(g),
             group.max_in_flight is None,
             bool(group.sizes[position]),
+            group.degree_of(position),
         )
         low, high, number = self._ratios.get(key, (math.inf, 0.0, 0))
         if number >= _FEW_WALKS:
@@ -461,7 +469,7 @@ class CandidateBuilder:
     ) -> bool:
         """Gives the rows of classes that are too full to others of their group, where these have room."""
         group = candidate.groups[g]
-        owners = [self._class_of(device) for device in group.devices]
+        owners = self._list_classes(group)
         if group.mode.reduces_per_microbatch or {*owners} <= {*classes}:
             return False
         for device_class, (need, limit) in classes.items():
@@ -474,8 +482,12 @@ class CandidateBuilder:
             most_rows[device_class] = fewer
         return True
 
-    def _class_of(self, device: int) -> Class:
-        return self._problem.device_types[device], self._memory.limit_bytes(device) or 0
+    def _list_classes(self, group: CandidateGroup) -> list[Class]:
+        """Of its replicas."""
+        return [self._class_of(device, group.degree_of(i)) for i, device in enumerate(group.firsts)]
+
+    def _class_of(self, device: int, degree: int) -> Class:
+        return self._problem.device_types[device], self._memory.limit_bytes(device) or 0, degree
 
 
 def _waiting(mode: Mode) -> Mode:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.groups.replicas import Degrees
 
 Groups = tuple[tuple[int, ...], ...]
 """Devices of each group, in the order in which the pipeline visits them."""
@@ -18,9 +19,11 @@ class GroupChoice:
     devices: tuple[int, ...]
     mode: Mode
     microbatches_per_device: int
-    """Microbatches of a device, about: its rows are cut into so many."""
+    """Microbatches of a replica, about: its rows are cut into so many."""
     may_wait: bool = True
     """Whether reductions are waited for where memory has no room for them beside what follows."""
+    degrees: Degrees = ()
+    """Into which tensor-parallel replicas its devices are cut."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,13 @@ class Choice:
         in_flight_factor: float | None = None,
         *,
         may_wait: bool = True,
+        degrees: Sequence[Degrees] | None = None,
     ) -> Choice:
-        """The same for all groups."""
-        choices = tuple(GroupChoice(devices, mode, microbatches_per_device, may_wait) for devices in groups)
+        """The same for all groups, but for their `degrees`."""
+        choices = tuple(
+            GroupChoice(devices, mode, microbatches_per_device, may_wait, own)
+            for devices, own in zip(groups, degrees or [()] * len(groups), strict=True)
+        )
         return cls(choices, num_ministages, in_flight_factor)
 
     @property

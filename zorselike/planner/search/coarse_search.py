@@ -27,16 +27,25 @@ class CoarseSearch:
     """Tries one grouping, its groups in one order."""
 
     def __init__(
-        self, evaluator: CandidateEvaluator, groups: Groups, grouping: str, *, may_wait: bool = True
+        self,
+        evaluator: CandidateEvaluator,
+        groups: Groups,
+        grouping: str,
+        *,
+        may_wait: bool = True,
+        degree: int = 1,
     ) -> None:
         """`may_wait`: whether reductions are waited for where memory has no room for them beside what
-        follows."""
-        self._may_wait = may_wait
+        follows; `degree`: devices of a tensor-parallel replica, where there are as many that are alike."""
+        self._may_wait, self._degree = may_wait, degree
+        self._degrees = [evaluator.limit_degrees(devices, degree) for devices in groups]
         self._has_waited = False
         """Whether something that was found waits for reductions."""
         self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
-        self._microbatch_counts = evaluator.list_microbatch_counts(groups)
+        self._microbatch_counts = evaluator.list_microbatch_counts(
+            min(map(evaluator.count_replicas, groups, self._degrees))
+        )
         self._goes_back_at_once = len(groups) == 1 and self._ministage_counts[0] == 1
         """Whether there may be one ministage of all layers, of which little is kept: each microbatch goes
         back before the next begins."""
@@ -54,7 +63,9 @@ class CoarseSearch:
         )
         some = [estimated for estimated in found if estimated is not None]
         if self._may_wait and (self._has_waited or any(estimated.waiting for estimated in some)):
-            strict = CoarseSearch(self._evaluator, self._groups, self._grouping, may_wait=False)
+            strict = CoarseSearch(
+                self._evaluator, self._groups, self._grouping, may_wait=False, degree=self._degree
+            )
             beside = strict._try_once(), strict._try_all_in_flight(self._once)
             some += [estimated for estimated in beside if estimated is not None and estimated not in some]
         return some
@@ -96,7 +107,7 @@ class CoarseSearch:
         """Ministages in all and microbatches of a device: the usual, then what needs least memory."""
         counts = self._microbatch_counts
         few, more = (min(counts, key=lambda number: abs(number - wanted)) for wanted in _FIRST_MICROBATCHES)
-        per_group = self._evaluator.builder.count_ministages_per_group(self._groups)
+        per_group = self._evaluator.builder.count_ministages_per_group(self._groups, self._degree)
         usual = self._at_least(max(_FIRST_MINISTAGES_PER_GROUP, per_group) * len(self._groups))
         twice, most = self._at_least(2 * usual), self._ministage_counts[-1]
         tries = [(usual, few), (usual, more), (twice, more), (twice, counts[-1]), (most, counts[-1])]
@@ -205,7 +216,15 @@ class CoarseSearch:
     def _choose(
         self, mode: Mode, per_device: int, num_ministages: int, factor: float | None = None
     ) -> Choice:
-        return Choice.alike(self._groups, mode, per_device, num_ministages, factor, may_wait=self._may_wait)
+        return Choice.alike(
+            self._groups,
+            mode,
+            per_device,
+            num_ministages,
+            factor,
+            may_wait=self._may_wait,
+            degrees=self._degrees,
+        )
 
     # -- few microbatches in flight --------------------------------------------------------
 

@@ -90,9 +90,9 @@ class CoarseLooks:
         if chosen is None:
             look.is_over = True
             return 0.0
-        candidates = CoarseSearch(self._evaluator, *chosen).run()
-        if not candidates and self._problem.fixed.groups is None:
-            candidates = self._estimate_in_other_orders(*chosen, look.devices)
+        candidates: list[EstimatedCandidate] = []
+        for degree in self._evaluator.list_first_degrees(chosen[0]):
+            candidates = candidates or self._estimate(*chosen, look.devices, degree)
         for estimated in candidates:
             self._found.keep(estimated)
         self._budget.has_found = self._budget.has_found or bool(candidates)
@@ -139,15 +139,18 @@ class CoarseLooks:
         best_s = inf if self._found.best is None else self._found.best.score.wanted
         return devices.bound_s > WORTH_SIMULATING * best_s
 
-    def _estimate_in_other_orders(
-        self, groups: Groups, name: str, devices: DeviceSet
+    def _estimate(
+        self, groups: Groups, name: str, devices: DeviceSet, degree: int
     ) -> list[EstimatedCandidate]:
-        """Where a grouping does not fit in the paper's order: which groups come first and last, and have more
-        ministages, can make the difference."""
+        """With replicas of so many devices, in the paper's order, or where that does not fit in others: which
+        groups come first and last, and have more ministages, can make the difference."""
+        found = CoarseSearch(self._evaluator, groups, name, degree=degree).run()
+        if found or self._problem.fixed.groups is not None:
+            return found
         orders = order_groups(self._problem.read_bandwidths(devices.devices), groups, max_orders=FEW_ORDERS)
         for order in orders:
-            reordered = tuple(groups[i] for i in order)
-            if found := CoarseSearch(self._evaluator, reordered, f"{name}, in another order").run():
+            reordered, its_name = tuple(groups[i] for i in order), f"{name}, in another order"
+            if found := CoarseSearch(self._evaluator, reordered, its_name, degree=degree).run():
                 return found
         return []
 

@@ -10,6 +10,7 @@ from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
+from zorselike.planner.groups.replicas import DEGREES, Degrees, with_degree
 from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
@@ -93,6 +94,8 @@ class CandidateEvaluator:
         self, choice: Choice, grouping: str, limit: Score | None = None
     ) -> EstimatedCandidate | None:
         """The candidate and its estimate; None where it does not fit, or ranks no better than `limit`."""
+        if self._problem.fixed.tensor_parallel is not None:
+            choice = self._keep_degrees(choice)
         if choice in self._found:
             return self._found[choice]
         if self._is_idle(choice):
@@ -122,6 +125,14 @@ class CandidateEvaluator:
         self._found[choice] = None if candidate is None else self.estimate(candidate, choice, grouping)
         self._too_slow.pop(choice, None)
         return self._found[choice]
+
+    def _keep_degrees(self, choice: Choice) -> Choice:
+        """With the tensor parallelism that is fixed, whatever devices came together."""
+        for g, group in enumerate(choice.groups):
+            degrees = self._problem.first_degrees(group.devices)
+            if degrees != group.degrees:
+                choice = choice.change(g, degrees=degrees)
+        return choice
 
     def nominal_of(self, num_devices: int) -> float:
         """Nominal seconds of one candidate."""
@@ -218,9 +229,26 @@ class CandidateEvaluator:
         counts = [per_group * num_groups for per_group in _MINISTAGES_PER_GROUP]
         return [number for number in counts if number <= num_layers] or [num_layers]
 
-    def list_microbatch_counts(self, groups: Groups) -> tuple[int, ...]:
-        """Numbers of microbatches of a device worth trying, rising."""
-        return list_microbatch_counts(-(-self._problem.global_batch // min(map(len, groups))))
+    def limit_degrees(self, devices: tuple[int, ...], degree: int) -> Degrees:
+        """As `ReplicaCuts.limit`."""
+        return self._problem.replicas.limit(devices, degree) if degree > 1 else ()
+
+    def list_first_degrees(self, groups: Groups) -> tuple[int, ...]:
+        """Tensor-parallel degrees that are tried in turn until something fits."""
+        fixed = self._problem.fixed.tensor_parallel
+        if fixed is not None:
+            return (fixed,)
+        found = (self._problem.replicas.most_by_type(devices).values() for devices in groups)
+        most = max((degree for degrees in found for degree in degrees), default=1)
+        return tuple(degree for degree in DEGREES if degree <= most)
+
+    def count_replicas(self, devices: tuple[int, ...], degrees: Degrees) -> int:
+        """Of a group of these devices."""
+        return len(self._problem.replicas.cut(devices, degrees)) if degrees else len(devices)
+
+    def list_microbatch_counts(self, num_replicas: int) -> tuple[int, ...]:
+        """Numbers of microbatches of a replica worth trying, rising, in a group of so many."""
+        return list_microbatch_counts(-(-self._problem.global_batch // num_replicas))
 
     # -- the best of a grouping ------------------------------------------------------------
 
@@ -233,6 +261,7 @@ class CandidateEvaluator:
                 self._change_microbatches,
                 self._change_ministages,
                 self._change_in_flight,
+                self._change_degrees,
                 self._change_microbatches_of_kinds,
                 self._change_modes_of_kinds,
                 self._change_group_microbatches,
@@ -254,7 +283,8 @@ class CandidateEvaluator:
     def _change_microbatches(self, best: EstimatedCandidate) -> _Refining:
         """Microbatches of all groups together, up and down from where they are while that helps."""
         groups = best.choice.groups
-        counts = self.list_microbatch_counts(tuple(group.devices for group in groups))
+        fewest = min(self.count_replicas(group.devices, group.degrees) for group in groups)
+        counts = self.list_microbatch_counts(fewest)
         choices = [
             replace(
                 best.choice, groups=tuple(replace(group, microbatches_per_device=number) for group in groups)
@@ -300,12 +330,61 @@ class CandidateEvaluator:
         more = [now.bound(now.in_flight_factor, number) for number in counts]
         return (yield from self._walk(best, more, _nearest(counts, now.num_ministages)))
 
+    def _change_degrees(self, best: EstimatedCandidate) -> _Refining:
+        """Other tensor-parallel degrees of all groups, and of those that are alike."""
+        if self._problem.fixed.tensor_parallel is not None:
+            return best
+        kinds = self._list_alike(best.choice)
+        for own in ([g for kind in kinds for g in kind], *(kinds if len(kinds) > 1 else ())):
+            best = yield from self._improve(best, self.list_degrees(best.choice, own))
+        return best
+
+    def list_degrees(self, choice: Choice, own: Sequence[int]) -> Iterator[Choice]:
+        """The same with other tensor-parallel degrees in some groups: one for all of their devices, or for
+        those of a type; with as many microbatches, and with microbatches of as many rows."""
+        types = {
+            device: most
+            for g in own
+            for device, most in self._problem.replicas.most_by_type(choice.groups[g].devices).items()
+        }
+        wanted: list[tuple[str | None, int]] = [(None, degree) for degree in DEGREES]
+        if len(types) > 1:
+            wanted += [(device, degree) for device in types for degree in DEGREES]
+        for device, degree in wanted if types else ():
+            if degree > max(types.values()):
+                continue
+            changed = choice
+            for g in own:
+                changed = self._with_degree(changed, g, device, degree)
+            if changed == choice:
+                continue
+            yield changed
+            finer = changed
+            for g in own:
+                before, after = choice.groups[g], changed.groups[g]
+                num_before = self.count_replicas(before.devices, before.degrees)
+                num_after = self.count_replicas(after.devices, after.degrees)
+                counts = self.list_microbatch_counts(num_after)
+                number = round(before.microbatches_per_device * num_before / num_after)
+                finer = finer.change(g, microbatches_per_device=counts[_nearest(counts, number)])
+            if finer != changed:
+                yield finer
+
+    def _with_degree(self, choice: Choice, g: int, device: str | None, degree: int) -> Choice:
+        """Of devices of a type, or of all where it is None."""
+        group = choice.groups[g]
+        limit = self._problem.replicas.limit(group.devices, degree)
+        if device is not None:
+            limit = with_degree(group.degrees, device, dict(limit).get(device, 1))
+        return choice if limit == group.degrees else choice.change(g, degrees=limit)
+
     def _list_alike(self, choice: Choice) -> list[list[int]]:
         """Groups with as many devices of the same kinds, together: what is better for one of them mostly is
         so for the others, and a pipeline is as slow as its slowest group."""
         alike: dict[object, list[int]] = {}
         for g, group in enumerate(choice.groups):
-            alike.setdefault(tuple(self.node_kinds[device] for device in group.devices), []).append(g)
+            kinds = tuple(self.node_kinds[device] for device in group.devices)
+            alike.setdefault((kinds, group.degrees), []).append(g)
         return [*alike.values()]
 
     def _change_modes_of_kinds(self, best: EstimatedCandidate) -> _Refining:
@@ -343,7 +422,7 @@ class CandidateEvaluator:
 
     def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
         group = best.choice.groups[own[0]]
-        counts = self.list_microbatch_counts((group.devices,))
+        counts = self.list_microbatch_counts(self.count_replicas(group.devices, group.degrees))
         position = _nearest(counts, group.microbatches_per_device)
         near = [counts[i] for i in (position - 1, position + 1) if 0 <= i < len(counts)]
         choices = (best.choice.change_all(own, microbatches_per_device=number) for number in near)

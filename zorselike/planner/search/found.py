@@ -19,8 +19,9 @@ WORTH_OF_ANOTHER = 0.02
 estimates of different devices, and of bounds on microbatches in flight and none, err in different ways."""
 
 _LEAST = 1e-30
-Kind = tuple[tuple[int, ...], bool]
-"""The devices of a candidate, and whether it bounds microbatches in flight."""
+Kind = tuple[tuple[int, ...], int, bool]
+"""The devices of a candidate, the largest tensor-parallel degree, and whether it bounds microbatches in
+flight."""
 
 
 class _Entry(NamedTuple):
@@ -61,7 +62,8 @@ class FoundCandidates:
         if self.best is None or estimated.score < self.best.score:
             self.best = estimated
         devices = tuple(sorted(device for group in candidate.groups for device in group.devices))
-        queue = self._queues.setdefault((devices, candidate.bounds_in_flight), [])
+        kind = (devices, candidate.degree, candidate.bounds_in_flight)
+        queue = self._queues.setdefault(kind, [])
         entry = _Entry(estimated.score.excess, _weigh(estimated), len(self._estimated))
         self._estimated.append(estimated)
         heapq.heappush(queue, entry)
@@ -82,7 +84,7 @@ class FoundCandidates:
     def _describe(self, estimated: EstimatedCandidate) -> Hashable:
         candidate = estimated.candidate
         kinds = {self._node_kinds[device] for group in candidate.groups for device in group.devices}
-        return frozenset(kinds), candidate.bounds_in_flight
+        return frozenset(kinds), candidate.degree, candidate.bounds_in_flight
 
     # -- what comes next ---------------------------------------------------------------------
 

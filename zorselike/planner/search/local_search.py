@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import islice
 
 from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.candidate.computers import list_computers
 from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
@@ -214,10 +215,18 @@ class LocalSearch:
             estimated.choice,
             self._evaluator.modes,
             num_layers=len(self._problem.workload.layers),
-            global_batch=self._problem.global_batch,
+            most_rows=[
+                -(-self._problem.global_batch // self._evaluator.count_replicas(own.devices, own.degrees))
+                for own in estimated.choice.groups
+            ],
             regroup=self._problem.fixed.groups is None,
         )
-        choices = [*changed, *self._drop_nodes(estimated.choice), *list_without_waiting(estimated)]
+        choices = [
+            *changed,
+            *self._drop_nodes(estimated.choice),
+            *list_without_waiting(estimated),
+            *self._change_degrees(estimated.choice),
+        ]
         self._random.shuffle(choices)
         for choice in choices:
             if self._is_possible(choice):
@@ -232,10 +241,22 @@ class LocalSearch:
             choice, self._problem.nodes, self._evaluator.node_kinds, len(self._problem.workload.layers)
         )
 
+    def _change_degrees(self, choice: Choice) -> Iterator[Choice]:
+        """Of each group by itself."""
+        if self._problem.fixed.tensor_parallel is None:
+            for g in range(len(choice.groups)):
+                yield from self._evaluator.list_degrees(choice, [g])
+
     def _move_rows(self, candidate: CandidatePlan) -> Iterator[CandidatePlan]:
-        kinds = list(zip(self._problem.device_types, self._problem.nodes, strict=True))
-        of_groups = [[kinds[device] for device in group.devices] for group in candidate.groups]
-        return move_rows(candidate, of_groups, self._problem.most_rows_at_once)
+        problem = self._problem
+        of_groups = [
+            [
+                (computer, problem.nodes[first])
+                for computer, first in zip(list_computers(group, problem), group.firsts, strict=True)
+            ]
+            for group in candidate.groups
+        ]
+        return move_rows(candidate, of_groups, problem.most_rows_at_once)
 
     def _is_possible(self, choice: Choice) -> bool:
         """Whether its groups may be groups, and what is fixed or allowed is kept."""
@@ -255,4 +276,4 @@ class LocalSearch:
 
 
 def _list_groups(found: SimulatedCandidate) -> Groups:
-    return tuple(group.devices for group in found.estimated.candidate.groups)
+    return tuple(replica for group in found.estimated.candidate.groups for replica in (*group.replicas, ()))

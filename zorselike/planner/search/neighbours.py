@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from zorselike.planner.candidate.candidate import CandidatePlan, Sizes
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.groups.replicas import merge_degrees
 from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
 
 MOST_KINDS = 6
@@ -137,10 +138,15 @@ def _cut_evenly(sizes: Sizes, num_microbatches: int, more: int = 0) -> Sizes:
 
 
 def change_choice(
-    choice: Choice, modes: Sequence[Mode], *, num_layers: int, global_batch: int, regroup: bool
+    choice: Choice,
+    modes: Sequence[Mode],
+    *,
+    num_layers: int,
+    most_rows: Sequence[int],
+    regroup: bool,
 ) -> Iterator[Choice]:
     """Other modes, microbatches and numbers of ministages; and with `regroup` groups swapped, merged, split,
-    without a device, or with one from another group."""
+    without a device, or with one from another group. `most_rows`: of a replica of each group."""
     groups = choice.groups
     if len(groups) > 1:
         for in_flight_factor in (None, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0):
@@ -148,14 +154,14 @@ def change_choice(
     for number in dict.fromkeys((1, -1, len(groups), -len(groups))):
         if len(groups) <= choice.num_ministages + number <= num_layers:
             yield choice.bound(choice.in_flight_factor, choice.num_ministages + number)
-    for together in list_microbatch_counts(-(-global_batch // min(len(group.devices) for group in groups))):
+    for together in list_microbatch_counts(max(most_rows)):
         cut = tuple(replace(group, microbatches_per_device=together) for group in groups)
         steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
         for number in (choice.num_ministages + way * step for step in steps for way in (-1, 1)):
             if len(groups) <= number <= num_layers:
                 yield Choice(cut, number)
     for g, own in enumerate(groups):
-        microbatch_counts = list_microbatch_counts(-(-global_batch // len(own.devices)))
+        microbatch_counts = list_microbatch_counts(most_rows[g])
         for number in (own.microbatches_per_device - 1, own.microbatches_per_device + 1, *microbatch_counts):
             if 1 <= number <= microbatch_counts[-1] and number != own.microbatches_per_device:
                 yield choice.change(g, microbatches_per_device=number)
@@ -171,7 +177,11 @@ def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
     for a in range(len(groups)):
         for b in range(a + 1, len(groups)):
             yield _with_groups(choice, _replaced(groups, {a: groups[b], b: groups[a]}), num_layers)
-            merged = replace(groups[a], devices=tuple(sorted(groups[a].devices + groups[b].devices)))
+            merged = replace(
+                groups[a],
+                devices=tuple(sorted(groups[a].devices + groups[b].devices)),
+                degrees=merge_degrees(groups[a].degrees, groups[b].degrees),
+            )
             yield _with_groups(choice, _replaced(groups, {a: merged, b: None}), num_layers)
     for a, group in enumerate(groups):
         if len(groups) > 1:

@@ -62,7 +62,7 @@ def _describe_lack(problem: PlanProblem, memory: RankMemory, found: EstimatedCan
     """Which devices lack how much for a candidate that fits with more memory."""
     lacks: dict[str, tuple[int, int]] = {}
     for g, group in enumerate(found.candidate.groups):
-        for position, device in enumerate(group.devices):
+        for position, device in enumerate(group.firsts):
             limit = memory.limit_bytes(device)
             if limit is None:
                 continue

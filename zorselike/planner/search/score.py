@@ -9,6 +9,8 @@ from math import inf, isclose
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.problem import PlanProblem
 
+OF_REPLICAS = 3
+"""What tensor parallelism in a group counts there."""
 _ALIKE = 1e-9
 """Relative difference below which two times are the same."""
 
@@ -26,7 +28,7 @@ class Score:
     """What is to be little besides."""
     num_devices: int = 0
     complexity: int = 0
-    """What a person has to think of (`Mode.complexity`), of all groups."""
+    """What a person has to think of (`Mode.complexity`), of all groups; tensor parallelism too."""
 
     def __lt__(self, other: Score) -> bool:
         theirs_all = (other.excess, other.wanted, other.other)
@@ -49,5 +51,5 @@ def score(problem: PlanProblem, iteration_s: float, cost: float, candidate: Cand
     if cost > problem.max_cost_per_iteration:
         excess += cost / problem.max_cost_per_iteration - 1
     wanted, other = (iteration_s, cost) if problem.objective == "throughput" else (cost, iteration_s)
-    complexity = sum(group.mode.complexity for group in candidate.groups)
+    complexity = sum(group.mode.complexity + OF_REPLICAS * (group.degree > 1) for group in candidate.groups)
     return Score(excess, wanted, other, candidate.num_devices, complexity)

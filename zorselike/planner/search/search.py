@@ -116,7 +116,7 @@ class _Search:
         """What is said of devices that the best plan goes without."""
         self._clock = LayerTimeModel(problem.profile, problem.workload)
         self._problem = problem = self._leave_out_unknown(problem)
-        table = LayerTable(problem.workload, self._clock)
+        table = LayerTable(problem.workload, self._clock, problem.replicas.exchange_s)
         step_time = StepTimeEstimate(problem, table)
         self._memory = RankMemory(problem, table, self._clock.kept_bytes)
         builder = CandidateBuilder(problem, table, step_time, self._memory)
@@ -335,10 +335,11 @@ class _Search:
         for groups, name in self._likely_groups:
             if self._budget.worked_s > end_s:
                 break
-            search = CoarseSearch(self._evaluator, groups, name)
-            found = search.find_any(in_flight=bool(self._problem.fixed.bounds_in_flight))
-            if found is not None:
-                return found
+            for degree in self._evaluator.list_first_degrees(groups):
+                search = CoarseSearch(self._evaluator, groups, name, degree=degree)
+                found = search.find_any(in_flight=bool(self._problem.fixed.bounds_in_flight))
+                if found is not None:
+                    return found
         return None
 
     @cached_property

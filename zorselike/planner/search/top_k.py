@@ -15,7 +15,6 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import ASSUMED_S, SearchBudget
-from zorselike.planner.search.choice import Groups
 from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.found import FoundCandidates
@@ -109,8 +108,8 @@ class TopK:
         self._helpers: Helpers[CandidatePlan, _Done | None] = Helpers(num_helpers, self._help)
         self._found: dict[CandidatePlan, SimulatedCandidate | None] = {}
         self._tasks: dict[CandidatePlan, _Task | None] = {}
-        self._shares: dict[Groups, float] = {}
-        """By the devices of groups, what is simulated of a candidate's actions where ranks that are alike are
+        self._shares: dict[object, float] = {}
+        """By replicas of groups, what is simulated of a candidate's actions where ranks that are alike are
         simulated once: about the same for all with these groups, and long to find."""
         self._cases: dict[object, tuple[SimulatedCandidate, SimulatedPlan | Simulation]] = {}
         """The best of each structure with all that was simulated of it, which takes much memory."""
@@ -166,7 +165,7 @@ class TopK:
             return 0.0
         if candidate.num_actions < FEW_ACTIONS:
             return ASSUMED_S * NUM_STEPS * candidate.num_actions
-        groups = tuple(group.devices for group in candidate.groups)
+        groups = tuple((group.devices, group.degrees) for group in candidate.groups)
         if groups not in self._shares:
             task = self._prepare(candidate)
             if task is None:
@@ -279,7 +278,9 @@ class TopK:
 def _describe(found: SimulatedCandidate) -> object:
     """What plans that are shown differ in."""
     candidate = found.estimated.candidate
-    modes = ((group.devices, group.mode.zero, group.mode.recompute) for group in candidate.groups)
+    modes = (
+        (group.devices, group.degrees, group.mode.zero, group.mode.recompute) for group in candidate.groups
+    )
     return *modes, candidate.bounds_in_flight
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zorselike.cost.profile import LayerTimes, Source
 from zorselike.plan.plan import Recompute
 from zorselike.profiler.clock import Clock
+from zorselike.profiler.layers.parts import LayerPart
 from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, build_layer, make_inputs
 from zorselike.profiler.layers.row_search import MaxRows, TrialResult, find_max_rows
 from zorselike.profiler.machine.device_memory import DeviceMemory
@@ -35,11 +36,15 @@ class LayerBench:
         device: torch.device,
         memory: DeviceMemory,
         recompute: Recompute = "none",
+        degree: int = 1,
     ) -> None:
+        """`degree`: of tensor parallelism; what is measured then is one rank's part, without collectives."""
         self._model, self._probe, self._recompute = model, probe, recompute
         self._device, self._memory = device, memory
         self._clock = Clock(device)
         self._layer = build_layer(model.build, probe.module, dtype=model.dtype, device=device)
+        self._degree = degree
+        self._part = LayerPart(model, probe, self._layer, degree) if degree > 1 else None
 
     def measure(
         self,
@@ -68,6 +73,7 @@ class LayerBench:
             dtype=self._model.workload.dtype,
             sequence_length=self._model.workload.sequence_length,
             recompute=self._recompute,
+            tensor_parallel=self._degree,
             rows=tuple(rows for rows, _ in found.measured),
             forward_s=tuple(forward_s for forward_s, _ in times),
             backward_s=tuple(backward_s for _, backward_s in times),
@@ -94,6 +100,8 @@ class LayerBench:
         inputs, kwargs = make_inputs(
             self._probe, rows, num_tokens=self._model.num_tokens, device=self._device
         )
+        if self._part is not None:
+            inputs, kwargs = self._part.slice(inputs, kwargs)
         grads = self._make_grads(inputs, kwargs)
         marks = []
         kept, peak, has_backward = 0, 0, False

@@ -32,6 +32,7 @@ from zorselike.profiler.workload.model_layers import (
     plan_of_layers,
     require_layers,
 )
+from zorselike.profiler.workload.pieces import count_pieces
 from zorselike.runtime.model.nested import map_leaves
 from zorselike.runtime.model.partition import find_ties
 from zorselike.runtime.model.pruning import loose_parameters, plan_module
@@ -120,6 +121,7 @@ def measure_workload(
         kinds=kinds,
         ties=tuple(sorted(ties, key=lambda tie: (names.index(tie[0]), names.index(tie[1])))),
         num_moments=num_moments,
+        max_tensor_parallel=count_pieces(model, names),
     )
 
 

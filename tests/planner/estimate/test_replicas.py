@@ -1,0 +1,77 @@
+"""What the search estimates of tensor-parallel replicas, against the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from scipy.stats import spearmanr
+from searched_problems import Bench, draw_problem, make_decoder
+
+from zorselike.cost.purposes import Purpose
+from zorselike.planner.candidate.to_plan import make_plan
+
+
+@pytest.fixture(scope="module", params=[Bench.draw_candidate, Bench.draw_candidate_in_flight])
+def simulated(request):
+    """Random candidates with replicas, as simulated."""
+    rng = random.Random(19)
+    found = []
+    while len(found) < 30:
+        workload = replace(make_decoder(ties=rng.random() < 0.3), max_tensor_parallel=4)
+        bench = Bench(draw_problem(rng, workload=workload))
+        for _ in range(3):
+            candidate = request.param(bench, rng)
+            if candidate is not None and candidate.degree > 1:
+                plan = make_plan(candidate, bench.problem, bench.table).validate()
+                found.append((bench, candidate, bench.problem.setting.simulate(plan)))
+    return found
+
+
+def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
+    pairs = [
+        (bench.step_time.estimate_s(candidate), case.simulation.iteration_s)
+        for bench, candidate, case in simulated
+    ]
+    ratios = sorted(estimate / real for estimate, real in pairs)
+    assert 0.85 < median(ratios) < 1.3
+    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.9
+    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+
+
+def test_memory_is_what_the_whole_plan_needs(simulated):
+    for bench, candidate, case in simulated:
+        bounds = candidate.bounds_in_flight
+        rank = 0
+        for g, group in enumerate(candidate.groups):
+            for position, replica in enumerate(group.replicas):
+                # What has fewer microbatches than others joins their reductions with more gradients.
+                least = 0.9 if len(group.sizes[position]) == group.microbatches_per_device else 0.75
+                need = bench.memory.need(candidate, g, position)
+                for _ in replica:
+                    ratio = need.device_bytes / case.peak_bytes[rank]
+                    assert least < ratio < (2.1 if bounds else 1.15)
+                    walk = case.simulation.memory[rank]
+                    offloaded = walk.host_peak_bytes - walk.host.get(Purpose.COMMUNICATION, 0)
+                    assert need.host_bytes >= 0.97 * offloaded
+                    rank += 1
+        assert not any(map(case.is_overfull, range(case.plan.num_ranks)))
+
+
+def test_a_plan_has_the_replicas_of_its_candidate(simulated):
+    for bench, candidate, case in simulated:
+        plan, problem = case.plan, bench.problem
+        assert plan.sequence_length == problem.workload.sequence_length
+        devices = iter(device for group in candidate.groups for device in group.devices)
+        places = [problem.cluster.places[device] for device in devices]
+        assert case.costs.places == tuple(places)
+        for own, group in zip(candidate.groups, plan.groups, strict=True):
+            assert [replica.degree for replica in group.replicas] == [*map(len, own.replicas)]
+            for sizes, replica in zip(own.sizes, group.replicas, strict=True):
+                booked = [m.num_rows for m in group.microbatches if m.rank == replica.first]
+                assert sorted(booked) == sorted(sizes)
+                nodes = {case.costs.places[rank].node for rank in replica.ranks}
+                types = {case.device_types[rank] for rank in replica.ranks}
+                assert len(nodes) == len(types) == 1
