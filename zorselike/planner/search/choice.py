@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zorselike.planner.candidate.modes import Mode
 
@@ -21,6 +22,14 @@ class GroupChoice:
     """Microbatches of a device, about: its rows are cut into so many."""
     may_wait: bool = True
     """Whether reductions are waited for where memory has no room for them beside what follows."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, as of `CandidateGroup`."""
+        return hash((self.devices, self.mode, self.microbatches_per_device, self.may_wait))
 
 
 @dataclass(frozen=True)
