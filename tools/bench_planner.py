@@ -3,6 +3,7 @@
     python tools/bench_planner.py --json figures.json
     python tools/bench_planner.py --only "Llama 65b"
     python tools/bench_planner.py --budgets --clusters 4 --reference-seconds 120
+    python tools/bench_planner.py --growth --budget 200
 
 The clusters of Zorse's paper with all four Llamas, by the layer times that its authors published (left out,
 with a word, where `--data` has none); two and three types of GPUs in machines of four, as in Sailor's
@@ -14,7 +15,8 @@ With `--degrees` five clusters of nodes of eight cards on slow networks are plan
 replicas and without.
 
 With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s: how much worse is
-the plan found in little time than the best, and is one ever worse with more time?
+the plan found in little time than the best, and is one ever worse with more time? With `--growth` one
+question is asked of 100 to 10,000 cards of eight types in ten regions.
 """
 
 from __future__ import annotations
@@ -49,6 +51,18 @@ from tools.bench.budgets import (
 )
 from tools.bench.degrees import HEADING, find_worths, format_worth
 from tools.bench.degrees import list_misses as list_degree_misses
+from tools.bench.growth import (
+    HEADER as GROWTH_HEADER,
+)
+from tools.bench.growth import (
+    MOST_S as MOST_GROWTH_S,
+)
+from tools.bench.growth import (
+    NUM_CARDS,
+    format_growth,
+    list_growth_misses,
+    measure_growth,
+)
 from tools.papers.zorse.paper import CONTEXT_BYTES, make_clusters
 from tools.papers.zorse.runs import make_setup
 from tools.papers.zorse.times import find_folder, read_workload
@@ -117,6 +131,7 @@ def main() -> int:
     parser.add_argument(
         "--budgets", action="store_true", help="what is found in 10 and 30 s, beside the best"
     )
+    parser.add_argument("--growth", action="store_true", help="100 to 10,000 cards in ten regions")
     parser.add_argument("--clusters", type=int, default=12, metavar="N", help="of the twelve, with --budgets")
     parser.add_argument(
         "--reference-seconds", type=float, default=REFERENCE_S, metavar="S", help="of the longest search"
@@ -130,6 +145,8 @@ def main() -> int:
         return compare_degrees(options)
     if options.budgets:
         return follow_budgets(options)
+    if options.growth:
+        return follow_growth(options)
     if options.data is None:
         print("note: no --data with Zorse's layer times (github.com/benson-guo/zorse). Left out: A, B, C")
     print(
@@ -194,6 +211,20 @@ def follow_budgets(options: argparse.Namespace) -> int:
     print(*(f"MISSED: {miss}" for miss in misses), sep="\n")
     found = {"misses": misses, **summary, "courses": courses, "machine": describe_machine()}
     write_json(options.json, found)
+    return int(bool(misses))
+
+
+def follow_growth(options: argparse.Namespace) -> int:
+    """Searches on ever more cards; the exit status says whether the most took little enough, and nothing grew
+    faster than n log n."""
+    print(GROWTH_HEADER)
+    found = []
+    for num_cards in NUM_CARDS:
+        found.append(measure_growth(num_cards, options.budget or BUDGET_SHARE * MOST_GROWTH_S))
+        print(format_growth(found[-1]), flush=True)
+    misses = [*list_growth_misses(found)]
+    print("", *(f"MISSED: {miss}" for miss in misses), sep="\n")
+    write_json(options.json, {"misses": misses, "growth": found, "machine": describe_machine()})
     return int(bool(misses))
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zorselike.cost import wires
 from zorselike.cost.network import Flow, Network
 from zorselike.cost.profile import CollectiveTimes, HostLinkRates, LinkTimes, Profile, Source
 from zorselike.cost.wires import REACHED_OF_BUS, fit_link, make_network
@@ -133,6 +134,45 @@ def test_ranks_may_be_anywhere() -> None:
     assert network.transfer(0, 1, 1.0).egress == (1, 0)
     assert named(network, network.transfer(0, 2, 1.0)) == ["node b, device 0, in", "node b, device 1, out"]
     assert not [name for name in network.names if "node a, device 0, out" in name]  # It is alone there.
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=2, max_size=5),
+    ways=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1.0, 500.0])), max_size=12
+    ),
+    total=st.sampled_from([None, 12.0]),
+    measured=st.booleans(),
+)
+def test_wires_that_are_made_when_asked_for_are_the_same(
+    sizes: list[int], ways: list[tuple[int, int, float]], total: float | None, measured: bool
+) -> None:
+    shared = {} if total is None else {"shared_links": {("eu", "us"): total}}
+    cluster = make_cluster(*sizes, default_link=Link(8.0, 0.5), **shared)
+    links = (
+        (LinkTimes(between=("a", "b"), num_bytes=(1, 100), seconds=(0.1, 5.0), source=SOURCE),)
+        if measured
+        else ()
+    )
+    profile = Profile(model="m", links=links)
+    ready = make_network(cluster, cluster.places, profile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wires, "MANY_NODES", 1)
+        asked = make_network(cluster, cluster.places, profile)
+    num_devices = len(cluster.places)
+    for a, b, num_bytes in ways:
+        source, target = a % num_devices, b % num_devices
+        if source != target:
+            flows = [network.transfer(source, target, num_bytes) for network in (ready, asked)]
+            assert replace(flows[0], capacities=()) == replace(flows[1], capacities=())
+            assert named(ready, flows[0]) == named(asked, flows[1])
+            rates = [
+                sorted(own.capacities[i] for i in flow.capacities)
+                for own, flow in zip((ready, asked), flows, strict=True)
+            ]
+            assert rates[0] == rates[1]
+    assert len(asked.capacities) == len(asked.names) <= len(ready.capacities)
+    assert dict(asked.wires).keys() == dict(ready.wires).keys()
 
 
 def test_what_nothing_connects_is_an_error_only_when_it_is_used() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.largest_batch import find_corrections
@@ -120,11 +120,23 @@ def _check_links(plan: Plan, cluster: Cluster, places: Sequence[Place]) -> None:
     connected."""
     owners = [ministage.group for ministage in plan.ministages]
     pairs = {(g, g) for g in owners} | set(pairwise(owners))
+    named = {name for pair in cluster.node_links for name in pair}
+    looked: set[object] = set()
     for a, b in sorted(pairs):
-        first, second = ([places[rank] for rank in plan.groups[g].flat_ranks] for g in (a, b))
-        ways = {(x.node, y.node): (x, y) for x in first for y in second if x != y}
-        for x, y in ways.values():
-            cluster.link(x, y)
+        first, second = (
+            {places[rank].node: places[rank] for rank in plan.groups[g].flat_ranks} for g in (a, b)
+        )
+        for x, y in product(first.values(), second.values()):
+            if x.node == y.node:
+                on_node = (places[rank] for g in (a, b) for rank in plan.groups[g].flat_ranks)
+                y = next((place for place in on_node if place.node == x.node and place != x), x)
+            # Nodes that no link names are alike to all that are in the same zone and region.
+            nodes = [cluster.nodes[place.node] for place in (x, y)]
+            ends = ((node.name if node.name in named else "", node.zone, node.region) for node in nodes)
+            way = x.node if x.node == y.node else (*ends,)
+            if x != y and way not in looked:
+                looked.add(way)
+                cluster.link(x, y)
 
 
 # -- times ---------------------------------------------------------------------------------
@@ -299,7 +311,10 @@ def _list_unmeasured_overheads(devices: Sequence[str], overheads: Overheads) -> 
 
 def _find_egress_prices(cluster: Cluster, places: Sequence[Place]) -> Mapping[tuple[int, int], float]:
     """By nodes from and to, where a zone's or else a region's price is not 0."""
-    prices, given = {}, cluster.egress_price_per_gb
+    prices: dict[tuple[int, int], float] = {}
+    given = cluster.egress_price_per_gb
+    if not given:
+        return prices
     for a, b in permutations(sorted({place.node for place in places}), 2):
         first, second = cluster.nodes[a], cluster.nodes[b]
         of_regions = given.get((first.region, second.region), 0.0)

@@ -12,7 +12,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
@@ -100,7 +100,12 @@ def fit_curve(rows: Sequence[float], seconds: Sequence[float], *, name: str = "t
     repaired = lower_envelope(seconds)
     if repaired != tuple(seconds):
         _warn_of_repair(rows, seconds, repaired, name)
-    points = tuple((float(x), float(y)) for x, y in zip(rows, repaired, strict=True))
+    return _fit_points(tuple((float(x), float(y)) for x, y in zip(rows, repaired, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _fit_points(points: tuple[tuple[float, float], ...]) -> Curve:
+    """Remembered: a search makes the costs of hundreds of plans from one profile."""
     method, error = _choose(points)
     return Curve(method, points, error, _slope_above(points), _FITS[method](points))
 

@@ -80,9 +80,9 @@ class Network:
     Ranks are those of a plan, by `places`. `zorselike/cost/wires.py` makes it.
     """
 
-    capacities: tuple[float, ...]
-    """Bytes per second."""
-    names: tuple[str, ...]
+    capacities: Sequence[float]
+    """Bytes per second; of many nodes more may come with each wire that is first asked for."""
+    names: Sequence[str]
     """`node a, out`, `regions eu - us`."""
     cluster: Cluster
     places: tuple[Place, ...]

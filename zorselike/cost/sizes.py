@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from zorselike.cost.parameter_bytes import ParameterBytes, count_shards, largest_shard
 from zorselike.plan.plan import Plan, Recompute
@@ -240,18 +241,23 @@ def measure_ministages(
     units = list_units(plan, workload)
     each = ParameterBytes.of(workload)
     types = [""] * plan.num_ranks if devices is None else devices
-    return tuple(
-        {
+
+    @cache  # Of thousands of ranks few differ in this.
+    def measure(group: int, device: str, degree: int) -> Mapping[int, MinistageBytes]:
+        return {
             i: add_up(
                 units[i],
-                find_row_bytes(plan, workload, i, types[rank], measured, plan.replica_of(rank).degree),
+                find_row_bytes(plan, workload, i, device, measured, degree),
                 each,
                 num_shards=_count_shards(plan, i),
-                degree=plan.replica_of(rank).degree,
+                degree=degree,
                 num_replicas=_count_replicas(plan, i),
             )
-            for i in plan.ministages_of_rank(rank)
+            for i in plan.ministages_of_group(group)
         }
+
+    return tuple(
+        measure(plan.group_of_rank[rank], types[rank], plan.replica_of(rank).degree)
         for rank in range(plan.num_ranks)
     )
 
@@ -259,16 +265,14 @@ def measure_ministages(
 def count_updated(plan: Plan, workload: Workload) -> dict[tuple[int, int], int]:
     """Parameters that one update changes, by rank and ministage."""
     units = list_units(plan, workload)
+
+    @cache
+    def count(i: int, degree: int) -> int:
+        pieces, shards = degree * _count_replicas(plan, i), _count_shards(plan, i)
+        return sum(largest_shard(unit.num_updated, pieces if unit.is_cut else shards) for unit in units[i])
+
     return {
-        (rank, i): sum(
-            largest_shard(
-                unit.num_updated,
-                plan.replica_of(rank).degree * _count_replicas(plan, i)
-                if unit.is_cut
-                else _count_shards(plan, i),
-            )
-            for unit in units[i]
-        )
+        (rank, i): count(i, plan.replica_of(rank).degree)
         for rank in range(plan.num_ranks)
         for i in plan.ministages_of_rank(rank)
     }

@@ -9,7 +9,7 @@ direction by itself and, where they share the bus, both together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from zorselike.cost.catalogue import find_device
@@ -21,6 +21,8 @@ from zorselike.plan.cluster.cluster import Cluster, Link, Place
 
 REACHED_OF_BUS = 0.8
 """What copies reach of the catalogue's rate in theory."""
+MANY_NODES = 64
+"""Beyond so many, wires are made when they are asked for: of a thousand nodes a million pairs could be."""
 
 
 def make_network(cluster: Cluster, places: Sequence[Place], profile: Profile | None = None) -> Network:
@@ -32,8 +34,8 @@ def make_network(cluster: Cluster, places: Sequence[Place], profile: Profile | N
     ports = tuple(layout.add_port(place, rates.get(cluster.device_type(place))) for place in places)
     wires = layout.add_wires()
     return Network(
-        capacities=tuple(layout.capacities),
-        names=tuple(layout.names),
+        capacities=layout.capacities,
+        names=layout.names,
         cluster=cluster,
         places=tuple(places),
         ports=ports,
@@ -85,6 +87,7 @@ class _Layout:
         self._fabrics: dict[int, int] = {}
         """Nodes whose devices share one."""
         self._shared: dict[tuple[str, str], int] = {}
+        self._cards: dict[int, tuple[int, int] | None] = {}
 
     def _add(self, name: str, bytes_per_s: float) -> int:
         self.names.append(name)
@@ -139,38 +142,37 @@ class _Layout:
 
     # -- between nodes ---------------------------------------------------------------------
 
-    def add_wires(self) -> dict[tuple[int, int], Wire]:
-        """All pairs of nodes that are connected, and the fabrics."""
+    def add_wires(self) -> Mapping[tuple[int, int], Wire]:
+        """All pairs of nodes that are connected, and the fabrics; of many nodes each when it is asked for."""
         nodes = sorted(self._places_of)
-        links: dict[tuple[int, int], Link] = {}
-        for a, b in product(nodes, repeat=2):
-            first, other = self._places_of[a][0], self._places_of[b][0]
-            link = self._find_fabric(a) if a == b else self._find_link(first, other)
-            if link is not None:
-                links[a, b] = link
-        cards = {node: self._add_card(node, links) for node in nodes}
-        return {
-            (a, b): Wire(link, () if a == b else self._capacities_between(a, b, link, cards))
-            for (a, b), link in links.items()
-        }
+        self._cards = {node: self._add_card(node) for node in nodes}
+        wires = _Wires(self, nodes)
+        return wires if len(nodes) > MANY_NODES else dict(wires.items())
 
-    def _add_card(self, node: int, links: Mapping[tuple[int, int], Link]) -> tuple[int, int] | None:
+    def find_wire(self, a: int, b: int) -> Wire | None:
+        """None where nothing joins two nodes."""
+        if a == b:
+            fabric = self._find_fabric(a)
+            return None if fabric is None else Wire(fabric, ())
+        link = self._find_link(self._places_of[a][0], self._places_of[b][0])
+        return None if link is None else Wire(link, self._capacities_between(a, b, link))
+
+    def _add_card(self, node: int) -> tuple[int, int] | None:
         """Capacities out and in; what was measured of one link, its card carries."""
         nic, name = self._cluster.nodes[node].nic, self._cluster.nodes[node].name
         if nic is None or len(self._places_of) == 1:
             return None
+        present = {self._cluster.nodes[other].name for other in self._places_of} if self._measured else {name}
         reached = [
             measured.bandwidth_bytes_per_s
-            for (a, b) in links
-            if a == node != b and (measured := self._find_measured(a, b)) is not None
+            for pair, measured in self._measured.items()
+            if name in pair and pair[0] != pair[1] and present.issuperset(pair)
         ]
         bandwidth = max([nic.bandwidth_bytes_per_s, *reached])
         return self._add(f"node {name}, out", bandwidth), self._add(f"node {name}, in", bandwidth)
 
-    def _capacities_between(
-        self, a: int, b: int, link: Link, cards: Mapping[int, tuple[int, int] | None]
-    ) -> tuple[int, ...]:
-        leaves, enters = cards[a], cards[b]
+    def _capacities_between(self, a: int, b: int, link: Link) -> tuple[int, ...]:
+        leaves, enters = self._cards[a], self._cards[b]
         own = [card[way] for card, way in ((leaves, 0), (enters, 1)) if card is not None]
         narrowest = min((self.capacities[index] for index in own), default=None)
         if narrowest is None or link.bandwidth_bytes_per_s < narrowest:
@@ -206,3 +208,25 @@ class _Layout:
     def _find_measured(self, a: int, b: int) -> Link | None:
         first, second = self._cluster.nodes[a].name, self._cluster.nodes[b].name
         return self._measured.get((min(first, second), max(first, second)))
+
+
+class _Wires(Mapping[tuple[int, int], Wire]):
+    """Between nodes; made when they are asked for."""
+
+    def __init__(self, layout: _Layout, nodes: Sequence[int]) -> None:
+        self._layout, self._nodes = layout, nodes
+        self._found: dict[tuple[int, int], Wire | None] = {}
+
+    def __getitem__(self, ends: tuple[int, int]) -> Wire:
+        if ends not in self._found:
+            self._found[ends] = self._layout.find_wire(*ends)
+        wire = self._found[ends]
+        if wire is None:
+            raise KeyError(ends)
+        return wire
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((a, b) for a, b in product(self._nodes, self._nodes) if self.get((a, b)) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -23,7 +23,7 @@ from zorselike.simulator.deadlock import describe_deadlock
 from zorselike.simulator.events import run
 from zorselike.simulator.garbage import without_collection
 from zorselike.simulator.memory import MemoryWalks
-from zorselike.simulator.report.time_breakdown import break_down_time
+from zorselike.simulator.report.time_breakdown import TimeBreakdown
 from zorselike.simulator.result import Simulation
 from zorselike.simulator.tasks.graph import NOTHING, PENDING, Tasks
 from zorselike.simulator.tasks.labels import Labels, find_action_times, make_spans
@@ -74,14 +74,16 @@ def simulate(
     iteration_s = max(times.end[last + program.end] for program in programs.values()) - began
     last_step = times.part(last, last + num_tasks)
     bytes_by_link, egress_cost = _add_up_traffic(tasks, costs, classes)
-    broken_down = {
-        rank: break_down_time(program, tasks, times, num_steps=num_steps, iteration_s=iteration_s)
-        for rank, program in programs.items()
-    }
-    first = {rank: rank for rank in programs} if classes is None else classes.first
     return Simulation(
         iteration_s=iteration_s,
-        ranks=tuple(broken_down[first[rank]] for rank in sorted(first)),
+        ranks=TimeBreakdown(
+            programs,
+            tasks,
+            times,
+            num_steps=num_steps,
+            iteration_s=iteration_s,
+            first=None if classes is None else classes.first,
+        ),
         memory=MemoryWalks(plan, actions, costs),
         bytes_by_link=bytes_by_link,
         cost=costs.price_per_hour * iteration_s / 3600 + egress_cost,

@@ -52,7 +52,7 @@ class Simulation:
     """One simulated step in a steady run."""
 
     iteration_s: float
-    ranks: tuple[RankTimes, ...]
+    ranks: Sequence[RankTimes]
     memory: Sequence[MemoryWalk]
     """By rank: bytes of tensors at every action of its list, and of the context."""
     bytes_by_link: Mapping[str, float]

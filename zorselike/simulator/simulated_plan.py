@@ -89,6 +89,12 @@ class SimulatedPlan:
         limit = self.cluster.nodes[node].host_memory_bytes
         return limit is not None and self.host_bytes.get(node, 0) > limit
 
+    @cached_property
+    def fits(self) -> bool:
+        """Whether no rank and no host needs more memory than it has, by the walk over every rank's list."""
+        ranks = range(self.plan.num_ranks)
+        return not any(map(self.is_overfull, ranks)) and not any(map(self.is_host_overfull, self.host_bytes))
+
     def describe_rank(self, rank: int) -> str:
         """`rank 3 (T4 of node b)`."""
         node = self.cluster.nodes[self.costs.places[rank].node].name

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.planner.groups import candidates
 from zorselike.planner.groups.bandwidths import Bandwidths, Partition, read_bandwidths
 from zorselike.planner.groups.candidates import Grouping, find_groupings
 from zorselike.planner.groups.subgroups import list_splits, split_group
@@ -29,11 +30,15 @@ def keys_of(bandwidths: Bandwidths, groupings: tuple[Grouping, ...]) -> list[obj
 
 
 @settings(max_examples=60)
-@given(cluster=small_clusters(), span=st.booleans(), data=st.data())
-def test_candidates_are_partitions_of_the_devices(cluster: Cluster, span: bool, data: st.DataObject) -> None:
+@given(cluster=small_clusters(), span=st.booleans(), most_blocks=st.sampled_from([1, 512]), data=st.data())
+def test_candidates_are_partitions_of_the_devices(
+    cluster: Cluster, span: bool, most_blocks: int, data: st.DataObject
+) -> None:
     chosen = data.draw(st.sets(st.integers(0, cluster.num_devices - 1), min_size=1))
     bandwidths = read_bandwidths(cluster, chosen, span_regions=span)
-    groupings = find_groupings(bandwidths, max_groups=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "MOST_BLOCKS", most_blocks)
+        groupings = find_groupings(bandwidths, max_groups=16)
     for grouping in groupings:
         devices = [device for group in grouping.groups for device in group]
         assert sorted(devices) == sorted(chosen) and all(grouping.groups)
@@ -229,6 +234,23 @@ def test_four_types_and_a_thousand_devices_have_every_number_of_groups() -> None
     assert cluster.num_devices == 1024
     assert {len(grouping.groups) for grouping in found} == set(range(1, 33))
     assert [len(group) for group in named(found)["by device type"]] == [256] * 4
+
+
+def test_nodes_that_are_alike_are_one_block() -> None:
+    nodes = tuple(
+        Node(
+            name=f"n{i}", devices=("T4",) * 2, region="eu" if i < 3 else "us", fabric=Link(9e9), nic=Link(5e9)
+        )
+        for i in range(5)
+    )
+    links = {("n1", "n3"): Link(2e9)}
+    cluster = Cluster(nodes=nodes, node_links=links, default_link=Link(1e9))
+    coarse = read_bandwidths(cluster, span_regions=True).join_alike()
+    assert sorted(block.devices for block in coarse.blocks) == [(0, 1, 4, 5), (2, 3), (6, 7), (8, 9)]
+    at = {block.devices: b for b, block in enumerate(coarse.blocks)}
+    joined, alone, named = at[0, 1, 4, 5], at[2, 3], at[6, 7]
+    assert coarse.rates[joined, joined] == 1e9 and coarse.rates[alone, alone] == 9e9
+    assert coarse.rates[alone, named] == coarse.rates[named, alone] == 2e9
 
 
 def test_planning_imports_nothing_heavy_by_itself() -> None:

@@ -20,6 +20,7 @@ from zorselike.planner.search.paying import PAYS, choose_paying, describe_unused
 from zorselike.planner.search.score import Score
 from zorselike.planner.search.search import search_plans
 from zorselike.planner.search.top_k import SimulatedCandidate
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 BUDGETS_S = (0.1, 0.4, 0.8, 1.6, 3.0)
 """Counted by looks at the clock (`support/counted_time.py`)."""
@@ -133,3 +134,19 @@ def test_what_people_would_leave_out_is_looked_at_by_every_second_look():
         assert looking._looks.peek() is not None
         looking._looks.advance()
     assert all(look.num_looked for look in named)
+
+
+def test_what_does_not_fit_as_a_whole_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates of memory may be wrong by a little: all that is told of the search is of plans that fit."""
+    problem = draw_priced(3)
+    first = search_plans(problem, budget_s=1.6, top=1).best.case.plan
+    fitting = SimulatedPlan.fits.func
+
+    def fits(case: SimulatedPlan) -> bool:
+        return len(case.plan.groups) != len(first.groups) and fitting(case)
+
+    monkeypatch.setattr(SimulatedPlan, "fits", property(fits))
+    answer = search_plans(problem, budget_s=1.6, top=1, all_devices=True)
+    simulation = answer.best.case.simulation
+    assert len(answer.best.case.plan.groups) != len(first.groups)
+    assert answer.progress.best_s == answer.improvements[-1].iteration_s == simulation.iteration_s

@@ -49,7 +49,8 @@ def test_plans_carry_estimates_and_come_best_first():
     assert estimates.peak_memory_bytes == best.case.peak_bytes
     assert answer.gap >= 0 and 0 < best.share_of_ideal <= 1
     assert estimates.share_of_ideal == best.share_of_ideal
-    structures = {(plan.groups, plan.ministages) for plan in (own.case.plan for own in answer.plans)}
+    plans = [own.case.plan for own in answer.plans]
+    structures = {(plan.devices, plan.groups, plan.ministages) for plan in plans}
     assert len(structures) == len(answer.plans)
 
 

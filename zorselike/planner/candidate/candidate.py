@@ -53,6 +53,14 @@ class CandidateGroup:
         """Devices of the replica at a position."""
         return self.degrees[position] if self.degrees else 1
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: a search asks for it again and again, and some have thousands of devices."""
+        return hash((self.devices, self.mode, self.sizes, self.max_in_flight))
+
     def held_sizes(self, position: int, num_ministages: int) -> Sizes:
         """The microbatches of a replica whose activations it holds at once, of each of its ministages."""
         sizes = self.sizes[position]
@@ -88,6 +96,16 @@ class CandidatePlan:
     """The group of each ministage."""
     ends: tuple[int, ...]
     """Ministage `i` has the layers `[ends[i - 1], ends[i])`."""
+    deals_otherwise: bool = False
+    """Whether rows are dealt in blocks where that is not the first choice, or the other way round
+    (`deal_rows.py`); of no account to estimates and memory."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.groups, self.owners, self.ends, self.deals_otherwise))
 
     @property
     def num_devices(self) -> int:

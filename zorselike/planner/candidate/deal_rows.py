@@ -4,14 +4,21 @@ computed at the same time, spread over nodes.
 Two groups that deal their rows device after device send each node's rows to one node of the next group, and
 the wires between all other pairs of nodes stay empty. Where one of them takes the nodes in turns, every pair
 carries its part. Where two groups share nodes the plain order may be the better one: rows stay inside nodes.
+
+Where all groups can be cut into so many parts that are alike, the batch may be cut into as many blocks, each
+for one part of every group. Ranks then exchange rows with few others, and those of one part do what those of
+another do at the same time, so that they are simulated as one (`simulator/classes/`). But where microbatches
+of two groups do not end together, more of them wait for one more of the other. Which is better a simulation
+says (`CandidatePlan.deals_otherwise`); the first choice is what crowds wires least.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +47,8 @@ class _Dealt:
     """Where that is, as numbers from 0 within the group."""
     names: tuple[int, ...]
     """Names of these nodes."""
+    num_blocks: int
+    """Blocks of as many rows each, whose first rows are computed at the same time."""
 
     @property
     def microbatches_per_device(self) -> int:
@@ -55,24 +64,78 @@ def deal_candidate(
     """Each group's microbatches, ranks numbered group by group. One group after the other takes the order
     with which least has to go over the busiest pair of nodes, from and to those that have theirs. `node_of`
     is by device, `computers` by group and replica."""
-    pairs = Counter(tuple(sorted(pair)) for pair in pairwise(candidate.owners) if pair[0] != pair[1])
-    dealt: list[_Dealt] = []
-    for g, group in enumerate(candidate.groups):
-        nodes = [node_of[device] for device in group.firsts]
-        pieces = _Pieces(group, computers[g], nodes, table)
-        others = [(number, dealt[h]) for h in range(g) if (number := pairs[h, g])]
-        orders = list_orders(nodes) if others else [(*range(len(nodes)),)]
-        tried = [pieces.deal(order) for order in orders]
-        crowding = [
-            sum(number * _measure_crowding(other, own) for number, other in others) if len(tried) > 1 else 0.0
-            for own in tried
-        ]
-        dealt.append(tried[crowding.index(min(crowding))])
+    dealt = _deal(candidate, table, node_of, computers)
     first_ranks = accumulate((len(group.devices) for group in candidate.groups), initial=0)
     return [
         _list_microbatches(own, first, group.degrees)
         for own, first, group in zip(dealt, first_ranks, candidate.groups, strict=False)
     ]
+
+
+def count_blocks(
+    candidate: CandidatePlan,
+    table: LayerTable,
+    node_of: Sequence[int],
+    computers: Sequence[Sequence[Computer]],
+) -> tuple[int, int]:
+    """In how many blocks a candidate's rows are dealt, and with the other value of `deals_otherwise`; twice 1
+    where there is one way only."""
+    possible = _count_possible(_list_pieces(candidate, table, node_of, computers))
+    if possible == 1:
+        return 1, 1
+    own = _deal(candidate, table, node_of, computers)[0].num_blocks
+    return own, possible + 1 - own
+
+
+def _deal(
+    candidate: CandidatePlan,
+    table: LayerTable,
+    node_of: Sequence[int],
+    computers: Sequence[Sequence[Computer]],
+) -> list[_Dealt]:
+    pairs = Counter(tuple(sorted(pair)) for pair in pairwise(candidate.owners) if pair[0] != pair[1])
+    pieces = _list_pieces(candidate, table, node_of, computers)
+    plain, crowding = _deal_groups(pieces, pairs, 1)
+    num_blocks = _count_possible(pieces)
+    if num_blocks == 1:
+        return plain
+    in_blocks, crowding_of_blocks = _deal_groups(pieces, pairs, num_blocks)
+    return in_blocks if (crowding_of_blocks < crowding) != candidate.deals_otherwise else plain
+
+
+def _list_pieces(
+    candidate: CandidatePlan,
+    table: LayerTable,
+    node_of: Sequence[int],
+    computers: Sequence[Sequence[Computer]],
+) -> list[_Pieces]:
+    return [
+        _Pieces(group, own, [node_of[device] for device in group.firsts], table)
+        for group, own in zip(candidate.groups, computers, strict=True)
+    ]
+
+
+def _count_possible(pieces: Sequence[_Pieces]) -> int:
+    """The most parts, all alike, into which every group can be cut; 1 where there is one group."""
+    return gcd(*(number for own in pieces for number in own.count_alike())) if len(pieces) > 1 else 1
+
+
+def _deal_groups(
+    pieces: Sequence[_Pieces], pairs: Mapping[tuple[int, ...], int], num_blocks: int
+) -> tuple[list[_Dealt], float]:
+    """One group after the other, and how crowded the busiest pairs of nodes are; `pairs`: how often a step
+    goes from one group to another, either way."""
+    dealt: list[_Dealt] = []
+    total = 0.0
+    for g, own_pieces in enumerate(pieces):
+        others = [(number, dealt[h]) for h in range(g) if (number := pairs.get((h, g), 0))]
+        orders = list_orders(own_pieces.nodes) if others else [(*range(len(own_pieces.nodes)),)]
+        tried = [own_pieces.deal(order, num_blocks) for order in orders]
+        crowding = [sum(number * _measure_crowding(other, own) for number, other in others) for own in tried]
+        least = min(crowding)
+        dealt.append(tried[crowding.index(least)])
+        total += least
+    return dealt, total
 
 
 def list_orders(nodes: Sequence[int]) -> list[_Order]:
@@ -110,19 +173,36 @@ class _Pieces:
             ends = accumulate((seconds[size - 1] for size in sizes), initial=0.0)
             times += [(start + end) / 2 for start, end in pairwise(ends)]
         self._times = np.array(times)
+        self._kinds = [*zip(computers, group.sizes, strict=True)]
+        """What tells positions apart."""
+        self.nodes = nodes
         self._sizes = np.array([size for sizes in group.sizes for size in sizes], dtype=np.int64)
         self._positions = np.repeat(np.arange(len(group.sizes)), [len(sizes) for sizes in group.sizes])
         self._names = tuple(dict.fromkeys(nodes))
         numbers = {node: number for number, node in enumerate(self._names)}
         self._nodes = np.array([numbers[node] for node in nodes])
 
-    def deal(self, order: _Order) -> _Dealt:
-        """What is computed at the same time goes in this order of positions."""
-        turns = np.empty(len(order), dtype=np.int64)
-        turns[list(order)] = np.arange(len(order))
-        first_to_last = np.lexsort((turns[self._positions], self._times))
+    def count_alike(self) -> Iterator[int]:
+        """How many replicas that have rows are of each kind."""
+        return (number for (_, sizes), number in Counter(self._kinds).items() if sizes)
+
+    def deal(self, order: _Order, num_blocks: int) -> _Dealt:
+        """What is computed at the same time goes in this order of positions; those of each kind are dealt to
+        the blocks in this order. Blocks have theirs as they are numbered, so that those with devices of the
+        same nodes have these in the same order."""
+        turns = np.arange(len(order))
+        if num_blocks == 1:
+            turns[list(order)] = np.arange(len(order))
+        blocks = np.empty(len(order), dtype=np.int64)
+        seen: Counter[object] = Counter()
+        for position in order:
+            kind = self._kinds[position]
+            blocks[position] = seen[kind] % num_blocks
+            seen[kind] += 1
+        first_to_last = np.lexsort((turns[self._positions], self._times, blocks[self._positions]))
         positions = self._positions[first_to_last]
-        return _Dealt(positions, np.cumsum(self._sizes[first_to_last]), self._nodes[positions], self._names)
+        ends = np.cumsum(self._sizes[first_to_last])
+        return _Dealt(positions, ends, self._nodes[positions], self._names, num_blocks)
 
 
 def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
@@ -135,7 +215,8 @@ def _measure_crowding(source: _Dealt, target: _Dealt) -> float:
     is_inside = np.array([[one == other for other in target.names] for one in source.names])
     rows = np.where(is_inside[a, b], 0, stops - starts)
     shape = num_windows, len(source.names), len(target.names)
-    pairs = np.ravel_multi_index((starts * num_windows // stops[-1], a, b), shape)
+    in_block = starts % (stops[-1] // source.num_blocks) * source.num_blocks
+    pairs = np.ravel_multi_index((in_block * num_windows // stops[-1], a, b), shape)
     crowded = np.bincount(pairs, rows, minlength=num_windows * is_inside.size)
     return float(crowded.reshape(num_windows, -1).max(axis=1).sum())
 

@@ -52,7 +52,7 @@ class DeviceSet:
     """What a user should know: which part of the cluster is not joined to these."""
     is_share: bool = False
     """Whether a person would name them: all, those of a type, a region, a zone or a kind of nodes, or all but
-    those. They are looked at first."""
+    those; or of the fastest types. They are looked at first."""
 
     @property
     def bound_cost(self) -> float:
@@ -213,9 +213,13 @@ class _Chooser:
         yield from map(self._take, self._list_mixes())
 
     def _list_named(self) -> Iterator[tuple[int, ...]]:
-        """All, each share, and all but that; the same perhaps several times."""
+        """All, each share, all but that, and the fastest types; the same perhaps several times."""
         usable = self._problem.usable
         yield usable
+        of_types = self._by(self._problem.device_types)
+        fastest = sorted(of_types, key=self._bounds.model_s)
+        for number in range(2, len(fastest)):
+            yield tuple(sorted(device for name in fastest[:number] for device in of_types[name]))
         for share in self._list_shares():
             yield tuple(sorted({*usable} - {*share}))
             yield tuple(sorted(share))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import ceil, inf, isfinite
 
 from zorselike.cost.catalogue import find_memory_bytes
@@ -110,12 +110,12 @@ class ModelTables:
         return [sums[end] for end in ends]
 
     def _piece_s(self, device: str, rows: int, recompute: Recompute, piece: int) -> float:
-        seconds = [self.table.seconds(key, device, rows, recompute) for key in self.pieces[piece]]
-        return sum(chain.from_iterable(seconds))
+        pairs = (self.table.seconds(key, device, rows, recompute) for key in self.pieces[piece])
+        return sum(forward_s + backward_s for forward_s, backward_s in pairs)
 
     def _kept_bytes(self, recompute: Recompute) -> list[int]:
         """Bytes of a row's activations before each piece, and of all."""
-        return self._before([self.table.kept_bytes(key, recompute) for key in self.table.keys])
+        return self._before([round(self.table.kept_bytes(key, recompute)) for key in self.table.keys])
 
     def _rate(self, a: int, b: int) -> float:
         """Bytes per second between nodes of two pools; 0 where nothing joins them. Within one pool between

@@ -9,6 +9,7 @@ recomputed. Apart from that it is the schedule's order, by the same code (`sched
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import lcm
 from typing import NamedTuple
@@ -48,8 +49,8 @@ def _list_owned(owners: Sequence[int]) -> list[list[int]]:
 def _count_rows(group: CandidateGroup) -> _Integers:
     """Of all devices in each round."""
     rows = np.zeros(group.microbatches_per_device, dtype=np.int64)
-    for sizes in group.sizes:
-        rows[: len(sizes)] += np.array(sizes, dtype=np.int64)
+    for sizes, number in Counter(group.sizes).items():
+        rows[: len(sizes)] += number * np.array(sizes, dtype=np.int64)
     return rows
 
 

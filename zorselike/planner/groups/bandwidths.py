@@ -77,6 +77,23 @@ class Bandwidths:
         codes += on_node[:, None] == on_node
         return codes
 
+    def join_alike(self) -> Bandwidths:
+        """Nodes that nothing but their names tells apart as one block each, as if all their devices were
+        joined as two of different nodes are: coarse, for a cluster with more nodes than can be looked at."""
+        named = {name for pair in self.cluster.node_links for name in pair}
+        alike: dict[object, list[int]] = {}
+        for b, block in enumerate(self.blocks):
+            node = self.cluster.nodes[block.node]
+            key = node if node.name in named else replace(node, name="")
+            alike.setdefault((key, block.type, block.memory_bytes), []).append(b)
+        blocks = []
+        for own in alike.values():
+            devices = tuple(sorted(device for b in own for device in self.blocks[b].devices))
+            blocks.append(replace(self.blocks[own[0]], devices=devices))
+        first, last = ([own[at] for own in alike.values()] for at in (0, -1))
+        rates, group_rates = (own[np.ix_(first, last)].copy() for own in (self.rates, self.group_rates))
+        return Bandwidths(self.cluster, tuple(blocks), rates, group_rates)
+
     def count_blocks(self, group: Group) -> tuple[tuple[int, int], ...]:
         """`(block, how many of its devices)`, rising by block."""
         if group not in self._counts:

@@ -18,6 +18,9 @@ FEW_DEVICES = 5
 """Up to how many devices every partition is a candidate."""
 FEW_GROUPS = 4
 """Up to how many groups that a person would make they are joined in every way."""
+MOST_BLOCKS = 512
+"""With more blocks cuts and merging begin with all nodes that are alike together: both take the cube of their
+number."""
 LEAST_MAX_GROUPS = 8
 """So many groups are looked at where there are fewer nodes, but as many devices."""
 
@@ -89,9 +92,10 @@ def _propose(bandwidths: Bandwidths, max_groups: int) -> Iterator[tuple[str, Par
     """Names and partitions, those first whose names say most; the same partition may come again."""
     natural = _group_naturally(bandwidths)
     yield from natural.items()
-    for partition in split_by_cuts(bandwidths, max_groups):
+    coarse = bandwidths.join_alike() if len(bandwidths.blocks) > MOST_BLOCKS else bandwidths
+    for partition in split_by_cuts(coarse, max_groups):
         yield (f"minimum {len(partition)}-cut" if len(partition) > 1 else "one group", partition)
-    merged = list(merge_by_bandwidth(bandwidths, max_groups))
+    merged = list(merge_by_bandwidth(coarse, max_groups))
     for partition in reversed(merged):
         yield (f"merged by bandwidth into {len(partition)}" if len(partition) > 1 else "one group", partition)
     for name, partition in natural.items():

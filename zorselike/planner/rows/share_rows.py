@@ -94,9 +94,12 @@ def share_once(costs: Sequence[RankCosts], num_rows: int) -> tuple[Sizes, ...]:
         for cost, table in zip(costs, tables, strict=True)
     ]
     rows = take_surplus(tables, fitting, num_rows)
-    return tuple(
-        pick_sizes(cost.seconds, table, own) for cost, table, own in zip(costs, tables, rows, strict=True)
-    )
+    picked: dict[tuple[int, int], Sizes] = {}
+    """Of ranks with the very same seconds and as many rows."""
+    for cost, table, own in zip(costs, tables, rows, strict=True):
+        if (id(cost.seconds), own) not in picked:
+            picked[id(cost.seconds), own] = pick_sizes(cost.seconds, table, own)
+    return tuple(picked[id(cost.seconds), own] for cost, own in zip(costs, rows, strict=True))
 
 
 def share_per_microbatch(

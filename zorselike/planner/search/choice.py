@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.groups.replicas import Degrees
@@ -24,6 +25,14 @@ class GroupChoice:
     """Whether reductions are waited for where memory has no room for them beside what follows."""
     degrees: Degrees = ()
     """Into which tensor-parallel replicas its devices are cut."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, as of `CandidateGroup`."""
+        return hash((self.devices, self.mode, self.microbatches_per_device, self.may_wait))
 
 
 @dataclass(frozen=True)

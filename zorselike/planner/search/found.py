@@ -17,6 +17,8 @@ share."""
 WORTH_OF_ANOTHER = 0.02
 """By this share better must be what is simulated of the same devices again, before the first of others:
 estimates of different devices, and of bounds on microbatches in flight and none, err in different ways."""
+WORTH_OF_MODES = 0.05
+"""The same where only modes differ and the estimate is the same: so is mostly what is simulated."""
 
 _LEAST = 1e-30
 Kind = tuple[tuple[int, ...], int, bool]
@@ -40,10 +42,14 @@ class FoundCandidates:
         self._node_kinds = node_kinds
         self._errors: dict[Hashable, list[float]] = {}
         """What simulations found, by the estimates, of candidates on devices of the same kinds."""
+        self._kinds: dict[tuple[tuple[int, ...], ...], frozenset[Hashable]] = {}
+        """Kinds of nodes of groups' devices."""
         self._estimated: list[EstimatedCandidate] = []
         self._seen: set[CandidatePlan] = set()
         self._queues: dict[Kind, list[_Entry]] = {}
         self._num_taken: dict[Kind, int] = {}
+        self._num_alike: dict[Hashable, int] = {}
+        """By what a candidate is but for its modes, and its estimate."""
         self.best: EstimatedCandidate | None = None
 
     def __len__(self) -> int:
@@ -64,7 +70,10 @@ class FoundCandidates:
         devices = tuple(sorted(device for group in candidate.groups for device in group.devices))
         kind = (devices, candidate.degree, candidate.bounds_in_flight)
         queue = self._queues.setdefault(kind, [])
-        entry = _Entry(estimated.score.excess, _weigh(estimated), len(self._estimated))
+        shape = _describe_shape(estimated)
+        num_alike = self._num_alike[shape] = self._num_alike.get(shape, -1) + 1
+        weighed = _weigh(estimated) * (1 + WORTH_OF_MODES * num_alike)
+        entry = _Entry(estimated.score.excess, weighed, len(self._estimated))
         self._estimated.append(estimated)
         heapq.heappush(queue, entry)
 
@@ -83,8 +92,10 @@ class FoundCandidates:
 
     def _describe(self, estimated: EstimatedCandidate) -> Hashable:
         candidate = estimated.candidate
-        kinds = {self._node_kinds[device] for group in candidate.groups for device in group.devices}
-        return frozenset(kinds), candidate.degree, candidate.bounds_in_flight
+        groups = tuple(group.devices for group in candidate.groups)
+        if groups not in self._kinds:
+            self._kinds[groups] = frozenset(self._node_kinds[device] for own in groups for device in own)
+        return self._kinds[groups], candidate.degree, candidate.bounds_in_flight
 
     # -- what comes next ---------------------------------------------------------------------
 
@@ -108,6 +119,15 @@ class FoundCandidates:
             return excess, error * weighed * (1 + WORTH_OF_ANOTHER * self._num_taken.get(kind, 0)), number
 
         return min((kind for kind, queue in self._queues.items() if queue), key=weigh, default=None)
+
+
+def _describe_shape(estimated: EstimatedCandidate) -> Hashable:
+    """All but its modes."""
+    candidate = estimated.candidate
+    groups = tuple(
+        (group.devices, group.degrees, group.sizes, group.max_in_flight) for group in candidate.groups
+    )
+    return groups, candidate.owners, candidate.ends, f"{estimated.score.wanted:.6g}"
 
 
 def _weigh(estimated: EstimatedCandidate) -> float:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush, nsmallest
 from itertools import islice
+from math import inf
 
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.computers import list_computers
+from zorselike.planner.candidate.deal_rows import count_blocks
+from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
@@ -21,12 +25,17 @@ from zorselike.planner.search.evaluator import (
     list_without_waiting,
 )
 from zorselike.planner.search.neighbours import change_choice, drop_nodes, move_layers, move_rows
+from zorselike.planner.search.score import Score
 from zorselike.planner.search.top_k import SimulatedCandidate, TopK
 
 MOST_STARTS = 3
 """Simulated candidates that are changed step by step; more where simulations are short."""
 CHUNK = 16
-"""Small changes whose estimates are compared before the best of them are simulated."""
+"""Small changes whose estimates are compared before the best of them are simulated; where simulations are
+long, as many as take as long to estimate before one of them is."""
+MOST_OFFERED = 16
+"""To processes that simulate beforehand."""
+_LEAST = 1e-30
 
 
 @dataclass
@@ -38,7 +47,54 @@ class _Descent:
     """Nominal seconds of what is done next, before it is done."""
     next_s: float | None = None
     """Those of the next; None before it was asked for."""
+    is_new: bool = True
+    """Whether no change was tried yet."""
     is_over: bool = False
+
+
+class _Waiting:
+    """Small changes that were estimated and wait to be simulated, by the way in which they were made: how
+    much worse those of a way come out than their estimates is learnt from those that were simulated."""
+
+    def __init__(self, errors: dict[Hashable, tuple[float, int]]) -> None:
+        """`errors`: by way, their sum and number; is kept up to date."""
+        self._errors = errors
+        self._heaps: dict[Hashable, list[tuple[Score, int, EstimatedCandidate]]] = {}
+        self._num_added = 0
+
+    def add(self, way: Hashable, estimated: EstimatedCandidate) -> None:
+        self._num_added += 1
+        heappush(self._heaps.setdefault(way, []), (estimated.score, self._num_added, estimated))
+
+    def learn(self, way: Hashable, error: float) -> None:
+        total, number = self._errors.get(way, (1.0, 1))
+        self._errors[way] = total + error, number + 1
+
+    def take(self, limit: float) -> Iterator[tuple[Hashable, EstimatedCandidate]]:
+        """What promises most, one after the other, up to an estimate."""
+        while True:
+            possible = (way for way, heap in self._heaps.items() if heap[0][0].wanted <= limit)
+            way = min(possible, key=self._promise, default=None)
+            if way is None:
+                return
+            _, _, estimated = heappop(self._heaps[way])
+            if not self._heaps[way]:
+                del self._heaps[way]
+            yield way, estimated
+
+    def list_next(self, number: int) -> list[EstimatedCandidate]:
+        """About what is taken next."""
+        waiting = [own for heap in self._heaps.values() for own in nsmallest(number, heap)]
+        return [estimated for _, _, estimated in nsmallest(number, waiting)]
+
+    def _promise(self, way: Hashable) -> tuple[float, float]:
+        first = self._heaps[way][0][0]
+        total, number = self._errors.get(way, (1.0, 1))
+        return first.excess, first.wanted * total / number
+
+
+def _find_error(found: SimulatedCandidate) -> float:
+    return found.score.wanted / max(found.estimated.score.wanted, _LEAST)
 
 
 class LocalSearch:
@@ -47,6 +103,7 @@ class LocalSearch:
     def __init__(
         self,
         problem: PlanProblem,
+        table: LayerTable,
         evaluator: CandidateEvaluator,
         top_k: TopK,
         budget: SearchBudget,
@@ -54,12 +111,15 @@ class LocalSearch:
         seed: int,
     ) -> None:
         """`starts`: what was simulated because of its estimate, more of it as time goes on."""
-        self._problem, self._evaluator, self._builder = problem, evaluator, evaluator.builder
+        self._problem, self._table = problem, table
+        self._evaluator, self._builder = evaluator, evaluator.builder
         self._top_k, self._budget, self._starts = top_k, budget, starts
         self._random = random.Random(seed)
         self._descents: dict[object, _Descent] = {}
         self._more: set[object] = set()
         """Groups and numbers of ministages from which something began."""
+        self._errors: dict[Hashable, tuple[float, int]] = {}
+        """By the way in which a candidate was changed, as `_Waiting` learns them."""
         self._num_seen = 0
         """Starts that were looked at."""
 
@@ -153,27 +213,54 @@ class LocalSearch:
     def _find_better(self, descent: _Descent) -> Iterator[float | None]:
         """Goes to the first small change that is better, of those whose estimates are best first; None is
         the last where there is one."""
-        limit = WORTH_SIMULATING * descent.best.estimated.score.wanted
-        moves = self._neighbours(descent.best.estimated)
-        nominal_s = CHUNK * self._evaluator.nominal_of(descent.best.estimated.candidate.num_devices)
-        while True:
-            yield nominal_s
-            chunk = list(islice(moves, CHUNK))
-            if not chunk:
+        start = descent.best.estimated
+        limit = WORTH_SIMULATING * start.score.wanted
+        is_new, descent.is_new = descent.is_new, False
+        if is_new and (dealt := self._deal_otherwise(start)):
+            yield self._top_k.expect_s(dealt.candidate)
+            if self._simulate(descent, dealt)[0]:
+                yield None
                 return
-            ordered = sorted(chunk, key=lambda estimated: estimated.score)
-            for number, estimated in enumerate(ordered):
-                if estimated.score.wanted > limit and not self._budget.is_tiny:
-                    break
-                for following in ordered[number:]:
-                    if not self._top_k.offer(following.candidate):
-                        break
+        each_s = self._evaluator.nominal_of(start.candidate.num_devices)
+        # As long as one takes to simulate others are estimated, so that it is one of the best.
+        number = max(CHUNK, round(self._top_k.nominal_of(start.candidate) / each_s))
+        moves, waiting = self._neighbours(start), _Waiting(self._errors)
+        is_over = False
+        while not is_over:
+            yield number * each_s
+            chunk = list(islice(moves, number))
+            is_over = len(chunk) < number
+            for way, estimated in chunk:
+                waiting.add(way, estimated)
+            takes_all = is_over or number == CHUNK
+            for way, estimated in waiting.take(limit if not self._budget.is_tiny else inf):
+                if self._top_k.offer(estimated.candidate):
+                    for following in waiting.list_next(MOST_OFFERED):
+                        self._top_k.offer(following.candidate)
                 yield self._top_k.expect_s(estimated.candidate)
-                found = self._top_k.simulate(estimated)
-                if found is not None and found.score < descent.best.score:
-                    descent.best = found
+                is_better, error = self._simulate(descent, estimated)
+                waiting.learn(way, error)
+                if is_better:
                     yield None
                     return
+                if not takes_all:
+                    break
+        if not is_new and (dealt := self._deal_otherwise(start)):
+            yield self._top_k.expect_s(dealt.candidate)
+            if self._simulate(descent, dealt)[0]:
+                yield None
+
+    def _simulate(self, descent: _Descent, estimated: EstimatedCandidate) -> tuple[bool, float]:
+        """Whether it is better than the best of the descent, and now is that; and how much more of what is
+        wanted little of it takes than the best did, each beside its estimate."""
+        before = descent.best
+        found = self._top_k.simulate(estimated)
+        if found is None:
+            return False, 1.0
+        is_better = found.score < before.score and self._top_k.fits(found)
+        if is_better:
+            descent.best = found
+        return is_better, _find_error(found) / _find_error(before)
 
     def _simplify(self, descent: _Descent) -> Iterator[float]:
         """The end of the way with simpler modes where these cost nothing."""
@@ -196,21 +283,13 @@ class LocalSearch:
                     continue
                 yield self._top_k.expect_s(changed)
                 found = self._top_k.simulate(estimated)
-                if found is not None and found.score < descent.best.score:
+                if found is not None and found.score < descent.best.score and self._top_k.fits(found):
                     descent.best = found
                     break
 
-    def _neighbours(self, estimated: EstimatedCandidate) -> Iterator[EstimatedCandidate]:
-        """Those that fit: rows and layers moved, then what other choices lead to; like moves in an order that
-        is the seed's."""
-        plans = [*move_layers(estimated.candidate), *self._move_rows(estimated.candidate)]
-        self._random.shuffle(plans)
-        for candidate in plans:
-            fitted = None if candidate in self._top_k else self._builder.fit(candidate, estimated.choice)
-            if fitted is not None and fitted not in self._top_k:
-                found = self._evaluator.estimate(fitted, estimated.choice, estimated.grouping)
-                if found is not None:
-                    yield found
+    def _neighbours(self, estimated: EstimatedCandidate) -> Iterator[tuple[Hashable, EstimatedCandidate]]:
+        """Those that fit, each with the way in which it was changed: layers moved, rows moved, or what other
+        choices lead to; in an order that is the seed's."""
         changed = change_choice(
             estimated.choice,
             self._evaluator.modes,
@@ -221,18 +300,42 @@ class LocalSearch:
             ],
             regroup=self._problem.fixed.groups is None,
         )
-        choices = [
-            *changed,
-            *self._drop_nodes(estimated.choice),
-            *list_without_waiting(estimated),
-            *self._change_degrees(estimated.choice),
+        ways: list[tuple[str, CandidatePlan | Choice]] = [
+            *(("layers", candidate) for candidate in move_layers(estimated.candidate)),
+            *(("rows", candidate) for candidate in self._move_rows(estimated.candidate)),
+            *(("choice", choice) for choice in changed),
+            *(("choice", choice) for choice in self._drop_nodes(estimated.choice)),
+            *(("choice", choice) for choice in list_without_waiting(estimated)),
+            *(("choice", choice) for choice in self._change_degrees(estimated.choice)),
         ]
-        self._random.shuffle(choices)
-        for choice in choices:
-            if self._is_possible(choice):
-                found = self._evaluator.try_choice(choice, estimated.grouping)
-                if found is not None and found.candidate not in self._top_k:
-                    yield found
+        self._random.shuffle(ways)
+        for way, own in ways:
+            found = self._try_choice(own, estimated) if isinstance(own, Choice) else self._fit(own, estimated)
+            if found is not None and found.candidate not in self._top_k:
+                yield (way, found.candidate.bounds_in_flight), found
+
+    def _fit(self, candidate: CandidatePlan, start: EstimatedCandidate) -> EstimatedCandidate | None:
+        if candidate in self._top_k:
+            return None
+        fitted = self._builder.fit(candidate, start.choice)
+        if fitted is None or fitted in self._top_k:
+            return None
+        return self._evaluator.estimate(fitted, start.choice, start.grouping)
+
+    def _try_choice(self, choice: Choice, start: EstimatedCandidate) -> EstimatedCandidate | None:
+        return self._evaluator.try_choice(choice, start.grouping) if self._is_possible(choice) else None
+
+    def _deal_otherwise(self, estimated: EstimatedCandidate) -> EstimatedCandidate | None:
+        """The same with rows dealt in blocks, or no longer; None where there is one way."""
+        candidate = estimated.candidate
+        other = replace(candidate, deals_otherwise=not candidate.deals_otherwise)
+        if other in self._top_k or self._count_blocks(candidate) == (1, 1):
+            return None
+        return replace(estimated, candidate=other)
+
+    def _count_blocks(self, candidate: CandidatePlan) -> tuple[int, int]:
+        computers = [list_computers(group, self._problem) for group in candidate.groups]
+        return count_blocks(candidate, self._table, self._problem.nodes, computers)
 
     def _drop_nodes(self, choice: Choice) -> Iterator[Choice]:
         if self._problem.fixed.groups is not None:
@@ -248,15 +351,16 @@ class LocalSearch:
                 yield from self._evaluator.list_degrees(choice, [g])
 
     def _move_rows(self, candidate: CandidatePlan) -> Iterator[CandidatePlan]:
-        problem = self._problem
+        num_blocks, _ = self._count_blocks(candidate)
+        nodes = self._problem.nodes
         of_groups = [
             [
-                (computer, problem.nodes[first])
-                for computer, first in zip(list_computers(group, problem), group.firsts, strict=True)
+                (computer, nodes[first] if num_blocks == 1 else 0)
+                for computer, first in zip(list_computers(group, self._problem), group.firsts, strict=True)
             ]
             for group in candidate.groups
         ]
-        return move_rows(candidate, of_groups, problem.most_rows_at_once)
+        return move_rows(candidate, of_groups, self._problem.most_rows_at_once, num_blocks)
 
     def _is_possible(self, choice: Choice) -> bool:
         """Whether its groups may be groups, and what is fixed or allowed is kept."""

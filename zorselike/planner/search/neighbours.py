@@ -39,7 +39,7 @@ def move_layers(candidate: CandidatePlan) -> Iterator[CandidatePlan]:
 
 
 def move_rows(
-    candidate: CandidatePlan, kinds: Sequence[Sequence[object]], most_at_once: int
+    candidate: CandidatePlan, kinds: Sequence[Sequence[object]], most_at_once: int, num_blocks: int = 1
 ) -> Iterator[CandidatePlan]:
     """One row from a device of each kind to one of each other of its group; and the rows of all devices of
     a kind into one microbatch more or fewer.
@@ -47,6 +47,7 @@ def move_rows(
     Args:
         kinds: what tells the devices of each group apart, apart from their rows.
         most_at_once: rows of a microbatch.
+        num_blocks: in how many blocks rows are dealt; these stay alike.
     """
     for g, (group, group_kinds) in enumerate(zip(candidate.groups, kinds, strict=True)):
         alike: dict[object, list[int]] = {}
@@ -57,8 +58,9 @@ def move_rows(
             if not group.sizes[givers[-1]]:
                 continue
             for takers in few:
-                if takers is not givers or len(givers) > 1:
-                    yield from _with_rows(candidate, g, givers[-1], takers[0], most_at_once)
+                if len(takers) >= (num_blocks if takers is not givers else 2 * num_blocks):
+                    pairs = [*zip(givers[-num_blocks:], takers[:num_blocks], strict=False)]
+                    yield from _with_rows(candidate, g, pairs, most_at_once)
                 if takers is not givers and len(givers) + len(takers) > 2:
                     yield _shift_rows(candidate, g, givers, takers, most_at_once)
         for positions in few:
@@ -78,12 +80,15 @@ def move_rows(
 
 
 def _with_rows(
-    candidate: CandidatePlan, g: int, giver: int, taker: int, most_at_once: int
+    candidate: CandidatePlan, g: int, pairs: Sequence[tuple[int, int]], most_at_once: int
 ) -> Iterator[CandidatePlan]:
+    """A row from each giver to its taker; givers are alike, and so are takers."""
     sizes = candidate.groups[g].sizes
+    giver, taker = pairs[0]
     for given in _fewer(sizes[giver]):
         for taken in _more(sizes[taker], most_at_once):
-            yield _with_sizes(candidate, g, {giver: given, taker: taken})
+            changed = {giver: given for giver, _ in pairs} | {taker: taken for _, taker in pairs}
+            yield _with_sizes(candidate, g, changed)
 
 
 def _shift_rows(

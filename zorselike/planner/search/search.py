@@ -116,7 +116,7 @@ class _Search:
         """What is said of devices that the best plan goes without."""
         self._clock = LayerTimeModel(problem.profile, problem.workload)
         self._problem = problem = self._leave_out_unknown(problem)
-        table = LayerTable(problem.workload, self._clock, problem.replicas.exchange_s)
+        self._table = table = LayerTable(problem.workload, self._clock, problem.replicas.exchange_s)
         step_time = StepTimeEstimate(problem, table)
         self._memory = RankMemory(problem, table, self._clock.kept_bytes)
         builder = CandidateBuilder(problem, table, step_time, self._memory)
@@ -140,7 +140,9 @@ class _Search:
         self._refinements = Refinements(problem, evaluator, self._looks, self._found)
         self._estimates = BestEstimates(self._found, self._top_k, budget)
         starts = self._estimates.simulated
-        self._local_search = LocalSearch(problem, evaluator, self._top_k, budget, starts, self._seed)
+        self._local_search = LocalSearch(
+            problem, self._table, evaluator, self._top_k, budget, starts, self._seed
+        )
 
     def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
         """Without devices of which nothing says how fast they are, such as those without this dtype."""
@@ -269,10 +271,10 @@ class _Search:
             if not self._top_k.is_kept(found):
                 num_repeated += 1
                 if num_repeated > MOST_REPEATED:
-                    break
-            case = self._top_k.find_case(found)
-            if not self._fits(case):
+                    continue
+            if not self._top_k.fits(found):
                 continue
+            case = self._top_k.find_case(found)
             if not found.score.is_allowed:
                 refused = refused or found
                 continue
@@ -308,11 +310,6 @@ class _Search:
             f"iteration and makes "
             f"{1 / found.iteration_s:.4g} iterations/s; ease what is asked for, or search longer"
         )
-
-    def _fits(self, case: SimulatedPlan) -> bool:
-        """By the walk over every rank's actions."""
-        ranks = range(case.plan.num_ranks)
-        return not any(map(case.is_overfull, ranks)) and not any(map(case.is_host_overfull, case.host_bytes))
 
     def _finish(self, found: SimulatedCandidate, case: SimulatedPlan) -> Planned:
         simulation = case.simulation

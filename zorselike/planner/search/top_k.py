@@ -113,7 +113,9 @@ class TopK:
         simulated once: about the same for all with these groups, and long to find."""
         self._cases: dict[object, tuple[SimulatedCandidate, SimulatedPlan | Simulation]] = {}
         """The best of each structure with all that was simulated of it, which takes much memory."""
+        self._fits: dict[CandidatePlan, bool] = {}
         self.best: SimulatedCandidate | None = None
+        """Of those that fit as they are walked whole."""
         self.improvements: list[Improvement] = []
         """How the best moved."""
         self.nominal_s = 0.0
@@ -126,6 +128,7 @@ class TopK:
         self._found.clear()
         self._tasks.clear()
         self._cases.clear()
+        self._fits.clear()
         self.improvements.clear()
         self.best = None
 
@@ -145,9 +148,10 @@ class TopK:
                 self._keep(accepted, done.simulation)
             self._tasks.pop(candidate, None)
         found = self._found[candidate]
-        if found is not None and (self.best is None or found.score < self.best.score):
-            self.best = found
+        if found is not None and self._is_better(found):
             self._budget.may_stop = self._budget.may_stop or found.score.is_allowed
+        if found is not None and self._is_better(found) and self.fits(found):
+            self.best = found
             self.improvements.append(
                 Improvement(
                     elapsed_s=self._budget.elapsed_s,
@@ -159,13 +163,19 @@ class TopK:
             )
         return found
 
+    def _is_better(self, found: SimulatedCandidate) -> bool:
+        return self.best is None or found.score < self.best.score
+
     def expect_s(self, candidate: CandidatePlan) -> float:
-        """Nominal seconds of its simulation."""
-        if candidate in self._found:
-            return 0.0
+        """Nominal seconds of its simulation, if it is still to come."""
+        return 0.0 if candidate in self._found else self.nominal_of(candidate)
+
+    def nominal_of(self, candidate: CandidatePlan) -> float:
+        """Nominal seconds of a simulation."""
         if candidate.num_actions < FEW_ACTIONS:
             return ASSUMED_S * NUM_STEPS * candidate.num_actions
-        groups = tuple((group.devices, group.degrees) for group in candidate.groups)
+        replicas = tuple((group.devices, group.degrees) for group in candidate.groups)
+        groups = replicas, candidate.deals_otherwise
         if groups not in self._shares:
             task = self._prepare(candidate)
             if task is None:
@@ -232,9 +242,22 @@ class TopK:
         except _UNKNOWN:
             return None
         seconds = time.monotonic() - began_s
-        return _Done(replace(case.simulation, memory=()), task.all_actions, seconds, task.is_first_step)
+        return _Done(
+            replace(case.simulation, memory=(), ranks=tuple(case.simulation.ranks)),
+            task.all_actions,
+            seconds,
+            task.is_first_step,
+        )
 
     # -- all of a simulation -----------------------------------------------------------------
+
+    def fits(self, found: SimulatedCandidate) -> bool:
+        """Whether it fits devices and hosts as the whole plan is walked: while candidates are built ranks are
+        walked apart, and most are estimated by those before them."""
+        candidate = found.estimated.candidate
+        if candidate not in self._fits:
+            self._fits[candidate] = self.find_case(found).fits
+        return self._fits[candidate]
 
     def is_kept(self, found: SimulatedCandidate) -> bool:
         """Whether `find_case` takes no time."""
@@ -244,11 +267,15 @@ class TopK:
     def find_case(self, found: SimulatedCandidate) -> SimulatedPlan:
         """What was simulated of a candidate; simulated again where it was not kept."""
         kept = self._cases[_describe(found)][1] if self.is_kept(found) else None
-        if isinstance(kept, SimulatedPlan):
-            return kept
-        task = _Task.of(found.estimated.candidate, self._problem, self._table)
         if kept is None:
-            return self._simulate(task)
+            return self._simulate(_Task.of(found.estimated.candidate, self._problem, self._table))
+        return self._complete(found, kept)
+
+    def _complete(self, found: SimulatedCandidate, case: SimulatedPlan | Simulation) -> SimulatedPlan:
+        """With actions and memory."""
+        if isinstance(case, SimulatedPlan):
+            return case
+        task = _Task.of(found.estimated.candidate, self._problem, self._table)
         setting = self._problem.setting
         actions = setting.list_actions(task.plan)
         return SimulatedPlan(
@@ -257,7 +284,7 @@ class TopK:
             cluster=setting.cluster,
             actions=actions,
             costs=task.costs,
-            simulation=replace(kept, memory=MemoryWalks(task.plan, actions, task.costs)),
+            simulation=replace(case, memory=MemoryWalks(task.plan, actions, task.costs)),
             is_mirrored=setting.is_mirrored,
         )
 
@@ -267,7 +294,13 @@ class TopK:
         )
 
     def _keep(self, found: SimulatedCandidate, case: SimulatedPlan | Simulation) -> None:
-        """`case`: of a helper's simulation all but actions and memory."""
+        """If it is the best of its structure, and fits where it would be the best of all. `case`: where a
+        helper has simulated it all but actions and memory."""
+        if self._is_better(found):
+            case = self._complete(found, case)
+            self._fits[found.estimated.candidate] = case.fits
+            if not case.fits:
+                return
         key = _describe(found)
         if key not in self._cases or found.score < self._cases[key][0].score:
             self._cases[key] = found, case

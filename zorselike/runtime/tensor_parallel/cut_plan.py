@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -77,11 +77,9 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
             raise ConfigError(f"{where}, and no style of tp_plan cuts '{name}'; name its layers, or {_MEND}")
         if is_layer(name) and name not in part.units:
             raise ConfigError(f"{where}, and '{name}' shares a weight with another of its modules; {_MEND}")
-    exact = {name for layer in blocks.values() for b in layer for name in b.dropouts}
-    for name in (name for name in part.units if name in blocks):
-        inside = [part.module.get_submodule(block.name) for block in blocks[name]]
-        exact |= {f"{name}.{own}" for own, _ in find_between(part.module.get_submodule(name), inside)}
-    for name, rate in find_dropout(part.module, exact=exact):
+    for name, rate in find_dropout(
+        part.module, {name: blocks[name] for name in part.units if name in blocks}
+    ):
         raise ConfigError(
             f"{where}, and '{name}' drops out {rate:g} of what it is given, with other masks than one process"
             " (those of adapters, and of an nn.Dropout beside what is cut of a layer, are the same): set it "
@@ -92,8 +90,13 @@ def _refuse_unready(part: ModelPart, modules: Sequence[str], blocks: Blocks) -> 
             raise ConfigError(f"{where}, and the plan lists a module around '{layer}'; list the layer itself")
 
 
-def find_dropout(module: nn.Module, *, exact: Collection[str] = ()) -> Iterator[tuple[str, float]]:
-    """Names of what drops out, and rates over 0; `exact`: modules whose masks are those of one process."""
+def find_dropout(module: nn.Module, blocks: Blocks) -> Iterator[tuple[str, float]]:
+    """Names of what drops out with other masks than one process has, and rates over 0; `blocks`: of the
+    layers that are cut, whose adapters and dropout beside what is cut have the same masks."""
+    exact = {name for layer in blocks.values() for block in layer for name in block.dropouts}
+    for layer, own in blocks.items():
+        inside = [module.get_submodule(block.name) for block in own]
+        exact |= {f"{layer}.{name}" for name, _ in find_between(module.get_submodule(layer), inside)}
     for name, child in module.named_modules():
         if name in exact:
             continue

@@ -82,6 +82,10 @@ class _Refinement:
     def __init__(self, plan: Plan, costs: StepCosts, *, with_norm: bool) -> None:
         self._plan, self._costs, self._network = plan, costs, costs.network
         self._rows: dict[int, list[tuple[_Rows, int]]] = {rank: [] for rank in sorted(plan.group_of_rank)}
+        self._others: dict[int, tuple[int, ...]] = {}
+        """By rank: with whom it exchanges rows, in the order of these."""
+        self._sizes = _number({id(own): tuple(sorted(own.items())) for own in costs.sizes})
+        """Of dictionaries of sizes, of which many ranks have the same."""
         self._ways: dict[tuple[int, int], Flow] = {}
         self._match()
         self._copies = {rank: self._list_copies(rank) for rank in self._rows}
@@ -122,6 +126,10 @@ class _Refinement:
                         self._ways[rank, other] = self._network.transfer(rank, other, _TYPICAL_BYTES)
         for rows_of_rank in self._rows.values():
             rows_of_rank.sort()
+        # Rows say by their positions which of the others they are exchanged with.
+        self._others = {
+            rank: (*dict.fromkeys(other for _, other in rows),) for rank, rows in self._rows.items()
+        }
 
     def _list_copies(self, rank: int) -> list[Flow]:
         """To and from the host; none where nothing says how fast they are."""
@@ -132,6 +140,8 @@ class _Refinement:
 
     def run(self) -> RankClasses | None:
         ranks = _number({rank: self._describe(rank) for rank in self._rows})
+        exchanged = _number({rank: tuple(own for own, _ in rows) for rank, rows in self._rows.items()})
+        ranks = _number({rank: (own, exchanged[rank]) for rank, own in ranks.items()})
         capacities = _number(dict(enumerate(self._network.capacities)))
         while True:
             num_before = len({*ranks.values()}), len({*capacities.values()})
@@ -155,7 +165,7 @@ class _Refinement:
             rows,
             costs.context_bytes[rank] if costs.context_bytes else 0,
             bool(costs.is_cpu) and costs.is_cpu[rank],
-            tuple(sorted(costs.sizes[rank].items())),
+            self._sizes[id(costs.sizes[rank])],
             tuple(costs.update_s.get((rank, i)) for i in ministages),
             tuple(
                 (costs.forward_s[rank, i, n], costs.backward_s[rank, i, n])
@@ -172,9 +182,9 @@ class _Refinement:
         capacities: Mapping[int, int],
     ) -> tuple[Hashable, ...]:
         """What a rank sees around it."""
-        others = dict.fromkeys(other for _, other in self._rows[rank])
+        others = self._others[rank]
         return (
-            tuple((rows, ranks[other]) for rows, other in self._rows[rank]),
+            tuple(ranks[other] for other in others),
             tuple((ways[rank, other], ways[other, rank]) for other in others),
             tuple(self._describe_flow(flow, capacities) for flow in self._copies[rank]),
         )
