@@ -179,7 +179,7 @@ class LayerTimeModel:
     def _cut_further(self, asked: _Asked, seconds: float, fewer: int) -> float:
         """A rank's part of what takes so many seconds on each of fewer ranks."""
         degree, parts = asked.tensor_parallel, asked.tensor_parallel // fewer
-        reached = REACHED_OF_WHOLE ** math.log2(parts)
+        reached: float = REACHED_OF_WHOLE ** math.log2(parts)
         self._assume(
             f"{asked.kind} on {asked.device}: not measured at tensor parallelism {degree}; 1/{parts} of its "
             f"time {'on one device' if fewer == 1 else f'at {fewer}'} at {reached:.0%} of the speed"
