@@ -200,6 +200,8 @@ def test_whole_nodes_go_before_parts(capsys: pytest.CaptureFixture[str], asked: 
         (["overlap_grad_reduce=true"], Fixed(overlap_grad_reduce=True)),
         (["in_flight=bounded"], Fixed(bounds_in_flight=True)),
         (["in_flight=unbounded"], Fixed(bounds_in_flight=False)),
+        (["tensor_parallel=1"], Fixed(tensor_parallel=1)),
+        (["tensor_parallel=auto"], Fixed()),
         (["groups=type"], Fixed(groups=((0,), (1, 2)))),
         (["groups=node"], Fixed(groups=((0,), (1, 2)))),
         (["groups=zone"], Fixed(groups=((0,), (1, 2)))),
@@ -522,6 +524,8 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--fix", "ministages=9"], "9 ministages are fixed; chain has 4 layers"),
         ([*EIGHT, "--fix", "zero=3", "grad_reduce=once"], "ZeRO 3 reduces after every microbatch"),
         ([*EIGHT, "--fix", "in_flight=4"], "--fix in_flight=4: give bounded or unbounded"),
+        ([*EIGHT, "--fix", "tensor_parallel=3"], "--fix tensor_parallel=3: give 1 or 2 or 4 or 8 or auto"),
+        ([*EIGHT, "--fix", "tensor_parallel=4"], "4 ranks; layers of chain cannot be cut"),
         (
             [
                 *EIGHT,
