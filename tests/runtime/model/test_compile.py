@@ -168,7 +168,7 @@ def test_layers_of_replicas_are_compiled_between_the_collectives(run_ranks: RunR
     """Both blocks, and what comes before, between and after them; a rank alone has a graph or two. Layers
     that look alike share them."""
     setting = Setting(((0, 0, 2), (2, 2, 4)), ranks=((0, 1), 2), num_steps=1)
-    few, many = (run_ranks(count_graphs, 3, setting, num_layers, timeout=120) for num_layers in (2, 4))
+    few, many = (run_ranks(count_graphs, 3, setting, num_layers, timeout=120) for num_layers in (3, 5))
     *joined, alone = many
     assert few == many
     assert 4 <= min(joined) <= 8 and 1 <= alone <= 2

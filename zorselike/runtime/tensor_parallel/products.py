@@ -72,7 +72,7 @@ def cut_linear(
     linear: nn.Module, kind: type[_CutLinear], pieces: list[Piece], weight: str, bias: str | None
 ) -> None:
     """Makes a linear layer, whose weight was taken, compute with pieces of it."""
-    linear.__class__ = _mix(kind, type(linear))  # type: ignore[arg-type]  # Classes hash.
+    linear.__class__ = _mix(kind, type(linear))  # type: ignore[arg-type]
     assert isinstance(linear, _CutLinear)
     linear.cut_pieces, linear.cut_weight, linear.cut_bias = pieces, weight, bias
 
