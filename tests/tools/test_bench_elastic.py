@@ -16,6 +16,7 @@ from tools.elastic.injection import Fault
 from tools.elastic.jobs import Job, JobFailedError, Outcome, _check_woken
 from tools.elastic.matrix import Found, list_settings, percentile
 from tools.elastic.scenarios import describe_cycles
+from tools.elastic.virtual import EVENTS, describe_virtual, measure
 from zorselike.elastic.contract import Generation
 
 
@@ -160,6 +161,14 @@ def test_what_grows_is_said() -> None:
     assert grown["files"] == 18
     assert verdicts["cycles"] and not verdicts["cycles_files_grown"]
     assert not verdicts["cycles_resident_mib_grown"]
+
+
+def test_membership_in_virtual_time_is_measured() -> None:
+    found = {"members": 40, "events": {event: measure(40, event) for event in EVENTS}}
+    figures = {figure.name: figure for figure in describe_virtual(found)}
+    assert all(figure.is_met is not False for figure in figures.values())
+    assert all(1 < each["messages_a_member"] < 20 for each in found["events"].values())
+    assert 39 <= figures["virtual_most_links"].value <= 41  # With a fan-out beyond that all are the leader's.
 
 
 def test_the_matrix_has_every_rank_in_every_phase() -> None:

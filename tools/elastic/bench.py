@@ -8,6 +8,7 @@ on.
     python -m tools.elastic.bench --switches 6      # planned changes of plan
     python -m tools.elastic.bench --partitions      # two nodes in network namespaces, whose link is cut
     python -m tools.elastic.bench --losses 3        # how fast it is after a loss; what mirrors cost
+    python -m tools.elastic.bench --members 10000   # of membership alone, in virtual time
     python -m tools.elastic.bench --agents          # torchrun's, of which the first is killed
     python -m tools.elastic.bench --merge 1.json 2.json 3.json       # what pieces came to together
 
@@ -42,6 +43,7 @@ from .scenarios import (
     run_switches,
 )
 from .throughput import describe_losses, measure_loss
+from .virtual import describe_virtual, run_virtual
 
 DESCRIBE: dict[str, Callable[[Any], list[Figure]]] = {
     "matrix": lambda table: Found.from_json(table).figures(),
@@ -50,6 +52,7 @@ DESCRIBE: dict[str, Callable[[Any], list[Figure]]] = {
     "partitions": describe_partitions,
     "losses": describe_losses,
     "agents": describe_agents,
+    "virtual": describe_virtual,
 }
 """Figures of what each section has found."""
 
@@ -84,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"loss {found['losses'][-1]}", flush=True)
     if chosen.agents:
         found["agents"] = run_agents()
+    if chosen.members:
+        found["virtual"] = run_virtual(chosen.members)
     found |= {"seconds": time.monotonic() - began_s, "loads": [os.getloadavg()[1]]}
     return conclude_all(found, chosen.json)
 
@@ -99,6 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--losses", type=int, default=0, help="of so many of four nodes; needs root")
     parser.add_argument("--mirror-share", type=float, default=0.1, help="of the time, in these")
     parser.add_argument("--agents", action="store_true")
+    parser.add_argument("--members", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--silence", type=float, default=4.0, help="seconds after which a rank is given up")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="of earlier runs' --json")
