@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import known_shapes
 import pytest
 import ranks
 import torch
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     volume.configure(config)
+    known_shapes.folder()  # Before the processes of `-n` are started, so that they share it.
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
