@@ -64,6 +64,14 @@ def one_of_few_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def forks_inherit() -> Iterator[None]:
+    """What ranks of `run_ranks` inherit, for processes that a tool forks by itself."""
+    ranks.warm_up()
+    with known_shapes.sharing(known_shapes.folder()):
+        yield
+
+
 @pytest.fixture
 def run_ranks() -> ranks.RunRanks:
     """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/support/ranks.py`."""

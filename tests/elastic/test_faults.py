@@ -4,12 +4,9 @@ one to which nothing happens. (`python -m tools.elastic.bench` does much more of
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
-import known_shapes
 import pytest
-import ranks
 import volume
 from device_problems import make_nodes, make_profile
 
@@ -21,12 +18,7 @@ from zorselike.plan.parts import Device
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 
-
-@pytest.fixture(scope="module", autouse=True)
-def what_ranks_inherit() -> Iterator[None]:
-    ranks.warm_up()
-    with known_shapes.sharing(known_shapes.folder()):
-        yield
+pytestmark = pytest.mark.usefixtures("forks_inherit")
 
 
 def check(job: Job, outcome: Outcome, *, num_lost: int = 0) -> None:
