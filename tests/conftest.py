@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import known_shapes
 import pytest
 import ranks
 import torch
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     volume.configure(config)
+    known_shapes.folder()  # Before the processes of `-n` are started, so that they share it.
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -59,6 +61,14 @@ def one_of_few_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     with ExitStack() as stack:
         if request.node.get_closest_marker("gpu") is not None:
             stack.enter_context(ranks.take_slot(Path(tempfile.gettempdir()), SLOTS_ON_THE_GPU))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forks_inherit() -> Iterator[None]:
+    """What ranks of `run_ranks` inherit, for processes that a tool forks by itself."""
+    ranks.warm_up()
+    with known_shapes.sharing(known_shapes.folder()):
         yield
 
 

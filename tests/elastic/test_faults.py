@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch._dynamo  # noqa: F401  # FSDP2 imports it: here once, before ranks are forked.
 import volume
 from device_problems import make_nodes, make_profile
 
@@ -18,6 +17,8 @@ from zorselike.plan.cluster.cluster import Cluster, Link
 from zorselike.plan.parts import Device
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
+
+pytestmark = pytest.mark.usefixtures("forks_inherit")
 
 
 def check(job: Job, outcome: Outcome, *, num_lost: int = 0) -> None:

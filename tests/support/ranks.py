@@ -149,9 +149,8 @@ def run_ranks(
     `init=False` leaves `torch.distributed` alone. `allow_exit=True` raises nothing but the
     timeout and returns a `RankExit` per rank; a stopped rank is killed once all others ended.
     """
-    if init:
-        _warm_up()
-    shapes = Path(known_shapes.make_folder().name)
+    warm_up()
+    shapes = known_shapes.folder()
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -191,7 +190,7 @@ def run_ranks(
 
 
 @functools.cache
-def _warm_up() -> None:
+def warm_up() -> None:
     """Once, in the parent: every rank would need 0.15 s of its own for it."""
     import tiny
 

@@ -15,6 +15,7 @@ from tools.checkpoint.subject import FileLayer, OnCommit, Share, ignore
 from tools.torture_checkpoint import SECTIONS, SHARES, torture
 from zorselike.checkpoint.layout import MANIFEST, step_folder
 
+pytestmark = pytest.mark.usefixtures("forks_inherit")
 SPARED = {
     "kills": 6,
     "errors": 20,

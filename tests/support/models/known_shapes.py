@@ -20,21 +20,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import volume
 from torch import nn
 
-_MODULES = ("tiny", "torch.nn.modules.", "zorselike.models.")
+_MODULES = ("tiny", "tools.elastic.ranks", "torch.nn.modules.", "zorselike.models.")
 """Where models are from whose code stays what it is."""
+_VARIABLE = "ZORSELIKE_TESTS_SHAPES"
 _PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
 _LONGEST_WAIT_S = 5.0
 """For the rank that finds them now; it may have been stopped."""
 
 
 @functools.cache
-def make_folder() -> tempfile.TemporaryDirectory[str]:
-    """Called in the parent, whose end removes it."""
+def _make_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="shapes")
+
+
+def folder() -> Path:
+    """Of this run of the tests, all processes of `-n` together; made in the process that collects or starts
+    them, whose end removes it."""
+    if _VARIABLE not in os.environ:
+        os.environ[_VARIABLE] = _make_folder().name
+    return Path(os.environ[_VARIABLE])
+
+
+@contextmanager
+def sharing(folder: Path) -> Iterator[None]:
+    """Inside, processes that are forked look up what was found before."""
+    from zorselike.runtime import crossing
+    from zorselike.runtime.model.partition import _Decoder
+
+    with (
+        mock.patch.object(crossing, "trace_step", crossing.trace_step),
+        mock.patch.object(_Decoder, "try_tokens", _Decoder.try_tokens),
+    ):
+        if not volume.is_full():
+            share(folder)
+        yield
 
 
 def share(folder: Path) -> None:
@@ -76,7 +101,7 @@ def _describe(model: nn.Module) -> str | None:
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):
                 found += [(key, n, id(t), *_facts(t)) for n, t in value.items() if t is not None]
-            elif isinstance(value, _PLAIN) or type(value).__module__.startswith(_MODULES[1:]):
+            elif isinstance(value, _PLAIN) or type(value).__module__.startswith(_MODULES[2:]):
                 found.append((key, value))
             elif key != "_modules" and value:
                 return None
