@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from zorselike.cost.memory_walk import MemoryWalk
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import MinistageBytes
-from zorselike.plan.pieces import positions_of
+from zorselike.plan.pieces import count_communicators, positions_of
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import (
     COMPUTE,
@@ -43,7 +43,7 @@ from zorselike.schedule.actions import (
     edges_of_rank,
 )
 from zorselike.schedule.checker.rendezvous import find_wrapping
-from zorselike.schedule.contract import COPIES_IN_FLIGHT, reduces_beside
+from zorselike.schedule.contract import COPIES_IN_FLIGHT, MOST_DIRECT_EDGES, reduces_beside
 
 REDUCTION_BUFFERS = 1
 """Copies of a unit's gradients from which FSDP2 reduces."""
@@ -74,7 +74,7 @@ def walk_memory(
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
         on_gpu: whether reductions may run beside what follows, and rows may travel over host memory.
         by_host: edges on which they do; None: those that lead back (`find_wrapping`).
-        communicator_bytes: of each communicator of a GPU's rank: one an edge, and one of its group.
+        communicator_bytes: of each communicator of a GPU's rank: one an edge, and those of its group.
     """
     staged = (find_wrapping(plan, rank, actions) if by_host is None else by_host) if on_gpu else None
     walk = _Walk(plan, rank, actions, sizes, num_sends_kept, staged, communicator_bytes * on_gpu)
@@ -146,7 +146,8 @@ class _Walk:
         """Ministages whose shards are newer than their host copies."""
         self._rank, self._staged, self._host_buffers = rank, staged or (), 0
         edges = edges_of_rank(rank, actions)
-        num_communicators = len(edges.difference(self._staged)) + (not self._is_alone)
+        num_direct = min(len(edges.difference(self._staged)), MOST_DIRECT_EDGES)
+        num_communicators = num_direct + count_communicators(group, rank)
         self._buffers: dict[_Entry, int] = {}
         self._on_host: dict[tuple[int, int], int] = {}
         self._host_activations = 0

@@ -117,6 +117,8 @@ class Drawings:
             return drawn
 
     def _make(self, plan: Plan, dtype: torch.dtype | None) -> _Drawn:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # The factory may use it; this thread would open the first.
         model, options = self._factory(), self._options
         self._is_light = all(parameter.is_meta for parameter in model.parameters())
         scales = computes_in_fp16(model, dtype)
