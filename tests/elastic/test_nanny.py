@@ -140,6 +140,20 @@ if len(open(sys.argv[1]).readlines()) == 1:
     assert reached.words[0]["last"] == 7
 
 
+def test_a_worker_that_runs_and_says_nothing_has_more_time(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in a call that keeps Python's lock; a kernel would say if it were stopped."""
+    monkeypatch.setattr(nannies, "HELD_S", 2.0)
+    script = """
+if len(open(sys.argv[1]).readlines()) == 1:
+    time.sleep(60)
+"""
+    began_s = time.monotonic()
+    assert make(reached, tmp_path, script, ZORSELIKE_SILENCE_S="0.5").run() == 0
+    assert len(starts(tmp_path)) == 2 and time.monotonic() > began_s + 1.6
+
+
 def test_a_nanny_that_is_told_to_leave_passes_it_on_and_starts_no_other(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))

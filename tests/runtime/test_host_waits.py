@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from host_waits import DEVICE, HostWaits
 from ranks import RunRanks
+from replica_cases import ReplicaCase
 from tiny import Case, adamw, module_names, with_groups
 from torch import Tensor
 
@@ -52,6 +53,12 @@ def two_groups() -> Plan:
     return Plan(4, groups, tuple(Ministage(i % 2, tuple(cut)) for i, cut in enumerate(CUTS)))
 
 
+def one_replica() -> Plan:
+    """Of two ranks that compute all rows together."""
+    group = Group(((0, 1),), (Microbatch(0, 0, 2), Microbatch(0, 2, 4)))
+    return Plan(4, (group,), tuple(Ministage(0, tuple(cut)) for cut in CUTS), sequence_length=7)
+
+
 def run(rank: int, world_size: int, scenes: Sequence[Scene]) -> list[tuple[set[str], set[str], int]]:
     """Of each scene's second step and an evaluation: waits here and in threads, and how many copies."""
     return [watch(scene) for scene in scenes]
@@ -60,7 +67,7 @@ def run(rank: int, world_size: int, scenes: Sequence[Scene]) -> list[tuple[set[s
 def watch(scene: Scene) -> tuple[set[str], set[str], int]:
     waits = HostWaits()
     plan = with_groups(scene.plan, lambda g: replace(g, offload=scene.offload, recompute=scene.recompute))
-    case = Case(plan, 3, tied=scene.tied)
+    case = (ReplicaCase if plan.has_replicas else Case)(plan, 3, tied=scene.tied)
     staged = partial(_StagedChannel, streams=waits.streams)
     with waits.making(), mock.patch.object(transport, "_Channel", staged):
         model = case.model()
@@ -97,10 +104,14 @@ def scenes(num_ranks: int) -> list[Scene]:
         Scene(one_group(2, num_ranks), EVERYTHING, dtype=torch.float16, max_norm=0.1),
         Scene(one_group(3, num_ranks), ("params", "optimizer"), max_norm=0.1, clip="ministage"),
     ]
-    return found if num_ranks == 1 else [*found, Scene(two_groups(), EVERYTHING, max_norm=0.1, tied=True)]
+    if num_ranks == 1:
+        return found
+    joined = Scene(one_replica(), ("params", "activations"), "layer", torch.bfloat16, 0.1)
+    return [*found, Scene(two_groups(), EVERYTHING, max_norm=0.1, tied=True), joined]
 
 
 _DECIDES = "an optimizer cannot be told by the device to do nothing; read where the first update needs it"
+_A_STEP_LATER = "at the next send, or the next end of a step"
 _GLOO = "by Gloo only the host can sum; read where the first update needs it"
 ALLOWED = {
     "loss.py: Loss.grad: work of a collective": "how many targets others count; summed by hosts meanwhile",
@@ -110,12 +121,13 @@ ALLOWED = {
     "ministage/updates.py: Updates.is_skipped: thread": _DECIDES,
     "ministage/updates.py: Updates._factor: thread": _GLOO,
     "ministage/ties.py: TiedWeights._receive: work of a collective": "another rank's rows, used next",
-    "ministage/ties.py: TiedWeights._pass_on.<locals>.<lambda>: work of a collective": "at the end of a step",
-    "ministage/ties.py: TiedWeights._pass_on.<locals>.<lambda>: thread": "at the end of a step",
+    "ministage/ties.py: TiedWeights._pass_on.<locals>.<lambda>: work of a collective": _A_STEP_LATER,
+    "ministage/ties.py: TiedWeights._pass_on.<locals>.<lambda>: thread": _A_STEP_LATER,
     "comm/transport.py: _StagedChannel.receive.<locals>.arrive: thread": "another rank's rows, used next",
-    "comm/transport.py: Transport.finish: thread": "at the end of a step",
 }
 """What the host waits for, by place, and why."""
+MAYBE = {"comm/transport.py: Transport.finish: thread": "what was sent a step before, and is not over yet"}
+"""The same, where it depends on the machine."""
 IN_THREADS = {
     "result.py: SumOverRanks.start.<locals>.reduce: event",
     "result.py: SumOverRanks.start.<locals>.reduce: work of a collective",
@@ -138,7 +150,7 @@ def test_the_host_waits_for_nothing_else_in_a_step(run_ranks: RunRanks) -> None:
                 assert num_transfers > 4 * len(scene.offload)
                 found |= waits
                 in_threads |= others
-    assert sorted(found) == sorted(ALLOWED)
+    assert sorted(found - MAYBE.keys()) == sorted(ALLOWED)
     assert sorted(in_threads) == sorted(IN_THREADS)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from zorselike.elastic.contract import Reason
 from zorselike.elastic.meeting.environment import listen
+from zorselike.runtime.model.tracing import make_fake_mode
 
 from .diary import Diary
 from .injection import RECOVERY_PHASES, Fault, FaultKind
@@ -178,9 +179,7 @@ def run(job: Job) -> Outcome:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="elastic") as name:
         folder = Path(name)
-        gc.collect()  # Not in a child: what its parent threw away may have threads, which a child has not.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _prepare_to_fork()
         with listen(HOST, 0) as probe:
             port = probe.getsockname()[1]
         members: dict[int, int] = {}
@@ -222,6 +221,15 @@ def run(job: Job) -> Outcome:
         finally:
             for process in members.values():
                 _kill(process)
+
+
+def _prepare_to_fork() -> None:
+    """Does what must not be done first in a child."""
+    gc.collect()  # What its parent threw away may have threads, which a child has not.
+    with make_fake_mode():  # Where torch is built for CUDA and there is no GPU, a child's first one crashes.
+        pass
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _fork(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]) -> int:
@@ -368,6 +376,7 @@ def run_alone(job: Job) -> list[float]:
 
 def _in_child(work: Callable[[], Sequence[float]]) -> list[float]:
     reading, writing = os.pipe()
+    _prepare_to_fork()
     process = os.fork()
     if not process:
         code = 1

@@ -27,8 +27,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zorselike.cost.purposes import MemoryWalk, Purpose
 from zorselike.cost.sizes import MinistageBytes
-from zorselike.plan.pieces import pieces_of, positions_of
-from zorselike.plan.plan import Group, Plan
+from zorselike.plan.pieces import count_communicators, positions_of
+from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import (
     COMPUTE,
     NEEDED_BY,
@@ -42,7 +42,7 @@ from zorselike.schedule.actions import (
     edges_of_rank,
 )
 from zorselike.schedule.checker.rendezvous import find_wrapping
-from zorselike.schedule.contract import COPIES_IN_FLIGHT, reduces_beside
+from zorselike.schedule.contract import COPIES_IN_FLIGHT, MOST_DIRECT_EDGES, reduces_beside
 
 REDUCTION_BUFFERS = 1
 """Copies of a unit's gradients from which FSDP2 reduces."""
@@ -73,8 +73,7 @@ def walk_memory(
         num_sends_kept: of how many computations, the newest, what is sent is still held; None: of all.
         on_gpu: whether reductions may run beside what follows, and rows may travel over host memory.
         by_host: edges on which they do; None: those that lead back (`find_wrapping`).
-        communicator_bytes: of each communicator of a GPU's rank: one an edge, one of its group, and with
-            tensor parallelism one of its replica and one of each piece that others hold too.
+        communicator_bytes: of each communicator of a GPU's rank: one an edge, and those of its group.
     """
     staged = (find_wrapping(plan, rank, actions) if by_host is None else by_host) if on_gpu else None
     walk = _Walk(plan, rank, actions, sizes, num_sends_kept, staged, communicator_bytes * on_gpu)
@@ -146,7 +145,8 @@ class _Walk:
         """Ministages whose shards are newer than their host copies."""
         self._rank, self._staged, self._host_buffers = rank, staged or (), 0
         edges = edges_of_rank(rank, actions)
-        num_communicators = len(edges.difference(self._staged)) + _count_communicators(group, rank)
+        num_direct = min(len(edges.difference(self._staged)), MOST_DIRECT_EDGES)
+        num_communicators = num_direct + count_communicators(group, rank)
         self._buffers: dict[_Entry, int] = {}
         self._on_host: dict[tuple[int, int], int] = {}
         self._host_activations = 0
@@ -460,13 +460,6 @@ class _Walk:
         self._on_host[i, m] = num_bytes
         self._host_activations += num_bytes
         self._host_peak = max(self._host_peak, self._host_activations)
-
-
-def _count_communicators(group: Group, rank: int) -> int:
-    """Of a rank's group, its replica, and the pieces that it shares with other replicas."""
-    inside = group.replica_of(rank).degree > 1
-    pieces = len(pieces_of(group, rank)) if group.degree > 1 and len(group.replicas) > 1 else 0
-    return (len(group.flat_ranks) > 1) + inside + pieces
 
 
 _MOVED: dict[Kind, Purpose] = {

@@ -120,6 +120,8 @@ class Drawings:
             return drawn
 
     def _make(self, plan: Plan, dtype: torch.dtype | None) -> _Drawn:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # The factory may use it; this thread would open the first.
         model, options = self._factory(), self._options
         refuse_with_replicas(plan, dynamic_shapes=options.dynamic_shapes)
         self._is_light = all(parameter.is_meta for parameter in model.parameters())

@@ -399,8 +399,8 @@ class ElasticPipeline:
         if replicas.interval == 1:  # All wait for all in any case.
             self.worker.sums = step, result.read_sums()
         self.worker.note_counts(pipe)
-        if replicas.is_due(step):
-            replicas.take(self.extra, busy_s=pipe.busy_s)  # Before the loop's calls of schedulers.
+        if replicas.is_due(step):  # Before the loop's calls of schedulers.
+            replicas.take(self.extra, busy=pipe.assembly.busy.reading())
             self._name_drifts(running, replicas.list_busy_s(), self.worker.leader, self._control)
         self._schedulers.forget_before(replicas.mirrored or 0)
         self.worker.leader.note_step_time(replicas.step_s)

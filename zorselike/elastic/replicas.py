@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -74,6 +74,7 @@ class Replicas:
         self._changing = tensors.keys() - self._frozen
         self._own_frozen: Snapshot | None = None
         """Taken once, and sent once."""
+        self._is_frozen_taken = False
         self._frozen_of: dict[int, tuple[list[list[Saved]], list[Tensor]]] = {}
         """Of ranks that this one mirrors."""
         self._lock = threading.Lock()
@@ -107,12 +108,17 @@ class Replicas:
         return self._last_due is None or step >= self._last_due + self.interval
 
     def take(
-        self, extra: Json, *, num_calls: int = 0, mirrors: bool = True, busy_s: float | None = None
+        self,
+        extra: Json,
+        *,
+        num_calls: int = 0,
+        mirrors: bool = True,
+        busy: Callable[[], float] | None = None,
     ) -> None:
         """Between two steps: copies this rank's state, and, collective, has it mirrored. Waits for what was
         begun before, and for this one too if it is the first, not mirrored, or as every step is. `num_calls`:
-        of schedulers that the state has in it, after this step. `busy_s`: for how long this rank computed in
-        it."""
+        of schedulers that the state has in it, after this step. `busy`: asked in a thread for how long this
+        rank computed in it."""
         began = time.perf_counter()
         num_steps = self._pipe.checkpoints.num_steps - (self._last_due or 0)
         step_s = 0.0 if self._ended_s is None or not num_steps else (began - self._ended_s) / num_steps
@@ -123,9 +129,7 @@ class Replicas:
         step = self._pipe.checkpoints.num_steps
         is_new = step not in self._snapshots
         facts = self._begin(step, extra, num_calls) if is_new else None
-        self._running = self._thread.submit(
-            lambda: self._finish(step, facts, step_s, busy_s, mirrors=mirrors)
-        )
+        self._running = self._thread.submit(lambda: self._finish(step, facts, step_s, busy, mirrors=mirrors))
         if mirrors:
             self._last_due = step
         if not mirrors or self.mirrored is None or self.interval == 1:
@@ -178,11 +182,19 @@ class Replicas:
 
     def _begin(self, step: int, extra: Json, num_calls: int) -> Json:
         """Starts copying; gives what is known beside the tensors, but for the optimizers."""
+        is_first = self._own_frozen is None
         if self._own_frozen is None:
             self._own_frozen = self._snapshot(self._changing, model_only=True)
         self._snapshots[step] = self._snapshot(self._frozen)
+        if is_first:
+            self._reserve_second(OWN, self._snapshots[step].buffers())
         assembly = self._pipe.assembly
         return collect_facts(assembly.state, self._pipe.checkpoints, extra, num_calls)
+
+    def _reserve_second(self, purpose: str, first: Sequence[Tensor]) -> None:
+        """Room for as much once more, now that nothing else runs: pinning it beside a step may wait for the
+        GPU, which may wait for other ranks."""
+        self._memory.pool.reserve(purpose, [buffer.numel() for buffer in first])
 
     def _snapshot(self, left_out: Collection[str], *, model_only: bool = False) -> Snapshot:
         purpose = FROZEN if model_only else OWN
@@ -206,7 +218,13 @@ class Replicas:
     # -- in the thread ---------------------------------------------------------------------
 
     def _finish(
-        self, step: int, facts: Json | None, step_s: float, busy_s: float | None, *, mirrors: bool
+        self,
+        step: int,
+        facts: Json | None,
+        step_s: float,
+        busy: Callable[[], float] | None,
+        *,
+        mirrors: bool,
     ) -> None:
         if facts is not None:
             self._take_own(step, facts)
@@ -218,13 +236,13 @@ class Replicas:
             self._mirror(own)
         mirror_s = time.perf_counter() - began
         # All have all of this step when this is over, and only then may a step before go.
-        own_s = torch.tensor([mirror_s, step_s, math.nan if busy_s is None else busy_s], dtype=torch.float64)
+        own_s = torch.tensor([mirror_s, step_s, math.nan if busy is None else busy()], dtype=torch.float64)
         said = [torch.empty_like(own_s) for _ in range(self._size)]
         dist.all_gather(said, own_s, group=self._group)
         if self.mirrored is not None and step_s:  # The first one brings what is frozen, too.
             self._mirror_s.append(max(float(one[0]) for one in said))
             self._step_s.append(max(float(one[1]) for one in said))
-        if busy_s is not None:
+        if busy is not None:
             self._busy_s.append(tuple(float(one[2]) for one in said))
         self._drop_before(step)
         self.mirrored = step
@@ -232,10 +250,11 @@ class Replicas:
     def _take_own(self, step: int, facts: Json) -> None:
         frozen, changing = self._own_frozen, self._snapshots[step]
         assert frozen is not None
-        for snapshot in (frozen, changing):
+        for snapshot in (changing,) if self._is_frozen_taken else (frozen, changing):
             snapshot.take()
             if snapshot.failure is not None:
                 raise snapshot.failure
+        self._is_frozen_taken = True
         optimizers = [changing.optimizer_facts(i) for i in changing.order]
         facts = {**facts, "optimizers": describe_optimizers([own for own in optimizers if own is not None])}
         saved = [snapshot.saved(i) for snapshot in (frozen, changing) for i in snapshot.order]
@@ -266,6 +285,11 @@ class Replicas:
                 self._receive(own.origin.step, rank)
         for wait in waits:
             wait()
+        if is_first:
+            others = [held for held in self.held if held.origin.rank != self._rank]
+            kept = [buffer.data_ptr() for _, buffers in self._frozen_of.values() for buffer in buffers]
+            changing = [b for held in others for b in held.buffers if b.data_ptr() not in kept]
+            self._reserve_second(MIRRORS, changing)
 
     def _receive(self, step: int, rank: int) -> None:
         length = torch.zeros(1, dtype=torch.int64)

@@ -160,10 +160,11 @@ class Running:
         if self._has_left:
             return
         self._connections.shut()
-        if self.replicas is not None:
-            self.replicas.abandon()  # First: it may be reading what the pipeline gives back.
+        # Its thread may wait for a GPU, and that for who is lost, until groups have ended.
+        abandon = self.replicas.abandon if self.replicas is not None else lambda: True
         if self.pipe is not None:
-            self.pipe.abandon(error, is_own=is_own)
+            self.pipe.abandon(error, is_own=is_own, beside=abandon)
+        abandon()
         self._end()
 
     def _end(self) -> None:

@@ -37,6 +37,17 @@ def holders_of(group: Group, piece: int) -> tuple[int, ...]:
     return tuple(replica.ranks[piece * replica.degree // group.degree] for replica in group.replicas)
 
 
+def count_communicators(group: Group, rank: int) -> int:
+    """In how many sets of several ranks a rank of the group exchanges parameters and sums: all of its group,
+    its replica, and the holders of each piece that it holds."""
+    if len(group.flat_ranks) == 1:
+        return 0
+    if group.degree == 1:
+        return 1
+    shared = [piece for piece in pieces_of(group, rank) if len(holders_of(group, piece)) > 1]
+    return 1 + (group.replica_of(rank).degree > 1) + len(shared)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a weight is cut into pieces: along `dim`, piece `p` being `[edges[p], edges[p + 1])` of it."""

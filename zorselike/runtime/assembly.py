@@ -37,6 +37,7 @@ from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 from zorselike.schedule.actions import Action, Edge
 from zorselike.schedule.build import build
 from zorselike.schedule.checker.check import CheckReport, check
+from zorselike.schedule.contract import find_crowded
 from zorselike.schedule.spec import ScheduleSpec
 from zorselike.text.wording import count
 
@@ -294,6 +295,7 @@ class Assembly:
         )
         edges = edges_of([compiled.step_actions, compiled.evaluate_actions])
         by_host = frozenset(filter(self._goes_by_host, edges))
+        by_host |= find_crowded(edge for edge in edges if edge not in by_host)
         streams = self.resources.memory.streams
         self.transport = Transport(self.groups, edges, by_host=by_host, device=device, streams=streams)
         self.busy = self.resources.busy

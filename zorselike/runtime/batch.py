@@ -53,6 +53,8 @@ class Batch:
         self._inputs = None if inputs is None else tuple(copy_to_device(t, device) for t in inputs)
         self._targets = map_tensors(targets, lambda t: copy_to_device(t, device))
         self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
+        self._positions = kwargs.get("position_ids")
+        """As they were given."""
 
     def inputs(self, number: int) -> Tensors:
         """Inputs of the first ministage, `[rows, ...]` each."""
@@ -69,6 +71,16 @@ class Batch:
         """A microbatch's keyword arguments among `names`."""
         rows = self._index.slice(number)
         return {name: _cut(value, rows) for name, value in self._kwargs.items() if name in names}
+
+    def holds_documents(self, number: int) -> bool | None:
+        """Whether a microbatch has several documents in a row, by its position ids; None where only a device
+        knows."""
+        if self._positions is None:
+            return False
+        positions = _cut(self._positions, self._index.slice(number))
+        if not isinstance(positions, Tensor) or positions.device.type != "cpu" or positions.dim() != 2:
+            return None
+        return bool((positions.diff(dim=-1) != 1).any())
 
 
 def as_tensors(value: Any, what: str) -> Tensors:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.assembly import Assembly, CompiledPlan
-from zorselike.runtime.host_checks import check_host_room, reserve_activations
+from zorselike.runtime.host_checks import check_host_room, reserve_activations, reserve_state
 from zorselike.runtime.model.boundaries import StepInputs, Trace, Traces, trace_step
 from zorselike.runtime.model.signature import Signature, describe_kwargs
 from zorselike.runtime.tensor_parallel.position_check import refuse_mixed_positions
@@ -106,4 +106,5 @@ class Crossing:
             if any(group.offload for group in assembly.plan.groups):
                 reserve_activations(assembly, trace)
                 check_host_room(assembly)
+                reserve_state(assembly)
         return trace

@@ -1,4 +1,5 @@
-"""Whether the hosts of a job have room for a plan. Only `reserve_activations` speaks for its rank alone."""
+"""Whether the hosts of a job have room for a plan. What reserves speaks for its rank alone; it is there so
+that no step need pin memory, for which a GPU may have to end what waits for other ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from zorselike.runtime.comm.ranks import Ranks
 from zorselike.runtime.memory.host_room import HostRoom, find_host_room
 from zorselike.runtime.memory_report import GIB, expect_moments
 from zorselike.runtime.ministage.ministage import ShardedMinistage
+from zorselike.runtime.ministage.optimizer_state import count_moments, knows_moments
+from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.model.boundaries import Trace
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.processes.world import ProcessInfo
@@ -113,6 +116,29 @@ def reserve_activations(assembly: Assembly, trace: Trace) -> None:
         for each in trace.layer_inputs[action.ministage]
     ]
     assembly.resources.memory.pool.reserve(Purpose.ACTIVATIONS, sizes)
+
+
+def reserve_state(assembly: Assembly) -> None:
+    """Before the first step, after `check_host_room`: host buffers for the moments that its updates make, if
+    it is known how many these are, and for deferred gradients."""
+    actions = assembly.compiled.step_actions[assembly.ranks.rank]
+    deferred = {action.ministage for action in actions if action.kind is Kind.OFFLOAD_GRAD}
+    moments: list[int] = []
+    gradients: list[int] = []
+    for i, ministage in assembly.ministages.items():
+        optimizer = assembly.updates.optimizers.get(i)
+        if optimizer is not None and ministage.state.offloads and not ministage.state.moment_bytes:
+            num_moments = count_moments(optimizer) if knows_moments(optimizer) else 0
+            moments += num_moments * [local_tensor(p.detach()).nbytes for p in ministage.trained.values()]
+        if i in deferred:
+            gradients += [
+                local_tensor(p.detach()).numel() * ParameterBytes(p.itemsize).gradient
+                for p in ministage.sharded.values()
+                if p.requires_grad
+            ]
+    pool = assembly.resources.memory.pool
+    pool.reserve(Purpose.OPTIMIZER_STATE, [size for size in moments if size])
+    pool.reserve(Purpose.GRADIENT_SHARDS, [size for size in gradients if size])
 
 
 def check_host_room(assembly: Assembly) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,12 @@ def leave_alone(
     totals: SumOverRanks,
     alarm: Alarm,
     connections: Connections,
+    *,
+    beside: Callable[[], object] | None = None,
 ) -> None:
     """Gives the same back though others may be gone: first ends all connections, so that no thread of this
-    process waits for them any more.
+    process waits for them any more. `beside`: ends what else waits for others, or for a GPU that does, and
+    reads this memory.
 
     With NCCL, not seen on a GPU yet: kernels that wait for a lost rank end with the abort of their groups,
     and only then does the device do anything else; what does not end in time is left to its fate, and its
@@ -50,6 +54,8 @@ def leave_alone(
     connections.end()
     has_ended = assembly.groups.abandon()
     checkpoints.abandon()
+    if beside is not None:
+        beside()
     totals.abandon()
     assembly.transport.abandon()
     assembly.updates.abandon()

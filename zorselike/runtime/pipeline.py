@@ -301,12 +301,19 @@ class HeteroPipeline(Stateful):
         `abandon` comes next. From any thread. (What NCCL runs ends with `abandon` only.)"""
         self._connections.shut()
 
-    def abandon(self, error: BaseException | None = None, *, is_own: bool = False) -> None:
+    def abandon(
+        self,
+        error: BaseException | None = None,
+        *,
+        is_own: bool = False,
+        beside: Callable[[], object] | None = None,
+    ) -> None:
         """`close` without the other ranks, some of which may be gone, in whatever state the last step is. The
         caller can then leave the default group, make another and build another pipeline.
 
         `error`: what ended the last call, of which nothing is kept; `is_own`: this rank itself has failed by
-        it, and the others hear why it leaves.
+        it, and the others hear why it leaves; `beside`: called before memory is given back, to end threads of
+        the caller's that read this pipeline's state.
         """
         if self._is_closed:
             return
@@ -315,7 +322,8 @@ class HeteroPipeline(Stateful):
             if is_own:
                 self._alarm.fail(error)
             forget(error)
-        leave_alone(self._assembly, self._checkpoints, self._totals, self._alarm, self._connections)
+        own = self._assembly, self._checkpoints, self._totals, self._alarm, self._connections
+        leave_alone(*own, beside=beside)
 
     def __enter__(self) -> HeteroPipeline:
         return self

@@ -23,6 +23,7 @@ from zorselike.runtime.host_checks import refuse_crowded_hosts
 from zorselike.runtime.memory import memory as rank_memory
 from zorselike.runtime.memory.host_room import HostRoom
 from zorselike.runtime.memory.memory import HostPool, Ledger
+from zorselike.schedule.actions import Action
 
 GIB = 2**30
 NUM_LAYERS = 3
@@ -227,6 +228,41 @@ def test_nothing_grows_over_ten_steps(recompute: str, num_ranks: int, run_ranks:
             assert first == last
             assert before["parameter shards"] == first["parameter shards"] > 0
             assert first["activations"] > 0 and first["optimizer state"] > 0
+
+
+def take_in_a_step(rank: int, world_size: int, settings: Sequence[Setting]) -> list[set[str]]:
+    """By setting: what host memory is taken for while the first step's actions run."""
+    allocate, found = HostPool._allocate, []
+    for setting in settings:
+        taken: set[str] = set()
+        running: list[Action] = []
+
+        def note(pool: HostPool, purpose: str, num_bytes: int, taken=taken, running=running) -> torch.Tensor:
+            taken.update([purpose] if running else [])
+            return allocate(pool, purpose, num_bytes)
+
+        with (
+            mock.patch.object(HostPool, "_allocate", note),
+            setting.build() as pipe,
+            pipe.watching(running.append, running.remove),
+        ):
+            pipe.step_global(*setting.case.batch(0))
+        found.append(taken)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_step_takes_memory_but_for_activations_of_unknown_size(
+    num_ranks: int, run_ranks: RunRanks
+) -> None:
+    """A GPU may have to end what waits for other ranks before it pins some."""
+    settings = [
+        Setting(recompute="layer", num_ranks=num_ranks, max_norm=0.1),
+        Setting(dtype=torch.bfloat16, num_ranks=num_ranks, max_norm=0.1, zero=3),
+        Setting(num_ranks=num_ranks, zero=0),
+    ]
+    for found in run_ranks(take_in_a_step, num_ranks, settings):
+        assert all(taken <= {"activations"} for taken in found), found
 
 
 def build_without_room(rank: int, world_size: int, setting: Setting, later: bool) -> tuple[str, bool]:

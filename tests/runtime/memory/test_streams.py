@@ -21,6 +21,7 @@ from memory_races import Clocks
 from odd_optimizers import ODD_OPTIMIZERS
 from offloaded import state_tensors
 from ranks import RunRanks
+from replica_cases import ReplicaCase, make_replica_case
 from sanitizer import sanitize
 from stand_in import RaceStreams, StreamRace
 from stream_work import Trace, Work, without
@@ -32,6 +33,7 @@ from watched import on
 
 from zorselike import HeteroPipeline
 from zorselike.cost import MinistageBytes, Purpose, walk_memory
+from zorselike.elastic.replicas import Replicas
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.runtime.ministage.updates import Clip
 from zorselike.schedule import ScheduleSpec, build
@@ -43,6 +45,7 @@ CUTS = (NAMES[:2], NAMES[2:3], NAMES[3:4], NAMES[4:])
 SUBSETS = tuple(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in range(len(OFFLOAD_KINDS) + 1)))
 EVERYTHING = SUBSETS[-1]
 NUM_RANDOM = 200
+NUM_RANDOM_REPLICAS = 40
 REPLACING = "a new tensor each step"
 SETTINGS: tuple[tuple[Recompute, torch.dtype | None, float | None], ...] = (
     ("none", None, None),
@@ -52,7 +55,7 @@ SETTINGS: tuple[tuple[Recompute, torch.dtype | None, float | None], ...] = (
 """Recomputation, dtype to compute in, norm to clip to."""
 _THREAD = "another thread waits, which is not seen; see `test_host_waits.py`"
 NOT_NEEDED = {
-    "ministage/busy.py: BusyClock": "only on CUDA: it measures, nothing comes after it",
+    "ministage/busy.py: ": "only on CUDA: it measures, nothing comes after it",
     "checkpoints.py: ": "the thread that saves says when it is done",
     "comm/transport.py: _StagedChannel": "only on CUDA",
     "comm/transport.py: Transport._warm_up": "only on CUDA",
@@ -66,7 +69,7 @@ NOT_NEEDED = {
     ),
     "ministage/norm_sums.py: NormSums.start.reduce": _THREAD,
     "ministage/ties.py: TiedWeights._pass_on": _THREAD,
-    "ministage/ties.py: TiedWeights.finish": _THREAD,
+    "ministage/ties.py: TiedWeights._finish_earlier": _THREAD,
     "ministage/sharded_units.py: ShardedUnits.wait_gathered: handle.wait": "only on a CPU rank's own streams",
     "comm/connections.py: Connections._keep": "sockets alone: it looks again and again for new ones",
     "leaving.py: leave_alone": "only on CUDA",
@@ -94,6 +97,8 @@ class Run:
     """A step precedes the last that breaks off after this share of its actions before the first update."""
     saves: bool = False
     """A save begins before the last step, and is written beside it."""
+    mirrors: bool = False
+    """After each step its state is copied and mirrored, beside the next."""
 
     @property
     def resident(self) -> Run:
@@ -119,11 +124,24 @@ def make_run(
     num_steps: int = 2,
     breaks_at: float | None = None,
     saves: bool = False,
+    mirrors: bool = False,
+    counts: bool = False,
+    frozen: tuple[str, ...] = (),
 ) -> Run:
     """All groups offload and recompute alike; an evaluation precedes the second step."""
     plan = with_groups(plan, lambda group: replace(group, offload=offload, recompute=recompute))
-    case = Case(plan, NUM_LAYERS, tied=tied, max_norm=max_norm, evaluate_before=(1,), num_steps=num_steps)
-    return Run(case, param_dtype, optimizer=optimizer, breaks_at=breaks_at, saves=saves)
+    kind = ReplicaCase if plan.has_replicas else Case
+    case = kind(
+        plan,
+        NUM_LAYERS,
+        tied=tied,
+        max_norm=max_norm,
+        evaluate_before=(1,),
+        frozen=frozen,
+        num_steps=num_steps,
+        counts=counts,
+    )
+    return Run(case, param_dtype, optimizer=optimizer, breaks_at=breaks_at, saves=saves, mirrors=mirrors)
 
 
 def draw_run(seed: int) -> Run:
@@ -139,6 +157,21 @@ def draw_run(seed: int) -> Run:
         rng.choice(tuple(ODD_OPTIMIZERS)) if rng.random() < 0.1 else "",
         rng.random() if case.plan.num_ranks == 1 and rng.random() < 0.3 else None,
     )
+
+
+def draw_replica_run(seed: int) -> Run:
+    """A random plan with tensor-parallel replicas, of at most three ranks."""
+    rng = random.Random(seed)
+    case = replace(make_replica_case(seed, max_ranks=3), num_steps=2)
+    return Run(case, rng.choice((None, None, torch.bfloat16)))
+
+
+def with_replicas(*ranks: int | tuple[int, ...], zero: int) -> Plan:
+    """One group, two microbatches of its first replica and one of its last."""
+    first, last = (entry if isinstance(entry, int) else entry[0] for entry in (ranks[0], ranks[-1]))
+    microbatches = (Microbatch(first, 0, 1), Microbatch(last, 1, 3), Microbatch(first, 3, 4))
+    group = Group(ranks, microbatches, zero=zero)
+    return Plan(4, (group,), tuple(Ministage(0, tuple(cut)) for cut in CUTS), sequence_length=7)
 
 
 def one_group(zero: int, num_ranks: int, grad_reduce: GradReduce = "once", *, overlap: bool = True) -> Plan:
@@ -190,7 +223,7 @@ def break_off(pipe: HeteroPipeline, batch: tuple[Tensor, Tensor], share: float) 
 
 def train(run: Run) -> Outcome:
     """Some steps, with an evaluation in between."""
-    case, save = run.case, None
+    case, save, replicas = run.case, None, None
     with (
         TemporaryDirectory() as folder,
         HeteroPipeline(
@@ -204,6 +237,8 @@ def train(run: Run) -> Outcome:
         ) as pipe,
     ):
         results = []
+        if run.mirrors:
+            replicas = Replicas(pipe, 1, ["node"] * case.plan.num_ranks, share=1.0, interval=1)
         for step in range(case.num_steps):
             batch = case.batch(step)
             if step in case.evaluate_before:
@@ -213,12 +248,18 @@ def train(run: Run) -> Outcome:
             if run.breaks_at is not None and step == case.num_steps - 1:
                 break_off(pipe, batch, run.breaks_at)
             results.append(pipe.step_global(*batch))
+            if replicas is not None:
+                replicas.take({})
         if not any(
             group.offload for group in case.plan.groups
         ):  # Whoever reads the weights after a step need not wait.
             for tensor in state_tensors(pipe):
                 tensor.sum()
         assert save is None or save.wait()
+        if replicas is not None:
+            assert len(replicas.held) == min(2, case.plan.num_ranks)
+            replicas.close()
+            replicas.forget()
         numbers = [number for result in results for number in (result.loss, result.grad_norm)]
         with pipe.loaded():
             moments = [tensor.clone() for tensor in state_tensors(pipe)]
@@ -340,8 +381,27 @@ def that_save(num_ranks: int) -> Iterator[Run]:
     """What is on the device is copied beside the next step, and its updates wait for that."""
     plans = [one_group(zero, num_ranks) for zero in range(4)]
     for plan, offload in zip(plans, ((), ("params",), ("optimizer",), EVERYTHING), strict=True):
-        yield make_run(plan, offload, param_dtype=torch.bfloat16 if offload else None, saves=True)
+        param_dtype = torch.bfloat16 if offload else None
+        yield make_run(
+            plan, offload, param_dtype=param_dtype, saves=True, counts=bool(plan.groups[0].zero % 2)
+        )
     yield make_run(one_group(2, num_ranks), optimizer=REPLACING, num_steps=3, saves=True)
+
+
+def that_mirror(num_ranks: int) -> Iterator[Run]:
+    """What trains after each step, what is frozen once."""
+    frozen = ("tok_embeddings", "layers.0.up")
+    for zero, offload in enumerate(((), EVERYTHING, ("params",), ())):
+        plan = one_group(zero, num_ranks)
+        yield make_run(plan, offload, frozen=frozen, counts=True, num_steps=3, mirrors=True)
+
+
+def over_replicas(*ranks: int | tuple[int, ...]) -> Iterator[Run]:
+    """Whose pieces are FSDP2's too, each over its holders, and some of a rank alone."""
+    for zero in range(4):
+        plan = with_replicas(*ranks, zero=zero)
+        yield make_run(plan, EVERYTHING if zero % 2 else ("params",), *SETTINGS[zero % 2])
+        yield make_run(plan, saves=True)
 
 
 RUNS = {
@@ -352,6 +412,7 @@ RUNS = {
         *with_odd_optimizers(1),
         *that_break_off(),
         *that_save(1),
+        *that_mirror(1),
     ],
     2: [
         *on_two_ranks(),
@@ -359,7 +420,10 @@ RUNS = {
         *of_a_single_ministage(2),
         *with_odd_optimizers(2),
         *that_save(2),
+        *that_mirror(2),
+        *over_replicas((0, 1)),
     ],
+    3: [*over_replicas((0, 1), 2)],
 }
 
 
@@ -374,6 +438,15 @@ def test_no_race_and_the_numbers_of_a_resident_run(num_ranks: int, run_ranks: Ru
 def test_random_plans(num_ranks: int, run_ranks: RunRanks) -> None:
     """Equal to a single process, or where precision or optimizer are odd to the same run without offload."""
     drawn = map(draw_run, volume.part(range(NUM_RANDOM), share=20))
+    runs = [run for run in drawn if run.case.plan.num_ranks == num_ranks]
+    assert_no_mistake(run_ranks, num_ranks, runs, alone=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_plans_with_replicas(num_ranks: int, run_ranks: RunRanks) -> None:
+    """Equal to the same run without offload, or to a single process."""
+    drawn = map(draw_replica_run, volume.part(range(NUM_RANDOM_REPLICAS)))
     runs = [run for run in drawn if run.case.plan.num_ranks == num_ranks]
     assert_no_mistake(run_ranks, num_ranks, runs, alone=True)
 
@@ -468,7 +541,7 @@ SCENES: tuple[tuple[int, list[Run]], ...] = (
         1,
         [
             make_run(one_group(2, 1), num_steps=1),
-            make_run(one_group(2, 1), saves=True),
+            make_run(one_group(2, 1), saves=True, counts=True),
             make_run(one_group(2, 1), EVERYTHING, "layer", torch.bfloat16, 0.1),
             make_run(one_group(2, 1), EVERYTHING, optimizer=REPLACING, num_steps=3, breaks_at=0.5),
         ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from tiny import adamw, assert_same, module_names, train_all_planned, train_all_
 
 from zorselike import HeteroPipeline
 from zorselike.cost.sizes import MinistageBytes
+from zorselike.plan.pieces import count_communicators
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
 from zorselike.runtime.host_checks import measure_parts
+from zorselike.runtime.meshes import Meshes
 
 NUM_LAYERS = 2
 NAMES = tuple(module_names(NUM_LAYERS))
@@ -190,6 +193,29 @@ def test_single_ranks_beside_a_group_of_replicas_do_what_they_did(run_ranks: Run
         plan = Plan(4, (lower, upper), ministages, sequence_length=7)
         counts.append(run_ranks(count_collectives, plan.num_ranks, plan)[-2:])
     assert counts[0] == counts[1] and min(map(sum, map(Counter.values, counts[0]))) > 0
+
+
+def count_groups(rank: int, world_size: int, plan: Plan) -> int:
+    """Communicators of several ranks over which this one exchanges parameters, sums and positions."""
+    made = []
+    make = Meshes._make
+
+    def note(meshes: Meshes, members: Any) -> Any:
+        made.extend([members] if rank in members and len(members) > 1 else [])
+        return make(meshes, members)
+
+    with (
+        mock.patch.object(Meshes, "_make", note),
+        HeteroPipeline(ReplicaCase(plan, NUM_LAYERS).model(), plan, optimizer=adamw),
+    ):
+        return len(made)
+
+
+def test_the_memory_model_counts_the_communicators_that_are_made(run_ranks: RunRanks) -> None:
+    for zero in (0, 2):
+        plan = one_group(((0, 1), 2), zero)
+        found = run_ranks(count_groups, 3, plan)
+        assert found == [count_communicators(plan.groups[0], rank) for rank in range(3)]
 
 
 def save_after_a_step(rank: int, world_size: int, case: ReplicaCase, folder: Path) -> Any:

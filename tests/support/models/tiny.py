@@ -24,15 +24,24 @@ DIM = 8
 
 
 class Layer(nn.Module):
-    """Attention-free block with odd shapes, so that shards are ragged and some are empty."""
+    """Attention-free block with odd shapes, so that shards are ragged and some are empty; with `counts` it
+    changes a buffer of its state in each forward that trains."""
 
-    def __init__(self, dim: int = DIM) -> None:
+    def __init__(self, dim: int = DIM, *, counts: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 7)
         self.down = nn.Linear(7, dim)
+        self.seen: Tensor | None
+        self.register_buffer("seen", torch.zeros(1) if counts else None)
+
+    def init_buffers(self) -> None:
+        if self.seen is not None:
+            self.seen.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.seen is not None and self.training:
+            self.seen.add_(1)
         mixed = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
         return x + self.down(torch.tanh(self.up(self.norm(mixed))))
 
@@ -40,10 +49,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """On TorchTitan's convention: missing parts are None."""
 
-    def __init__(self, num_layers: int, *, tied: bool = False) -> None:
+    def __init__(self, num_layers: int, *, tied: bool = False, counts: bool = False) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleDict({str(i): Layer() for i in range(num_layers)})
+        self.layers = nn.ModuleDict({str(i): Layer(counts=counts) for i in range(num_layers)})
         self.norm = nn.LayerNorm(DIM)
         self.output = nn.Linear(DIM, VOCABULARY, bias=False)
         if tied:
@@ -91,10 +100,12 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Prefixes of names of parameters that do not train."""
     num_steps: int = 3
+    counts: bool = False
+    """Whether layers have a buffer that forwards change."""
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
-            model = Decoder(self.num_layers, tied=self.tied).double()
+            model = Decoder(self.num_layers, tied=self.tied, counts=self.counts).double()
         for name, parameter in model.named_parameters():
             if name.startswith(self.frozen or ("-",)):
                 parameter.requires_grad_(False)

@@ -6,6 +6,10 @@ only so many strangers are kept at once. Afterwards lines of JSON pass (`runtime
 
 A link that ends is looked into: if nobody, or somebody else, answers at the member's port, its process has
 certainly ended; if nothing answers in time, the member is silent; if it answers, only messages may be lost.
+
+A member that says nothing may be in a call that keeps Python's lock, such as an allocation that waits for its
+GPU. So it is silent after the limit if its process is stopped, or its node or the network lost, as far as the
+kernels know; if they know of nothing, after `HELD_S`.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
 from zorselike.errors import FileError
 from zorselike.runtime.alarm.heartbeat import Link
+from zorselike.runtime.alarm.kernel import HELD_S, find_process, is_stopped, name_process
 from zorselike.text.dataclass_tables import read_dataclass
 
 MAX_STRANGERS = 64
@@ -63,7 +68,11 @@ class _Connection:
     member: Member | None = None
     """Who is at the other end, proven."""
     peer_nonce: str = ""
+    process: int | None = None
+    """Of that member, if it is one of this node."""
     heard_s: float = 0.0
+    reached_s: float = 0.0
+    """When the other end's kernel last had all that it was sent."""
     sent_s: float = 0.0
     is_quiet: bool = False
     ping: int = 0
@@ -215,7 +224,7 @@ class Links:
         now = time.monotonic()
         for connections in self._links.values():
             for connection in connections:
-                connection.heard_s = now
+                connection.heard_s = connection.reached_s = now
                 self._doubt(connection)
 
     def _doubt(self, connection: _Connection) -> None:
@@ -231,16 +240,29 @@ class Links:
         for id, connections in list(self._links.items()):
             for connection in list(connections):
                 quiet_s = now - connection.heard_s
+                if connection.link.is_acknowledged:
+                    connection.reached_s = now
                 if now - connection.sent_s > self._silence_s / 5:
                     connection.link.send({"link": "beat"})
                     connection.sent_s = now
-                if quiet_s > self._silence_s:
+                if quiet_s > self._silence_s and self._is_lost(connection, now):
                     self._drop(connection)
                     if id not in self._links:
                         self._tell(e.Silent(id))
                 elif quiet_s > self._silence_s / 2 and not connection.is_quiet:
                     self._doubt(connection)
                     self._tell(e.Quiet(id))
+        self._look_after_dials(now)
+
+    def _is_lost(self, connection: _Connection, now: float) -> bool:
+        """Whether a quiet member is, and not merely in a call that is long."""
+        if connection.process is not None:
+            is_lost = is_stopped(connection.process)
+        else:
+            is_lost = now - connection.reached_s > self._silence_s
+        return is_lost or now - connection.heard_s > HELD_S
+
+    def _look_after_dials(self, now: float) -> None:
         for id, dial in list(self._dials.items()):
             if now > dial.until_s:
                 self._give_up(id, e.Silent(id))
@@ -346,13 +368,14 @@ class Links:
                     "nonce": connection.nonce,
                     "proof": prove(self._token, "caller", theirs, connection.nonce),
                     "member": asdict(self.me),
+                    "process": name_process(),
                 }
             )
             return
         theirs = connection.peer_nonce
         if not is_proof(message.get("proof"), self._token, "listener", connection.nonce, theirs):
             raise FileError("wrong token")
-        self._become_link(connection, read_dataclass(Member, message.get("member")))
+        self._become_link(connection, message)
 
     def _greet_as_listener(self, connection: _Connection, message: Json) -> None:
         theirs = str(message.get("nonce"))
@@ -365,11 +388,12 @@ class Links:
             connection.link.end_sending()
             self._drop(connection)
             return
-        member = read_dataclass(Member, message.get("member"))
-        connection.link.send(answer | {"member": asdict(self.me)})
-        self._become_link(connection, member)
+        connection.link.send(answer | {"member": asdict(self.me), "process": name_process()})
+        self._become_link(connection, message)
 
-    def _become_link(self, connection: _Connection, member: Member) -> None:
+    def _become_link(self, connection: _Connection, message: Json) -> None:
+        """`message`: what the other end has said last."""
+        member = read_dataclass(Member, message.get("member"))
         dial = self._dial_of(connection)
         self._strangers.remove(connection)
         if connection.target is not None and connection.target.id != member.id:
@@ -378,9 +402,9 @@ class Links:
         if dial is self._contact and dial is not None:
             self._contact = None
         probe = self._dials.pop(member.id, None)
-        connection.member = member
+        connection.member, connection.process = member, find_process(str(message.get("process", "")))
         connection.link.max_bytes = _MAX_BYTES
-        connection.heard_s = connection.sent_s = time.monotonic()
+        connection.heard_s = connection.reached_s = connection.sent_s = time.monotonic()
         is_new = member.id not in self._links
         self._links.setdefault(member.id, []).append(connection)
         for line in probe.messages if probe is not None else []:

@@ -3,7 +3,8 @@
 It never computes and needs no torch. The worker writes lines of JSON to a pipe: at least every twentieth of
 the silence limit that it lives, and which generation it belongs to, whom to tell of its death, why it is out.
 A worker that stops writing (SIGSTOP, a process stuck for good) is killed before the others would only call it
-silent: of the killed it is certain that they are gone.
+silent: of the killed it is certain that they are gone. One that runs may be in a call that keeps Python's
+lock, and has more time.
 
 Under a launcher that ends a node's processes when one ends, as torchrun does, start nannies by it:
 `torchrun ... -m zorselike.elastic.meeting.nanny COMMAND...`.
@@ -26,9 +27,10 @@ from zorselike.elastic.contract import Json
 from zorselike.elastic.meeting.asking import ask
 from zorselike.elastic.meeting.environment import FOUND, JOIN, MEMBERS, NANNY_FD, SILENCE, TOKEN, read_address
 from zorselike.errors import ClusterError, ConfigError
+from zorselike.runtime.alarm.kernel import HELD_S, is_stopped
 
 _SILENT_SHARE = 0.8
-"""Of the silence limit, after which a worker that says nothing is killed."""
+"""Of the silence limit, after which a worker that is stopped is killed, and of `HELD_S` for others."""
 _SOON_S = 60.0
 """A worker that dies sooner after its start was no use."""
 _MAX_STARTS = 3
@@ -150,7 +152,9 @@ class Nanny:
                     for line in lines:
                         self._learn(known, line)
                 is_speaking = bool(known.id) and known.over is None and is_open
-                if is_speaking and now - heard_s > self._silence_s * _SILENT_SHARE:
+                silent_s = (now - heard_s) / _SILENT_SHARE
+                may_run = silent_s <= HELD_S and not is_stopped(self._worker.pid)
+                if is_speaking and silent_s > self._silence_s and not may_run:
                     self._say(f"worker says nothing for {now - heard_s:.1f} s; it is killed")
                     self._worker.kill()
             # What it wrote last.

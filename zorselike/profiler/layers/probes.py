@@ -185,7 +185,8 @@ def _record_calls(
     cache = arguments.get("past_key_values")
     (model,) = fake_copies([model], mode, param_dtype=dtype)
     use_grouped_experts(model)
-    with mode:
+    on_cpu = torch.device("cpu")  # Whatever the caller's default is, such as meta.
+    with on_cpu, mode:
         tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64)
     ids = tokens.untyped_storage()  # Alive, so that views of it have the same.
     for name in modules:
@@ -197,7 +198,7 @@ def _record_calls(
             calls.setdefault(name, (call, own))
 
         model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True)
-    with mode, torch.enable_grad():
+    with on_cpu, mode, torch.enable_grad():
         model(tokens, **arguments)
     if missing := [name for name in modules if name not in calls]:
         raise ConfigError(

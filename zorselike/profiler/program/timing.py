@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zorselike.cost.profile import Overheads, Source
 from zorselike.cost.purposes import COMMUNICATOR_BYTES
+from zorselike.plan.pieces import count_communicators
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.profiler.clock import trimmed_mean
 from zorselike.profiler.layers.probes import LayerProbe, MeasuredModel, fill, make_inputs
@@ -181,7 +182,7 @@ class ProgramBench:
                     samples.add_step(clock.times)
                     rests.append(between_s + step_s - sum(map(samples.find_seconds, clock.times)))
             self._pools_bytes.append(self._memory.pools_bytes())
-            num_communicators = count_communicators(plan, self._processes.rank)
+            num_communicators = count_all_communicators(plan, self._processes.rank)
             if num_communicators and num_units == MANY_UNITS:  # With few the libraries were loaded, too.
                 grown = max(0, self._memory.context_bytes() - before_bytes)
                 self._communicator_bytes.append(grown // num_communicators)
@@ -260,10 +261,10 @@ def make_plan(groups: Sequence[tuple[int, ...]], *, zero: int, num_units: int) -
     return Plan(global_batch=global_batch, groups=made, ministages=ministages).validate()
 
 
-def count_communicators(plan: Plan, rank: int) -> int:
+def count_all_communicators(plan: Plan, rank: int) -> int:
     """NCCL communicators of a rank on a GPU: one for each edge, and its group's."""
     edges = edges_of_rank(rank, build(ScheduleSpec(plan), ranks=[rank])[rank])
-    return len(edges) + (len(plan.groups[plan.group_of_rank[rank]].flat_ranks) > 1)
+    return len(edges) + count_communicators(plan.groups[plan.group_of_rank[rank]], rank)
 
 
 def _sum_squares(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from zorselike.errors import ConfigError
 from zorselike.runtime._compat import Store
 from zorselike.runtime.alarm.failure import Failure, describe_failure, reason_of
 from zorselike.runtime.alarm.heartbeat import Page, join
+from zorselike.runtime.alarm.kernel import HELD_S
 from zorselike.runtime.alarm.watch import (
     PLACE_OF_ERROR,
     SILENCE_VARIABLE,
@@ -67,7 +68,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         interval_s: float = 0.5,
         silence_s: float | None = 5.0,
         start_silence_s: float | None = 60.0,
-        held_s: float = 60.0,
+        held_s: float = HELD_S,
         stall_s: float | None = None,
         join_timeout_s: float = 300.0,
         exit: Callable[[int], object] = os._exit,

@@ -15,6 +15,9 @@ import socket
 import termios
 from pathlib import Path
 
+HELD_S = 60.0
+"""How long one call may keep Python's lock in a process that runs, or whose node is there."""
+
 _PROCESSES = Path("/proc")
 _STOPPED = frozenset("TtZXx")
 """States of `/proc/PID/stat`: stopped, traced, a zombie, dead."""

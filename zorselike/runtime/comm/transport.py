@@ -2,9 +2,9 @@
 
 CPU ranks use Gloo. CUDA ranks use NCCL, and Gloo through pinned memory on the edges on which a blocking
 send could close a cycle (Zorse 5.2; the schedule's checker finds them), such as those that lead back to the
-first group. So two ranks have two communicators, one for activations and one for gradients. They cannot
-have one: it runs what it is given in order, and a send behind a receive that is posted early would wait for
-what the other rank computes from that send.
+first group, and on those that are too many for a rank's streams. So two ranks have two communicators, one for
+activations and one for gradients. They cannot have one: it runs what it is given in order, and a send behind
+a receive that is posted early would wait for what the other rank computes from that send.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class _Sent:
     """Waits until the memory may be reused."""
     is_over: Callable[[], bool] = lambda: False
     """Whether it may be now, where that can be known without waiting."""
+    outlasts_step: bool = False
+    """Whether only a thread and host memory are busy with it, so that the next step may begin."""
 
 
 class _Channel:
@@ -105,7 +107,7 @@ _NO_MEMBER = "this process is not in the group of the transfer"
 
 
 class _StagedChannel(_Channel):
-    """Device memory over Gloo through pinned host memory: what cannot block a GPU. Copies have a stream of
+    """Device memory over Gloo through pinned host memory: what cannot block a GPU. Copies have streams of
     their own, and a thread waits for them and for Gloo, so that neither compute nor the executor does."""
 
     def __init__(
@@ -115,13 +117,13 @@ class _StagedChannel(_Channel):
         self.kind = BY_HOST
         self._gpu = device
         self._streams = streams
-        self._copies = streams.make("staged copies")
         self._thread = DeviceThread("stage", device)
 
     def send(self, tensor: Tensor) -> _Sent:
-        self._copies.wait(self._streams.compute.record())
-        with self._copies.use():
-            host, copied = copy_to_host(tensor, self._copies)
+        copies = self._streams.send_rows
+        copies.wait(self._streams.compute.record())
+        with copies.use():
+            host, copied = copy_to_host(tensor, copies)
         held = [tensor]
 
         def pass_on() -> None:
@@ -130,11 +132,15 @@ class _StagedChannel(_Channel):
             super(_StagedChannel, self).send(host).wait()
 
         future = self._thread.submit(pass_on)
-        # What failed is not over, so that who waits hears of it.
-        return _Sent(host, future.result, lambda: future.done() and future.exception() is None)
+
+        def is_over() -> bool:
+            # What failed is not, so that who waits hears of it.
+            return future.done() and future.exception() is None
+
+        return _Sent(host, future.result, is_over, outlasts_step=True)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        compute = self._streams.compute
+        compute, copies = self._streams.compute, self._streams.receive_rows
         host = make_host_buffer(shape, dtype, self._gpu)
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._gpu)
         free = compute.record()
@@ -142,10 +148,10 @@ class _StagedChannel(_Channel):
 
         def bring() -> Event:
             wait()
-            self._copies.wait(free)
-            with self._copies.use():
+            copies.wait(free)
+            with copies.use():
                 buffer.copy_(host, non_blocking=True)
-            return self._copies.record()
+            return copies.record()
 
         future = self._thread.submit(bring)
 
@@ -182,6 +188,9 @@ class Transport:
         self._receives: defaultdict[tuple[Kind, int, int], dict[Place, list[Arrival]]] = defaultdict(dict)
         """Posted receives of a microbatch's boundary by their place in it, one entry a tensor."""
         self._sends: list[_Sent] = []
+        """Of this step."""
+        self._earlier_sends: list[_Sent] = []
+        """Of the step before, on their way."""
         everyone = range(groups.ranks.world_size)
         host = groups.make(everyone, "gloo")
         assert host is not None
@@ -250,18 +259,22 @@ class Transport:
         part: tuple[slice, ...] = (slice(action.start - begin[0], action.stop - begin[0]),)
         if action.positions is not None:
             part += (slice(action.positions[0] - begin[1], action.positions[1] - begin[1]),)
-        self._sends = [sent for sent in self._sends if not sent.is_over()]
+        self._sends = _drop_over(self._sends)
+        self._earlier_sends = _drop_over(self._earlier_sends)
         for tensor, _ in zip(tensors, _travelling(action.kind, boundary), strict=True):
             self._sends.append(channel.send(tensor.detach()[part]))
 
     def finish(self) -> None:
-        """Waits until everything sent has left; memory may be reused afterwards."""
-        for sent in self._sends:
+        """Waits until what was sent has left; memory may be reused afterwards. For what is in host memory
+        already it waits a step later."""
+        for sent in [*self._earlier_sends, *(sent for sent in self._sends if not sent.outlasts_step)]:
             sent.wait()
+        self._earlier_sends = _drop_over(sent for sent in self._sends if sent.outlasts_step)
         self._sends.clear()
 
     def close(self) -> None:
         self._sends.clear()
+        self._earlier_sends.clear()
         self._receives.clear()
         for channel in self._channels.values():
             channel.close()
@@ -270,10 +283,15 @@ class Transport:
     def abandon(self) -> None:
         """`close` where other ranks may be gone, and connections have ended."""
         self._sends.clear()
+        self._earlier_sends.clear()
         self._receives.clear()
         for channel in self._channels.values():
             channel.abandon()
         self._channels.clear()
+
+
+def _drop_over(sends: Iterable[_Sent]) -> list[_Sent]:
+    return [sent for sent in sends if not sent.is_over()]
 
 
 def _join(parts: Sequence[list[Arrived]], *, dim: int) -> list[Arrived]:

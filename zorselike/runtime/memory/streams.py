@@ -65,6 +65,10 @@ class Streams:
     """Activations, host to device."""
     stash: Stream
     """Activations, device to host."""
+    send_rows: Stream
+    """What goes to another rank over host memory, device to host."""
+    receive_rows: Stream
+    """What comes so, host to device: never given a copy before its rows are there."""
     update: Stream
     """Optimizer updates."""
     is_concurrent: bool = False
@@ -73,6 +77,7 @@ class Streams:
     def __init__(self) -> None:
         self.compute = self.gather = self.reduce = self.load = self.load_state = Stream()
         self.store = self.fetch = self.stash = self.update = self.compute
+        self.send_rows = self.receive_rows = self.compute
 
     def begin(self) -> None:
         """Starts a step: takes the current stream for compute."""
@@ -129,6 +134,7 @@ class _CudaStreams(Streams):
         self.gather, self.reduce, self.fetch = (self.make(name) for name in ("gather", "reduce", "fetch"))
         self.load, self.load_state = self.make("load"), self.make("load state")
         self.store, self.stash = self.make("store"), self.make("stash")
+        self.send_rows, self.receive_rows = self.make("send rows"), self.make("receive rows")
         self.update = _CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self.begin()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,7 @@ class BusyClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._seconds = 0.0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
-        """From, to, and whether it counts (1) or is taken off (-1)."""
+        self._spans: list[_Span] = []
         self._is_running = False
         self._wait_began: float | torch.cuda.Event | None = None
 
@@ -84,8 +83,20 @@ class BusyClock:
 
     def seconds(self) -> float:
         """Seconds since `restart`; waits for a GPU to get there."""
-        if self._spans:
-            self._spans[-1][1].synchronize()
-            self._seconds += sum(sign * begin.elapsed_time(end) for begin, end, sign in self._spans) / 1000
-            self._spans = []
-        return self._seconds
+        return self.reading()()
+
+    def reading(self) -> Callable[[], float]:
+        """`seconds` of what has been counted by now, to be read once the next step has begun, and from any
+        thread that has the GPU."""
+        counted, spans = self._seconds, tuple(self._spans)
+        return lambda: counted + _seconds_of(spans)
+
+
+_Span = tuple[torch.cuda.Event, torch.cuda.Event, int]
+"""From, to, and whether it counts (1) or is taken off (-1)."""
+
+
+def _seconds_of(spans: Sequence[_Span]) -> float:
+    if spans:
+        spans[-1][1].synchronize()
+    return sum(sign * began.elapsed_time(ended) for began, ended, sign in spans) / 1000

@@ -148,6 +148,11 @@ def count_moments(optimizer: Optimizer) -> int:
     return MOMENTS_OF_ADAM
 
 
+def knows_moments(optimizer: Optimizer) -> bool:
+    """Whether `count_moments` is certain, and they are as large as their parameters."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
+
+
 def take_masters(
     named: Sequence[tuple[str, nn.Parameter]],
     mesh: DeviceMesh,

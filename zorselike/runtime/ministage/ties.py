@@ -85,7 +85,9 @@ class TiedWeights:
         self._process_group = group
         self._ends: dict[tuple[int, str], _End] = {}
         self._sends: list[Callable[[], object]] = []
-        """What waits for each, and keeps its memory."""
+        """What waits for each of this step, and keeps its memory."""
+        self._earlier_sends: list[Callable[[], object]] = []
+        """The same, of the step before."""
         self._kept: dict[tuple[int, str], list[tuple[_Slice, Tensor]]] = {}
         for index, tie in enumerate(self._ties):
             for end, (number, name) in tie.items():
@@ -102,6 +104,7 @@ class TiedWeights:
         for ministage in range(self._plan.num_ministages):
             self.receive_values(ministage)
         self.finish()
+        self._finish_earlier()
         self._is_starting = False
 
     def exchange_grads(self, ministage: int) -> None:
@@ -121,13 +124,21 @@ class TiedWeights:
         self._receive(ministage, "owner", "borrower")
 
     def finish(self) -> None:
-        """Waits until everything sent has left."""
-        for wait in self._sends:
+        """At the end of a step: waits until all that was sent has left; where a thread waits for a GPU and
+        sends out of host memory, all of the step before, so that the next may begin."""
+        self._finish_earlier()
+        self._earlier_sends, self._sends = self._sends, []
+        if self._thread is None:
+            self._finish_earlier()
+
+    def _finish_earlier(self) -> None:
+        for wait in self._earlier_sends:
             wait()
-        self._sends.clear()
+        self._earlier_sends.clear()
 
     def close(self) -> None:
-        """Ends the thread that sends, if there is one."""
+        """Ends the thread that sends, if there is one, when all has left."""
+        self._finish_earlier()
         if self._thread is not None:
             self._thread.close()
 
@@ -140,6 +151,7 @@ class TiedWeights:
     def recover(self) -> None:
         """After an unfinished step on a rank alone: drops what one end has handed to another."""
         self._sends.clear()
+        self._earlier_sends.clear()
         self._kept.clear()
 
     # ---------------------------------------------------------------------------------------
@@ -153,6 +165,7 @@ class TiedWeights:
                 yield index, held
 
     def _send(self, ministage: int, source: str, target: str) -> None:
+        self._finish_earlier()  # They have left long since, and their memory is wanted.
         for index, end in self._changing_ends(ministage, source):
             for piece in self._slices(index, source, target):
                 if piece.source != self._ranks.rank:

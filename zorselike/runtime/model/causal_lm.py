@@ -5,11 +5,13 @@ Known by what every such model offers, never by its class, so `transformers` its
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zorselike.runtime.model.pruning import join
 
@@ -20,6 +22,34 @@ _OFFERS = (
     "get_output_embeddings",
     "_no_split_modules",
 )
+
+
+_LOOKS = "find_packed_sequence_indices"
+"""Of `transformers.masking_utils`: which document of its row each token is of; None where rows hold one."""
+
+
+@contextmanager
+def telling_of_documents(are_packed: bool | None) -> Iterator[None]:
+    """Inside, models of `transformers` hear whether rows hold several documents each. They would look into
+    their position ids before they make a mask, and a host would wait for its GPU in every forward. None: they
+    look."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masks, _LOOKS, None)
+    if are_packed is None or looks is None:
+        yield
+        return
+
+    def tell(position_ids: Tensor) -> Tensor | None:
+        if not are_packed:
+            return None
+        before = position_ids[:, :1] - 1
+        return (position_ids.diff(prepend=before, dim=-1) != 1).cumsum(-1)
+
+    setattr(masks, _LOOKS, tell)
+    try:
+        yield
+    finally:
+        setattr(masks, _LOOKS, looks)
 
 
 def is_causal_lm(model: nn.Module) -> bool:

@@ -57,14 +57,16 @@ class Snapshot:
         stream.wait(compute.record())
         # The last ministage is the first to be updated.
         self.order = sorted(states, reverse=True)
-        self._parts: dict[int, list[Part]] = {
-            i: [
-                part
-                for part in states[i].parts(model_only=model_only)
-                if part.written.num_elements and part.written.name not in left_out
-            ]
-            for i in self.order
-        }
+        with stream.use():  # Of buffers, copies are made.
+            self._parts: dict[int, list[Part]] = {
+                i: [
+                    part
+                    for part in states[i].parts(model_only=model_only)
+                    if part.written.num_elements and part.written.name not in left_out
+                ]
+                for i in self.order
+            }
+        compute.wait(stream.record())  # Forwards may change buffers.
         # Found now: the next step moves what is offloaded, and in the middle of that it is nowhere whole.
         self._sources = {i: [part.locate() for part in self._parts[i]] for i in self.order}
         self._options = {} if model_only else {i: states[i].options() for i in self.order}
