@@ -99,4 +99,5 @@ _Span = tuple[torch.cuda.Event, torch.cuda.Event, int]
 def _seconds_of(spans: Sequence[_Span]) -> float:
     if spans:
         spans[-1][1].synchronize()
-    return sum(sign * began.elapsed_time(ended) for began, ended, sign in spans) / 1000
+    milliseconds: float = sum(sign * began.elapsed_time(ended) for began, ended, sign in spans)
+    return milliseconds / 1000
