@@ -48,7 +48,8 @@ def test_memory_is_what_the_whole_plan_needs(simulated):
         for g, group in enumerate(candidate.groups):
             for position, replica in enumerate(group.replicas):
                 # What has fewer microbatches than others joins their reductions with more gradients.
-                least = 0.9 if len(group.sizes[position]) == group.microbatches_per_device else 0.75
+                least = 0.75 if len(group.sizes[position]) < group.microbatches_per_device else 0.9
+                least -= 0.05 * bounds  # Of groups that return, not every order is walked.
                 need = bench.memory.need(candidate, g, position)
                 for _ in replica:
                     ratio = need.device_bytes / case.peak_bytes[rank]
