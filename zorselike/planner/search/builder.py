@@ -13,6 +13,7 @@ from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.estimate.communicators import Communicators
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
 from zorselike.planner.estimate.step_time import StepTimeEstimate
@@ -52,6 +53,7 @@ class CandidateBuilder:
         self, problem: PlanProblem, table: LayerTable, step_time: StepTimeEstimate, memory: RankMemory
     ) -> None:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
+        self._communicators = Communicators(problem, table)
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
         self._costs: dict[object, GroupCosts] = {}
         self._ratios: dict[object, tuple[float, float, int]] = {}
@@ -408,6 +410,7 @@ class CandidateBuilder:
                 if limit is None:
                     continue
                 need = self._need_bytes(candidate, g, position, limit)
+                need = self._communicators.add_to(need, candidate, g, limit)
                 device_class = self._class_of(device)
                 worst = over.get(g, {}).get(device_class, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
