@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -143,6 +143,11 @@ class CandidatePlan:
         computed = sum(2 * per_group[owner] for owner in self.owners)
         moved = sum(4 * (per_group[a] + per_group[b]) for a, b in pairwise(self.owners) if a != b)
         return computed + moved
+
+    def with_mode(self, g: int, mode: Mode) -> CandidatePlan:
+        """The same with another mode of group `g`."""
+        group = replace(self.groups[g], mode=mode)
+        return replace(self, groups=(*self.groups[:g], group, *self.groups[g + 1 :]))
 
     def layers_of(self, ministage: int) -> range:
         """Indices of a ministage's layers."""

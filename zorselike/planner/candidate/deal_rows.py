@@ -87,6 +87,25 @@ def count_blocks(
     return own, possible + 1 - own
 
 
+def count_peers(
+    candidate: CandidatePlan,
+    table: LayerTable,
+    node_of: Sequence[int],
+    computers: Sequence[Sequence[Computer]],
+) -> list[list[int]]:
+    """By group and position: with how many replicas of groups before and after it one exchanges rows, but for
+    those that follow where the pipeline wraps around."""
+    dealt = _deal(candidate, table, node_of, computers)
+    peers = [np.zeros(len(group.sizes), dtype=np.int64) for group in candidate.groups]
+    for a, b in {pair for pair in pairwise(candidate.owners) if pair[0] < pair[1]}:
+        stops = np.union1d(dealt[a].ends, dealt[b].ends)
+        first, second = (own.positions[np.searchsorted(own.ends, stops)] for own in (dealt[a], dealt[b]))
+        met = np.unique(first * len(peers[b]) + second)
+        peers[a] += np.bincount(met // len(peers[b]), minlength=len(peers[a]))
+        peers[b] += np.bincount(met % len(peers[b]), minlength=len(peers[b]))
+    return [own.tolist() for own in peers]
+
+
 def _deal(
     candidate: CandidatePlan,
     table: LayerTable,

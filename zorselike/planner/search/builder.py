@@ -12,6 +12,7 @@ from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes, list_largest
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.estimate.communicators import Communicators
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
 from zorselike.planner.estimate.step_time import StepTimeEstimate
@@ -54,6 +55,7 @@ class CandidateBuilder:
         self, problem: PlanProblem, table: LayerTable, step_time: StepTimeEstimate, memory: RankMemory
     ) -> None:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
+        self._communicators = Communicators(problem, table)
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
         self._costs: dict[object, GroupCosts] = {}
         self._ratios: dict[object, tuple[float, float, int]] = {}
@@ -159,7 +161,7 @@ class CandidateBuilder:
         if self._problem.fixed.overlap_grad_reduce is None:
             for g, group in enumerate(candidate.groups):
                 if not group.mode.overlap_grad_reduce:
-                    changed = _with_mode(candidate, g, replace(group.mode, overlap_grad_reduce=True))
+                    changed = candidate.with_mode(g, replace(group.mode, overlap_grad_reduce=True))
                     if not self.find_overfull(changed, only=g):
                         candidate = changed
         return candidate
@@ -173,7 +175,7 @@ class CandidateBuilder:
             group = candidate.groups[g]
             if not self._may_wait(replace(choice.groups[g], devices=group.devices, mode=group.mode)):
                 return None
-            candidate = _with_mode(candidate, g, _waiting(group.mode))
+            candidate = candidate.with_mode(g, _waiting(group.mode))
             if self.find_overfull(candidate, only=g):
                 return None
         candidate = self._overlap(candidate)
@@ -429,6 +431,7 @@ class CandidateBuilder:
                 if limit is None:
                     continue
                 need = self._need_bytes(candidate, g, position, limit)
+                need = self._communicators.add_to(need, candidate, g, limit)
                 device_class = self._class_of(device, group.degree_of(position))
                 worst = over.get(g, {}).get(device_class, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
@@ -492,8 +495,3 @@ class CandidateBuilder:
 
 def _waiting(mode: Mode) -> Mode:
     return replace(mode, overlap_grad_reduce=False)
-
-
-def _with_mode(candidate: CandidatePlan, g: int, mode: Mode) -> CandidatePlan:
-    group = replace(candidate.groups[g], mode=mode)
-    return replace(candidate, groups=(*candidate.groups[:g], group, *candidate.groups[g + 1 :]))
