@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def make_plan(names: Sequence[str]) -> Plan:
     return Plan(ROWS, groups, tuple(Ministage(i % 2, tuple(own)) for i, own in enumerate(cuts)))
 
 
+@cache
+def plan_of(folder: Path) -> Plan:
+    """Asked before ranks are forked, which then find shapes and rules of names warm."""
+    return make_plan(list_modules(zorselike.hf.build_on_meta(folder)))
+
+
 def save(rank: int, world_size: int, family: str, folder: Path, shard_size: str) -> dict[str, Tensor]:
     model = make_model(family)
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -57,7 +64,7 @@ def save(rank: int, world_size: int, family: str, folder: Path, shard_size: str)
 
 def load(rank: int, world_size: int, family: str, folder: Path) -> tuple[Any, int, float]:
     """The state, how many bytes this rank's part has, and a loss."""
-    plan = make_plan(list_modules(zorselike.hf.build_on_meta(folder)))
+    plan = plan_of(folder)
     read: list[int] = []
     original = HeteroPipeline.load_pretrained
     with pytest.MonkeyPatch.context() as patch, exact_norms(family):
@@ -84,6 +91,7 @@ def loss_alone(rank: int, world_size: int, family: str, folder: Path) -> float:
 def test_every_rank_reads_its_own_part(family: str, tmp_path: Path, run_ranks: RunRanks) -> None:
     (saved,) = run_ranks(save, 1, family, tmp_path, "20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert plan_of(tmp_path).num_ranks == 3
     found = run_ranks(load, 3, family, tmp_path)
     state, _, loss = found[0]
     assert state.keys() == saved.keys()
@@ -105,6 +113,7 @@ def test_one_file_without_an_index_and_names_without_the_prefix(tmp_path: Path, 
     (path,) = tmp_path.glob("*.safetensors")
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, path)
+    assert plan_of(tmp_path).num_ranks == 3
     state = run_ranks(load, 3, "gpt2", tmp_path)[0][0]
     assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
 
@@ -180,7 +189,7 @@ def test_patterns_of_experts_may_have_escaped_dots(monkeypatch: pytest.MonkeyPat
 
 
 def hand_on(rank: int, world_size: int, folder: Path) -> None:
-    plan = make_plan(list_modules(zorselike.hf.build_on_meta(folder)))
+    plan = plan_of(folder)
     with zorselike.hf.pipeline(folder, plan) as pipe:
         path = pipe.save(folder / "run", model_only=True).wait()  # type: ignore[union-attr]
         if rank == 0:
@@ -199,6 +208,7 @@ def test_weights_go_out_under_the_names_they_came_in(
     (path,) = tmp_path.glob("*.safetensors")
     tensors = {name.removeprefix("transformer."): t.float() for name, t in load_file(path).items()}
     save_file(tensors, path)
+    assert plan_of(tmp_path).num_ranks == 3
     run_ranks(hand_on, 3, tmp_path)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys()

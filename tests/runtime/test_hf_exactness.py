@@ -9,7 +9,16 @@ from typing import Any
 import hf_families
 import pytest
 import volume
-from hf_families import FAMILIES, PADS_LEFT, documents, exact_norms, make_model, masks, tokens
+from hf_families import (
+    FAMILIES,
+    PADS_LEFT,
+    documents,
+    exact_norms,
+    make_model,
+    masks,
+    module_names,
+    tokens,
+)
 from ranks import RunRanks
 from tiny import adamw
 from torch import Tensor, nn
@@ -84,8 +93,9 @@ class Case:
     family: str
     plan: str
 
-    def plan_of(self, names: Sequence[str]) -> Plan:
-        return (PLANS | {"replicas": replicas})[self.plan](names)
+    @property
+    def own_plan(self) -> Plan:
+        return (PLANS | {"replicas": replicas})[self.plan](module_names(self.family))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The arguments change from step to step: masks on both sides, nothing, packed documents."""
@@ -130,8 +140,7 @@ def train_planned(rank: int, world_size: int, cases: Sequence[Case]) -> list[tup
     for case in cases:
         with exact_norms(case.family):
             model = make_model(case.family)
-            plan = case.plan_of(list_modules(model))
-            with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
+            with HeteroPipeline(model, case.own_plan, optimizer=adamw) as pipe:
                 losses = []
                 for step in range(NUM_STEPS):
                     inputs, targets, kwargs = case.batch(step)
@@ -143,6 +152,7 @@ def train_planned(rank: int, world_size: int, cases: Sequence[Case]) -> list[tup
 @pytest.mark.nightly
 def test_training_equals_transformers_alone(run_ranks: RunRanks) -> None:
     cases = volume.part(CASES, least=2)
+    assert all(case.own_plan.num_ranks == 4 for case in cases)  # Names are asked for before ranks are forked.
     (expected,) = run_ranks(train_alone, 1, cases, timeout=300)
     found = run_ranks(train_planned, 4, cases, timeout=900)[0]
     for case, ours, theirs in zip(cases, found, expected, strict=True):
@@ -157,7 +167,7 @@ def test_training_equals_transformers_alone(run_ranks: RunRanks) -> None:
 def train_lengths(rank: int, world_size: int, is_planned: bool) -> tuple[list[float], Any]:
     """Losses of steps, and of an evaluation, each on rows of another length."""
     model = make_model("llama")
-    plan = two_groups(list_modules(model))
+    plan = two_groups(module_names("llama"))
     optimizer = None if is_planned else adamw(list(model.parameters()))
     losses = []
     pipe = HeteroPipeline(model, plan, optimizer=adamw, dynamic_shapes=True) if is_planned else None
@@ -187,6 +197,7 @@ def train_lengths(rank: int, world_size: int, is_planned: bool) -> tuple[list[fl
 
 def test_lengths_may_change_from_step_to_step(run_ranks: RunRanks) -> None:
     """Every rank learns them, also those that feed nothing."""
+    assert two_groups(module_names("llama")).num_ranks == 4
     ((expected, weights),) = run_ranks(train_lengths, 1, False)
     found = run_ranks(train_lengths, 4, True)
     assert all(losses == pytest.approx(expected, rel=1e-12) for losses, _ in found)

@@ -192,6 +192,8 @@ def run_ranks(
 @functools.cache
 def warm_up() -> None:
     """Once, in the parent: every rank would need 0.15 s of its own for it."""
+    import encodings.idna  # noqa: F401  Of host names.
+
     import tiny
 
     tiny.warm_up()

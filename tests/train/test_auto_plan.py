@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import debug_llama
 import hf_families
 import pytest
 import ranks
@@ -60,8 +61,7 @@ def make_problem_of(*known: Any, first: int) -> PlanProblem:
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Any:
     """A small model, measured a little: what is inherited by the ranks that are forked."""
-    import torch.utils.tensorboard
-
+    debug_llama.warm_up()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.LLAMA_FLAVORS, "debug", replace(registry.LLAMA_FLAVORS["debug"], num_layers=3))
         patch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=0))

@@ -77,12 +77,14 @@ def plan(tmp_path: Path) -> Path:
 
 
 def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path, plan: Path) -> None:
-    whole = train(run_ranks, "debug_cpu.toml", *STEPS, "--training.steps", "6", folder=tmp_path / "whole")
-    assert [end.code for end in whole] == [0] * 4, whole[0].stderr
+    """Two ranks begin, four go on, two end it."""
+    given = (*STEPS, "--training.steps", "6", "--hetero.plan", str(plan))
+    whole = train(run_ranks, "debug_cpu.toml", *given, folder=tmp_path / "whole", num_ranks=2)
+    assert [end.code for end in whole] == [0] * 2, whole[0].stderr
     expected = read_column(tmp_path / "whole", LOSS)
     folder = tmp_path / "checkpoints"
 
-    _, losses = run(run_ranks, tmp_path, steps=3, number=0)
+    _, losses = run(run_ranks, tmp_path, steps=3, number=0, plan=plan)
     assert losses == expected[:3]
     assert [path.name for path in list_steps(folder)] == [step_folder(3), step_folder(2)]
     # The newest is damaged: the one before it serves.
@@ -90,8 +92,8 @@ def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path, p
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
     only = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype", "bfloat16")
     often = ("--checkpoint.interval", "1", "--checkpoint.async_mode", "disabled")
-    ends, losses = run(run_ranks, tmp_path, *only, *often, steps=5, number=1, plan=plan)
-    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    ends, losses = run(run_ranks, tmp_path, *only, *often, steps=5, number=1)
+    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
     assert losses == pytest.approx(expected[2:5], rel=1e-5)
     assert "passed over: " in ends[0].stdout and "optim/rank-00001.safetensors: tensor" in ends[0].stdout
     assert f"goes on from {folder / step_folder(2)}: step 2, 32 rows seen" in ends[0].stdout.replace(
@@ -106,7 +108,7 @@ def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path, p
     ends, losses = run(run_ranks, tmp_path, *only, steps=5, number=2, plan=plan)
     assert not losses and "nothing is left to train" in ends[0].stdout
     # It can be prolonged all the same.
-    ends, losses = run(run_ranks, tmp_path, steps=6, number=3)
+    ends, losses = run(run_ranks, tmp_path, steps=6, number=3, plan=plan)
     assert losses == pytest.approx(expected[4:], rel=1e-5)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from zorselike import list_modules
 
 transformers = pytest.importorskip("transformers")
 # Imported once, and not by each rank: that takes seconds.
@@ -71,6 +74,14 @@ def make_model(name: str, **changes: Any) -> nn.Module:
         config._experts_implementation = settings["experts_implementation"]
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model.double().train()
+
+
+@cache
+def module_names(name: str) -> tuple[str, ...]:
+    """As a plan lists them. Asked once before ranks are forked, which find these and much that torch keeps
+    of such a model."""
+    with torch.device("meta"):
+        return list_modules(make_model(name))
 
 
 @contextmanager

@@ -12,11 +12,12 @@ import pytest
 import torch
 import volume
 from hf_families import FAMILIES, exact_norms, make_model, transformers
+from hf_families import module_names as hf_names
 from ranks import RunRanks
 from tiny import adamw
 from torch import Tensor, nn
 
-from zorselike import ConfigError, HeteroPipeline, initialize, list_modules
+from zorselike import ConfigError, HeteroPipeline, initialize
 from zorselike.models import build_model, get_config, module_names
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
@@ -51,8 +52,7 @@ def make_rows(folder: Path) -> ExampleRows:
 
 def build(name: str) -> tuple[nn.Module, list[str]]:
     if name not in OURS:
-        model = make_model(name)
-        return model, list(list_modules(model))
+        return make_model(name), list(hf_names(name))
     family = name.removeprefix("our ")
     flavor = "debug"
     with torch.device("meta"):
@@ -140,6 +140,7 @@ def test_documents_train_as_if_alone(run_ranks: RunRanks, tmp_path: Path) -> Non
     names = volume.part(MODELS, least=2)
     rows = make_rows(tmp_path / "rows")
     assert ROWS < rows.num_rows < 16
+    assert all(map(hf_names, set(names) - set(OURS)))  # Before ranks are forked.
     (expected,) = run_ranks(train_apart, 1, names, rows)
     found = run_ranks(train_packed, 4, names, rows)[0]
     for name, ours, theirs in zip(names, found, expected, strict=True):
