@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -354,6 +355,43 @@ def test_a_jobset_has_a_replicated_job_for_each_kind(folder: Path) -> None:
         pod = f"plan-{job['name']}-0-{pods - 1}"
         assert len(pod) <= 63, "a pod's name is a label"
     assert "nodes=(a-0 a-1)" in first["template"]["spec"]["template"]["spec"]["containers"][0]["args"][0]
+
+
+def check_published(value: Any, schema: Any, where: str = "") -> None:
+    """By a schema as Kubernetes publishes it, which refuses fields that it does not know."""
+    kind = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    if schema.get("x-kubernetes-int-or-string"):
+        assert isinstance(value, int | str), where
+        return
+    assert type(value) is kind[schema["type"]], where
+    if isinstance(value, dict):
+        fields, others = schema.get("properties", {}), schema.get("additionalProperties")
+        assert value.keys() >= {*schema.get("required", ())}, where
+        for key, inner in value.items():
+            assert key in fields or others is not None or not fields, f"{where}.{key}"
+            if key in fields or others is not None:
+                check_published(inner, fields.get(key, others), f"{where}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            check_published(inner, schema["items"], f"{where}[]")
+    elif isinstance(value, str):
+        assert value in schema.get("enum", [value]) and re.search(schema.get("pattern", ""), value), where
+
+
+@pytest.mark.skipif("ZORSELIKE_JOBSET_CRD" not in os.environ, reason="no JobSet CRD to check by")
+@pytest.mark.parametrize("plan", [MIXED, CPUS])
+def test_a_jobset_is_valid_by_its_published_schema(folder: Path, plan: Plan) -> None:
+    """github.com/kubernetes-sigs/jobset, config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml."""
+    yaml = pytest.importorskip("yaml")
+    published = yaml.safe_load(Path(os.environ["ZORSELIKE_JOBSET_CRD"]).read_text())
+    _, jobset = yaml.safe_load_all(write(plan, "jobset"))
+    group, _, version = jobset["apiVersion"].partition("/")
+    assert (group, jobset["kind"]) == (published["spec"]["group"], published["spec"]["names"]["kind"])
+    (schema,) = [own["schema"] for own in published["spec"]["versions"] if own["name"] == version]
+    check_published(jobset, schema["openAPIV3Schema"])
+    jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["completion"] = 1
+    with pytest.raises(AssertionError, match="completion"):
+        check_published(jobset, schema["openAPIV3Schema"])
 
 
 # -- SkyPilot ----------------------------------------------------------------------------------

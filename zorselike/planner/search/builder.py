@@ -12,6 +12,7 @@ from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes, list_largest
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.estimate.communicators import Communicators
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
 from zorselike.planner.estimate.step_time import StepTimeEstimate
@@ -42,7 +43,6 @@ MOST_ACTIONS_OF_REPLICAS = 200_000
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
 
-
 Class = tuple[str, int, int]
 """Replicas that are alike: their type of device, its bytes of memory, and how many there are."""
 
@@ -54,6 +54,7 @@ class CandidateBuilder:
         self, problem: PlanProblem, table: LayerTable, step_time: StepTimeEstimate, memory: RankMemory
     ) -> None:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
+        self._communicators = Communicators(problem, table)
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
         self._costs: dict[object, GroupCosts] = {}
         self._ratios: dict[object, tuple[float, float, int]] = {}
@@ -429,6 +430,7 @@ class CandidateBuilder:
                 if limit is None:
                     continue
                 need = self._need_bytes(candidate, g, position, limit)
+                need = self._communicators.add_to(need, candidate, g, limit)
                 device_class = self._class_of(device, group.degree_of(position))
                 worst = over.get(g, {}).get(device_class, (0, 1))
                 if need > limit and need / limit > worst[0] / worst[1]:
