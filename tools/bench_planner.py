@@ -220,7 +220,8 @@ def follow_growth(options: argparse.Namespace) -> int:
     print(GROWTH_HEADER)
     found = []
     for num_cards in NUM_CARDS:
-        found.append(measure_growth(num_cards, options.budget or BUDGET_SHARE * MOST_GROWTH_S))
+        budget_s = options.budget or BUDGET_SHARE * MOST_GROWTH_S
+        found.append(measure_growth(num_cards, budget_s, by_processor=options.by_processor))
         print(format_growth(found[-1]), flush=True)
     misses = [*list_growth_misses(found)]
     print("", *(f"MISSED: {miss}" for miss in misses), sep="\n")

@@ -181,13 +181,18 @@ def follow(question: Question, reference_s: float, *, by_processor: bool) -> Cou
     return Course(question.name, num_devices, objective, tuple(own for own, *_ in found))
 
 
+def count_processor_time() -> None:
+    """Searches of this process count seconds of the processor from now on."""
+    clock = SimpleNamespace(monotonic=time.process_time, process_time=time.process_time)
+    search_budget.time = clock  # type: ignore[assignment]
+
+
 def _search(
     make: Callable[[], PlanProblem], budget_s: float, by_processor: bool
 ) -> tuple[Found, int, Objective]:
     warnings.simplefilter("ignore", CurveWarning)
     if by_processor:
-        clock = SimpleNamespace(monotonic=time.process_time, process_time=time.process_time)
-        search_budget.time = clock  # type: ignore[assignment]
+        count_processor_time()
     problem = make()
     answer = search_plans(problem, budget_s=budget_s, top=1, all_devices=True)
     simulation = answer.best.case.simulation

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from tools.bench.budgets import count_processor_time
 from zorselike.cli.assumed_profile import assume_profile
 from zorselike.cost.curves import CurveWarning
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -84,14 +85,16 @@ def make_world(num_cards: int) -> PlanProblem:
     )
 
 
-def measure_growth(num_cards: int, budget_s: float) -> Growth:
-    """In a fresh process on one core."""
+def measure_growth(num_cards: int, budget_s: float, *, by_processor: bool) -> Growth:
+    """In a fresh process on one core; `by_processor` as for `budgets.follow`."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, (partial(make_world, num_cards), budget_s))
+        return pool.apply(_measure, (partial(make_world, num_cards), budget_s, by_processor))
 
 
-def _measure(make: partial[PlanProblem], budget_s: float) -> Growth:
+def _measure(make: partial[PlanProblem], budget_s: float, by_processor: bool) -> Growth:
     warnings.simplefilter("ignore", CurveWarning)
+    if by_processor:
+        count_processor_time()
     problem = make()
     seen: list[Progress] = []
     wall_s, cpu_s = time.perf_counter(), time.process_time()
@@ -130,8 +133,8 @@ def format_growth(own: Growth) -> str:
 def list_growth_misses(found: Sequence[Growth]) -> Iterator[str]:
     """What is not as it should be, a line each."""
     for own in found:
-        if own.wall_s > MOST_S:
-            yield f"{own.num_cards} cards: {own.wall_s:.0f} s, not at most {MOST_S:g}"
+        if own.cpu_s > MOST_S:
+            yield f"{own.num_cards} cards: {own.cpu_s:.0f} s, not at most {MOST_S:g}"
         if own.peak_bytes > MOST_BYTES:
             yield f"{own.num_cards} cards: {own.peak_bytes / 1e6:.0f} MB, not at most {MOST_BYTES / 1e6:.0f}"
     large = [own for own in found if own.num_cards >= FROM]
