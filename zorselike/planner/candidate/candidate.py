@@ -59,7 +59,7 @@ class CandidateGroup:
     @cached_property
     def _hash(self) -> int:
         """Kept: a search asks for it again and again, and some have thousands of devices."""
-        return hash((self.devices, self.mode, self.sizes, self.max_in_flight))
+        return hash((self.devices, self.mode, self.sizes, self.max_in_flight, self.degrees))
 
     def held_sizes(self, position: int, num_ministages: int) -> Sizes:
         """The microbatches of a replica whose activations it holds at once, of each of its ministages."""

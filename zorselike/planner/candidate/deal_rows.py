@@ -93,16 +93,19 @@ def count_peers(
     node_of: Sequence[int],
     computers: Sequence[Sequence[Computer]],
 ) -> list[list[int]]:
-    """By group and position: with how many replicas of groups before and after it one exchanges rows, but for
-    those that follow where the pipeline wraps around."""
+    """By group and replica: with how many ranks of groups before and after it each of its ranks exchanges
+    rows, but for those that follow where the pipeline wraps around."""
     dealt = _deal(candidate, table, node_of, computers)
-    peers = [np.zeros(len(group.sizes), dtype=np.int64) for group in candidate.groups]
+    degrees = [np.array(list(map(own.degree_of, range(len(own.sizes))))) for own in candidate.groups]
+    peers = [np.zeros(len(own), dtype=np.int64) for own in degrees]
     for a, b in {pair for pair in pairwise(candidate.owners) if pair[0] < pair[1]}:
         stops = np.union1d(dealt[a].ends, dealt[b].ends)
         first, second = (own.positions[np.searchsorted(own.ends, stops)] for own in (dealt[a], dealt[b]))
         met = np.unique(first * len(peers[b]) + second)
-        peers[a] += np.bincount(met // len(peers[b]), minlength=len(peers[a]))
-        peers[b] += np.bincount(met % len(peers[b]), minlength=len(peers[b]))
+        first, second = met // len(peers[b]), met % len(peers[b])
+        # Each rank of a replica has its positions of a row, and so have those that it meets.
+        np.add.at(peers[a], first, -(-degrees[b][second] // degrees[a][first]))
+        np.add.at(peers[b], second, -(-degrees[a][first] // degrees[b][second]))
     return [own.tolist() for own in peers]
 
 

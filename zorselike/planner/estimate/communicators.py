@@ -47,12 +47,10 @@ class Communicators:
         if candidate not in self._peers:
             if len(self._peers) >= MOST_KEPT:
                 self._peers.clear()
-            computers = [list_computers(group, self._problem) for group in candidate.groups]
+            computers = [list_computers(own, self._problem) for own in candidate.groups]
             peers = count_peers(candidate, self._table, self._problem.nodes, computers)
             self._peers[candidate] = [max(own) for own in peers]
-        # A device exchanges rows with all devices of a replica at most.
-        num_devices = self._peers[candidate][g] * max(candidate.groups[other].degree for other in others)
-        return need + min(most, self._bytes_of(num_devices, known))
+        return need + self._bytes_of(self._peers[candidate][g], known)
 
     def _bytes_of(self, num_peers: int, known: int) -> int:
         return round(max(0, min(2 * num_peers, MOST_DIRECT_EDGES) - known) * self._each)

@@ -36,13 +36,10 @@ say."""
 _ROUND_OFF = 1e-9
 _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
-
-
 MOST_ACTIONS_OF_REPLICAS = 200_000
 """Of a step with tensor-parallel replicas, whose ranks are all simulated, that nobody asked for."""
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
-
 
 Class = tuple[str, int, int]
 """Replicas that are alike: their type of device, its bytes of memory, and how many there are."""
