@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searched_problems import Bench, draw_problem
 
-from zorselike.cost.mirrors import State, host_copies, list_states, state_of
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.search.search import search_plans
+from zorselike.simulator.mirrors import State, host_copies, list_states, state_of
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 
