@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from plans import random_plan, with_replicas
 
 from zorselike.cost.catalogue import find_memory_bytes
-from zorselike.cost.mirrors import assign_mirrors
 from zorselike.elastic.contingency import Contingencies, each_node_lost, pays_back
 from zorselike.elastic.contract import Generation, Member, Request
 from zorselike.elastic.deciding.decisions import (
@@ -38,6 +37,7 @@ from zorselike.elastic.deciding.same_groups import (
 from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.errors import PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.simulator.mirrors import assign_mirrors
 
 SEEDS = st.integers(0, 10_000)
 

@@ -24,6 +24,8 @@ from zorselike.elastic.meeting import Meeting, make_member
 from zorselike.elastic.meeting.asking import NobodyThere, ask
 from zorselike.elastic.meeting.environment import from_environment, listen
 from zorselike.elastic.meeting.links import MAX_STRANGERS, prove
+from zorselike.elastic.membership import events as e
+from zorselike.elastic.membership import messages as msg
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
 
@@ -243,11 +245,17 @@ def test_killed_members_are_gone_on_without(killed: tuple[int, ...], run_ranks: 
 
 
 def sleep_through_the_end(rank: int, world_size: int, folder: Path) -> list[str]:
-    """The second of two is stopped; the first goes on alone, and is killed before the second wakes."""
+    """The second of two is stopped; the first goes on alone, and is killed before the second is woken, by a
+    third process that is no member."""
+    port, alone, sleeper, awake = (folder / name for name in ("port", "alone", "sleeper", "awake"))
+    if rank == 2:
+        await_that(alone.exists)
+        time.sleep(0.5)
+        os.kill(int(sleeper.read_text()), signal.SIGCONT)
+        await_that(awake.exists)
+        return []
+    await_that(lambda: rank == 0 or port.exists())
     settings = Settings(silence_s=1.0, arrivals_s=0.05)
-    port = folder / "port"
-    while rank and not port.exists():
-        time.sleep(0.01)
     member = Member(int(port.read_text()) if rank else 0, found=None if rank else 2, settings=settings)
     if rank == 0:
         (folder / "new").write_text(str(member.port))
@@ -255,17 +263,12 @@ def sleep_through_the_end(rank: int, world_size: int, folder: Path) -> list[str]
     await_that(lambda: member.runs(2))
     if rank == 0:
         await_that(lambda: member.runs(1))
-        (folder / "alone").touch()
+        alone.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    me = os.getpid()
-    if os.fork() == 0:  # Wakes the other, since nobody else can.
-        while not (folder / "alone").exists():
-            time.sleep(0.01)
-        time.sleep(0.5)
-        os.kill(me, signal.SIGCONT)
-        os._exit(0)
-    os.kill(me, signal.SIGSTOP)
+    sleeper.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
     await_that(lambda: member.error is not None)
+    awake.touch()
     member.meeting.close()
     return [str(member.error), *(str(len(each.ranks)) for each in member.generations)]
 
@@ -273,12 +276,32 @@ def sleep_through_the_end(rank: int, world_size: int, folder: Path) -> list[str]
 def test_who_slept_while_the_others_went_on_and_died_does_not_go_on_alone(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    """It read of their end before it knew that it had slept, and so went on from where it was."""
-    exits = run_ranks(sleep_through_the_end, 2, tmp_path, init=False, allow_exit=True, timeout=60)
+    exits = run_ranks(sleep_through_the_end, 3, tmp_path, init=False, allow_exit=True, timeout=60)
     assert exits[1].code == 0, exits[1].stderr
     error, *generations = exits[1].value
     assert "this side ends, so that never two go on" in error
     assert generations == ["2"]
+
+
+def test_who_has_slept_knows_it_before_what_it_reads_then(members: list[Member]) -> None:
+    """Else it hears of the others' end, and believes that none of them went on before."""
+    start(members, 1)
+    meeting, heard = members[0].meeting, []
+    handle, poll = meeting._machine.handle, meeting._links.poll
+
+    def note(event: e.Event) -> list[e.Effect]:
+        heard.append(type(event))
+        return handle(event)
+
+    def wake(waits_s: float) -> None:
+        meeting._links.poll = poll  # type: ignore[method-assign]
+        meeting._polled_s -= SETTINGS.silence_s
+        meeting._events.append(e.Dead(msg.Gone("somebody")))
+
+    meeting._machine.handle = note  # type: ignore[method-assign]
+    meeting._links.poll = wake  # type: ignore[method-assign]
+    await_that(lambda: e.Dead in heard and e.Slept in heard)
+    assert heard.index(e.Slept) < heard.index(e.Dead)
 
 
 def links_in_a_fork(rank: int, world_size: int) -> tuple[bool, bool]:

@@ -262,6 +262,23 @@ def test_an_arrival_that_is_sent_to_a_leader_that_has_hung_joins_who_goes_on(aft
     assert runs_with(job, "m1", "m2", arrival)
 
 
+def test_a_spare_is_taken_in_at_once_when_the_leader_that_knew_it_is_lost() -> None:
+    """Whoever it asks first who leads next."""
+
+    def decide(process: Process, ask: e.AskDecision) -> e.Event:
+        if ask.request.reason == "arrival" and len(ask.request.offers) == 4:
+            return e.Kept(ask.number, ask.attempt)
+        return decide_all(process, ask)
+
+    for seed in range(20):
+        job = start(3, seed=seed, decide=decide, settings=Settings(silence_s=60.0))
+        spare = job.arrive("m0").id
+        job.run(5)
+        job.kill("m0")
+        job.run(3)
+        assert runs_with(job, "m1", "m2", spare), seed
+
+
 @pytest.mark.parametrize("refusing", [("m1",), ("m1", "m0")])
 def test_refused_decisions_are_made_again_and_in_the_end_given_up(refusing: tuple[str, ...]) -> None:
     asked = []

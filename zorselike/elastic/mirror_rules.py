@@ -1,4 +1,4 @@
-"""How often state is mirrored. Who mirrors whose is `cost.mirrors`' to say."""
+"""How often state is mirrored. Who mirrors whose is `simulator.mirrors`' to say."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zorselike.cost.mirrors import assign_mirrors
 from zorselike.elastic.contract import Json
 from zorselike.elastic.held import Held, Origin, collect_facts, read_saved, write_saved
 from zorselike.elastic.mirror_rules import choose_interval
@@ -34,6 +33,7 @@ from zorselike.runtime.memory_report import MemoryLine, MemoryReport
 from zorselike.runtime.state.exchange import GroupChannel
 from zorselike.runtime.state.save import describe_optimizers
 from zorselike.runtime.state.snapshot import Saved, Snapshot, measure
+from zorselike.simulator.mirrors import assign_mirrors
 
 OWN = "copies of its own state"
 FROZEN = "copies of its frozen weights"

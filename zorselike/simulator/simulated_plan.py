@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zorselike.cost.catalogue import CPU
-from zorselike.cost.mirrors import host_copies, list_states
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import Action
+from zorselike.simulator.mirrors import host_copies, list_states
 from zorselike.simulator.result import Simulation
 
 

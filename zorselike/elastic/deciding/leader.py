@@ -266,7 +266,8 @@ class Leader:
             why = "the best plan with it" + (f" ({seconds:.3g} s a step)" if seconds else "")
             why += f" does not pay back within {self._payback_s:g} s"
         for member in arrived:
-            logger.info("elastic: %s local rank %d waits as a spare: %s", member.node, member.local_rank, why)
+            where = f"{member.node} local rank {member.local_rank}"
+            logger.warning("elastic: %s waits as a spare: %s", where, why)  # Who leads need not be rank 0.
 
     def note_step_time(self, step_s: float | None) -> None:
         """What a step of this generation takes; a plan that was found before anybody knew is compared now."""

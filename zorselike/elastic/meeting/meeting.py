@@ -386,6 +386,8 @@ class Meeting:
     def _decide(self, ask: e.AskDecision) -> e.Event:
         decided = self._worker.decide(ask.request)
         if decided is None:
+            for member in ask.request.arrived:
+                self._note(f"{member.node} local rank {member.local_rank} waits as a spare")
             return e.Kept(ask.number, ask.attempt)
         return e.Decided(ask.number, ask.attempt, tuple(decided[0]), decided[1])
 

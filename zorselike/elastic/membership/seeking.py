@@ -124,9 +124,12 @@ class Seeking:
 
     def redirect(self, member: Member) -> None:
         machine = self._machine
+        is_arrival = machine.book is None or machine.me.id not in machine.book
         if member.id == machine.me.id or machine.is_gone(member.id):
-            return  # An arrival asks again, by a timer.
-        if machine.book is None or machine.me.id not in machine.book:
+            if is_arrival:  # Who was asked will know soon who leads now.
+                machine.set_timer("join", machine.settings.arrivals_s)
+            return
+        if is_arrival:
             machine.leader = member.id
             machine.send(member, msg.Join(machine.me))
             machine.set_timer("join", machine.settings.silence_s)
@@ -140,7 +143,7 @@ class Seeking:
             machine.leading.welcome(member)
             return
         leader = machine.find(machine.leader or "")
-        if leader is not None and leader.id != member.id and not machine.is_gone(leader.id):
+        if leader is not None and leader.id != member.id:
             machine.do(e.Send(member.id, msg.Redirect(leader)))
         elif not machine.is_member(machine.me.id):
             machine.do(

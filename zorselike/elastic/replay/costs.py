@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from zorselike.cost.mirrors import assign_mirrors, list_states
 from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.elastic.replay.rates import Running
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.workload import Workload
+from zorselike.simulator.mirrors import assign_mirrors, list_states
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
 from zorselike.cost.memory import walk_memory
-from zorselike.cost.mirrors import State, host_copies, state_of
-from zorselike.cost.mirrors import add_up as add_up_states
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import (
     GATHERS_PER_LAYER,
@@ -42,6 +40,8 @@ from zorselike.schedule.contract import RECEIVES_AHEAD, SENDS_KEPT_BY_NCCL
 from zorselike.schedule.lowering.lower import lower
 from zorselike.schedule.orders.order import Order
 from zorselike.schedule.spec import ScheduleSpec
+from zorselike.simulator.mirrors import State, host_copies, state_of
+from zorselike.simulator.mirrors import add_up as add_up_states
 
 FEW_MICROBATCHES = 4
 """Microbatches of a device that are walked: more than are on their way to the host at once."""

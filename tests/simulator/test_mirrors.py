@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searched_problems import Bench, draw_problem
 
-from zorselike.cost.mirrors import State, host_copies, list_states, state_of
 from zorselike.cost.parameter_bytes import ParameterBytes
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.search.search import search_plans
+from zorselike.simulator.mirrors import State, host_copies, list_states, state_of
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 
@@ -40,26 +41,28 @@ def test_of_a_layer_masters_and_moments_count_and_of_frozen_weights_themselves()
     assert state_of(kind, ParameterBytes(2, 2)) == State(60 * 12, 40 * 2)
 
 
-def find(host_bytes: int | None, **options: object) -> SimulatedPlan:
-    nodes = make_nodes("n", "A100-40 T4", copies=2, host_memory_bytes=host_bytes)
-    problem = make_problem(nodes, global_batch=16, **options)
-    return search_plans(problem, budget_s=0.5, top=1).best.case
+def find(*host_bytes: int | None, **options: object) -> SimulatedPlan:
+    """The best plan of three nodes, of which the first ones have so much memory."""
+    limits = (*host_bytes, *(None for _ in range(3 - len(host_bytes))))
+    nodes = [make_nodes(f"n{i}-", "A100-40 T4", host_memory_bytes=limit) for i, limit in enumerate(limits)]
+    return search_plans(make_problem(*nodes, global_batch=16, **options), budget_s=5.0, top=1).best.case
 
 
 def test_the_planner_counts_them_where_a_job_is_elastic() -> None:
-    plain, mirrored = find(None), find(None, is_mirrored=True)
-    assert plain.mirror_bytes == {} and plain.host_bytes == {}
+    plain, mirrored = find(), find(is_mirrored=True)
+    assert plain.mirror_bytes == {} and plain.host_bytes == plain.offloaded_bytes
     states = list_states(mirrored.plan, mirrored.workload)
     assert sum(mirrored.mirror_bytes.values()) == pytest.approx(2 * sum(s.held for s in states), abs=8)
-    assert mirrored.host_bytes == mirrored.mirror_bytes
-    needed = max(mirrored.mirror_bytes.values())
-    tight = find(round(0.9 * needed), is_mirrored=True)  # Another plan, which leaves room.
-    assert max(tight.host_bytes.values()) <= 0.9 * needed
+    both = Counter(mirrored.mirror_bytes) + Counter(mirrored.offloaded_bytes)
+    assert mirrored.host_bytes == dict(both)
+    needed = mirrored.host_bytes[0]
+    tight = find(needed * 4 // 5, is_mirrored=True)  # Another plan, which leaves room there.
+    assert tight.host_bytes.get(0, 0) <= needed * 4 // 5
     assert not any(map(tight.is_host_overfull, tight.host_bytes))
-    whole = sum(mirrored.mirror_bytes.values())
+    little = (needed // 3,) * 3
+    assert find(*little).plan.num_ranks
     with pytest.raises(PlanError, match="of host memory of node n0"):
-        find(round(0.4 * whole), is_mirrored=True)
-    assert find(round(0.4 * whole)).plan.num_ranks
+        find(*little, is_mirrored=True)
 
 
 @pytest.mark.parametrize("seed", range(5))
