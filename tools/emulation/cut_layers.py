@@ -119,6 +119,11 @@ def build_cut_model(workload: Workload, device: EmulatedDevice) -> nn.Sequential
     return root
 
 
+def count_tokens(targets: Tensor) -> int:
+    """What the loss is divided by."""
+    return targets.shape[0] * targets.shape[1]
+
+
 def make_token_rows(
     workload: Workload, num_inputs: int, num_targets: int
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -26,7 +26,7 @@ from zorselike.runtime.memory_report import MemoryLine
 from ..bench.forked import run_forked
 from ..bench.sleeping import count_rows, squared_error
 from ..report import num_cores
-from .cut_layers import TP_PLAN, build_cut_model, make_token_rows
+from .cut_layers import TP_PLAN, build_cut_model, count_tokens, make_token_rows
 from .model import EmulatedDevice, SleepingAdamW, build_model, make_rows, pin
 from .namespaces import Namespaces
 from slow_links.buckets import BucketWires, lay_buckets
@@ -158,7 +158,7 @@ def _run_rank(rank: int, emulation: Emulation, wires: BucketWires | None, record
         tp_plan=TP_PLAN if is_cut else None,
         optimizer=lambda named: SleepingAdamW(named, device),
         loss_fn=squared_error,
-        count_fn=count_rows,
+        count_fn=count_tokens if is_cut else count_rows,
         device="cpu",
         silence_s=SILENCE_S,
     ) as pipe:

@@ -261,12 +261,12 @@ class CandidateEvaluator:
                 self._change_microbatches,
                 self._change_ministages,
                 self._change_in_flight,
-                self._change_degrees,
                 self._change_microbatches_of_kinds,
                 self._change_modes_of_kinds,
                 self._change_group_microbatches,
                 self._change_modes,
                 self._drop_nodes,
+                self._change_degrees,
             ):
                 best = yield from step(best)
             if not best.score < before.score:
