@@ -92,6 +92,7 @@ def test_generations_that_failed_by_themselves_are_retries() -> None:
     diaries = [make_diary(0, 0, 3), make_diary(1, 0, 3)]
     for diary in diaries:
         diary.entered.append(Entered(2, 10.0, "loss", False, ("id0", "id1")))
+        diary.ran.add(3)
     killed_before = (9.0, 101, "kill", 0)  # It was not known of.
     raised_before, raised_after = (9.0, 101, "raise", 0), (11.0, 101, "raise", 0)
     elsewhere = (11.0, 105, "kill", 0)
@@ -103,6 +104,9 @@ def test_generations_that_failed_by_themselves_are_retries() -> None:
         make_outcome(*diaries, happened=(raised_before,)).retries([Fault(2, 1, "raise", 0.5, "abandon")])
         == []
     )
+    for diary in diaries:
+        diary.ran.remove(3)  # The job was done before it could run.
+    assert make_outcome(*diaries, happened=(elsewhere,)).retries([Fault(2, 1, "raise")]) == []
 
 
 def test_a_planned_change_costs_what_its_step_is_longer() -> None:

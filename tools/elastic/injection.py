@@ -79,6 +79,14 @@ class Injector:
         _before(Running, "fill", partial(self._act_in, "fill"))
         _before(Replicas, "_mirror", partial(self._act_in, "mirror"))
         _before(saving.Saver, "_write", partial(self._act_in, "commit", False))
+        recover = pipe._recover
+
+        def recover_and_arm(error: BaseException) -> None:
+            recover(error)
+            if pipe.pipe is not None:  # The step is done again, by itself.
+                self.arm()
+
+        pipe._recover = recover_and_arm  # type: ignore[method-assign]
         commits = saving.commit
         saving.commit = partial(self._meet, "commit", commits)
 

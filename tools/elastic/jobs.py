@@ -94,14 +94,14 @@ class Outcome:
         return list(longest.values())
 
     def retries(self, faults: Sequence[Fault]) -> list[int]:
-        """Generations that some have begun to form and that never ran, though nothing had happened to any of
-        their ranks that was not known when they were planned. `faults`: the job's."""
+        """Generations in whose place others had to be made, though nothing had happened to any of their ranks
+        that was not known when they were planned. `faults`: the job's."""
         entered = {each.number: each for diary in self.diaries for each in diary.entered}
         began_s = {number: self._began_s(number) for number in entered}
         ran = {number for diary in self.diaries for number in diary.ran}
         pids = {diary.id: diary.pid for diary in self.diaries}
         found = []
-        for number in sorted(entered.keys() - ran):
+        for number in sorted(number for number in entered.keys() - ran if number < max(ran)):
             ranks = {pids[id] for id in entered[number].ids if id in pids}
             leads_in_s = (
                 _RECENT_S if faults[i].phase in RECOVERY_PHASES else 0.0 for _, _, _, i in self.happened

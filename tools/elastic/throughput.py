@@ -131,6 +131,13 @@ def make_planner(emulation: Emulation, budget_s: float) -> SearchPlanner:
     )
 
 
+def put_in_order(emulation: Emulation) -> Emulation:
+    """The same with nodes in the order of the plan's ranks, of which a plan of CPU ranks need not speak."""
+    plan, cluster = emulation.plan, emulation.cluster
+    nodes = tuple(cluster.nodes[place.node] for place in cluster.place_ranks(plan))
+    return replace(emulation, plan=replace(plan, devices=()), cluster=replace(cluster, nodes=nodes))
+
+
 @contextmanager
 def _quiet_threads() -> Iterator[None]:
     """Of ranks that are forked meanwhile."""
@@ -167,7 +174,7 @@ def measure_loss(lost: int, *, mirror_share: float) -> dict[str, Any]:
         outcome = run(job)
     left = [i for i in range(len(emulation.cluster.nodes)) if i != lost]
     best = replace(emulation, plan=find_plan(emulation, left, _BEST_PLAN_S))
-    before_s, best_s = (fmean(run_emulated(each).step_s[2:]) for each in (emulation, best))
+    before_s, best_s = (fmean(run_emulated(put_in_order(each)).step_s[2:]) for each in (emulation, best))
     steps = list_steps(outcome)
     first, *_, last = sorted({generation for _, generation, _ in steps})
     own_before_s = mean_step_s(steps, first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -137,9 +136,6 @@ def enter_node(namespaces: Namespaces, places: Sequence[Place], rank: int) -> No
 def _run_rank(rank: int, emulation: Emulation, wires: BucketWires | None, records: bool) -> RankRun:
     if emulation.computes:
         pin(rank)
-    for own in emulation.plan.devices:  # A plan that names them is matched to processes by these.
-        if own.rank == rank:
-            os.environ.update(ZORSELIKE_NODE=own.node, LOCAL_RANK=str(own.local_rank))
     sleeper = None
     if wires is not None:
         sleeper = LinkSleeper(wires, rank)
