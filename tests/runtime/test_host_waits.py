@@ -113,7 +113,10 @@ def scenes(num_ranks: int) -> list[Scene]:
 _DECIDES = "an optimizer cannot be told by the device to do nothing; read where the first update needs it"
 _A_STEP_LATER = "at the next send, or the next end of a step"
 _GLOO = "by Gloo only the host can sum; read where the first update needs it"
+_BY_NCCL = "of a replica's positions, used next; over NCCL a stream waits, and the host does not"
 ALLOWED = {
+    "_compat.py: all_gather_whole: work of a collective": _BY_NCCL,
+    "_compat.py: reduce_scatter_whole: work of a collective": _BY_NCCL,
     "loss.py: Loss.grad: work of a collective": "how many targets others count; summed by hosts meanwhile",
     "loss.py: Loss.finish: work of a collective": "the same, where no backward came",
     "result.py: StepResult.loss: thread": "not in a step: somebody asks",

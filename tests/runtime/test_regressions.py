@@ -463,7 +463,7 @@ except ConfigError:
     with HeteroPipeline(case.model(), plan) as pipe:
         pipe.step_global(*case.batch(0))
     unused = HeteroPipeline(case.model(), plan)
-    print("refused, trained and built")
+    sys.stdout.write("refused, trained and built\\n")  # At once: both write to one pipe.
 """
 
 
