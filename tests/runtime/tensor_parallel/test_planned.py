@@ -73,7 +73,7 @@ def test_plans_with_replicas_train_as_a_single_process_does(run_ranks: RunRanks)
         ((2, 1, 1), 7, Fixed(tensor_parallel=2, groups=((0, 1, 2, 3),))),
         ((2, 1, 1), 6, Fixed(tensor_parallel=2, groups=((0, 1), (2, 3)))),
         # Two rows for four ranks: only together all of them have something to do.
-        ((2, 2), 2, Fixed()),
+        ((2, 2), 2, Fixed(groups=((0, 1, 2, 3),))),
     ]
     plans = [plan_for(*question) for question in asked]
     degrees = [[[r.degree for r in group.replicas] for group in plan.groups] for plan in plans]
