@@ -181,7 +181,7 @@ class Job:
         for process in self.processes.values():
             if process.is_alive:
                 for peer in sorted(process.links):
-                    if not self.processes[peer].is_alive:
+                    if not self.processes[peer].is_alive or self.processes[peer].over is not None:
                         self._break(process.id, peer)
         self._retry()
 
@@ -363,6 +363,8 @@ class Job:
     def _connect(self, process: Process, peer: str) -> None:
         other = self.processes[peer]
         if peer not in process.opening or not process.is_alive or process.is_asleep:
+            return
+        if process.over is not None:
             return
         if process.side != other.side or (other.is_alive and other.is_asleep):
             return

@@ -15,6 +15,7 @@ from tools.elastic.faults import list_cells, make_plan
 from tools.elastic.injection import Fault
 from tools.elastic.jobs import Job, JobFailedError, Outcome, _check_woken
 from tools.elastic.matrix import Found, list_settings, percentile
+from tools.elastic.ranks import Lease
 from tools.elastic.scenarios import describe_cycles
 from tools.elastic.virtual import EVENTS, describe_virtual, measure
 from zorselike.elastic.contract import Generation
@@ -152,6 +153,16 @@ def test_pieces_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert figures["recovery_median_s"] == 2.0 and figures["largest_error"] == pytest.approx(2e-5)
     assert "fill kill           3 of 3" in capsys.readouterr().out
     assert merge([]) == {"seconds": 0.0, "loads": []}
+
+
+def test_the_lease_is_of_the_newest_generation_alone(tmp_path: Path) -> None:
+    """Every process held it: who woke after the others had gone on could go on, too."""
+    mine, other = Lease(tmp_path), Lease(tmp_path)
+    assert mine.is_held(0)
+    mine.pass_on(4)
+    other.pass_on(7)
+    mine.pass_on(5)  # It came late.
+    assert other.is_held(7) and not mine.is_held(4) and mine.is_held(8)
 
 
 def test_what_grows_is_said() -> None:

@@ -238,6 +238,7 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     host = job.host_of(member)
+    lease = Lease(folder)
     listener = listen(host, 0 if contact else port)
     written = folder / f"new-port{member}"
     written.write_text(str(listener.getsockname()[1]))
@@ -252,7 +253,7 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
             num_founding=None if contact else job.plan.num_ranks + job.num_spares,
             contact=[(job.host_of(0), other) for other in contact],
             settings=Settings(silence_s=job.silence_s),
-            holds_lease=lambda: not job.hosts,
+            holds_lease=lambda: not job.hosts and lease.is_held(pipe.generation),
         )
 
     pipe = ElasticPipeline(
@@ -270,7 +271,7 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
     threading.Thread(target=describe_when_asked, args=(pipe, folder), daemon=True).start()
     note_sums(job, folder / f"sums{member}")
     writer = Writer(folder / f"diary{member}", member, pipe._control.id)
-    keep_diary(pipe, writer)
+    keep_diary(pipe, writer, lease)
     signal.signal(signal.SIGTERM, lambda *_: pipe.leave())
     injector = Injector(pipe, job.faults, folder)
     schedulers = pipe.lr_schedulers(make_scheduler)
@@ -327,7 +328,28 @@ def save(pipe: ElasticPipeline, folder: Path, report: Report) -> bool:
     return pipe.generation == generation
 
 
-def keep_diary(pipe: ElasticPipeline, writer: Writer) -> None:
+class Lease:
+    """Of a folder of checkpoints on a disk that all processes see: of whoever began the newest generation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "lease"
+
+    def pass_on(self, generation: int) -> None:
+        """To a generation that runs; each of its ranks says so."""
+        new = self._path.with_name(f"new-lease{os.getpid()}")
+        new.write_text(str(generation))
+        if generation > self._newest():
+            new.replace(self._path)
+
+    def is_held(self, generation: int) -> bool:
+        """Whether no later generation has begun than this one."""
+        return self._newest() <= generation
+
+    def _newest(self) -> int:
+        return int(self._path.read_text()) if self._path.exists() else 0
+
+
+def keep_diary(pipe: ElasticPipeline, writer: Writer, lease: Lease) -> None:
     """Has it noted when generations are handed over, formed and run, and when a step is done, with its
     mirrors: what follows may be a planned change."""
     control, form = pipe._control, Running.form
@@ -340,6 +362,7 @@ def keep_diary(pipe: ElasticPipeline, writer: Writer) -> None:
 
     def filled() -> None:
         fill()
+        lease.pass_on(pipe.generation)
         writer.run(pipe.generation)
 
     def step_done(step: int) -> bool:

@@ -174,11 +174,13 @@ def measure_loss(lost: int, *, mirror_share: float) -> dict[str, Any]:
         outcome = run(job)
     left = [i for i in range(len(emulation.cluster.nodes)) if i != lost]
     best = replace(emulation, plan=find_plan(emulation, left, _BEST_PLAN_S))
-    before_s, best_s = (fmean(run_emulated(put_in_order(each)).step_s[2:]) for each in (emulation, best))
     steps = list_steps(outcome)
-    first, *_, last = sorted({generation for _, generation, _ in steps})
-    own_before_s = mean_step_s(steps, first)
-    own_after_s = mean_step_s(steps, last)
+    ((lost_s, *_),) = outcome.happened
+    first = max(generation for _, generation, at_s in steps if at_s < lost_s)
+    last = max(generation for _, generation, _ in steps)
+    own_before_s, own_after_s = mean_step_s(steps, first), mean_step_s(steps, last)
+    ran = replace(emulation, plan=find_plan_of(outcome, first))
+    before_s, best_s = (fmean(run_emulated(put_in_order(each)).step_s[2:]) for each in (ran, best))
     intervals = {report.interval for report in outcome.reports}
     (recovery_s,) = outcome.recoveries()
     return {
@@ -187,7 +189,7 @@ def measure_loss(lost: int, *, mirror_share: float) -> dict[str, Any]:
         "mirror_every": max(intervals),
         "steps_lost": max(report.num_lost for report in outcome.reports),
         "at_most_lost": max(report.at_most_lost for report in outcome.reports),
-        "generations_after": len({generation for _, generation, _ in steps}) - 1,
+        "generations_after": len({generation for _, generation, _ in steps if generation > first}),
         "recovery_s": recovery_s,
         "before_s": own_before_s,
         "before_without_mirrors_s": before_s,
@@ -196,6 +198,13 @@ def measure_loss(lost: int, *, mirror_share: float) -> dict[str, Any]:
         "share_after_loss": best_s / own_after_s,
         "mirror_cost": own_before_s / before_s - 1,
     }
+
+
+def find_plan_of(outcome: Outcome, generation: int) -> Plan:
+    """What a survivor has run in it."""
+    report = max(outcome.reports, key=lambda report: len(report.diary.finished))
+    generations = list(dict.fromkeys(number for _, _, number in report.diary.finished))
+    return Plan.parse(report.plans[-len(generations) :][generations.index(generation)])
 
 
 def list_steps(outcome: Outcome) -> list[tuple[int, int, float]]:

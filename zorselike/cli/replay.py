@@ -55,7 +55,8 @@ class Replay:
     """Replay a record of which devices were there when, and compare what jobs would have trained.
 
     EVENTS is CSV (or a JSON list of objects): time_s, and the number of devices that are there from then on,
-    in columns named after a type of device, a node of the cluster, or gpus for any. Beside zorselike's own
+    in columns named after a type of device, a node of the cluster, or gpus for any; SkyPilot's spot-traces
+    are read as they are. Beside zorselike's own
     rule (the same processes go on, from mirrors in memory) stand restarts from checkpoints with the best
     plan, whole replicas of which one is out when it loses a device, and the first plan alone. Every plan is
     found by the planner and simulated; goodput counts what was trained and kept.

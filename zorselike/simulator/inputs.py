@@ -65,6 +65,8 @@ class SimulationInputs:
         raises `PlanError` if that cannot run the plan."""
         try:
             return build(self.make_spec(plan), schedule, ranks=ranks)
+        except PlanError:  # A `LowBoundError`, which a search goes on from.
+            raise
         except ScheduleError as error:
             raise PlanError(str(error)) from None
 

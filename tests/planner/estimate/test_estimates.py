@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -18,7 +19,7 @@ from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import Fixed
 from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
 from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
-from zorselike.schedule.orders.in_flight import least_in_flight
+from zorselike.schedule.orders.in_flight import LowBoundError, least_in_flight
 
 
 def simulate_candidates(seed, number, draw):
@@ -55,6 +56,18 @@ def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
     assert 0.8 < median(ratios) < 1.4
     assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.9
     assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+
+
+def test_a_bound_that_is_too_low_is_told_from_what_no_search_goes_on_from():
+    """A search ended at the first such candidate: it was told of a wrong plan."""
+    rng = random.Random(3)
+    candidate = None
+    while candidate is None or len(candidate.owners) < 4:
+        bench = Bench(draw_problem(rng))
+        candidate = bench.draw_candidate_in_flight(rng)
+    low = replace(candidate, groups=tuple(replace(group, max_in_flight=1) for group in candidate.groups))
+    with pytest.raises(LowBoundError):
+        bench.problem.setting.simulate(make_plan(low, bench.problem, bench.table).validate())
 
 
 def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):

@@ -12,6 +12,9 @@ from zorselike.elastic.membership.roster import Roster
 if TYPE_CHECKING:
     from zorselike.elastic.membership.machine import Membership
 
+_MAX_JOINS = 50
+"""How often an arrival asks those whom it knows, where none of them takes it in."""
+
 
 class Seeking:
     """A member's search for its leader."""
@@ -20,6 +23,7 @@ class Seeking:
         self._machine = machine
         self.num_seeks = 0
         self._sought_at = 0
+        self._num_joins = 0
         self._welcomed_by: str | None = None
 
     def lose_leader(self) -> None:
@@ -35,7 +39,8 @@ class Seeking:
         machine = self._machine
         others = {m.id: m for roster in machine.rosters() for m in roster.members} | machine.linked
         living = [member for id, member in others.items() if id != machine.me.id and not machine.is_gone(id)]
-        if not living:
+        self._num_joins += 1
+        if not living or self._num_joins > _MAX_JOINS:
             text = "the job that this process wanted to join cannot be reached any more"
             machine.ending.finish(text, may_return=True)
             return
@@ -154,4 +159,5 @@ class Seeking:
         machine = self._machine
         if machine.book is None or machine.me.id not in machine.book:
             machine.leader = self._welcomed_by = sender
+            self._num_joins = 0
             machine.committed = roster
