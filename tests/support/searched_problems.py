@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from scipy.stats import spearmanr
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
@@ -12,6 +17,7 @@ from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import list_families
+from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.bandwidths import read_bandwidths
@@ -20,6 +26,7 @@ from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
 from zorselike.planner.search.choice import Choice, GroupChoice
+from zorselike.simulator.simulated_plan import SimulatedPlan
 
 TYPES = ("A100-40", "T4", "V100-16", "A10G", "H100-SXM")
 WIDTH = 2048
@@ -138,3 +145,50 @@ class Bench:
         )
         number = min(len(self.table.keys), len(groups) * rng.choice([1, 1, 2, 3]) + rng.choice([0, 0, 1]))
         return self.builder.build(Choice(groups, 1).bound(rng.choice([1.0, 1.5, 2.0, 3.0]), number))
+
+
+class Simulated(NamedTuple):
+    """A candidate that was drawn at random, and its plan as simulated."""
+
+    bench: Bench
+    candidate: CandidatePlan
+    case: SimulatedPlan
+
+
+def simulate_candidates(
+    seed: int,
+    number: int,
+    draw: Callable[[Bench, random.Random], CandidatePlan | None],
+    *,
+    draw_changes: Callable[[random.Random], dict[str, object]] = lambda rng: {},
+    is_wanted: Callable[[CandidatePlan], bool] = lambda candidate: True,
+) -> list[Simulated]:
+    """Random candidates, about so many; `draw_changes`: of problems, as `draw_problem` takes them."""
+    rng = random.Random(seed)
+    found: list[Simulated] = []
+    while len(found) < number:
+        bench = Bench(draw_problem(rng, **draw_changes(rng)))
+        for _ in range(3):
+            candidate = draw(bench, rng)
+            if candidate is not None and is_wanted(candidate):
+                plan = make_plan(candidate, bench.problem, bench.table).validate()
+                found.append(Simulated(bench, candidate, bench.problem.setting.simulate(plan)))
+    return found
+
+
+def check_times(
+    simulated: Sequence[Simulated], *, middle: tuple[float, float], tenths: tuple[float, float]
+) -> None:
+    """Asserts that estimates of time rank candidates as the simulator does.
+
+    Args:
+        middle: between what the median of estimate over simulation is.
+        tenths: what all but a tenth are above, and all but a tenth below.
+    """
+    pairs = [
+        (own.bench.step_time.estimate_s(own.candidate), own.case.simulation.iteration_s) for own in simulated
+    ]
+    ratios = sorted(estimate / real for estimate, real in pairs)
+    assert middle[0] < median(ratios) < middle[1]
+    assert ratios[len(ratios) // 10] > tenths[0] and ratios[-len(ratios) // 10] < tenths[1]
+    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9

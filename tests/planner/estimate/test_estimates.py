@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
-from scipy.stats import spearmanr
-from searched_problems import Bench, draw_problem, make_decoder
+from searched_problems import Bench, check_times, draw_problem, make_decoder, simulate_candidates
 
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -20,20 +19,6 @@ from zorselike.planner.problem import Fixed
 from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
 from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
 from zorselike.schedule.orders.in_flight import LowBoundError, least_in_flight
-
-
-def simulate_candidates(seed, number, draw):
-    """Random candidates with their plans as simulated."""
-    rng = random.Random(seed)
-    found = []
-    while len(found) < number:
-        bench = Bench(draw_problem(rng))
-        for _ in range(3):
-            candidate = draw(bench, rng)
-            if candidate is not None:
-                plan = make_plan(candidate, bench.problem, bench.table).validate()
-                found.append((bench, candidate, bench.problem.setting.simulate(plan)))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +33,7 @@ def simulated_in_flight():
 
 
 def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
-    pairs = [
-        (bench.step_time.estimate_s(candidate), case.simulation.iteration_s)
-        for bench, candidate, case in simulated
-    ]
-    ratios = sorted(estimate / real for estimate, real in pairs)
-    assert 0.8 < median(ratios) < 1.4
-    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.9
-    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+    check_times(simulated, middle=(0.8, 1.4), tenths=(0.6, 1.9))
 
 
 def test_a_bound_that_is_too_low_is_told_from_what_no_search_goes_on_from():
@@ -71,14 +49,7 @@ def test_a_bound_that_is_too_low_is_told_from_what_no_search_goes_on_from():
 
 
 def test_time_with_bounds_in_flight_is_about_right(simulated_in_flight):
-    pairs = [
-        (bench.step_time.estimate_s(candidate), case.simulation.iteration_s)
-        for bench, candidate, case in simulated_in_flight
-    ]
-    ratios = sorted(estimate / real for estimate, real in pairs)
-    assert 0.85 < median(ratios) < 1.2
-    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.6
-    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+    check_times(simulated_in_flight, middle=(0.85, 1.2), tenths=(0.6, 1.6))
 
 
 def test_memory_with_bounds_in_flight_is_what_the_whole_plan_needs(simulated_in_flight):

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from statistics import median
 
 import pytest
-from scipy.stats import spearmanr
-from searched_problems import Bench, draw_problem, make_decoder
+from searched_problems import Bench, check_times, make_decoder, simulate_candidates
 
 from zorselike.cost.purposes import Purpose
-from zorselike.planner.candidate.to_plan import make_plan
 
 
 @pytest.fixture(scope="module", params=[Bench.draw_candidate, Bench.draw_candidate_in_flight])
 def simulated(request):
-    """Random candidates with replicas, as simulated."""
-    rng = random.Random(19)
-    found = []
-    while len(found) < 30:
-        workload = replace(make_decoder(ties=rng.random() < 0.3), max_tensor_parallel=4)
-        bench = Bench(draw_problem(rng, workload=workload))
-        for _ in range(3):
-            candidate = request.param(bench, rng)
-            if candidate is not None and candidate.degree > 1:
-                plan = make_plan(candidate, bench.problem, bench.table).validate()
-                found.append((bench, candidate, bench.problem.setting.simulate(plan)))
-    return found
+    """Random candidates with replicas."""
+    return simulate_candidates(
+        19,
+        30,
+        request.param,
+        draw_changes=lambda rng: {
+            "workload": replace(make_decoder(ties=rng.random() < 0.3), max_tensor_parallel=4)
+        },
+        is_wanted=lambda candidate: candidate.degree > 1,
+    )
 
 
 def test_time_is_about_right_and_ranks_as_the_simulator_does(simulated):
-    pairs = [
-        (bench.step_time.estimate_s(candidate), case.simulation.iteration_s)
-        for bench, candidate, case in simulated
-    ]
-    ratios = sorted(estimate / real for estimate, real in pairs)
-    assert 0.85 < median(ratios) < 1.3
-    assert ratios[len(ratios) // 10] > 0.6 and ratios[-len(ratios) // 10] < 1.9
-    assert spearmanr(*zip(*pairs, strict=True)).statistic > 0.9
+    check_times(simulated, middle=(0.85, 1.3), tenths=(0.6, 1.9))
 
 
 def test_memory_is_what_the_whole_plan_needs(simulated):
