@@ -22,6 +22,7 @@ from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.running import Running
 from zorselike.elastic.worker import ElasticWorker
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime import crossing
 from zorselike.runtime.alarm.failure import is_echo, reason_of
@@ -119,6 +120,23 @@ def test_nobody_waits_for_the_store_of_a_leader_that_has_ended() -> None:
     running.leave_alone()
     # Torch still tries, on a thread of its own.
     assert any(thread.name == "elastic store" for thread in threading.enumerate())
+
+
+class Whole:
+    """Of a pipeline: that no step of it has failed."""
+
+    is_broken = False
+
+
+def test_an_error_of_a_lost_neighbour_is_not_the_callers_though_nothing_is_known_of_it_yet() -> None:
+    """Outside of steps nothing marks a pipeline as broken: a save may hear by its own connections first."""
+    running = Running(make_generation(1, make_job().plan), "id0")
+    running.pipe = Whole()  # type: ignore[assignment]
+    assert running.is_the_callers(ConfigError("the folder is not empty"))
+    threading.Timer(0.2, running.interrupt).start()
+    assert not running.is_the_callers(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
+    running.pipe = None
+    running.leave_alone()
 
 
 class Remains:

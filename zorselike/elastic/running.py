@@ -79,8 +79,7 @@ class Running:
 
     def is_the_callers(self, error: BaseException) -> bool:
         """Whether an error is about a call's arguments, and the generation goes on."""
-        is_over = self.is_over.is_set() or isinstance(error, GenerationOver)
-        return self.pipe is not None and not self.pipe.is_broken and not is_over
+        return self.pipe is not None and not self.pipe.is_broken and self.is_own(error)
 
     def form(self, backend: str, build: Build, on_loss: Callable[[Running], object]) -> None:
         """Makes the groups and the pipeline; collective among the ranks."""
