@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,46 @@ def test_who_began_to_form_a_generation_forms_the_next_with_who_did_not(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     assert run_ranks(form_after_failing, 2, tmp_path) == [3, 3]
+
+
+def fill_after_the_others_left(rank: int, world_size: int, folder: Path) -> list[bool]:
+    """Ranks 1 and 2 wait for rank 0, and leave; then rank 0 comes, and hears a moment later that it is alone.
+    Which of two processes connects to the other is chance, so several times."""
+    dist.destroy_process_group()
+    job, freed = make_job(), []
+    for number in range(1, 6):
+        port, left = folder / f"port{number}", folder / f"left{number}"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            (folder / "new").write_text(str(store.port))
+            (folder / "new").rename(port)
+            while len(list(folder.glob(f"{left.name}.*"))) < world_size - 1:
+                time.sleep(0.01)
+        while not port.exists():
+            time.sleep(0.01)
+        generation = replace(make_generation(number, job.plan), port=int(port.read_text()))
+        running = Running(replace(generation, ranks=("id0", "id1", "id2")), f"id{rank}")
+        running.rank = None
+        running.form("gloo", lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]
+        threading.Timer(0.5, running.interrupt).start()
+
+        def fill(running: Running = running) -> None:
+            with suppress(RuntimeError):
+                running.fill((), ())
+
+        filling = threading.Thread(target=fill, daemon=True)
+        filling.start()
+        filling.join(10.0)
+        freed.append(not filling.is_alive())
+        running.leave_alone()
+        (folder / f"{left.name}.{rank}").touch()
+    return freed
+
+
+def test_who_slept_until_the_others_had_left_does_not_wait_for_them(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(fill_after_the_others_left, 3, tmp_path) == [[True] * 5] * 3
 
 
 def test_nobody_waits_for_the_store_of_a_leader_that_has_ended() -> None:

@@ -94,13 +94,9 @@ class Running:
         _say_who_this_is(generation, self.rank)
         if "nccl" in backend:  # Else its watchdog ends this process for the end of another one. Not seen yet.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        dist.init_process_group(
-            backend,
-            store=self._part_of_store("world"),
-            rank=self.rank,
-            world_size=len(generation.ranks),
-            timeout=_PATIENCE,
-        )
+        size = len(generation.ranks)
+        store = self._meet("world", size)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=_PATIENCE)
 
         def note(losses: tuple[Failure, ...]) -> None:
             self.losses = losses
@@ -139,7 +135,7 @@ class Running:
         everyone = [*ranks, *(giver for giver in givers if giver not in ranks)]
         if self._id not in everyone:
             return None
-        store = self._part_of_store("fill")
+        store = self._meet("fill", len(everyone))
         wire = Wire(store, everyone.index(self._id), len(everyone), timeout=_PATIENCE)
         return fill(self.pipe, held, wire)
 
@@ -177,9 +173,19 @@ class Running:
         forget_unmade_world()
         gc.collect()  # FSDP's modules and their groups are in circles.
 
-    def _part_of_store(self, name: str) -> Store:
+    def _meet(self, name: str, size: int) -> Store:
+        """A part of the generation's store, when all who are to use it are there; freed by `interrupt`.
+
+        Gloo waits for who has come and gone again, and has no connection by which to free it. So a last one,
+        which was stopped while the others gave it up, waits here instead: they do not answer.
+        """
         assert self._store is not None
-        return dist.PrefixStore(f"{self.number}/{name}", self._store)  # type: ignore[no-any-return,attr-defined]
+        part: Store = dist.PrefixStore(f"{self.number}/{name}", self._store)  # type: ignore[attr-defined]
+        for each in ("come", "answered"):
+            if part.add(each, 1) == size:
+                part.set(f"all {each}", "")
+            part.wait([f"all {each}"], _PATIENCE)
+        return part
 
 
 def _say_who_this_is(generation: Generation, rank: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +40,6 @@ class Groups:
     """
 
     ranks: Ranks
-    timeout: timedelta | None = None
     _made: list[ProcessGroup] = field(default_factory=list)
     _meshes: list[DeviceMesh] = field(default_factory=list)
 
@@ -53,7 +51,7 @@ class Groups:
     def make(self, members: Sequence[int], backend: str, *, options: Any = None) -> ProcessGroup | None:
         """A group over ranks of the plan; every process calls, members get it."""
         processes = sorted(self.ranks.processes(members))
-        group = dist.new_group(processes, backend=backend, timeout=self.timeout, pg_options=options)
+        group = dist.new_group(processes, backend=backend, pg_options=options)
         if self.ranks.rank not in members:
             return None
         assert isinstance(group, ProcessGroup)
