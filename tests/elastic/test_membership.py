@@ -10,6 +10,7 @@ from simulated_members import Job, Process, decide_all
 
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
+from zorselike.elastic.membership.roster import Roster
 from zorselike.elastic.membership.round import Settings
 
 CASES_PER_BLOCK = 200
@@ -154,6 +155,21 @@ def test_a_sleeper_is_expelled_and_told_so_when_it_wakes(asleep: str) -> None:
     job.run()
     assert "gone on without" in str(job.processes[asleep].over)
     assert runs_with(job, *others)
+
+
+def test_a_sleeper_is_told_though_its_link_was_given_up_before() -> None:
+    """The alarm may hold it for lost while the link still stands: what it calls for must not stay unanswered."""
+    job = start(3)
+    job.sleep("m2")
+    job.run(30)
+    machine = job.processes["m1"].machine
+    assert not machine.is_member("m2") and "m2" not in machine.linked
+    sleeper = job.processes["m2"].machine
+    book = Roster(2, tuple(sorted(sleeper.committed.members, key=lambda member: member.id != "m2")))
+    for call in (msg.Meet(2, "loss", True, 1, book, (), ()), msg.Seek(1, (), ()), msg.Still(1, asks=True)):
+        (answer,) = machine.handle(e.Received("m2", call))
+        assert isinstance(answer, e.Send) and answer.to == "m2"
+        assert isinstance(answer.message, msg.Expel) and "gone on without" in answer.message.reason
 
 
 @pytest.mark.parametrize("num_cut", [1, 2, 3])

@@ -303,20 +303,28 @@ def _attend(job: Job, members: dict[int, int], folder: Path) -> dict[int, float]
                 woken |= {there[member]: time.monotonic()} if member in asleep else {}
                 os.kill(there[member], signal.SIGCONT)
         if time.monotonic() > must_end:
-            raise JobFailedError(f"members {sorted(asleep & there.keys())}, which had slept, do not end")
+            left = {member: there[member] for member in asleep & there.keys()}
+            raise JobFailedError(
+                f"members {sorted(left)}, which had slept, do not end\n{_describe(left, folder)}"
+            )
         if (size := sum(path.stat().st_size for path in folder.glob("[sf]*[0-9]"))) != moved:
             until, moved = time.monotonic() + job.patience_s, size  # States were copied, or something done.
         if time.monotonic() > until:
-            (folder / "describe").touch()
-            for process in there.values():
-                os.kill(process, signal.SIGUSR1)
-            time.sleep(2.5)  # Until they have written where they stand.
-            lines = "".join(
-                f"--- {path.name}\n" + path.read_text(errors="replace")[-9000:]
-                for path in sorted(folder.glob("out*"))
-            )
+            lines = _describe(there, folder)
             raise JobFailedError(f"members {sorted(there)} had not moved for {job.patience_s:.0f} s\n{lines}")
         time.sleep(0.01)
+
+
+def _describe(members: Mapping[int, int], folder: Path) -> str:
+    """Where these processes are, and what all have written."""
+    (folder / "describe").touch()
+    for process in members.values():
+        os.kill(process, signal.SIGUSR1)
+    time.sleep(2.5)  # Until they have written where they stand.
+    return "".join(
+        f"--- {path.name}\n" + path.read_text(errors="replace")[-9000:]
+        for path in sorted(folder.glob("out*"))
+    )
 
 
 def _check_woken(woken: Mapping[int, float], diaries: Collection[Diary]) -> None:

@@ -118,20 +118,25 @@ class Touch:
         return found
 
     def refute(self, id: str) -> None:
-        """Tells somebody who is no member any more so."""
-        machine = self._machine
-        if id in machine.linked:
-            self.expel(machine.linked[id])
+        """Tells somebody who has just said something, and is no member any more, so: by the link on which it
+        was heard, which this member may have given up when it held the other for lost."""
+        if (expel := self._make_expel()) is not None:
+            self._machine.do(e.Send(id, expel))
 
     def expel(self, member: Member) -> None:
         """Tells a member, if it can be reached, that it is none any more."""
-        machine = self._machine
-        if machine.committed is not None:
-            text = (
-                f"this member was silent, and the job has gone on without it as generation "
-                f"{machine.committed.number}; it may join again as a new process"
-            )
-            machine.send(member, msg.Expel(machine.committed.number, text))
+        if (expel := self._make_expel()) is not None:
+            self._machine.send(member, expel)
+
+    def _make_expel(self) -> msg.Expel | None:
+        committed = self._machine.committed
+        if committed is None:
+            return None
+        text = (
+            f"this member was silent, and the job has gone on without it as generation {committed.number}; "
+            "it may join again as a new process"
+        )
+        return msg.Expel(committed.number, text)
 
     def is_child(self, id: str) -> bool:
         machine = self._machine
