@@ -158,7 +158,7 @@ def test_a_sleeper_is_expelled_and_told_so_when_it_wakes(asleep: str) -> None:
 
 
 def test_a_sleeper_is_told_though_its_link_was_given_up_before() -> None:
-    """The alarm may hold it for lost while the link still stands: what it calls for must not stay unanswered."""
+    """The alarm may hold it for lost while the link still stands: what it says must not stay unanswered."""
     job = start(3)
     job.sleep("m2")
     job.run(30)
@@ -200,6 +200,14 @@ def test_a_minority_that_holds_the_lease_goes_on() -> None:
         job.kill(id)
     job.run(60)
     assert runs_with(job, "m0")
+
+
+def test_a_majority_that_does_not_hold_the_lease_any_more_ends() -> None:
+    """It slept, perhaps, while a minority went on that had the lease then."""
+    job = start(2, holds_lease=False)
+    job.sleep("m1")
+    job.run(60)
+    assert "this side ends" in str(job.processes["m0"].over)
 
 
 def test_in_doubt_a_nanny_s_word_that_the_dead_were_of_this_generation_is_enough() -> None:

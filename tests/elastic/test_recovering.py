@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import RunRanks
 
+import zorselike.elastic.running as elastic_running
 from tools.elastic.faults import make_plan
 from tools.elastic.ranks import Job, build_model
 from zorselike.elastic.contract import Generation, GenerationOver, Member
@@ -178,6 +179,33 @@ def test_an_error_of_a_lost_neighbour_is_not_the_callers_though_nothing_is_known
     assert not running.is_the_callers(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
     running.pipe = None
     running.leave_alone()
+
+
+def leave_in_vain(rank: int, world_size: int, folder: Path) -> str:
+    """Each rank's thread is somewhere else as its generation ends, for longer than it may take to leave."""
+    elastic_running._STUCK_S = 0.5
+    running = Running(make_generation(1, make_job().plan), "id0")
+    threading.Timer(0.2, running.interrupt).start()
+    until = time.monotonic() + 3.0
+    match rank:
+        case 0:
+            with running.inside():
+                time.sleep(3.0)
+        case 1:
+            with running.inside():
+                while time.monotonic() < until:
+                    pass
+        case 2:
+            time.sleep(3.0)
+    return "has left"
+
+
+def test_only_who_waits_in_vain_in_a_generation_that_is_over_ends(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    waits, computes, is_outside = run_ranks(leave_in_vain, 3, tmp_path, allow_exit=True)
+    assert waits.code == 1 and "cannot be freed: it ends" in waits.last_line
+    assert computes.value == is_outside.value == "has left"
 
 
 class Remains:

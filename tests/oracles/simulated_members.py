@@ -71,7 +71,7 @@ class Job:
         latency_s: float = 0.05,
         work_s: float = 0.0,
         decide: Decide = decide_all,
-        holds_lease: bool = False,
+        holds_lease: bool | None = None,
         step_s: float = 0.2,
     ) -> None:
         self.rng = random.Random(seed)

@@ -253,7 +253,7 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
             num_founding=None if contact else job.plan.num_ranks + job.num_spares,
             contact=[(job.host_of(0), other) for other in contact],
             settings=Settings(silence_s=job.silence_s),
-            holds_lease=lambda: not job.hosts and lease.is_held(pipe.generation),
+            holds_lease=None if job.hosts else lambda: lease.is_held(pipe.generation),
         )
 
     pipe = ElasticPipeline(

@@ -303,10 +303,10 @@ class ElasticPipeline:
     def save(self, folder: str | Path, *, wait: bool = True, model_only: bool = False) -> Save | None:
         """As `HeteroPipeline.save`, with `extra`. None also where ranks were lost before it was done: the
         checkpoints that are there stay. Where too many are lost at once, the job goes back to the newest."""
-        pipe, running = self._own(), self._running
-        assert running is not None
+        pipe, running = self._here()
         try:
-            save = pipe.save(folder, extra=self.extra, model_only=model_only, wait=wait)
+            with running.inside():
+                save = pipe.save(folder, extra=self.extra, model_only=model_only, wait=wait)
         except Exception as error:
             if running.is_the_callers(error):
                 raise
@@ -319,17 +319,16 @@ class ElasticPipeline:
     def load(self, path: str | Path, *, model_only: bool = False, options: bool = True) -> Loaded | None:
         """As `HeteroPipeline.load`, before the first step. None where ranks were lost in it: it was done all
         the same."""
-        running = self._running
-        assert running is not None
-        pipe = self._own()
+        pipe, running = self._here()
         if not model_only:
             self.worker.checkpoint = str(Path(path).expanduser().absolute())
         try:
-            loaded = pipe.load(path, model_only=model_only, options=options)
-            self.worker.note_counts(pipe)
-            self.worker.forget_copies()
-            self.extra = dict(loaded.extra)
-            self._hold(running)
+            with running.inside():
+                loaded = pipe.load(path, model_only=model_only, options=options)
+                self.worker.note_counts(pipe)
+                self.worker.forget_copies()
+                self.extra = dict(loaded.extra)
+                self._hold(running)
         except Exception as error:
             if running.is_the_callers(error):
                 raise
@@ -340,10 +339,10 @@ class ElasticPipeline:
     def full_state_dict(self) -> dict[str, Tensor]:
         """As `HeteroPipeline.full_state_dict`; asks again where ranks were lost meanwhile."""
         while True:
-            running = self._running
-            assert running is not None
+            pipe, running = self._here()
             try:
-                return self._own().full_state_dict()
+                with running.inside():
+                    return pipe.full_state_dict()
             except Exception as error:
                 if running.is_the_callers(error):
                     raise
@@ -351,17 +350,21 @@ class ElasticPipeline:
 
     # -- internal --------------------------------------------------------------------------
 
-    def _own(self) -> HeteroPipeline:
-        if self.pipe is None:
+    def _here(self) -> tuple[HeteroPipeline, Running]:
+        running = self._running
+        if running is None or running.pipe is None:
             raise ConfigError("this process is no rank of the job now; call wait() before each step")
-        return self.pipe
+        return running.pipe, running
+
+    def _own(self) -> HeteroPipeline:
+        return self._here()[0]
 
     def _try(self, call: Callable[[HeteroPipeline], StepResult]) -> ElasticResult:
         """What all ranks do together between two steps."""
-        pipe, running = self._own(), self._running
-        assert running is not None
+        pipe, running = self._here()
         try:
-            return ElasticResult.of(call(pipe), running.number)
+            with running.inside():
+                return ElasticResult.of(call(pipe), running.number)
         except Exception as error:
             if running.is_the_callers(error):
                 raise
@@ -369,15 +372,15 @@ class ElasticPipeline:
         return ElasticResult.lost(self.generation)
 
     def _step(self, call: Callable[[HeteroPipeline], StepResult]) -> ElasticResult:
-        pipe, running, wanted = self._own(), self._running, self.num_steps + 1
-        assert running is not None
+        (pipe, running), wanted = self._here(), self.num_steps + 1
         result: StepResult | None = None
         try:
             if not self._has_caught_up:
                 self._schedulers.catch_up(pipe.assembly.control)
                 self._has_caught_up = True
-            result = call(pipe)
-            self._after_step(running, pipe, result)
+            with running.inside():
+                result = call(pipe)
+                self._after_step(running, pipe, result)
         except Exception as error:
             if result is None and running.is_the_callers(error):
                 raise
@@ -385,17 +388,15 @@ class ElasticPipeline:
         if self.num_steps < wanted:
             self.num_lost += wanted - 1 - self.num_steps
             return ElasticResult.lost(self.generation)
-        sums = self.worker.sums
-        if sums is not None and sums[0] == wanted:
+        if (sums := self.worker.sums) is not None and sums[0] == wanted:
             return ElasticResult(known(sums[1]), generation=self.generation)
         assert result is not None
         return ElasticResult.of(result, self.generation)
 
     def _after_step(self, running: Running, pipe: HeteroPipeline, result: StepResult) -> None:
         """Has the new state mirrored if that is due, and changes the generation if that is planned."""
-        replicas = running.replicas
+        replicas, step = running.replicas, pipe.num_steps
         assert replicas is not None
-        step = pipe.num_steps
         if replicas.interval == 1:  # All wait for all in any case.
             self.worker.sums = step, result.read_sums()
         self.worker.note_counts(pipe)
@@ -421,7 +422,8 @@ class ElasticPipeline:
         if is_own:
             logger.warning("this process has failed at step %d: %s", self.num_steps, reason_of(error))
         self.worker.bury(running.pipe)
-        running.leave_alone(error, is_own=is_own)
+        with running.inside():
+            running.leave_alone(error, is_own=is_own)
         if is_own:
             self.worker.fail(error)
 
@@ -440,7 +442,8 @@ class ElasticPipeline:
             running = self._running = Running(generation, self._control.id)
             self.worker.enter(running)
             try:
-                self._enter(running)
+                with running.inside():
+                    self._enter(running)
                 return
             except Exception as error:
                 self.num_failed_starts += not self._is_leaving

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -31,6 +34,8 @@ _PATIENCE = timedelta(days=1)
 _CONNECT_LIMIT = timedelta(seconds=20)
 _ECHO_S = 20.0
 """How long an error that reads like the end of another rank waits to be told which one it was."""
+_STUCK_S = 20.0
+"""After so long at a standstill, a thread that was to leave a generation will not."""
 
 Build = Callable[[OnLoss], HeteroPipeline]
 
@@ -53,8 +58,11 @@ class Running:
         """Set when it is over, or its store was reached."""
         self._id = id
         self._connections = Connections()
-        self._has_left = False
+        self._left = threading.Event()
         self._store: Store | None = None
+        self._is_inside = False
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        """Of the thread that trains."""
 
     @property
     def number(self) -> int:
@@ -67,9 +75,44 @@ class Running:
 
     def interrupt(self) -> None:
         """Frees the thread that trains from whatever it waits for; from any thread."""
+        is_first = not self.is_over.is_set()
         self.is_over.set()
         self._changed.set()
         self._connections.keep_shut()
+        if is_first and not self._left.is_set():
+            threading.Thread(target=self._end_if_stuck, name="elastic leaving", daemon=True).start()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While the thread that trains does what `interrupt` must free it from."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def _end_if_stuck(self) -> None:
+        """Ends this process where its thread waits in Gloo for good, so that others do not wait for it.
+
+        Gloo forgets what it is about to send where writing fails, and then waits for its end though the
+        connection has ended. A process that is stopped in an all-gather, and that others leave, is one that
+        waits so when it wakes (torch 2.13, by its system calls).
+        """
+        with suppress(OSError):  # That thread has ended.
+            used_s, since_s = time.clock_gettime(self._clock), time.monotonic()
+            while not self._left.wait(0.5):
+                now_used_s = time.clock_gettime(self._clock)
+                if now_used_s > used_s or not self._is_inside:
+                    used_s, since_s = now_used_s, time.monotonic()
+                elif time.monotonic() - since_s > _STUCK_S:
+                    faulthandler.dump_traceback(all_threads=True)
+                    print(
+                        f"zorselike: generation {self.number} is over, and this process has waited in it for "
+                        f"{_STUCK_S:.0f} s and cannot be freed: it ends, and the job goes on without it",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(1)
 
     def is_own(self, error: BaseException) -> bool:
         """Whether this process itself has failed, or only hears by this error that the generation is over."""
@@ -152,7 +195,7 @@ class Running:
         self.is_over.set()
         if error is not None and not is_own:
             forget(error)
-        if self._has_left:
+        if self._left.is_set():
             return
         self._connections.shut()
         # Its thread may wait for a GPU, and that for who is lost, until groups have ended.
@@ -163,7 +206,7 @@ class Running:
         self._end()
 
     def _end(self) -> None:
-        self._has_left = True
+        self._left.set()
         self._connections.end()
         self.pipe = None
         self._store = None

@@ -410,7 +410,7 @@ class Meeting:
         return int(self._stores[number].port)
 
     def _ask_lease(self, number: int) -> e.Event:
-        return e.Lease(number, self._holds_lease is not None and self._holds_lease())
+        return e.Lease(number, None if self._holds_lease is None else self._holds_lease())
 
     def _strand(self, reason: str) -> None:
         self._events.append(e.Stranded(reason))

@@ -205,10 +205,11 @@ class Stranded:
 
 @dataclass(frozen=True)
 class Lease:
-    """Whether this job still holds the lease of its checkpoints."""
+    """Whether this side of a job holds its lease: no generation has begun that it does not know of."""
 
     number: int
-    held: bool
+    held: bool | None
+    """None: there is no lease."""
 
 
 Event = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zorselike.elastic.contract import Json, Member, Reason, Request
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
-from zorselike.elastic.membership.roster import Roster, may_go_on
+from zorselike.elastic.membership.roster import Roster, have_all_ended, may_go_on
 
 if TYPE_CHECKING:
     from zorselike.elastic.membership.machine import Membership
@@ -55,10 +55,10 @@ class Leading:
             case e.Undecided(number, attempt, reason) if self._is_asked(number, attempt):
                 machine.ending.end_job(reason)
             case e.Lease(number, held) if self.stage == "lease" and number == machine.promised[0]:
-                if held:
+                if self._may_go_on() if held is None else held:
                     self._decide()
                 else:
-                    self._end_minority()
+                    self._end_side()
             case _:
                 pass
 
@@ -270,10 +270,12 @@ class Leading:
             return
         if not self.num_founding and not self._learn_bases():
             return
-        if self._may_go_on():
+        if self._may_go_on(if_all_ended=True):
             self._decide()
-        elif any(machine.is_gone(id) and id not in machine.dead for id in self._find_missing()):
-            self._ask_for_lease()
+        elif self._may_go_on() or any(
+            machine.is_gone(id) and id not in machine.dead for id in self._find_missing()
+        ):
+            self._ask_for_lease()  # Of many, too: so few may have gone on by it that these do not know of.
         else:
             self.stage = "word"  # All have certainly ended; their nannies may know in which generation.
             machine.set_timer("word", machine.settings.word_s)
@@ -284,12 +286,13 @@ class Leading:
         rosters = [roster for roster in (machine.committed, *machine.agreed) if roster is not None]
         return [m.id for roster in rosters for m in roster.members if m.id not in self._votes]
 
-    def _may_go_on(self) -> bool:
+    def _may_go_on(self, *, if_all_ended: bool = False) -> bool:
         machine = self._machine
         assert machine.committed is not None
         in_doubt = any(vote.in_doubt for vote in self._votes.values())
         bases = [] if self.num_founding else [machine.committed, *machine.agreed]
-        return all(may_go_on(base, self._votes, machine.dead, in_doubt=in_doubt) for base in bases)
+        rule = have_all_ended if if_all_ended else may_go_on
+        return all(rule(base, self._votes, machine.dead, in_doubt=in_doubt) for base in bases)
 
     def recount(self) -> None:
         """More is known of the dead."""
@@ -324,14 +327,14 @@ class Leading:
             return False
         return True
 
-    def _end_minority(self) -> None:
+    def _end_side(self) -> None:
         machine = self._machine
         assert machine.committed is not None
         num = sum(member.id in self._votes for member in machine.committed.members)
         missing = [m for m in machine.committed.members if m.id not in self._votes]
         machine.ending.end_job(
-            f"only {num} of the {len(machine.committed.members)} members of generation "
-            f"{machine.committed.number} can reach each other and nobody knows whether the others "
+            f"{num} of the {len(machine.committed.members)} members of generation "
+            f"{machine.committed.number} can reach each other, and as far as they know the others "
             f"({', '.join(map(describe, missing[:4]))}{', ...' if len(missing) > 4 else ''}) go on: this "
             "side ends, so that never two go on; if the others ended too, start from the last checkpoint",
             may_go_on=True,

@@ -53,6 +53,23 @@ def may_go_on(base: Roster, present: Collection[str], dead: Mapping[str, int], *
     """Whether those present may go on from a generation, so that never two sides do.
 
     They may if all others have certainly ended, or if they are the majority, or half with the first member.
+
+    Args: see `have_all_ended`.
+    """
+    num_present = sum(member.id in present for member in base.members)
+    first = min(base.members, key=lambda member: member.number)
+    return (
+        have_all_ended(base, present, dead, in_doubt=in_doubt)
+        or 2 * num_present > len(base.members)
+        or (2 * num_present == len(base.members) and first.id in present)
+    )
+
+
+def have_all_ended(
+    base: Roster, present: Collection[str], dead: Mapping[str, int], *, in_doubt: bool
+) -> bool:
+    """Whether certainly nobody else can go on from a generation.
+
     Counting out the dead supposes that none of them went on into a later generation that those present do
     not know of. Whoever was out of touch for a while is in doubt of that: then only those of the dead are
     counted out whose last generation is known to be this one.
@@ -64,10 +81,4 @@ def may_go_on(base: Roster, present: Collection[str], dead: Mapping[str, int], *
         in_doubt: whether somebody present was out of touch with the others since that generation began.
     """
     missing = [member.id for member in base.members if member.id not in present]
-    if all(id in dead and (not in_doubt or UNKNOWN < dead[id] <= base.number) for id in missing):
-        return True
-    num_present = len(base.members) - len(missing)
-    first = min(base.members, key=lambda member: member.number)
-    return 2 * num_present > len(base.members) or (
-        2 * num_present == len(base.members) and first.id in present
-    )
+    return all(id in dead and (not in_doubt or UNKNOWN < dead[id] <= base.number) for id in missing)
