@@ -213,7 +213,7 @@ def run_parts(
     outputs: list[Any] = []
     recorders: list[Recorder] = []
     with mode:
-        tensors = tuple(torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors)
+        tensors = tuple(inputs.zeros(rows))
         for part, module in zip(parts, modules, strict=True):
             where = part.name
             kwargs = {k: v for k, v in make_kwargs(specs, rows).items() if k in part.accepts}

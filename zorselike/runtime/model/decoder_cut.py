@@ -171,7 +171,7 @@ class _DecoderSkeleton(Skeleton):
     def _follow(self, model: nn.Module, inputs: Signature, kwargs: KwargSpecs, recorder: Recorder) -> Flow:
         rows = self.probe_rows[0]
         with self.mode, torch.enable_grad():
-            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
+            tensors = inputs.zeros(rows)
             follower = FlowRecorder(model, self.decoder, tensors)
             with follower.following(self.forms):
                 run_module(model, tensors, make_kwargs(kwargs, rows), "the model", recorder)

@@ -121,7 +121,7 @@ class Exporter(Skeleton):
         for names in self._starts(whole):
             whole.get_submodule(names).register_forward_pre_hook(_mark_start)
         with self.mode:
-            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
+            tensors = inputs.zeros(rows)
             tensors += tensors_in(make_kwargs(kwargs, rows))
             if param_dtype is not None:
                 tensors = [t.to(param_dtype) if t.is_floating_point() else t for t in tensors]

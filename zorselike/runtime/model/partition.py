@@ -288,7 +288,7 @@ class _Decoder(Skeleton):
         rows = self.probe_rows[0]
         recorder = Recorder({n: whole.get_submodule(n) for part in self.model_parts for n in part.units})
         with self.mode:
-            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in inputs.tensors]
+            tensors = inputs.zeros(rows)
             run_module(whole, tensors, make_kwargs(kwargs, rows), "the model", recorder)
         _, records = run_parts(
             self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True

@@ -41,6 +41,11 @@ class Signature:
                 raise ConfigError(f"inputs: tensor {i} has no dimensions; dimension 0 must be rows")
         return cls(tuple(TensorSpec(tuple(t.shape[1:]), t.dtype) for t in tensors))
 
+    def zeros(self, rows: int) -> list[Tensor]:
+        """Inputs of so many rows, in host memory: also where torch makes tensors elsewhere just now, as on
+        the meta device while a model is built."""
+        return [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype, device="cpu") for t in self.tensors]
+
     def at_positions(self, num_positions: int) -> Signature:
         """The signature of so many positions of the sequence, dimension 1 of every tensor."""
         shapes = [(num_positions, *spec.shape_per_row[1:]) for spec in self.tensors]
@@ -109,6 +114,8 @@ def make_kwargs(specs: KwargSpecs, rows: int) -> dict[str, Any]:
     """Keyword arguments of `rows` rows as described; zeros for tensors."""
 
     def make(leaf: Any) -> Any:
-        return torch.zeros(leaf.shape_at(rows), dtype=leaf.dtype) if isinstance(leaf, KwargTensor) else leaf
+        if not isinstance(leaf, KwargTensor):
+            return leaf
+        return torch.zeros(leaf.shape_at(rows), dtype=leaf.dtype, device="cpu")
 
     return {name: map_leaves(spec, make) for name, spec in specs.items()}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -62,7 +61,7 @@ def refuse_mixed_positions(parts: Sequence[ModelPart], blocks: Blocks, step: Ste
         (sample,) = fake_copies([skeleton.sample], skeleton.mode, param_dtype=step.param_dtype)
         _watch(sample, [name for name in blocks if _computes(sample, blocks[name])], blocks, stack)
         with skeleton.mode:
-            tensors = [torch.zeros(rows, *t.shape_per_row, dtype=t.dtype) for t in step.inputs.tensors]
+            tensors = step.inputs.zeros(rows)
             run_module(sample, tensors, make_kwargs(step.kwargs, rows), "the model", Recorder({}))
 
 
