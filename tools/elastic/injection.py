@@ -99,7 +99,8 @@ class Injector:
         (self._folder / f"process{pipe.rank}").write_text(str(os.getpid()))
         for number, fault in enumerate(self._faults):
             is_here = fault.rank % pipe.plan.num_ranks == pipe.rank or fault.phase == "plan"
-            if fault.step != pipe.num_steps or not is_here or self._marker(number).exists():
+            is_due = fault.step == pipe.num_steps and not self._marker(number).exists()
+            if not is_due or not is_here or self._would_end_all(fault):
                 continue
             if fault.phase != "any" and fault.phase not in _ACTIONS:
                 self._due[fault.phase] = number, fault
@@ -115,11 +116,16 @@ class Injector:
         """Whether a save is to follow now, in which something is to happen to somebody."""
         pipe = self._pipe
         for number, fault in enumerate(self._faults):
-            if fault.phase == "commit" and fault.step == pipe.num_steps and not self._marker(number).exists():
+            is_due = fault.step == pipe.num_steps and not self._marker(number).exists()
+            if fault.phase == "commit" and is_due and not self._would_end_all(fault):
                 if pipe.rank == fault.rank % pipe.plan.num_ranks:
                     self._due["commit"] = number, fault
                 return True
         return False
+
+    def _would_end_all(self, fault: Fault) -> bool:
+        """Whether nobody would be left to go on: who replaces ranks that are gone may not have come yet."""
+        return self._pipe.plan.num_ranks == 1 and fault.kind in ("kill", "exit", "term", "leave", "stop")
 
     def _meet(self, phase: Phase, then: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._act_in(phase)
