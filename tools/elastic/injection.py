@@ -125,7 +125,9 @@ class Injector:
 
     def _would_end_all(self, fault: Fault) -> bool:
         """Whether nobody would be left to go on: who replaces ranks that are gone may not have come yet."""
-        return self._pipe.plan.num_ranks == 1 and fault.kind in ("kill", "exit", "term", "leave", "stop")
+        if self._pipe.plan.num_ranks > 1 or fault.kind == "pause":
+            return False
+        return fault.kind != "raise" or fault.phase in RECOVERY_PHASES
 
     def _meet(self, phase: Phase, then: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._act_in(phase)
