@@ -35,7 +35,7 @@ ENDS = "this side ends, so that never two go on"
 """What the smaller side of a partition says."""
 _SLEEP_S, _PAUSE_S = 3.0, 0.3
 """How long a process stands still: the first beside the silence limit."""
-_WAKING_S = 60.0
+_WAKING_S = 90.0
 """Within which one that was gone on without must have ended, once it can go on itself."""
 _RECENT_S = 10.0
 """Before a generation was handed over: what happens in a recovery may come to light in the next."""

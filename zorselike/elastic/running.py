@@ -34,8 +34,8 @@ _PATIENCE = timedelta(days=1)
 _CONNECT_LIMIT = timedelta(seconds=20)
 _ECHO_S = 20.0
 """How long an error that reads like the end of another rank waits to be told which one it was."""
-_STUCK_S = 20.0
-"""After so long at a standstill, a thread that was to leave a generation will not."""
+_STUCK_S = 60.0
+"""After so long at a standstill, longer than compilers of other processes take, a thread will not leave."""
 
 Build = Callable[[OnLoss], HeteroPipeline]
 
