@@ -31,8 +31,8 @@ from .injection import RECOVERY_PHASES, Fault, FaultKind
 from .ranks import HOST, Job, Report, train, train_alone
 
 __all__ = ["Fault", "Job", "JobFailedError", "Outcome", "Report", "run", "run_alone"]
-ENDS = "this side ends, so that never two go on"
-"""What the smaller side of a partition says."""
+_ENDS = ("this side ends, so that never two go on", "the job has gone on without it")
+"""What the smaller side of a partition says: by itself, or once it hears of the others again."""
 _SLEEP_S, _PAUSE_S = 3.0, 0.3
 """How long a process stands still: the first beside the silence limit."""
 _WAKING_S = 90.0
@@ -206,7 +206,7 @@ def run(job: Job) -> Outcome:
                 if report.error is not None
                 and (report.diary.finished or report.member < founders)
                 and members[report.member] not in struck
-                and not (job.hosts and ENDS in report.error)
+                and not (job.hosts and _is_of_smaller_side(report))
             ]
             if failed:
                 raise JobFailedError(f"member {failed[0].member}: {failed[0].error}\n{lines[-6000:]}")
@@ -214,13 +214,17 @@ def run(job: Job) -> Outcome:
             if not whole:
                 raise JobFailedError(f"no process has come to its end\n{lines[-6000:]}")
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            ended = sum(ENDS in (report.error or "") for report in reports)
+            ended = sum(map(_is_of_smaller_side, reports))
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             every = tuple(diaries.values())
             return Outcome(tuple(whole), every, tuple(happened), lines, tuple(sums), cpu_s, ended, woken)  # type: ignore[arg-type]
         finally:
             for process in members.values():
                 _kill(process)
+
+
+def _is_of_smaller_side(report: Report) -> bool:
+    return any(ends in (report.error or "") for ends in _ENDS)
 
 
 def _prepare_to_fork() -> None:
