@@ -16,6 +16,7 @@ from ranks import RunRanks
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.alarm import heartbeat as lifeline
+from zorselike.runtime.alarm import kernel
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.schedule.actions import parse_action
 
@@ -132,3 +133,21 @@ def test_a_wrong_silence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZORSELIKE_SILENCE_S", "never")
     with pytest.raises(ConfigError, match="ZORSELIKE_SILENCE_S is 'never'; give a number of seconds"):
         Alarm(0, 1, dist.HashStore())
+
+
+@pytest.mark.parametrize(("kind", "is_found"), [("", True), ("pid", False), ("net", False)])
+def test_a_process_is_known_by_its_number_only_where_it_is_also_within_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_found: bool
+) -> None:
+    """Of containers of one machine: one that runs may be cut off all the same."""
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("one boot\n")
+    (tmp_path / "self/ns").mkdir(parents=True)
+    for each in ("pid", "net"):
+        (tmp_path / "self/ns" / each).symlink_to(f"{each}:[1]")
+    monkeypatch.setattr(kernel, "_PROCESSES", tmp_path)
+    name = kernel.name_process()
+    if kind:
+        (tmp_path / "self/ns" / kind).unlink()
+        (tmp_path / "self/ns" / kind).symlink_to(f"{kind}:[2]")
+    assert kernel.find_process(name) == (os.getpid() if is_found else None)

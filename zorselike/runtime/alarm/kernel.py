@@ -24,10 +24,14 @@ _STOPPED = frozenset("TtZXx")
 
 
 def name_process() -> str:
-    """This process as `find_process` knows it, on whatever node; empty where the kernel does not say."""
+    """This process as `find_process` knows it, on whatever node; empty where the kernel does not say.
+
+    Processes in two networks count as on two nodes, though of one machine: one that runs may be out of reach.
+    """
     try:
         boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {(_PROCESSES / 'self/ns/pid').readlink()} {os.getpid()}"
+        numbers, network = ((_PROCESSES / "self/ns" / kind).readlink() for kind in ("pid", "net"))
+        return f"{boot} {numbers} {network} {os.getpid()}"
     except OSError:
         return ""
 
