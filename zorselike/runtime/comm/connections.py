@@ -39,7 +39,7 @@ class Connections:
             self._ended.set()
 
     def shut(self) -> int:
-        """Ends all of them, in both directions; returns how many. From any thread."""
+        """Ends all of them; returns how many. From any thread."""
         with self._lock:
             return 0 if self._ended.is_set() else self._shut()
 
@@ -64,7 +64,7 @@ class Connections:
                 is_ours = bool(fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
                 with socket.socket(fileno=os.dup(number)) as connection:
                     if _identify(connection.fileno()) == identity and self._is_wanted(connection, is_ours):
-                        connection.shutdown(socket.SHUT_RDWR)
+                        end(connection)
                         count += 1
         return count
 
@@ -73,6 +73,15 @@ class Connections:
             return False
         port = connection.getpeername()[1]  # An error of a listener.
         return not is_ours or port in self._store_ports
+
+
+def end(connection: socket.socket) -> None:
+    """Nothing more is received, which Gloo takes for the other side's end, and so do torch's stores.
+
+    It may still send: where it is just told that the other side is ready, and then cannot write, it forgets
+    what it was to send, and whoever waits for the end of that waits for good (torch 2.13).
+    """
+    connection.shutdown(socket.SHUT_RD)
 
 
 def _list_sockets() -> dict[int, tuple[int, int]]:

@@ -1,0 +1,78 @@
+"""What frees a thread that waits in Gloo."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import RunRanks
+
+from zorselike.runtime.comm.connections import end
+
+_PIDFD_GETFD = 438
+"""A system call's number, on every architecture."""
+
+
+def list_peers(process: int) -> list[socket.socket]:
+    """Connections of a process of this user, stopped perhaps, to others than torch's store; as its own."""
+    held, found = os.pidfd_open(process), []
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        if not str(entry.readlink()).startswith("socket"):
+            continue
+        number = ctypes.CDLL(None).syscall(_PIDFD_GETFD, held, int(entry.name), 0)
+        if number >= 0:
+            found.append(socket.socket(fileno=number))
+    return found
+
+
+def gather_while_ended(rank: int, world_size: int, folder: Path) -> bool:
+    """Rank 0 stops in all-gathers; rank 1 takes part, so that all is on its way, and then rank 2 ends the
+    connections of rank 0 and wakes it. Whether rank 0 is free soon."""
+    pair, number = dist.new_group([0, 1]), folder / "number"
+    if rank == 2:
+        while not number.exists():
+            time.sleep(0.01)
+        process = int(number.read_text())
+        time.sleep(1.0)
+        for connection in list_peers(process):
+            try:
+                if connection.getpeername()[1] > 0:
+                    end(connection)
+            except OSError:
+                continue  # A listener.
+        os.kill(process, signal.SIGCONT)
+    else:
+        if rank == 1:
+            while not number.exists():
+                time.sleep(0.01)
+            time.sleep(0.3)
+        values = torch.ones(1000)
+        works = [
+            dist.all_gather([torch.ones(1000), torch.ones(1000)], values, group=pair, async_op=True)
+            for _ in range(2)
+        ]
+        if rank == 0:
+            time.sleep(0.1)
+            (folder / "new").write_text(str(os.getpid()))
+            (folder / "new").rename(number)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            until = time.monotonic() + 10.0
+            while not all(work.is_completed() for work in works) and time.monotonic() < until:
+                time.sleep(0.01)
+            is_free = all(work.is_completed() for work in works)
+            (folder / "done").touch()
+            return is_free
+    while not (folder / "done").exists():
+        time.sleep(0.01)
+    return True
+
+
+def test_who_is_about_to_send_as_connections_end_is_freed(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ends = run_ranks(gather_while_ended, 3, tmp_path, allow_exit=True, timeout=60)
+    assert ends[0].value is True
