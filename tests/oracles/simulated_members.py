@@ -362,9 +362,8 @@ class Job:
 
     def _connect(self, process: Process, peer: str) -> None:
         other = self.processes[peer]
-        if peer not in process.opening or not process.is_alive or process.is_asleep:
-            return
-        if process.over is not None:
+        is_there = process.is_alive and not process.is_asleep and process.over is None
+        if peer not in process.opening or not is_there:
             return
         if process.side != other.side or (other.is_alive and other.is_asleep):
             return

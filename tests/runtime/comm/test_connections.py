@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import RunRanks
@@ -20,7 +21,7 @@ _PIDFD_GETFD = 438
 
 
 def list_peers(process: int) -> list[socket.socket]:
-    """Connections of a process of this user, stopped perhaps, to others than torch's store; as its own."""
+    """Connections of another process, stopped perhaps, as this one's own; none where the kernel refuses."""
     held, found = os.pidfd_open(process), []
     for entry in Path(f"/proc/{process}/fd").iterdir():
         if not str(entry.readlink()).startswith("socket"):
@@ -28,25 +29,23 @@ def list_peers(process: int) -> list[socket.socket]:
         number = ctypes.CDLL(None).syscall(_PIDFD_GETFD, held, int(entry.name), 0)
         if number >= 0:
             found.append(socket.socket(fileno=number))
-    return found
+    return [each for each in found if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
 
 
-def gather_while_ended(rank: int, world_size: int, folder: Path) -> bool:
+def gather_while_ended(rank: int, world_size: int, folder: Path) -> int:
     """Rank 0 stops in all-gathers; rank 1 takes part, so that all is on its way, and then rank 2 ends the
-    connections of rank 0 and wakes it. Whether rank 0 is free soon."""
+    connections of rank 0 and wakes it. Whether rank 0 is free soon; of rank 2 how many it has ended."""
     pair, number = dist.new_group([0, 1]), folder / "number"
     if rank == 2:
         while not number.exists():
             time.sleep(0.01)
         process = int(number.read_text())
         time.sleep(1.0)
-        for connection in list_peers(process):
-            try:
-                if connection.getpeername()[1] > 0:
-                    end(connection)
-            except OSError:
-                continue  # A listener.
+        peers = [each for each in list_peers(process) if each.family == socket.AF_INET]
+        for connection in peers:
+            end(connection)
         os.kill(process, signal.SIGCONT)
+        return len(peers)
     else:
         if rank == 1:
             while not number.exists():
@@ -75,4 +74,6 @@ def gather_while_ended(rank: int, world_size: int, folder: Path) -> bool:
 
 def test_who_is_about_to_send_as_connections_end_is_freed(run_ranks: RunRanks, tmp_path: Path) -> None:
     ends = run_ranks(gather_while_ended, 3, tmp_path, allow_exit=True, timeout=60)
-    assert ends[0].value is True
+    if not ends[2].value:
+        pytest.skip("the kernel lets no process have another's connections")
+    assert ends[0].value

@@ -59,8 +59,8 @@ class Meeting:
         Args:
             me: this process, with the address at which `listener` can be reached.
             token: what all members of the job know.
-            holds_lease: whether this job holds the lease of its checkpoints: asked of the leader of so few
-                members that others may go on too.
+            holds_lease: whether no generation has begun that this side of the job does not know of; asked of
+                who leads, many or few, where others may have gone on. None: only a majority goes on then.
             notice_file: once it exists, this member leaves.
             nanny_fd: where to write what `nanny` reads.
         """

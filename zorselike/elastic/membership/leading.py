@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class Leading:
             case e.Undecided(number, attempt, reason) if self._is_asked(number, attempt):
                 machine.ending.end_job(reason)
             case e.Lease(number, held) if self.stage == "lease" and number == machine.promised[0]:
-                if self._may_go_on() if held is None else held:
+                if self._holds(may_go_on) if held is None else held:
                     self._decide()
                 else:
                     self._end_side()
@@ -270,9 +270,9 @@ class Leading:
             return
         if not self.num_founding and not self._learn_bases():
             return
-        if self._may_go_on(if_all_ended=True):
+        if self._holds(have_all_ended):
             self._decide()
-        elif self._may_go_on() or any(
+        elif self._holds(may_go_on) or any(
             machine.is_gone(id) and id not in machine.dead for id in self._find_missing()
         ):
             self._ask_for_lease()  # Of many, too: so few may have gone on by it that these do not know of.
@@ -286,17 +286,17 @@ class Leading:
         rosters = [roster for roster in (machine.committed, *machine.agreed) if roster is not None]
         return [m.id for roster in rosters for m in roster.members if m.id not in self._votes]
 
-    def _may_go_on(self, *, if_all_ended: bool = False) -> bool:
+    def _holds(self, rule: Callable[..., bool]) -> bool:
+        """Whether a rule does of each generation from which one could go on."""
         machine = self._machine
         assert machine.committed is not None
         in_doubt = any(vote.in_doubt for vote in self._votes.values())
         bases = [] if self.num_founding else [machine.committed, *machine.agreed]
-        rule = have_all_ended if if_all_ended else may_go_on
         return all(rule(base, self._votes, machine.dead, in_doubt=in_doubt) for base in bases)
 
     def recount(self) -> None:
         """More is known of the dead."""
-        if self.stage == "word" and self._may_go_on():
+        if self.stage == "word" and self._holds(may_go_on):
             self._decide()
 
     def _ask_for_lease(self) -> None:
@@ -334,8 +334,8 @@ class Leading:
         missing = [m for m in machine.committed.members if m.id not in self._votes]
         machine.ending.end_job(
             f"{num} of the {len(machine.committed.members)} members of generation "
-            f"{machine.committed.number} can reach each other, and as far as they know the others "
-            f"({', '.join(map(describe, missing[:4]))}{', ...' if len(missing) > 4 else ''}) go on: this "
+            f"{machine.committed.number} can reach each other, and the others "
+            f"({', '.join(map(describe, missing[:4]))}{', ...' if len(missing) > 4 else ''}) may go on: this "
             "side ends, so that never two go on; if the others ended too, start from the last checkpoint",
             may_go_on=True,
         )

@@ -200,8 +200,6 @@ class Membership:
             return msg.Report(dead=(msg.Gone(id, self.dead[id]),))
         return msg.Report(silent=(id,))
 
-    # -- without a leader ----------------------------------------------------------------------
-
     # -- messages ------------------------------------------------------------------------------
 
     def _receive(self, sender: str, message: msg.Message) -> None:
@@ -476,8 +474,6 @@ class Membership:
             self.leading.begin(roster)
         elif self.wants_to_leave:
             self.say(msg.Report(leaving=(self.me.id,)))
-
-    # -- ends ----------------------------------------------------------------------------------
 
     # -- time ----------------------------------------------------------------------------------
 
