@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from trivial_member import TrivialWorker
 
 from zorselike.cli import main
+from zorselike.cli.job import run
 from zorselike.cli.job.status import format_status
 from zorselike.elastic.meeting import Meeting, make_member
 from zorselike.elastic.meeting.environment import listen
@@ -92,3 +93,23 @@ def test_run_starts_a_nanny_for_each_rank_and_says_how_others_join(
     assert founder[5] == other[5] and len(founder[5]) == 32
     assert f"ZORSELIKE_JOB_TOKEN={founder[5]} zorselike run --join h:9 --ranks N -- " in err
     assert "zorselike status h:9 --watch" in err and time.monotonic() > began_s
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"), [("3", None, "1"), ("3", "2", "2"), ("1", None, None)]
+)
+def test_workers_of_one_node_do_not_each_take_all_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, given: str | None, expected: str | None
+) -> None:
+    started: list[Mapping[str, str]] = []
+
+    def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+        started.extend(environments)
+        return 0
+
+    monkeypatch.setattr(run, "keep", keep)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert main(["run", "--ranks", ranks, "--", "program"]) == 0
+    assert [each.get("OMP_NUM_THREADS") for each in started] == [expected] * int(ranks)

@@ -61,6 +61,8 @@ class Run:
         environment = dict(os.environ)
         node = self.node or environment.get(NODE_VARIABLE) or socket.gethostname()
         environment[NODE_VARIABLE] = node
+        if self.ranks > 1:  # As torchrun does: each would take all cores for itself, and all wait for all.
+            environment.setdefault("OMP_NUM_THREADS", "1")
         if self.join is not None:
             if self.members is not None:
                 raise ConfigError("run: --members is said where the job is founded, not with --join")
