@@ -183,7 +183,7 @@ def test_an_error_of_a_lost_neighbour_is_not_the_callers_though_nothing_is_known
 
 def leave_in_vain(rank: int, world_size: int, folder: Path) -> str:
     """Each rank's thread is somewhere else as its generation ends, for longer than it may take to leave."""
-    elastic_running._STUCK_S = 0.5
+    elastic_running._STUCK_S, elastic_running._STUCK_IN_GLOO_S = (60.0, 0.5) if rank == 3 else (0.5, 60.0)
     running = Running(make_generation(1, make_job().plan), "id0")
     threading.Timer(0.2, running.interrupt).start()
     until = time.monotonic() + 3.0
@@ -197,14 +197,18 @@ def leave_in_vain(rank: int, world_size: int, folder: Path) -> str:
                     pass
         case 2:
             time.sleep(3.0)
+        case 3:
+            with running.inside():
+                dist.recv(torch.zeros(1), 2)  # By a connection that was there before.
     return "has left"
 
 
 def test_only_who_waits_in_vain_in_a_generation_that_is_over_ends(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    waits, computes, is_outside = run_ranks(leave_in_vain, 3, tmp_path, allow_exit=True)
-    assert waits.code == 1 and "cannot be freed: it ends" in waits.last_line
+    waits, computes, is_outside, calls_gloo = run_ranks(leave_in_vain, 4, tmp_path, allow_exit=True)
+    for ended in (waits, calls_gloo):
+        assert ended.code == 1 and "cannot be freed: it ends" in ended.last_line
     assert computes.value == is_outside.value == "has left"
 
 
@@ -213,6 +217,9 @@ class Remains:
 
     def __init__(self, ended_in: list[str], may_end: threading.Event) -> None:
         self.ended_in, self.may_end = ended_in, may_end
+
+    def abandon(self, *_: object, **__: object) -> None:
+        """Has left."""
 
     def __del__(self) -> None:
         self.ended_in.append(threading.current_thread().name)
@@ -223,7 +230,10 @@ def test_training_does_not_wait_for_what_is_left_of_a_generation() -> None:
     worker = make_worker(make_job())
     ended_in: list[str] = []
     may_end = threading.Event()
-    worker.bury(Remains(ended_in, may_end))  # type: ignore[arg-type]
+    running = Running(make_generation(1, make_job().plan), "id0")
+    running.pipe = Remains(ended_in, may_end)  # type: ignore[assignment]
+    running.leave_alone()
+    worker.stash(running)
     worker.let_go()
     while not ended_in:
         time.sleep(0.001)

@@ -121,7 +121,9 @@ def break_again_and_again(rank: int, size: int, cases: list[Case], folder: Path)
             assert "Broken" in run.losses[0].reason
         run.abandon(found, is_own=rank == victim)
         wait_for_threads()
-        usage.append((len(list(Path("/dev/fd").iterdir())), threading.active_count()))
+        usage.append(
+            (len(list(Path("/dev/fd").iterdir())) - run.connections.num_held, threading.active_count())
+        )
     return usage
 
 

@@ -421,7 +421,6 @@ class ElasticPipeline:
         is_own = running.is_own(error)
         if is_own:
             logger.warning("this process has failed at step %d: %s", self.num_steps, reason_of(error))
-        self.worker.bury(running.pipe)
         with running.inside():
             running.leave_alone(error, is_own=is_own)
         if is_own:

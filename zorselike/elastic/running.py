@@ -34,8 +34,10 @@ _PATIENCE = timedelta(days=1)
 _CONNECT_LIMIT = timedelta(seconds=20)
 _ECHO_S = 20.0
 """How long an error that reads like the end of another rank waits to be told which one it was."""
-_STUCK_S = 60.0
-"""After so long at a standstill, longer than compilers of other processes take, a thread will not leave."""
+_STUCK_S, _STUCK_IN_GLOO_S = 60.0, 5.0
+"""After so long at a standstill a thread will not leave: longer than compilers of other processes take, and
+where it calls what ends with the connections."""
+_CALL_GLOO = ("/torch/distributed/", "/zorselike/runtime/comm/", "/zorselike/runtime/ministage/")
 
 Build = Callable[[OnLoss], HeteroPipeline]
 
@@ -52,6 +54,8 @@ class Running:
         self.drift: DriftDetector | None = None
         self.losses: tuple[Failure, ...] = ()
         """Ranks that the alarm has reported."""
+        self.remains: tuple[HeteroPipeline | None, Connections] | None = None
+        """Of a generation that was left without the others; to be kept until these have left it too."""
         self.is_over = threading.Event()
         """Set when something outside of this thread has ended it."""
         self._changed = threading.Event()
@@ -61,8 +65,9 @@ class Running:
         self._left = threading.Event()
         self._store: Store | None = None
         self._is_inside = False
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        """Of the thread that trains."""
+        self._thread = threading.get_ident()
+        """That trains."""
+        self._clock = time.pthread_getcpuclockid(self._thread)
 
     @property
     def number(self) -> int:
@@ -94,25 +99,30 @@ class Running:
     def _end_if_stuck(self) -> None:
         """Ends this process where its thread waits in Gloo for good, so that others do not wait for it.
 
-        Gloo forgets what it is about to send where writing fails, and then waits for its end though the
-        connection has ended. A process that is stopped in an all-gather, and that others leave, is one that
-        waits so when it wakes (torch 2.13, by its system calls).
+        Gloo forgets what it is about to send to a process that has just been killed, and then waits for its
+        end though the connection has ended (torch 2.13, by its system calls).
         """
         with suppress(OSError):  # That thread has ended.
             used_s, since_s = time.clock_gettime(self._clock), time.monotonic()
             while not self._left.wait(0.5):
                 now_used_s = time.clock_gettime(self._clock)
+                stood_s = time.monotonic() - since_s
                 if now_used_s > used_s or not self._is_inside:
                     used_s, since_s = now_used_s, time.monotonic()
-                elif time.monotonic() - since_s > _STUCK_S:
+                elif stood_s > _STUCK_S or (stood_s > _STUCK_IN_GLOO_S and self._calls_gloo()):
                     faulthandler.dump_traceback(all_threads=True)
                     print(
                         f"zorselike: generation {self.number} is over, and this process has waited in it for "
-                        f"{_STUCK_S:.0f} s and cannot be freed: it ends, and the job goes on without it",
+                        f"{stood_s:.0f} s and cannot be freed: it ends, and the job goes on without it",
                         file=sys.stderr,
                         flush=True,
                     )
                     os._exit(1)
+
+    def _calls_gloo(self) -> bool:
+        """Whether the thread that trains may be in Gloo now."""
+        frame = sys._current_frames().get(self._thread)
+        return frame is not None and any(folder in frame.f_code.co_filename for folder in _CALL_GLOO)
 
     def is_own(self, error: BaseException) -> bool:
         """Whether this process itself has failed, or only hears by this error that the generation is over."""
@@ -197,6 +207,7 @@ class Running:
             forget(error)
         if self._left.is_set():
             return
+        self.remains = self.pipe, self._connections
         self._connections.shut()
         # Its thread may wait for a GPU, and that for who is lost, until groups have ended.
         abandon = self.replicas.abandon if self.replicas is not None else lambda: True

@@ -18,6 +18,8 @@ from zorselike.elastic.running import Running
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.checkpoints import Stateful
+from zorselike.runtime.comm.connections import Connections
+from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.result import Sums
 
 logger = logging.getLogger("zorselike")
@@ -46,7 +48,8 @@ class ElasticWorker:
         """The generation for whose losses it draws."""
         self._stepped_s: float | None = None
         """When this process has done its last step."""
-        self._graves: list[Stateful] = []
+        self._graves: list[tuple[HeteroPipeline | None, Connections]] = []
+        """What remains of generations that were left without the others."""
         self._past: list[Replicas] = []
         """Of generations that have ended, and from which the next one may be filled."""
 
@@ -131,15 +134,13 @@ class ElasticWorker:
         """A step has ended, or a state was taken over."""
         self.num_steps, self.rows_seen = pipe.num_steps, pipe.rows_seen
 
-    def bury(self, pipe: Stateful | None) -> None:
-        """A pipeline was left without the others. Kept until `let_go`."""
-        if pipe is not None:
-            self._graves.append(pipe)
-
     def let_go(self) -> None:
-        """Drops pipelines that were left, in a thread: the end of a Gloo group waits for what it still runs,
-        and that may not end though its connections have (seen once in about a hundred recoveries)."""
+        """Drops what remains of generations that all have left. Pipelines in a thread: the end of a Gloo
+        group waits for what it still runs, and that may not end though its connections have (seen once in
+        about a hundred recoveries)."""
         graves, self._graves = self._graves, []
+        for connections in [own for _, own in graves]:
+            connections.let_go()
 
         def drop() -> None:
             graves.clear()
@@ -188,6 +189,9 @@ class ElasticWorker:
 
     def stash(self, running: Running) -> None:
         """A generation has been left; what it held may be asked for."""
+        if running.remains is not None:
+            self._graves.append(running.remains)
+            running.remains = None
         if running.replicas is not None:
             with self._lock:
                 self._past.append(running.replicas)

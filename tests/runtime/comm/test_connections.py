@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import RunRanks
 
-from zorselike.runtime.comm.connections import end
+from zorselike.runtime.comm.connections import Connections, end
 
 _PIDFD_GETFD = 438
 """A system call's number, on every architecture."""
@@ -76,4 +76,44 @@ def test_who_is_about_to_send_as_connections_end_is_freed(run_ranks: RunRanks, t
     ends = run_ranks(gather_while_ended, 3, tmp_path, allow_exit=True, timeout=60)
     if not ends[2].value:
         pytest.skip("the kernel lets no process have another's connections")
+    assert ends[0].value
+
+
+def gather_while_left(rank: int, world_size: int, folder: Path, lets_go: bool) -> bool:
+    """Rank 0 stops in an all-gather; rank 1 takes part, and leaves; then rank 0 wakes, and leaves too.
+    Whether its all-gather has ended soon. `lets_go`: rank 1 has the other side hear of it at once."""
+    connections = Connections()
+    group, number = dist.new_group([0, 1]), folder / "number"
+    if rank == 1:
+        wait_for(number)
+    work = dist.all_gather([torch.ones(1000), torch.ones(1000)], torch.ones(1000), group=group, async_op=True)
+    if rank == 0:
+        time.sleep(0.1)
+        (folder / "new").write_text(str(os.getpid()))
+        (folder / "new").rename(number)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)
+        assert connections.shut() > 0
+        until = time.monotonic() + 5.0
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.01)
+        (folder / "done").touch()
+        return bool(work.is_completed())
+    time.sleep(0.3)
+    assert connections.shut() > 0
+    time.sleep(0.3)  # Until Gloo has closed its own.
+    if lets_go:
+        connections.let_go()
+    os.kill(int(number.read_text()), signal.SIGCONT)
+    wait_for(folder / "done")
+    return True
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_who_is_about_to_send_to_one_that_has_left_is_freed(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ends = run_ranks(gather_while_left, 2, tmp_path, False, allow_exit=True, timeout=60)
     assert ends[0].value

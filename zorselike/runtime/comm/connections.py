@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,10 @@ class Connections:
 
     Never listeners, and nothing else that this process has: Gloo's alone are not closed by `exec` (measured
     with torch 2.13; Python's sockets, and so control links and the alarm's, and torch's stores all are).
+
+    The other sides do not hear that they have ended before `let_go`, or before this object goes, though Gloo
+    closes its own. They may be just about to send, and Gloo forgets what it cannot write: whoever waits for
+    the end of that waits for good (torch 2.13).
     """
 
     def __init__(self) -> None:
@@ -28,6 +33,9 @@ class Connections:
         self._ended = threading.Event()
         self._keeper: threading.Thread | None = None
         self._before = frozenset(_list_sockets().values())
+        self._held: dict[tuple[int, int], socket.socket] = {}
+        """Duplicates of what was ended."""
+        weakref.finalize(self, _close, self._held)
 
     def add_store(self, port: int) -> None:
         """A store there may keep this process waiting for an answer."""
@@ -43,6 +51,16 @@ class Connections:
         with self._lock:
             return 0 if self._ended.is_set() else self._shut()
 
+    @property
+    def num_held(self) -> int:
+        """Ended ones of which the other sides have not heard yet."""
+        return len(self._held)
+
+    def let_go(self) -> None:
+        """All others have left as well, or end this way."""
+        with self._lock:
+            _close(self._held)
+
     def keep_shut(self) -> None:
         """Ends all of them, and what follows, until `end`: a thread that is making groups makes more."""
         self.shut()
@@ -57,15 +75,20 @@ class Connections:
     def _shut(self) -> int:
         count = 0
         for number, identity in _list_sockets().items():
-            if identity in self._before:
+            if identity in self._before or identity in self._held:
                 continue
             with suppress(OSError):
                 # A duplicate: the owner may close its own at any time, and another get that number.
                 is_ours = bool(fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
-                with socket.socket(fileno=os.dup(number)) as connection:
+                connection = socket.socket(fileno=os.dup(number))
+                try:
                     if _identify(connection.fileno()) == identity and self._is_wanted(connection, is_ours):
                         end(connection)
+                        self._held[identity] = connection
                         count += 1
+                finally:
+                    if self._held.get(identity) is not connection:
+                        connection.close()
         return count
 
     def _is_wanted(self, connection: socket.socket, is_ours: bool) -> bool:
@@ -82,6 +105,11 @@ def end(connection: socket.socket) -> None:
     what it was to send, and whoever waits for the end of that waits for good (torch 2.13).
     """
     connection.shutdown(socket.SHUT_RD)
+
+
+def _close(held: dict[tuple[int, int], socket.socket]) -> None:
+    while held:
+        held.popitem()[1].close()
 
 
 def _list_sockets() -> dict[int, tuple[int, int]]:
