@@ -105,6 +105,13 @@ def test_generations_that_failed_by_themselves_are_retries() -> None:
         make_outcome(*diaries, happened=(raised_before,)).retries([Fault(2, 1, "raise", 0.5, "abandon")])
         == []
     )
+    # A planned change waits for its step, and who is to leave then gives its state until it comes.
+    for diary in diaries:
+        diary.entered[-1] = Entered(2, 10.0, "notice", True, ("id0",), (1, 3))
+    leaves, fails = (9.0, 101, "term", 0), (10.5, 101, "exit", 1)
+    terms = [Fault(2, 1, "term"), Fault(3, 1, "exit")]
+    assert make_outcome(*diaries, happened=(leaves,)).retries(terms) == [2]
+    assert make_outcome(*diaries, happened=(leaves, fails)).retries(terms) == []
     for diary in diaries:
         diary.ran.remove(3)  # The job was done before it could run.
     assert make_outcome(*diaries, happened=(elsewhere,)).retries([Fault(2, 1, "raise")]) == []

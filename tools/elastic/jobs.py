@@ -39,7 +39,8 @@ _WAKING_S = 90.0
 """Within which one that was gone on without must have ended, once it can go on itself."""
 _RECENT_S = 10.0
 """Before a generation was handed over: what happens in a recovery may come to light in the next."""
-_MAKES_GONE: tuple[FaultKind, ...] = ("kill", "stop", "exit", "term", "leave")
+_TELLS_TO_LEAVE: tuple[FaultKind, ...] = ("term", "leave")
+_MAKES_GONE: tuple[FaultKind, ...] = ("kill", "stop", "exit", *_TELLS_TO_LEAVE)
 
 
 @dataclass(frozen=True)
@@ -94,22 +95,26 @@ class Outcome:
         return list(longest.values())
 
     def retries(self, faults: Sequence[Fault]) -> list[int]:
-        """Generations in whose place others had to be made, though nothing had happened to any of their ranks
-        that was not known when they were planned. `faults`: the job's."""
+        """Generations in whose place others had to be made, though nothing had happened to any of their ranks,
+        or of those whose state a planned one was to take over, that was not known when they were planned.
+        `faults`: the job's."""
         entered = {each.number: each for diary in self.diaries for each in diary.entered}
         began_s = {number: self._began_s(number) for number in entered}
         ran = {number for diary in self.diaries for number in diary.ran}
         pids = {diary.id: diary.pid for diary in self.diaries}
         found = []
         for number in sorted(number for number in entered.keys() - ran if number < max(ran)):
-            ranks = {pids[id] for id in entered[number].ids if id in pids}
+            new = entered[number]
+            ranks = {pids[id] for id in new.ids if id in pids}
+            old = entered.get(new.source[0]) if new.is_planned and new.source is not None else None
+            givers = {pids[id] for id in old.ids if id in pids} - ranks if old else set()
             leads_in_s = (
                 _RECENT_S if faults[i].phase in RECOVERY_PHASES else 0.0 for _, _, _, i in self.happened
             )
             struck = [
-                kind in _MAKES_GONE or at > began_s[number] - lead_s
+                (pid in ranks and (kind in _MAKES_GONE or at > began_s[number] - lead_s))
+                or (pid in givers and kind in _MAKES_GONE and kind not in _TELLS_TO_LEAVE)
                 for (at, pid, kind, _), lead_s in zip(self.happened, leads_in_s, strict=True)
-                if pid in ranks
             ]
             if not any(struck):
                 found.append(number)
