@@ -95,8 +95,8 @@ class Outcome:
         return list(longest.values())
 
     def retries(self, faults: Sequence[Fault]) -> list[int]:
-        """Generations in whose place others had to be made, though nothing had happened to any of their ranks,
-        or of those whose state a planned one was to take over, that was not known when they were planned.
+        """Generations in whose place others had to be made, though nothing had happened that was not known
+        when they were planned: to any of their ranks, or of those whose state a planned one was to take over.
         `faults`: the job's."""
         entered = {each.number: each for diary in self.diaries for each in diary.entered}
         began_s = {number: self._began_s(number) for number in entered}
