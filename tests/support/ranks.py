@@ -17,6 +17,7 @@ import io
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -190,9 +191,24 @@ def run_ranks(
 
 
 @functools.cache
+def count_gpus() -> int:
+    """CUDA devices of this machine, counted by another process: ranks of one that has could not use them."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return 0
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(count, check=True, capture_output=True, text=True).stdout)
+
+
+@functools.cache
 def warm_up() -> None:
-    """Once, in the parent: every rank would need 0.15 s of its own for it."""
+    """Once, in the parent: every rank would need 0.15 s of its own for it. Not where there is a GPU: an
+    optimizer's step asks CUDA something even on a CPU, and no rank could use it after that."""
     import encodings.idna  # noqa: F401  Of host names.
+
+    if count_gpus():
+        return
 
     import tiny
 

@@ -8,7 +8,7 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from ranks import RunRanks
+from ranks import RunRanks, count_gpus
 from tiny import Case, Outcome, adamw, assert_same, module_names, train_all_single, with_groups
 from torch import Tensor, nn
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 
 
 def need_gpus(count: int) -> None:
-    """Skips here, without touching CUDA in the parent of the ranks more than counting needs."""
-    found = torch.cuda.device_count()
+    """Skips here, without touching CUDA in the parent of the ranks."""
+    found = count_gpus()
     if found < count:
         pytest.skip(f"needs {count} CUDA devices, this machine has {found}")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import RunRanks, count_gpus
 from torch import Tensor, nn
 
 from zorselike.errors import ConfigError
@@ -408,8 +409,13 @@ def test_what_nothing_initialises_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_gets_the_numbers_of_the_cpu() -> None:
+def test_cuda_gets_the_numbers_of_the_cpu(run_ranks: RunRanks) -> None:
+    if not count_gpus():
+        pytest.skip("needs a CUDA device")
+    run_ranks(compare_with_cuda, 1)
+
+
+def compare_with_cuda(rank: int, world_size: int) -> None:
     expected = initialize(debug(), seed=5)
     torch.cuda.manual_seed(1)
     state = torch.cuda.get_rng_state()
