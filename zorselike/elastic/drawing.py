@@ -14,6 +14,7 @@ from torch import nn
 from zorselike.cost.memory import walk_memory
 from zorselike.errors import PlanError
 from zorselike.plan.plan import Plan
+from zorselike.runtime._compat import settle_device_guard
 from zorselike.runtime.alarm.watch import OnLoss
 from zorselike.runtime.arguments import refuse_with_replicas
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
@@ -69,6 +70,7 @@ class Drawings:
         self, model_factory: Callable[[], nn.Module], options: Options, device: torch.device
     ) -> None:
         self._factory, self._options, self._device = model_factory, options, device
+        settle_device_guard()  # Threads will draw, and end.
         self._lock = threading.Lock()
         self._drawing = threading.Lock()
         self._drawn: OrderedDict[str, _Drawn] = OrderedDict()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store as Store
+from torch._subclasses import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
@@ -70,6 +71,16 @@ def default_store() -> Store:
     """The store through which the processes of the default group found each other."""
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def settle_device_guard() -> None:
+    """To be called by a thread that lives as long as the process, before others trace.
+
+    Where torch is built for CUDA and there is no device, the first thread that enters a `FakeTensorMode`
+    makes all others use an object of its own, which 2.11 frees with that thread: the next one to look ends
+    the process by SIGSEGV (pytorch/pytorch#178950)."""
+    with FakeTensorMode():
+        pass
 
 
 def forget_unmade_world() -> None:
