@@ -193,12 +193,16 @@ def run_ranks(
 @functools.cache
 def count_gpus() -> int:
     """CUDA devices of this machine, counted by another process: ranks of one that has could not use them."""
-    import torch
-
     if not torch.backends.cuda.is_built():
         return 0
     count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(count, check=True, capture_output=True, text=True).stdout)
+
+
+def need_gpus(count: int = 1) -> None:
+    """Skips the test on a machine that has fewer."""
+    if (found := count_gpus()) < count:
+        pytest.skip(f"needs {count} CUDA devices, this machine has {found}")
 
 
 @functools.cache

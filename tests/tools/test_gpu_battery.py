@@ -18,6 +18,7 @@ import torch
 import volume
 
 from tools import gpu_battery
+from tools.gpu.battery import speed
 from tools.gpu.battery.delays import disturbing
 from tools.gpu.battery.letters import LETTERS, Letter
 from tools.gpu.battery.packages import PACKAGES, find_missing, format_missing
@@ -26,6 +27,7 @@ from tools.gpu.battery.part import Part, Record, Settings, SkipPart
 from tools.gpu.battery.smoke import noting_waits
 from tools.gpu.battery.supervise import find_function, run_part
 from tools.gpu.battery.trace import compare_orders, find_exposure, number_starts
+from tools.gpu.job import Job, Measurement, Outcome
 from tools.report import Figure
 
 SCRIPT = Path(gpu_battery.__file__)
@@ -245,6 +247,23 @@ def test_everything_runs_on_a_cpu(letter: str, tmp_path: Path) -> None:
 
 
 # -- what parts look with ------------------------------------------------------------------
+
+
+def test_losses_that_differ_are_told_with_what_tells_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(job: Job, timeout_s: float) -> Outcome:
+        off = 0.5 if job.variant in "co" else 0.0  # As where an optimizer's way to the host loses something.
+        loss, size = 5.0 + off, 2**20
+        own = Measurement(job.variant, job.num_tokens, 2, 2, 10, (1.0,), loss, size, size, size, 1.0, "card")
+        return Outcome(own)
+
+    monkeypatch.setattr(speed, "run_job", train)
+    found = run(speed.run_offload, tmp_path)
+    assert found["status"] == "failed"
+    assert found["results"]["losses"] == {
+        "a": 5.0, "c": 5.5, "b": 5.0, "a again": 5.0, "c again": 5.5, "o": 5.5
+    }  # fmt: skip
 
 
 def test_memory_that_grows_is_not_a_number() -> None:

@@ -8,7 +8,7 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from ranks import RunRanks, count_gpus
+from ranks import RunRanks, need_gpus
 from tiny import Case, Outcome, adamw, assert_same, module_names, train_all_single, with_groups
 from torch import Tensor, nn
 
@@ -22,13 +22,6 @@ CUTS = (NAMES[:2], NAMES[2:3], NAMES[3:5], NAMES[5:])
 SUBSETS = tuple(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in range(1, 4)))
 
 pytestmark = pytest.mark.gpu
-
-
-def need_gpus(count: int) -> None:
-    """Skips here, without touching CUDA in the parent of the ranks."""
-    found = count_gpus()
-    if found < count:
-        pytest.skip(f"needs {count} CUDA devices, this machine has {found}")
 
 
 def one_group(num_ranks: int, zero: int) -> Plan:
@@ -61,7 +54,7 @@ def train_on_gpus(rank: int, world_size: int, case: Case) -> Outcome:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_one_gpu_equals_the_cpu(zero: int, run_ranks: RunRanks) -> None:
-    need_gpus(1)
+    need_gpus()
     check(Case(one_group(1, zero), 4, max_norm=0.1), run_ranks)
 
 
@@ -220,13 +213,13 @@ def compare_subsets(rank: int, world_size: int, resident: Training) -> dict[tupl
 def test_offloading_changes_no_bit(
     zero: int, dtype: torch.dtype | None, max_norm: float | None, run_ranks: RunRanks
 ) -> None:
-    need_gpus(1)
+    need_gpus()
     resident = Training(dtype=dtype, zero=zero, max_norm=max_norm)
     assert run_ranks(compare_subsets, 1, resident, timeout=300) == [{}]
 
 
 def test_offloading_without_recomputation_changes_no_bit(run_ranks: RunRanks) -> None:
-    need_gpus(1)
+    need_gpus()
     assert run_ranks(compare_subsets, 1, Training(dtype=torch.bfloat16, recompute=False), timeout=300) == [{}]
 
 
@@ -238,7 +231,7 @@ def train_both(rank: int, world_size: int, resident: Training) -> tuple[Numbers,
 
 
 def test_offloading_frees_what_the_device_held(run_ranks: RunRanks) -> None:
-    need_gpus(1)
+    need_gpus()
     large = Training(dtype=torch.bfloat16, dim=1024, num_layers=12, num_ministages=6)
     ((resident, offloaded),) = run_ranks(train_both, 1, large, timeout=300)
     # Of 14 bytes a parameter two sixths at a time, beside gradients, gathered weights and workspaces.
@@ -258,7 +251,7 @@ def train_compiled(rank: int, world_size: int, plain: Training) -> tuple[Numbers
 def test_compiled_layers_offload_and_recompute(
     dtype: torch.dtype | None, tolerance: float, run_ranks: RunRanks
 ) -> None:
-    need_gpus(1)
+    need_gpus()
     plain = Training(dtype=dtype, offload=OFFLOAD_KINDS)
     ((expected, compiled),) = run_ranks(train_compiled, 1, plain, timeout=400)
     assert compiled.losses == pytest.approx(expected.losses, rel=tolerance)
@@ -297,7 +290,7 @@ def train_half(
 def test_half_precision_follows_the_cpu(
     dtype: torch.dtype, tolerance: float, offload: tuple[str, ...], run_ranks: RunRanks
 ) -> None:
-    need_gpus(1)
+    need_gpus()
     case = FloatCase(with_offload(one_group(1, 2), offload), 4)
     ((expected,),) = run_ranks(train_all_single, 1, [case])
     ((losses, _, _),) = run_ranks(train_half, 1, case, dtype, timeout=180)
@@ -305,7 +298,7 @@ def test_half_precision_follows_the_cpu(
 
 
 def test_auto_is_what_the_card_multiplies_fast(run_ranks: RunRanks) -> None:
-    need_gpus(1)
+    need_gpus()
     case = FloatCase(one_group(1, 2), 4)
     ((losses, dtype, capability),) = run_ranks(train_half, 1, case, "auto", timeout=180)
     wanted = torch.bfloat16 if capability >= (8, 0) else torch.float16

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RunRanks, count_gpus
+from ranks import RunRanks, need_gpus
 from tiny import Case, Outcome, adamw, assert_same, module_names, train_all_single, with_groups
 from torch import nn
 
@@ -139,16 +139,10 @@ def check_losses(case: Case, found: Outcome, run_ranks: RunRanks) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=0.02)
 
 
-def need_gpu() -> None:
-    """Skips here, without touching CUDA in the parent of the ranks."""
-    if not count_gpus():
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [(), OFFLOAD_KINDS])
 def test_one_gpu_plays_three_unequal_ones(offload: tuple[str, ...], run_ranks: RunRanks) -> None:
-    need_gpu()
+    need_gpus()
     case = FloatCase(make_plan(offload), 4)
     found = run_ranks(train_in_share, 3, case, torch.bfloat16, timeout=240)[0]
     check_losses(case, found, run_ranks)
@@ -157,7 +151,7 @@ def test_one_gpu_plays_three_unequal_ones(offload: tuple[str, ...], run_ranks: R
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero", range(4))
 def test_ranks_that_share_a_gpu_equal_the_cpu(zero: int, run_ranks: RunRanks) -> None:
-    need_gpu()
+    need_gpus()
     case = Case(make_plan(OFFLOAD_KINDS, zero), 4, max_norm=0.1)
     ((expected,),) = run_ranks(train_all_single, 1, [case])
     found = run_ranks(train_beside_cpus, 3, case, 3, timeout=240)[0]
@@ -167,7 +161,7 @@ def test_ranks_that_share_a_gpu_equal_the_cpu(zero: int, run_ranks: RunRanks) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [(), OFFLOAD_KINDS])
 def test_a_gpu_and_two_cpus_equal_the_cpu(offload: tuple[str, ...], run_ranks: RunRanks) -> None:
-    need_gpu()
+    need_gpus()
     one, two = make_plan(offload).groups
     # Now the GPU is a group of its own, and the two CPUs the other.
     gpu = replace(one, ranks=(0,), microbatches=(Microbatch(0, 0, 4), Microbatch(0, 4, 6)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RunRanks, count_gpus
+from ranks import RunRanks, need_gpus
 from torch import Tensor, nn
 
 from zorselike.errors import ConfigError
@@ -410,8 +410,7 @@ def test_what_nothing_initialises_is_named() -> None:
 
 @pytest.mark.gpu
 def test_cuda_gets_the_numbers_of_the_cpu(run_ranks: RunRanks) -> None:
-    if not count_gpus():
-        pytest.skip("needs a CUDA device")
+    need_gpus()
     run_ranks(compare_with_cuda, 1)
 
 
