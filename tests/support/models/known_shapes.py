@@ -55,6 +55,7 @@ def sharing(folder: Path) -> Iterator[None]:
 
     with (
         mock.patch.object(crossing, "trace_step", crossing.trace_step),
+        mock.patch.object(crossing, "refuse_mixed_positions", crossing.refuse_mixed_positions),
         mock.patch.object(_Decoder, "try_tokens", _Decoder.try_tokens),
     ):
         if not volume.is_full():
@@ -70,14 +71,23 @@ def share(folder: Path) -> None:
     from zorselike.runtime.model.partition import _Decoder
     from zorselike.runtime.model.tracing import Skeleton
 
-    trace_step, try_tokens = crossing.trace_step, _Decoder.try_tokens
+    trace_step, refuse = crossing.trace_step, crossing.refuse_mixed_positions
+    try_tokens = _Decoder.try_tokens
+
+    def describe(skeleton: Any, step: Any) -> str | None:
+        # `torch.export` makes graphs where a skeleton of its own is traced.
+        is_plain = type(skeleton) in (Skeleton, _Decoder) and not step.kwargs
+        return _describe(skeleton.whole) if is_plain else None
 
     def trace_once(parts: Any, plan: Any, step: Any, **options: Any) -> Any:
-        skeleton, what = parts[0].skeleton, None
-        if type(skeleton) in (Skeleton, _Decoder) and not step.kwargs:  # `torch.export` makes graphs here.
-            whole = _describe(skeleton.whole)
-            what = whole and ("trace", whole, plan.ministages, step, sorted(options.items()))
+        whole = describe(parts[0].skeleton, step)
+        what = whole and ("trace", whole, plan.ministages, step, sorted(options.items()))
         return _once(folder, what, functools.partial(trace_step, parts, plan, step, **options))
+
+    def refuse_once(parts: Any, blocks: Any, step: Any) -> None:
+        whole = describe(parts[0].skeleton, step)
+        what = whole and ("positions", whole, [part.units for part in parts], sorted(blocks.items()), step)
+        _once(folder, what, functools.partial(refuse, parts, blocks, step))
 
     def try_once(decoder: Any) -> Any:
         whole, plan = _describe(decoder.whole), decoder._plan
@@ -85,6 +95,7 @@ def share(folder: Path) -> None:
         return _once(folder, what, functools.partial(try_tokens, decoder))
 
     crossing.trace_step = trace_once
+    crossing.refuse_mixed_positions = refuse_once
     _Decoder.try_tokens = try_once  # type: ignore[method-assign]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from known_shapes import _describe, share
 from ranks import RunRanks
 from tiny import Decoder, Layer, module_names
 
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import crossing
 from zorselike.runtime.model.boundaries import StepInputs, trace_boundaries
@@ -43,6 +45,26 @@ def test_what_is_looked_up_is_what_is_found(run_ranks: RunRanks, tmp_path: Path)
     ((is_same, counts),) = run_ranks(trace_twice, 1, tmp_path)
     assert is_same
     assert counts == [2, 2, 4, 6]
+
+
+def refuse_twice(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
+    """How often it is looked whether layers mix positions: in three steps that are alike and one that is not,
+    and where a mistake is met twice."""
+    crossing.refuse_mixed_positions = look = mock.Mock(return_value=None)
+    share(folder)
+    steps = [StepInputs(TOKENS, {})] * 3 + [StepInputs(TOKENS, {}, torch.bfloat16)]
+    for step in steps:
+        crossing.refuse_mixed_positions(partition(Decoder(2), PLAN), {"layers.0": ()}, step)
+    num_looks = look.call_count
+    look.side_effect = ConfigError("mixed")
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            crossing.refuse_mixed_positions(partition(Decoder(2), PLAN), {"layers.1": ()}, steps[0])
+    return num_looks, look.call_count - num_looks
+
+
+def test_who_mixes_positions_is_looked_for_once(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(refuse_twice, 1, tmp_path) == [(2, 2)]
 
 
 def test_a_model_with_something_of_its_own_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
