@@ -20,6 +20,7 @@ import volume
 from tools import gpu_battery
 from tools.gpu.battery import speed
 from tools.gpu.battery.delays import disturbing
+from tools.gpu.battery.gaps import describe_gaps, find_gaps
 from tools.gpu.battery.letters import LETTERS, Letter
 from tools.gpu.battery.packages import PACKAGES, find_missing, format_missing
 from tools.gpu.battery.page import SCHEMA
@@ -310,6 +311,56 @@ def test_exposed_copies_are_those_beside_no_kernel() -> None:
     on_cpu = [event("user_annotation", "0LOAD", 0, 2), event("user_annotation", "0F0", 2, 8)]
     found = find_exposure(on_cpu, on_gpu=False)
     assert found.copies == {"copies": pytest.approx((2e-6, 2e-6))} and found.compute_s == pytest.approx(8e-6)
+
+
+def test_gaps_say_whether_a_stream_waited_or_the_host_was_late() -> None:
+    def event(
+        category: str, name: str, ts: float, dur: float, correlation: int | None = None
+    ) -> dict[str, Any]:
+        args = {} if correlation is None else {"correlation": correlation}
+        return {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "ts": 1e3 * ts,
+            "dur": 1e3 * dur,
+            "args": args,
+            "tid": 1,
+        }
+
+    gaps = find_gaps(
+        [
+            event("kernel", "first", 0, 10, 1),
+            event("kernel", "beside it", 2, 6, 2),
+            event("kernel", "after a copy", 30, 10, 3),
+            event("kernel", "after the host", 45, 5, 4),
+            event("kernel", "at once", 50.001, 5, 5),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 5, 24),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 35, 7),
+            event("cuda_runtime", "cudaLaunchKernel", 4, 0.01, 3),
+            event("cuda_runtime", "cudaLaunchKernel", 44, 0.01, 4),
+            event("cuda_runtime", "cudaMalloc", 39, 4.5),
+            event("user_annotation", "a step", 0, 60),
+            event("user_annotation", "1B0", 3, 5),
+            {"ph": "M", "name": "thread_name"},
+        ]
+    )
+    waited, late = gaps
+    assert (waited.start_s, waited.length_s) == pytest.approx((0.01, 0.02))
+    assert (waited.ended_by, waited.action) == ("after a copy", "1B0")
+    assert waited.launched_s == pytest.approx(-0.006) and waited.host_late_s == 0
+    assert dict(waited.copies) == {"HtoD": pytest.approx(0.019)}
+    assert (late.action, late.launched_s, late.host_late_s) == (
+        "a step",
+        pytest.approx(0.004),
+        pytest.approx(0.004),
+    )
+    assert late.host_call == ("cudaMalloc", pytest.approx(0.0035))
+    total, first, second = describe_gaps(gaps)
+    assert total == "without kernels: 25.0 ms in 2 gaps, of which the host was late 4.0 ms"
+    assert "until 1B0" in first and "its stream waited; HtoD 19.0 ms" in first
+    assert "the host was late (3.5 ms in cudaMalloc); DtoH 2.0 ms" in second
+    assert list(describe_gaps([])) == ["without kernels: 0.0 ms in 0 gaps, of which the host was late 0.0 ms"]
 
 
 def test_the_first_inversion_is_named() -> None:

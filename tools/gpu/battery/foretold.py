@@ -32,6 +32,7 @@ from ...report import Figure
 from ..child import time_steps
 from ..job import TINY_SHAPE, Job, Shape, spell_bytes
 from ..trainers import OurTrainer, config_of, make_plan
+from .gaps import describe_gaps, find_gaps
 from .part import Record, Settings
 from .trace import TRACE, compare_orders, find_exposure, number_starts, record_steps
 from .training import TINY, Outcome, Training, device_of, in_line, train
@@ -162,6 +163,9 @@ def run_case(record: Record) -> None:
         record.put("context_bytes", context)
         record.put("exposure", exposure)
         record.say(f"found: step {found_s:.4f} s, busy {busy:.3f}, {exposure.describe()}")
+        if is_cuda:
+            for line in describe_gaps(find_gaps(events)):
+                record.say(line)
         record.say(str(trainer.pipe.memory_report()))
         if simulated is not None:
             peak = None if reserved is None else reserved + context

@@ -20,6 +20,7 @@ Interval = tuple[float, float]
 _COPIES = frozenset(
     {Kind.LOAD, Kind.OFFLOAD, Kind.LOAD_STATE, Kind.OFFLOAD_STATE, Kind.LOAD_GRAD, Kind.OFFLOAD_GRAD}
 )
+_ON_DEVICE = "on the device"
 TRACE = "rank0_trace.json"
 """As `zorselike simulate --measured` looks for it."""
 
@@ -69,12 +70,11 @@ def find_exposure(events: Iterable[Event], *, on_gpu: bool) -> Exposure:
     for event in events:
         if event.get("ph") != "X":
             continue
-        interval = float(event["ts"]) / 1e6, (float(event["ts"]) + float(event["dur"])) / 1e6
-        if on_gpu and event.get("cat") == "kernel" and not event["name"].startswith("nccl"):
+        interval = interval_of(event)
+        if on_gpu and is_kernel(event):
             kernels.append(interval)
         elif on_gpu and event.get("cat") == "gpu_memcpy":
-            direction = next((way for way in ("HtoD", "DtoH") if way in event["name"]), "on the device")
-            copies.setdefault(direction, []).append(interval)
+            copies.setdefault(direction_of(event), []).append(interval)
         elif not on_gpu and event.get("cat") == "user_annotation":
             kind = _kind_of(event["name"])
             if kind in COMPUTE:
@@ -89,9 +89,25 @@ def find_exposure(events: Iterable[Event], *, on_gpu: bool) -> Exposure:
         copies={
             name: (length(united := unite(own)), length(united) - common(united, computing))
             for name, own in sorted(copies.items())
-            if name != "on the device"
+            if name != _ON_DEVICE
         },
     )
+
+
+def interval_of(event: Event) -> Interval:
+    """When it ran, in seconds."""
+    start = float(event["ts"])
+    return start / 1e6, (start + float(event["dur"])) / 1e6
+
+
+def is_kernel(event: Event) -> bool:
+    """Whether it computes on a GPU."""
+    return event.get("cat") == "kernel" and not event["name"].startswith("nccl")
+
+
+def direction_of(copy: Event) -> str:
+    """Of a copy by the GPU."""
+    return next((way for way in ("HtoD", "DtoH") if way in copy["name"]), _ON_DEVICE)
 
 
 def _kind_of(name: str) -> Kind | None:
