@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+import volume
 from ranks import RunRanks
 from torch import nn
 
@@ -95,8 +97,7 @@ def train_and_measure(rank: int, world_size: int, case: Case) -> tuple[int, int]
     return peaks[OWN] + peaks[FROZEN], peaks[MIRRORS]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(3))
+@volume.parametrize(("seed", "dtype"), [*product(range(3), [None, torch.bfloat16])], least=2)
 def test_the_hosts_hold_what_is_counted(seed: int, dtype: torch.dtype | None, run_ranks: RunRanks) -> None:
     case = make_case(seed, dtype)
     found = run_ranks(train_and_measure, 4, case)

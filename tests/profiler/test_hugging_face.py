@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import hf_families
@@ -126,8 +127,11 @@ def test_experts_keep_twice_as_much_in_float32() -> None:
 # -- layers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [None, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "mistral", "mixtral"])
+@volume.parametrize(
+    ("rank", "family"),
+    [*product([None, 2], ["llama", "gpt2", "opt", "gpt_neox", "mistral", "mixtral"])],
+    least=2,
+)
 def test_layers_are_called_as_in_training(family: str, rank: int | None) -> None:
     model = make_model(family, rank)
     workload = measure(model)
