@@ -9,7 +9,7 @@ bytes of parameters.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
@@ -30,6 +30,9 @@ from zorselike.simulator.tasks.labels import Labels, find_action_times, make_spa
 from zorselike.simulator.tasks.program import Program
 from zorselike.simulator.tasks.rendezvous import Rendezvous
 
+_CHECKED_EVERY = 64
+"""Ranks whose tasks are made from one look whether to go on to the next."""
+
 
 @without_collection()
 def simulate(
@@ -40,6 +43,7 @@ def simulate(
     record: bool = False,
     num_steps: int | None = None,
     classes: RankClasses | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Simulation:
     """The last of some consecutive steps, or evaluations, of each rank's list; raises `DeadlockError` if
     ranks wait for each other forever.
@@ -50,14 +54,15 @@ def simulate(
             together, as if each waited for all others after every step.
         classes: of ranks of which only the first of each has actions, between those; raises `NotAlikeError`
             if they are not alike.
+        check: is called every now and then, and ends the simulation by what it raises.
     """
     if num_steps is None:
         offloads = any(group.offload for group in plan.groups)
         num_steps = NUM_STEPS_OFFLOADING if offloads else NUM_STEPS
     staged = _find_staged(plan, actions, costs)
     network = costs.network if classes is None else FoldedNetwork(costs, classes)
-    tasks, programs, labels = _compile(plan, actions, costs, network, staged, record=record)
-    times = run(tasks, num_steps, costs.network.capacities, slowdown=costs.overlap_slowdown)
+    tasks, programs, labels = _compile(plan, actions, costs, network, staged, record=record, check=check)
+    times = run(tasks, num_steps, costs.network.capacities, slowdown=costs.overlap_slowdown, check=check)
     num_tasks = len(tasks.seconds)
     last = (num_steps - 1) * num_tasks
     if any(times.end[last + program.end] == PENDING for program in programs.values()):
@@ -117,13 +122,16 @@ def _compile(
     staged: Collection[Channel],
     *,
     record: bool,
+    check: Callable[[], None] | None = None,
 ) -> tuple[Tasks, dict[int, Program], dict[int, Labels]]:
     """The tasks of one step, and each rank's program and labels."""
     tasks = Tasks()
     rendezvous = Rendezvous(plan, costs, tasks, network, actions.keys())
     programs: dict[int, Program] = {}
     labels: dict[int, Labels] = {}
-    for rank in sorted(actions):
+    for number, rank in enumerate(sorted(actions), start=1):
+        if check is not None and not number % _CHECKED_EVERY:
+            check()
         if record:
             labels[rank] = Labels()
         programs[rank] = Program(plan, rank, costs, tasks, rendezvous, staged=staged, labels=labels.get(rank))

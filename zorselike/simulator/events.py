@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -10,9 +10,20 @@ from zorselike.simulator.network.traffic import Event, Traffic
 from zorselike.simulator.slowdown import Slowdown
 from zorselike.simulator.tasks.graph import NOTHING, PENDING, Tasks, Times
 
+_CHECKED_EVERY = 1000
+"""Times that traffic is settled from one look whether to go on to the next: some hundredths of a second."""
 
-def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: float = 1.0) -> Times:
-    """Runs the tasks of a step `num_steps` times; tasks that cannot run stay `PENDING`."""
+
+def run(
+    tasks: Tasks,
+    num_steps: int,
+    capacities: Sequence[float],
+    *,
+    slowdown: float = 1.0,
+    check: Callable[[], None] | None = None,
+) -> Times:
+    """Runs the tasks of a step `num_steps` times; tasks that cannot run stay `PENDING`. `check` is called
+    every now and then, and ends it by what it raises."""
     num_tasks = len(tasks.seconds)
     following = tasks.link_steps()
     later = list(tasks.num_awaited)
@@ -29,6 +40,7 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
     ready = [task for task, count in enumerate(missing) if not count][::-1]
     ended: list[int] = []
     now = 0.0
+    num_settled = 0
     while True:
         while ended:
             task = ended.pop()
@@ -68,6 +80,9 @@ def run(tasks: Tasks, num_steps: int, capacities: Sequence[float], *, slowdown: 
             continue
         if not traffic.is_settled and (not heap or heap[0][0] > now):
             traffic.settle(now)
+            num_settled += 1
+            if check is not None and not num_settled % _CHECKED_EVERY:
+                check()
         if not heap:
             return Times(begin, end, cause)
         now, code = heappop(heap)

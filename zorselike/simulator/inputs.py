@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -95,13 +95,15 @@ class SimulationInputs:
         record: bool = False,
         num_steps: int | None = None,
         classes: RankClasses | None = None,
+        check: Callable[[], None] | None = None,
     ) -> SimulatedPlan:
-        """Simulates a step of a plan; `record` keeps spans, for drawings; `num_steps` as for `simulate`;
-        `classes` as found by `find_classes`: a rank of each is simulated for all, to the same result."""
+        """Simulates a step of a plan; `record` keeps spans, for drawings; `num_steps` and `check` as for
+        `simulate`; `classes` as found by `find_classes`: a rank of each is simulated for all, to the same
+        result."""
         costs = self.find_costs(plan) if costs is None else costs
         if classes is not None:
             try:
-                return self._simulate_firsts(plan, costs, classes, num_steps)
+                return self._simulate_firsts(plan, costs, classes, num_steps, check)
             except NotAlikeError:
                 pass
         actions = self.list_actions(plan, schedule)
@@ -111,7 +113,7 @@ class SimulationInputs:
             cluster=self.cluster,
             actions=actions,
             costs=costs,
-            simulation=simulate(plan, actions, costs, record=record, num_steps=num_steps),
+            simulation=simulate(plan, actions, costs, record=record, num_steps=num_steps, check=check),
             schedule=schedule,
             is_mirrored=self.is_mirrored,
         )
@@ -121,12 +123,17 @@ class SimulationInputs:
         return find_rank_classes(plan, costs, with_norm=self.defer_updates)
 
     def _simulate_firsts(
-        self, plan: Plan, costs: StepCosts, classes: RankClasses, num_steps: int | None
+        self,
+        plan: Plan,
+        costs: StepCosts,
+        classes: RankClasses,
+        num_steps: int | None,
+        check: Callable[[], None] | None,
     ) -> SimulatedPlan:
         """Of each class one rank; raises `NotAlikeError` where that is not the same."""
         firsts = self.list_actions(plan, ranks=classes.members.keys())
         own = put_firsts_for_peers(firsts, classes)
-        simulation = simulate(plan, own, costs, num_steps=num_steps, classes=classes)
+        simulation = simulate(plan, own, costs, num_steps=num_steps, classes=classes, check=check)
         actions = ActionsByClass(plan, firsts, classes)
         return SimulatedPlan(
             plan=plan,

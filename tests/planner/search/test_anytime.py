@@ -14,12 +14,14 @@ from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search import search
+from zorselike.planner.search.budget import BudgetOverError, SearchBudget
 from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.paying import PAYS, choose_paying, describe_unused
 from zorselike.planner.search.score import Score
 from zorselike.planner.search.search import search_plans
-from zorselike.planner.search.top_k import SimulatedCandidate
+from zorselike.planner.search.top_k import SimulatedCandidate, TopK
+from zorselike.simulator import events
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 BUDGETS_S = (0.1, 0.4, 0.8, 1.6, 3.0)
@@ -150,3 +152,29 @@ def test_what_does_not_fit_as_a_whole_is_never_the_best(monkeypatch: pytest.Monk
     simulation = answer.best.case.simulation
     assert len(answer.best.case.plan.groups) != len(first.groups)
     assert answer.progress.best_s == answer.improvements[-1].iteration_s == simulation.iteration_s
+
+
+def test_a_simulation_that_outlasts_the_budget_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another takes longer than those before let expect: what was found until then is the answer."""
+    problem = draw_priced(3)
+    monkeypatch.setattr(events, "_CHECKED_EVERY", 1)
+    simulate, check = TopK._simulate, SearchBudget.check
+    begun: list[object] = []
+
+    def begin(top_k: TopK, task, its_check=None) -> SimulatedPlan:
+        begun.append(task)
+        case = simulate(top_k, task, its_check)
+        begun.append(None)
+        return case
+
+    def refuse(budget: SearchBudget, num_actions: int = 0) -> None:
+        check(budget, num_actions)
+        if len(begun) > 1 and begun[-1] is not None:  # In another than the first.
+            raise BudgetOverError
+
+    monkeypatch.setattr(TopK, "_simulate", begin)
+    monkeypatch.setattr(SearchBudget, "check", refuse)
+    answer = search_plans(problem, budget_s=100.0, top=1)
+    assert answer.ending == "budget" and begun.pop() is not None
+    assert answer.progress.num_simulated == len(begun) // 2
+    assert answer.progress.elapsed_s < 100.0

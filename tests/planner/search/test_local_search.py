@@ -50,5 +50,22 @@ def test_what_differs_in_modes_alone_with_the_same_estimate_waits():
     order = []
     while (best := found.peek()) is not None:
         order.append((best.score.wanted, best.candidate.groups[0].mode.zero))
-        found.take()
+        found.take(best)
     assert order == [(1.99, 3), (2.0, 0), (2.05, 1), (2.0, 1), (2.0, 2)]
+
+
+def test_what_takes_little_time_is_simulated_before_all_else_if_it_is_nearly_as_good():
+    found = FoundCandidates(["T4"])
+    estimates = [estimate(seconds, rows=rows) for seconds, rows in ((1.0, 1), (1.2, 2), (1.25, 3), (1.6, 4))]
+    for estimated in estimates:
+        found.keep(estimated)
+    nominal_s = dict(zip((own.candidate for own in estimates), (16.0, 2.0, 1.9, 0.1), strict=True))
+    first = found.peek_first(nominal_s.__getitem__)
+    assert first is estimates[1]  # 16 s is four doublings, 1.9 s hardly less than 2 s.
+    found.take(first)
+    assert found.peek_first(lambda _: 0.5) is found.peek() is estimates[0]
+    order = []
+    while (best := found.peek()) is not None:
+        order.append(best.score.wanted)
+        found.take(best)
+    assert order == [1.0, 1.25, 1.6]

@@ -53,7 +53,7 @@ class DeviceBounds:
         for times in problem.profile.layers:
             before = self._most_measured.get(times.device, 1)
             self._most_measured[times.device] = max(before, int(times.rows[-1]))
-        self.row_s = cache(self._row_s)
+        self.row_s, self.model_s = cache(self._row_s), cache(self._model_s)
 
     # -- seconds ---------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class DeviceBounds:
         )
         return self._problem.global_batch * fsum(shares)
 
-    def model_s(self, device: str) -> float:
+    def _model_s(self, device: str) -> float:
         """Seconds of one row through all layers and back on one device of a type, at its best."""
         seconds = self.row_s(device)
         return max(fsum(seconds[kind] for kind in self._kinds), _LEAST_S)

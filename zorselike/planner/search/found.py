@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import log2
 from statistics import fmean
 from typing import NamedTuple
@@ -14,6 +14,10 @@ from zorselike.planner.search.evaluator import EstimatedCandidate
 MANY_ACTIONS, WORTH_OF_HALF = 20_000, 0.02
 """Beyond so many actions a candidate with half of them is simulated first if it takes no longer than by this
 share."""
+SHORT_S, WORTH_OF_LONG, WORTH_WAITING = 1.0, 0.2, 1.5
+"""Before anything is simulated, one with half the nominal seconds comes first if it takes no longer than by
+this share, beyond so many seconds and up to so many times the best estimate: nothing can be returned until
+the first is done, and what takes longer than all of a budget is not begun after it."""
 WORTH_OF_ANOTHER = 0.02
 """By this share better must be what is simulated of the same devices again, before the first of others:
 estimates of different devices, and of bounds on microbatches in flight and none, err in different ways."""
@@ -45,7 +49,7 @@ class FoundCandidates:
         self._kinds: dict[tuple[tuple[int, ...], ...], frozenset[Hashable]] = {}
         """Kinds of nodes of groups' devices."""
         self._estimated: list[EstimatedCandidate] = []
-        self._seen: set[CandidatePlan] = set()
+        self._numbers: dict[CandidatePlan, int] = {}
         self._queues: dict[Kind, list[_Entry]] = {}
         self._num_taken: dict[Kind, int] = {}
         self._num_alike: dict[Hashable, int] = {}
@@ -62,14 +66,12 @@ class FoundCandidates:
     def keep(self, estimated: EstimatedCandidate) -> None:
         """Queues it, if it is new."""
         candidate = estimated.candidate
-        if candidate in self._seen:
+        if candidate in self._numbers:
             return
-        self._seen.add(candidate)
+        self._numbers[candidate] = len(self._estimated)
         if self.best is None or estimated.score < self.best.score:
             self.best = estimated
-        devices = tuple(sorted(device for group in candidate.groups for device in group.devices))
-        kind = (devices, candidate.degree, candidate.bounds_in_flight)
-        queue = self._queues.setdefault(kind, [])
+        queue = self._queues.setdefault(_describe_kind(candidate), [])
         shape = _describe_shape(estimated)
         num_alike = self._num_alike[shape] = self._num_alike.get(shape, -1) + 1
         weighed = _weigh(estimated) * (1 + WORTH_OF_MODES * num_alike)
@@ -104,11 +106,29 @@ class FoundCandidates:
         kind = self._find_next()
         return None if kind is None else self._estimated[self._queues[kind][0].number]
 
-    def take(self) -> None:
-        """Takes that out of its queue."""
-        kind = self._find_next()
-        assert kind is not None, "peek found something"
-        heapq.heappop(self._queues[kind])
+    def peek_first(self, nominal_of: Callable[[CandidatePlan], float]) -> EstimatedCandidate | None:
+        """What is to be simulated before all others; `nominal_of`: nominal seconds of a simulation."""
+        next_one = self.peek()
+        if next_one is None or nominal_of(next_one.candidate) <= SHORT_S:
+            return next_one
+
+        def weigh(estimated: EstimatedCandidate) -> float:
+            doublings = log2(max(1.0, nominal_of(estimated.candidate) / SHORT_S))
+            return estimated.score.wanted * (1 + WORTH_OF_LONG * doublings)
+
+        most = WORTH_WAITING * next_one.score.wanted
+        near = (own for own in self._estimated if own.score.excess == next_one.score.excess)
+        return min((own for own in near if own.score.wanted <= most), key=weigh)
+
+    def take(self, estimated: EstimatedCandidate) -> None:
+        """Takes it out of its queue."""
+        kind = _describe_kind(estimated.candidate)
+        queue, number = self._queues[kind], self._numbers[estimated.candidate]
+        if queue[0].number == number:
+            heapq.heappop(queue)
+        else:
+            queue.remove(next(entry for entry in queue if entry.number == number))
+            heapq.heapify(queue)
         self._num_taken[kind] = self._num_taken.get(kind, 0) + 1
 
     def _find_next(self) -> Kind | None:
@@ -119,6 +139,11 @@ class FoundCandidates:
             return excess, error * weighed * (1 + WORTH_OF_ANOTHER * self._num_taken.get(kind, 0)), number
 
         return min((kind for kind, queue in self._queues.items() if queue), key=weigh, default=None)
+
+
+def _describe_kind(candidate: CandidatePlan) -> Kind:
+    devices = tuple(sorted(device for group in candidate.groups for device in group.devices))
+    return devices, candidate.degree, candidate.bounds_in_flight
 
 
 def _describe_shape(estimated: EstimatedCandidate) -> Hashable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,8 +35,9 @@ FEW_ACTIONS = 20_000
 """Up to so many a simulation is short whether ranks are alike or not."""
 MANY_ACTIONS = 50_000
 """From so many on a simulation takes seconds, and one step has to do in place of several."""
-FIRST_SHARE = 0.25
-"""The first comes before its turn, as if it took this share of its time: an answer is wanted soon."""
+FIRST_SHARE, MUCH_BETTER = 0.25, 0.95
+"""The first comes before its turn, as if it took this share of its time, since an answer is wanted soon; and
+so does what promises at most this share of what the best so far takes, for it is that which is improved."""
 MOST_KEPT = 16
 """Simulations that are kept whole."""
 _UNKNOWN = (ClusterError, ProfileError, LowBoundError)
@@ -198,7 +200,7 @@ class TopK:
             return None
         began_s = self._budget.elapsed_s
         try:
-            case = self._simulate(task)
+            case = self._simulate(task, self._budget.check)
         except _UNKNOWN:
             return None
         seconds = self._budget.elapsed_s - began_s
@@ -288,9 +290,10 @@ class TopK:
             is_mirrored=setting.is_mirrored,
         )
 
-    def _simulate(self, task: _Task) -> SimulatedPlan:
+    def _simulate(self, task: _Task, check: Callable[[], None] | None = None) -> SimulatedPlan:
+        num_steps = 1 if task.is_first_step else None
         return self._problem.setting.simulate(
-            task.plan, task.costs, num_steps=1 if task.is_first_step else None, classes=task.classes
+            task.plan, task.costs, num_steps=num_steps, classes=task.classes, check=check
         )
 
     def _keep(self, found: SimulatedCandidate, case: SimulatedPlan | Simulation) -> None:
@@ -327,25 +330,34 @@ class BestEstimates:
         self._least: float | None = None
         """The best estimate of those that were simulated."""
 
+    def _next(self) -> EstimatedCandidate | None:
+        return self._found.peek() if self._num_done else self._found.peek_first(self._top_k.nominal_of)
+
     def peek(self) -> float | None:
-        estimated = self._found.peek()
+        estimated = self._next()
         if estimated is None or not self._is_wanted(estimated):
             return None
         self._top_k.offer(estimated.candidate)
-        nominal_s = self._top_k.expect_s(estimated.candidate)
-        return nominal_s if self._num_done else FIRST_SHARE * nominal_s
+        return self._share(estimated) * self._top_k.expect_s(estimated.candidate)
 
     def advance(self) -> float:
-        estimated, begin_s = self._found.peek(), self._top_k.nominal_s
+        estimated, begin_s = self._next(), self._top_k.nominal_s
         assert estimated is not None, "peek found one"
-        self._found.take()
+        share = self._share(estimated)
+        self._found.take(estimated)
         self._num_done += 1
         wanted = estimated.score.wanted
         self._least = wanted if self._least is None else min(self._least, wanted)
         if (simulated := self._top_k.simulate(estimated)) is not None:
             self.simulated.append(simulated)
             self._found.learn(estimated, simulated.score.wanted)
-        return self._top_k.nominal_s - begin_s
+        return share * (self._top_k.nominal_s - begin_s)
+
+    def _share(self, estimated: EstimatedCandidate) -> float:
+        """What its time counts for."""
+        best = self._top_k.best
+        is_awaited = best is None or self._found.expect(estimated) < MUCH_BETTER * best.score.wanted
+        return FIRST_SHARE if is_awaited else 1.0
 
     def _is_wanted(self, estimated: EstimatedCandidate) -> bool:
         best, least = self._top_k.best, self._found.best
