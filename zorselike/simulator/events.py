@@ -11,7 +11,8 @@ from zorselike.simulator.slowdown import Slowdown
 from zorselike.simulator.tasks.graph import NOTHING, PENDING, Tasks, Times
 
 _CHECKED_EVERY = 1000
-"""Times that traffic is settled from one look whether to go on to the next: some hundredths of a second."""
+"""Times that traffic is settled from one look whether to go on to the next: less than half a second with a
+thousand ranks."""
 
 
 def run(
