@@ -11,6 +11,7 @@ from stand_in import RaceStreams
 from torch import Tensor
 
 from zorselike.runtime.alarm.alarm import Alarm
+from zorselike.runtime.memory import turns
 from zorselike.runtime.memory.memory import HostPool
 from zorselike.runtime.ministage import settings
 
@@ -34,6 +35,7 @@ def on(streams: RaceStreams) -> Iterator[None]:
         mock.patch.object(settings, "make_streams", lambda device: streams),
         mock.patch.object(HostPool, "_allocate", allocate_on_host),
         mock.patch.object(Alarm, "enter", enter_action),
+        mock.patch.object(turns, "PIECE_BYTES", 256),  # So that tiny tensors are several.
         streams.watching(),
     ):
         yield

@@ -19,6 +19,7 @@ from zorselike.cost.purposes import Purpose
 from zorselike.runtime._compat import grow_storage
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.memory.turns import copy_in_turns
 
 
 class Located(NamedTuple):
@@ -92,8 +93,7 @@ class HostBackedTensors:
             load.wait(self._left)
         with load.use():
             self._refill()
-            for whole, host in zip(self._bytes(), self._host, strict=True):
-                whole.copy_(host, non_blocking=True)
+        copy_in_turns(zip(self._bytes(), self._host, strict=True), load, self._memory.streams.beside(load))
         self._homes, self._arrived = (load,), load.record()
 
     def make_room(self, stream: Stream) -> None:
@@ -113,9 +113,7 @@ class HostBackedTensors:
         assert self.is_on_device
         store = self.outbound
         store.wait(written)
-        with store.use():
-            for whole, host in zip(self._bytes(), self._host, strict=True):
-                host.copy_(whole, non_blocking=True)
+        copy_in_turns(zip(self._host, self._bytes(), strict=True), store, self._memory.streams.beside(store))
         self._left = store.record()
         return self._left
 

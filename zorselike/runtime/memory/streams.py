@@ -10,8 +10,10 @@ Rules that keep memory safe without `record_stream`, whose effect on memory depe
 - Inside `with torch.cuda.stream(s)` the current stream is `s`, so "wait for compute" always names
   the stream that was current when the step began.
 
-Copies of optimizer state move most bytes and are the least urgent, so parameters and activations
-have streams of their own and never queue behind them.
+Copies of optimizer state move most bytes and are the least urgent. That parameters and activations have
+streams of their own is not enough: a device's copy engine goes on with one stream's copies as long as there
+are any, whatever the priorities. So what is long takes turns on two streams (`turns.py`), and others come in
+between.
 
 A CPU rank does each thing at once and in order; its streams, which are the base classes, do nothing.
 """
@@ -71,6 +73,12 @@ class Streams:
     """What comes so, host to device: never given a copy before its rows are there."""
     update: Stream
     """Optimizer updates."""
+    load_turns: Stream
+    """Takes turns with `load`."""
+    load_state_turns: Stream
+    """Takes turns with `load_state`."""
+    store_turns: Stream
+    """Takes turns with `store`."""
     is_concurrent: bool = False
     """Whether streams run beside each other at all."""
 
@@ -78,9 +86,19 @@ class Streams:
         self.compute = self.gather = self.reduce = self.load = self.load_state = Stream()
         self.store = self.fetch = self.stash = self.update = self.compute
         self.send_rows = self.receive_rows = self.compute
+        self.load_turns = self.load_state_turns = self.store_turns = self.compute
 
     def begin(self) -> None:
         """Starts a step: takes the current stream for compute."""
+
+    def beside(self, stream: Stream) -> Stream:
+        """The stream that takes turns with one of those that copy long."""
+        turns = {
+            self.load: self.load_turns,
+            self.load_state: self.load_state_turns,
+            self.store: self.store_turns,
+        }
+        return turns[stream]
 
     def make(self, name: str) -> Stream:
         """One more stream."""
@@ -135,6 +153,8 @@ class _CudaStreams(Streams):
         self.load, self.load_state = self.make("load"), self.make("load state")
         self.store, self.stash = self.make("store"), self.make("stash")
         self.send_rows, self.receive_rows = self.make("send rows"), self.make("receive rows")
+        self.load_turns, self.load_state_turns = self.make("load turns"), self.make("load state turns")
+        self.store_turns = self.make("store turns")
         self.update = _CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self.begin()
 
