@@ -53,7 +53,7 @@ def test_attention_is_a_softmax_over_what_may_be_seen(is_masked: bool) -> None:
 def test_rotation_turns_neighbouring_pairs() -> None:
     x = random(2, 6, 3, 8)
     cos, sin = rope_tables(x, None, theta=100.0, scaling=None)
-    turned = torch.view_as_complex(rotate(x, cos, sin).unflatten(-1, (4, 2)))
+    turned = torch.view_as_complex(rotate([x], cos, sin)[0].unflatten(-1, (4, 2)))
     angles = torch.arange(6)[:, None] * 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     expected = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.exp(1j * angles)[:, None]
     torch.testing.assert_close(turned, expected, rtol=0, atol=1e-12)
@@ -79,7 +79,7 @@ def test_tables_are_never_rounded_below_fp32(dtype: torch.dtype, table_dtype: to
     x = random(1, 3000, 1, 4, dtype=torch.float64).to(dtype)
     cos, sin = rope_tables(x, None, theta=1e4, scaling=None)
     assert cos.dtype == sin.dtype == table_dtype
-    assert rotate(x, cos, sin).dtype == dtype
+    assert rotate([x], cos, sin)[0].dtype == dtype
     angles = torch.arange(3000, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.01], dtype=torch.float64)
     torch.testing.assert_close(cos[:, 0].double(), angles.cos(), rtol=0, atol=2e-4)
 

@@ -165,4 +165,4 @@ def test_no_stream_of_ours_but_that_of_updates_is_dealt_to_nccl() -> None:
         made = {name: stream._stream for name, stream in vars(streams).items() if name != "_device"}
         made["checkpoints"] = streams.make("checkpoints")._stream
     assert made.pop("compute") == "compute"
-    assert {name for name, priority in made.items() if priority == 0} == {"update"} and len(made) == 11
+    assert {name for name, priority in made.items() if priority == 0} == {"update"} and len(made) == 14

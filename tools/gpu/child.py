@@ -91,6 +91,10 @@ def prepare(job: Job) -> None:
     # Where host memory runs out, the system is to end this process and not its parent.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    if job.is_deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if job.device == "cuda":
         torch.cuda.set_device(0)
     else:

@@ -71,6 +71,9 @@ class Job:
     """Whether AdamW is one kernel for many tensors."""
     recomputes: bool = True
     """Ours only: each layer in its backward."""
+    is_deterministic: bool = False
+    """Only kernels that add in one order: those of attention's backward do not, so that on a GPU no run is
+    bit for bit another. It is slower."""
     updates: Updates = "at once"
     """Ours only: without clipping, clipped by each ministage's norm, or by the norm of all gradients."""
 

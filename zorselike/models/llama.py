@@ -74,7 +74,8 @@ class Attention(nn.Module):
     def forward(self, h: Tensor, *, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         cos, sin = rope_tables(q, positions, theta=self.rope_theta, scaling=self.rope_scaling)
-        return self.wo(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask))  # type: ignore[no-any-return]
+        q, k = rotate((q, k), cos, sin)
+        return self.wo(attend(q, k, v, mask))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):

@@ -7,6 +7,7 @@ beside a layer, and leaves nothing to be rebuilt or moved when a layer is cut ou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,15 @@ def rope_tables(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair of `x` `[rows, sequence, heads, head_dim]` by its angle; keeps `x`'s dtype."""
-    even, odd = x.to(cos.dtype).reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+def rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Turns each pair of tensors `[rows, sequence, heads, head_dim]` by its angle; keeps their dtypes."""
+    if torch.compiler.is_compiling():  # Which makes one kernel of these, and none of complex numbers.
+        pairs = [x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
+        turned = [torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1) for a, b in pairs]
+    else:  # Three passes over memory instead of nine.
+        table = torch.complex(cos, sin)
+        numbers = [
+            torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous()) for x in tensors
+        ]
+        turned = [torch.view_as_real(number * table) for number in numbers]
+    return [pair.flatten(-2).to(x.dtype) for pair, x in zip(turned, tensors, strict=True)]

@@ -14,8 +14,9 @@ from zorselike.runtime.memory.host_room import find_host_room
 from ...report import Figure
 from ..child import prepare, run_job
 from ..job import TINY_SHAPE, VARIANTS, Job, Measurement, Shape, spell_bytes
-from ..sections import GpuBench, count_flops, find_ratios, is_same_loss
+from ..sections import GpuBench, count_flops, find_losses, find_ratios
 from ..trainers import config_of, make_trainer
+from .gaps import describe_gaps, find_gaps
 from .part import Record
 from .trace import find_exposure, record_steps
 
@@ -73,18 +74,14 @@ def run_offload(record: Record) -> None:
 
 
 def _compare_losses(record: Record, bench: GpuBench) -> None:
-    """Bit for bit; where one of the variants differs, more runs tell whether two equal ones do, and which of
-    what is offloaded makes the difference."""
-    same = is_same_loss(bench.measured)
-    if same is None:
-        return
-    losses = {variant: own.loss for (variant, _), own in bench.measured.items()}
-    if not same:
-        for name, variant in (("a again", "a"), ("c again", "c"), ("o", "o")):
-            if (again := measure(bench, bench.job(variant))) is not None:
-                losses[name] = again.loss
-    told = ", ".join(f"{name} {loss!r}" for name, loss in losses.items())
+    """Bit for bit, with kernels that can be compared so."""
+    losses = find_losses(bench, {variant for variant, _ in bench.measured})
     record.put("losses", losses)
+    told = ", ".join(f"{name} {loss!r}" for name, loss in losses.items())
+    if len(losses) < 2:
+        record.leave_out("losses with and without offloading", "too few were measured")
+        return
+    same = len({*losses.values()}) == 1
     record.check("losses with and without offloading are equal, bit for bit", same, told)
 
 
@@ -115,6 +112,9 @@ def run_exposure(record: Record) -> None:
     found = find_exposure(events, on_gpu=job.device == "cuda")
     record.put("exposure", found)
     record.say(found.describe())
+    if job.device == "cuda":
+        for line in describe_gaps(find_gaps(events)):
+            record.say(line)
     record.check(
         "the trace has computations and copies", bool(found.compute_s and found.copies), found.describe()
     )
