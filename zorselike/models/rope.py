@@ -50,12 +50,12 @@ def rope_tables(
 def rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
     """Turns each pair of tensors `[rows, sequence, heads, head_dim]` by its angle; keeps their dtypes."""
     if torch.compiler.is_compiling():  # Which makes one kernel of these, and none of complex numbers.
-        pairs = [x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
+        pairs = [x.to(cos.dtype).reshape(*x.shape[:-1], -1, 2).unbind(-1) for x in tensors]
         turned = [torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1) for a, b in pairs]
     else:  # Three passes over memory instead of nine.
         table = torch.complex(cos, sin)
         numbers = [
-            torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous()) for x in tensors
+            torch.view_as_complex(x.to(cos.dtype).reshape(*x.shape[:-1], -1, 2).contiguous()) for x in tensors
         ]
         turned = [torch.view_as_real(number * table) for number in numbers]
     return [pair.flatten(-2).to(x.dtype) for pair, x in zip(turned, tensors, strict=True)]
