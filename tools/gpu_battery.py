@@ -86,7 +86,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("letters", nargs="*", metavar="A|B|C|multi", help="what to run, in this order")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu_battery"), metavar="DIR", help="of the results")
-    parser.add_argument("--seconds", type=float, metavar="N", help="for each letter (default 540, C 480)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="for each letter (default 540, C 480); fewer shorten the limit of each of its parts alike",
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts of these names")
     parser.add_argument("--list", action="store_true", help="name all parts and their limits")
     options = parser.parse_args(arguments)

@@ -59,6 +59,18 @@ def test_rotation_turns_neighbouring_pairs() -> None:
     torch.testing.assert_close(turned, expected, rtol=0, atol=1e-12)
 
 
+def test_a_compiler_is_given_the_same_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(2, 6, 3, 8).requires_grad_()
+    cos, sin = rope_tables(x, None, theta=100.0, scaling=None)
+    turned = []
+    for compiles in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiles=compiles: compiles)
+        (y,) = rotate([x], cos, sin)
+        turned.append((y, *torch.autograd.grad(y, x, torch.ones_like(y).cumsum(1))))
+    for eager, compiled in zip(*turned, strict=True):
+        torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-14)
+
+
 def test_only_distances_between_positions_matter() -> None:
     model = initialize(build_on_meta(), seed=1, dtype=torch.float64)
     tokens, positions = torch.arange(24).view(2, 12), torch.arange(12).expand(2, 12)

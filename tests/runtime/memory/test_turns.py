@@ -49,6 +49,7 @@ def test_everything_is_copied_and_the_first_stream_is_last(sizes: list[int], pie
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "PIECE_BYTES", piece)
         log = copy(sizes)
+    assert log.count("first copies") + log.count("second copies") >= -(-sum(sizes) // piece)
     current = "first"
     for before, entry in zip(["", *log], log, strict=False):
         if entry.endswith("copies"):
@@ -62,7 +63,7 @@ def test_everything_is_copied_and_the_first_stream_is_last(sizes: list[int], pie
 def test_what_is_short_shares_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "PIECE_BYTES", 8)
     assert copy([3, 3, 3]) == [
-        *["first copies"] * 2,
+        "first copies",
         *["after first", "second waits", "second copies"],
         *["after second", "first waits"],
     ]

@@ -8,8 +8,9 @@ together took as long as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from zorselike.runtime.memory.streams import Stream
@@ -22,16 +23,30 @@ def copy_in_turns(copies: Iterable[tuple[Tensor, Tensor]], first: Stream, second
     """Starts copies into the former from the latter, `uint8 [num_bytes]` each, after all that `first` has
     been given; they are over when `first` is, which alone is waited for."""
     current, other = first, second
-    num_bytes = 0
-    """Of the piece that `current` has been given."""
-    for target, source in copies:
-        for start in range(0, target.numel(), PIECE_BYTES):
-            part = target[start : start + PIECE_BYTES]
-            if num_bytes and num_bytes + part.numel() > PIECE_BYTES:
-                other.wait(current.record())
-                current, other, num_bytes = other, current, 0
-            with current.use():
-                part.copy_(source[start : start + PIECE_BYTES], non_blocking=True)
-            num_bytes += part.numel()
+    for number, piece in enumerate(_pieces(copies)):
+        if number:
+            other.wait(current.record())
+            current, other = other, current
+        with current.use():  # Once for all that is short: it takes the host longer than a copy.
+            for target, source in piece:
+                target.copy_(source, non_blocking=True)
     if current is not first:
         first.wait(current.record())
+
+
+def _pieces(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The same in lists of at most `PIECE_BYTES`."""
+    piece: list[tuple[Tensor, Tensor]] = []
+    num_bytes = 0
+    for copy in copies:
+        parts: Iterable[tuple[Tensor, Tensor]] = (copy,)
+        if copy[0].numel() > PIECE_BYTES:
+            parts = zip(*(torch.split(tensor, PIECE_BYTES) for tensor in copy), strict=True)
+        for target, source in parts:
+            if piece and num_bytes + target.numel() > PIECE_BYTES:
+                yield piece
+                piece, num_bytes = [], 0
+            piece.append((target, source))
+            num_bytes += target.numel()
+    if piece:
+        yield piece
