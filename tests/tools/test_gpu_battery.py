@@ -250,11 +250,13 @@ def test_everything_runs_on_a_cpu(letter: str, tmp_path: Path) -> None:
 # -- what parts look with ------------------------------------------------------------------
 
 
-def test_losses_that_differ_are_told_with_what_tells_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_that_differ_fail_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+
     def train(job: Job, timeout_s: float) -> Outcome:
-        off = 0.5 if job.variant in "co" else 0.0  # As where an optimizer's way to the host loses something.
+        # As where everything's way to the host loses something, and as kernels are that add in any order.
+        off = (0.5 if job.variant == "c" else 0.0) if job.is_deterministic else 0.25 * len(jobs)
+        jobs.append(job)
         loss, size = 5.0 + off, 2**20
         own = Measurement(job.variant, job.num_tokens, 2, 2, 10, (1.0,), loss, size, size, size, 1.0, "card")
         return Outcome(own)
@@ -262,9 +264,7 @@ def test_losses_that_differ_are_told_with_what_tells_why(
     monkeypatch.setattr(speed, "run_job", train)
     found = run(speed.run_offload, tmp_path)
     assert found["status"] == "failed"
-    assert found["results"]["losses"] == {
-        "a": 5.0, "c": 5.5, "b": 5.0, "a again": 5.0, "c again": 5.5, "o": 5.5
-    }  # fmt: skip
+    assert found["results"]["losses"] == {"a": 5.0, "b": 5.0, "c": 5.5}
 
 
 def test_memory_that_grows_is_not_a_number() -> None:
