@@ -178,10 +178,10 @@ def test_modes_keep_what_is_fixed():
 
 
 def test_a_group_of_two_sizes_of_cards_gives_the_small_ones_fewer_rows_where_memory_is_short():
-    """The 16 GB cards have no room for as many rows as their speed would give them."""
+    """Those of 4 GiB have no room for as many rows as their speed would give them."""
     nodes = tuple(
-        Node(name=f"n{i}", devices=("A100-40",) * 2, memory_bytes=(size, size), fabric=Link(100e9))
-        for i, size in enumerate((40 * 2**30, 7 * 2**30))
+        Node(name=f"n{i}", devices=("A100-40",) * number, memory_bytes=(size,) * number, fabric=Link(100e9))
+        for i, (size, number) in enumerate(((40 * 2**30, 2), (4 * 2**30, 2), (40 * 2**30, 1)))
     )
     cluster = Cluster(nodes=nodes, default_link=Link(50e9))
     bench = Bench(
@@ -189,11 +189,25 @@ def test_a_group_of_two_sizes_of_cards_gives_the_small_ones_fewer_rows_where_mem
             random.Random(0), cluster=cluster, global_batch=64, workload=make_decoder(6, tokens=1024)
         )
     )
-    choice = Choice((GroupChoice((0, 1, 2, 3), Mode(2, recompute="layer", offload=("optimizer",)), 8),), 2)
+    two_sizes = GroupChoice((0, 1, 2, 3), Mode(2, recompute="layer", offload=("optimizer",)), 8)
+    choice = Choice((two_sizes, GroupChoice((4,), Mode(2, recompute="layer"), 8)), 2)
     candidate = bench.builder.build(choice)
     assert candidate is not None
     rows = [sum(own) for own in candidate.groups[0].sizes]
     assert rows[0] == rows[1] > rows[2] > 0 and sum(rows) == 64
+
+
+def test_layers_of_one_group_are_cut_for_the_logits_of_one_microbatch():
+    """Those of all would need 104 GiB."""
+    node = Node(name="n", devices=("A100-40",), memory_bytes=(48 * 2**30,))
+    cluster = Cluster(nodes=(node,), default_link=Link(50e9))
+    bench = Bench(
+        draw_problem(
+            random.Random(0), cluster=cluster, global_batch=64, workload=make_decoder(40, tokens=4096)
+        )
+    )
+    mode = Mode(2, recompute="layer", offload=("params", "optimizer"))
+    assert bench.builder.build(Choice((GroupChoice((0,), mode, 32),), 8)) is not None
 
 
 def test_several_ministages_a_group_shorten_the_fill_of_a_pipeline_with_few_in_flight():

@@ -28,8 +28,6 @@ class Worker:
     num_reductions: int
     """Reductions of a ministage in a step."""
     overlap_slowdown: float
-    accumulates: bool
-    """Its only ministage is the only one of all: what was gathered stays, and no activations leave."""
     reduces_beside: bool
     """Whether reductions run beside the backwards that follow them."""
 
@@ -100,6 +98,13 @@ class StepWork:
     defers: bool
     """Whether updates wait until all gradients are there."""
 
+    @property
+    def turning(self) -> int | None:
+        """The ministage whose microbatches go forward and at once backward: what was gathered stays, and no
+        activations leave."""
+        last = len(self.works) - 1
+        return last if len(self.workers) == 1 and self.lowest_backward <= last else None
+
     def update_together(self, clocks: Sequence[Clock]) -> None:
         """All updates, once all gradients are there."""
         everyone = max(max(clock.compute, clock.reduce) for clock in clocks)
@@ -115,17 +120,18 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     for clock in clocks:
         clock.compute = clock.reduce = clock.update = clock.end
         clock.before = clock.compute
-    last = len(step.works) - 1
+    last, turning = len(step.works) - 1, step.turning
     arrivals: Floats | None = None
     for i in range(last + 1):
         g = step.owners[i]
-        done = _run_phase(step.workers[g], step.works[i], clocks[g], i, arrivals, forward=True)
+        worker, work, clock = step.workers[g], step.works[i], clocks[g]
+        done = _run_phase(worker, work, clock, i, arrivals, forward=True, turns=i == turning)
         arrivals = done if i == last else _send(done, step.sends[i + 1])
     arrivals = None
     for i in range(last, step.lowest_backward - 1, -1):
         g = step.owners[i]
         worker, work, clock = step.workers[g], step.works[i], clocks[g]
-        done = _run_phase(worker, work, clock, i, arrivals, forward=False)
+        done = _run_phase(worker, work, clock, i, arrivals, forward=False, turns=i == turning)
         arrivals = _send(done, step.sends[i]) if i else None
         if worker.zero != 3:
             _reduce(worker, work, clock)
@@ -143,13 +149,17 @@ def _run_phase(
     arrivals: Floats | None,
     *,
     forward: bool,
+    turns: bool,
 ) -> Floats:
-    """All microbatches of a ministage one way; when each is done."""
+    """All microbatches of a ministage one way; when each is done. `turns`: whether each goes the other way
+    before the next one comes, so that the second way finds all there."""
     number = worker.microbatches_per_device
     compute_s = work.forward_s if forward else work.backward_s
+    goes_on = turns and not forward
     load_s, _, stash_s = work.copies
+    load_s = 0.0 if goes_on else load_s
     beside_s = work.gather_s
-    gathers = (worker.zero == 2 and not worker.accumulates) or (worker.zero in (1, 2) and forward)
+    gathers = (worker.zero == 2 and not goes_on) or (worker.zero == 1 and forward)
     if worker.zero == 3:
         beside_s = number * (work.gather_s + (0.0 if forward else work.reduce_s))
         compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
@@ -164,10 +174,11 @@ def _run_phase(
         first = all_there - (1 - work.first_unit) * work.gather_s
     elif load_s:
         first = max(clock.before, clock.shards[ministage]) + load_s
-    clock.before = clock.compute
+    if not goes_on:
+        clock.before = clock.compute
     begin = max(clock.compute, first)
     each_s = compute_s / number
-    stash_s = 0.0 if worker.accumulates else stash_s / number
+    stash_s = 0.0 if turns else stash_s / number
     ready = arrivals
     if arrivals is not None and len(arrivals) != number:
         ready = arrivals[_last_needed(number, len(arrivals))]

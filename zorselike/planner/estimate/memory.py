@@ -198,7 +198,10 @@ class RankMemory:
             self._part(candidate.layers_of(i), chosen.mode.recompute, device, degree) for i in ministages
         ]
         rows_at_once = max(sizes, default=0)
-        rows = rows_at_once if candidate.accumulates else sum(sizes)
+        # Of each ministage; in the last of a single group a microbatch goes back before the next one comes.
+        rows = [sum(sizes)] * len(parts)
+        if candidate.accumulates or (len(candidate.groups) == 1 and chosen.max_in_flight is None):
+            rows[-1] = rows_at_once
         num_shards = (chosen.num_replica_shards, chosen.num_shards)
         held = _hold(parts, chosen.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
         if chosen.max_in_flight is not None and len(parts) > 1:
@@ -375,9 +378,12 @@ class RankMemory:
         device, degree = device_and_degree
         units = list_units(plan, workload)
         measured = {}
+        # Each microbatch goes back before the next one comes.
+        turning = plan.num_ministages - 1 if len(plan.groups) == 1 and group.max_in_flight is None else None
         for i in plan.ministages_of_group(_OWN):
             rows = find_row_bytes(plan, workload, i, device, self._kept_bytes, degree)
-            kept = rows.activation_bytes if share == 1 else round(share * rows.activation_bytes)
+            own_share = 1.0 if i == turning else share
+            kept = round(own_share * rows.activation_bytes)
             measured[i] = add_up(
                 units[i],
                 replace(rows, activation_bytes=kept),
@@ -393,12 +399,12 @@ def _hold(
     parts: Sequence[_Part],
     mode: Mode,
     num_shards: tuple[int, int],
-    rows: int,
+    rows: Sequence[int],
     rows_at_once: int,
     defers: bool,
 ) -> float:
     """The most that a device with these ministages holds, about; `num_shards`: of each piece of what is cut,
-    and of what is not."""
+    and of what is not; `rows`: that each ministage holds at most."""
 
     def shard(whole: float, uncut: float) -> float:
         of_piece, of_whole = num_shards
@@ -414,9 +420,9 @@ def _hold(
     peak = kept = 0.0
     for i, part in enumerate(parts):
         if "activations" in mode.offload:
-            kept = min(3 * rows_at_once, rows) * part.kept_per_row
+            kept = min(3 * rows_at_once, rows[i]) * part.kept_per_row
         else:
-            kept += rows * part.kept_per_row
+            kept += rows[i] * part.kept_per_row
         rounded = part.masters * gradient_shards[i] / 2
         held = kept + rows_at_once * (part.working_per_row + 5 * part.boundary_per_row) + part.unit
         if mode.zero == 2:

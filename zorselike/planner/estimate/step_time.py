@@ -56,7 +56,7 @@ class StepTimeEstimate:
         """Seconds of a step in a steady run."""
         step = StepWork(
             owners=candidate.owners,
-            workers=[self._make_worker(group, candidate.accumulates) for group in candidate.groups],
+            workers=[self._make_worker(group) for group in candidate.groups],
             works=[self._measure(candidate, i) for i in range(candidate.num_ministages)],
             sends=self._measure_sends(candidate),
             lowest_backward=self._lowest_backward(candidate),
@@ -96,7 +96,7 @@ class StepTimeEstimate:
         lowest = next((layer for layer, own in enumerate(trains) if own), len(self._table.keys))
         return candidate.ministage_of(lowest)
 
-    def _make_worker(self, group: CandidateGroup, accumulates: bool) -> Worker:
+    def _make_worker(self, group: CandidateGroup) -> Worker:
         is_cpu = self._types[group.devices[0]] == CPU
         return Worker(
             is_cpu=is_cpu,
@@ -104,7 +104,6 @@ class StepTimeEstimate:
             microbatches_per_device=group.microbatches_per_device,
             num_reductions=group.microbatches_per_device if group.mode.reduces_per_microbatch else 1,
             overlap_slowdown=self._overheads.overlap_slowdown,
-            accumulates=accumulates,
             reduces_beside=reduces_beside(
                 group.mode.zero,
                 len(group.devices),

@@ -98,7 +98,7 @@ class CandidateBuilder:
             if choice.in_flight_factor is not None:
                 groups = self._bound(groups, choice.in_flight_factor, owners)
             costs = [
-                self._find_costs(group, share, owners.count(g), accumulates=len(owners) == 1)
+                self._find_costs(group, share, owners.count(g), self._find_back_at_once(choice, owners))
                 for g, (group, share) in enumerate(zip(groups, room, strict=True))
             ]
             if by_bytes:
@@ -304,21 +304,26 @@ class CandidateBuilder:
 
     # -- layers ----------------------------------------------------------------------------
 
+    def _find_back_at_once(self, choice: Choice, owners: tuple[int, ...]) -> frozenset[str]:
+        """Kinds of layers, all of them in a ministage whose microbatches go forward and at once backward."""
+        last, counts = self._table.keys[-1], self._table.counts
+        turns = len(choice.groups) == 1 and choice.in_flight_factor is None and counts[last] == 1
+        return frozenset(counts if len(owners) == 1 else [last] if turns else ())
+
     def _find_costs(
-        self, group: CandidateGroup, room: float, num_ministages: int, *, accumulates: bool
+        self, group: CandidateGroup, room: float, num_ministages: int, back_at_once: frozenset[str]
     ) -> GroupCosts:
         """What layers cost a group: its computation and the reductions that nothing hides, or its copies
         from the host where these take longer; and what they hold, of one microbatch where each goes at once
         back."""
         returns = num_ministages if group.max_in_flight is not None else 1
-        key = group, returns, accumulates, self._memory.scale
+        key = group, returns, back_at_once, self._memory.scale
         if key not in self._costs:
-            self._costs[key] = self._find_whole_costs(group, returns, accumulates=accumulates)
-        costs = self._costs[key]
-        return costs if room == 1 else replace(costs, max_bytes=room * costs.max_bytes)
+            self._costs[key] = self._find_whole_costs(group, returns, back_at_once)
+        return replace(self._costs[key], max_bytes=room * self._costs[key].max_bytes)
 
     def _find_whole_costs(
-        self, group: CandidateGroup, num_ministages: int, *, accumulates: bool
+        self, group: CandidateGroup, num_ministages: int, back_at_once: frozenset[str]
     ) -> GroupCosts:
         times = self._step_time.group_seconds(group)
         times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
@@ -334,12 +339,13 @@ class CandidateBuilder:
         limit = self._memory.limit_bytes(group.firsts[tightest])
         if limit is None:
             return GroupCosts(seconds)
-        rows = (max if accumulates else sum)(group.held_sizes(tightest, num_ministages) or (0,))
+        sizes = group.held_sizes(tightest, num_ministages) or (0,)
+        rows = {key: (max if key in back_at_once else sum)(sizes) for key in seconds}
         device = self._problem.device_types[group.firsts[tightest]]
         degree = group.degree_of(tightest)
         return GroupCosts(
             seconds,
-            {key: self._held_bytes(key, group, rows, degree) for key in seconds},
+            {key: self._held_bytes(key, group, rows[key], degree) for key in seconds},
             limit - self._problem.setting.context_bytes(device),
         )
 

@@ -165,7 +165,8 @@ class _RankOrder:
         if gathers:
             self._host.read_shards(ministage)
         if not gathers and not (kind is Kind.F and self._is_gathered_twice_running(ministage)):
-            self._host.check_shards_left(ministage, updates_next=kind is Kind.B)
+            updates_next = kind is Kind.B or self._num_done[Kind.B, ministage] > 0
+            self._host.check_shards_left(ministage, updates_next=updates_next)
         if kind is Kind.B:
             self._host.read_activations(ministage, step.microbatch)
 

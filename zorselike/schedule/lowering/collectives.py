@@ -2,17 +2,18 @@
 
 A pass over a group's order of computations: all of its ranks issue the same, in the same order, those too
 that leave out some of the computations. With ZeRO 2 the next ministage is gathered while the current one
-computes, so two are resident at most; each reduces once and steps as soon as its own backward is done.
+computes, so two are resident at most; each reduces once and steps as soon as its own backward is done. A
+ministage whose microbatches go forward and at once backward is gathered once for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.errors import ScheduleError
+from zorselike.schedule.lowering.phases import split_phases
 from zorselike.schedule.spec import ScheduleSpec
 
 
@@ -22,7 +23,7 @@ def add_collectives(
     """The group's computations with all collectives around them; raises `ScheduleError` where ZeRO 2 is to
     gather twice, and a ministage's forward or backward is in several pieces."""
     group = spec.plan.groups[g]
-    phases = _split_phases(computations)
+    phases = [_Phase(own) for own in split_phases(computations)]
     if group.zero == 1 or (group.zero == 2 and keeps_gathered):
         _gather_once(phases)
     elif group.zero == 2:
@@ -30,16 +31,16 @@ def add_collectives(
         _gather_twice(phases)
     # With ZeRO 3 a backward reduces by itself.
     reduces_each = group.reduces_per_microbatch and group.zero != 3
-    last_backward = {phase.ministage: i for i, phase in enumerate(phases) if phase.kind is Kind.B}
+    last_backward = {phase.ministage: i for i, phase in enumerate(phases) if Kind.B in phase.kinds}
     actions: list[Action] = []
     for i, phase in enumerate(phases):
         ministage = phase.ministage
-        trains = phase.kind is Kind.B and spec.trains[ministage]
-        is_done = trains and last_backward[ministage] == i
+        trains = spec.trains[ministage]
+        is_done = trains and last_backward.get(ministage) == i
         actions += [Action(Kind.UNSHARD, gathered) for gathered in phase.gathered]
         for computation in phase.computations:
             actions.append(computation)
-            if trains and reduces_each:
+            if trains and reduces_each and computation.kind is Kind.B:
                 actions.append(Action(Kind.REDUCE_GRAD, ministage, computation.microbatch))
         if is_done and not group.reduces_per_microbatch:
             actions.append(Action(Kind.REDUCE_GRAD, ministage))
@@ -53,35 +54,35 @@ def add_collectives(
 
 @dataclass
 class _Phase:
-    """Consecutive computations of one ministage in one direction."""
+    """Consecutive computations of one ministage in one direction, or in both by turns."""
 
-    ministage: int
-    kind: Kind
     computations: list[Action]
     gathered: list[int] = field(default_factory=list)
     """Ministages to gather before it: its own if need be, then the next one, which is prefetched."""
     releases: bool = False
     """Whether its ministage is freed after it."""
 
+    @property
+    def ministage(self) -> int:
+        return self.computations[0].ministage or 0
 
-def _split_phases(computations: Sequence[Action]) -> list[_Phase]:
-    phases = []
-    for (ministage, kind), found in groupby(computations, key=lambda action: (action.ministage, action.kind)):
-        assert ministage is not None
-        phases.append(_Phase(ministage, kind, list(found)))
-    return phases
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Forward, backward or both."""
+        return tuple(dict.fromkeys(action.kind for action in self.computations))
 
 
 def _refuse_torn_phases(g: int, phases: Sequence[_Phase]) -> None:
     seen: set[tuple[int, Kind]] = set()
     for phase in phases:
-        if (phase.ministage, phase.kind) in seen:
-            raise ScheduleError(
-                f"group {g} comes back to {phase.kind.value} of ministage {phase.ministage}: "
-                "ZeRO 2 gathers a ministage once for all of its forward and once for all of its backward; "
-                "set zero to 0 or 1"
-            )
-        seen.add((phase.ministage, phase.kind))
+        for kind in phase.kinds:
+            if (phase.ministage, kind) in seen:
+                raise ScheduleError(
+                    f"group {g} comes back to {kind.value} of ministage {phase.ministage}: "
+                    "ZeRO 2 gathers a ministage once for all of its forward and once for all of its "
+                    "backward; set zero to 0 or 1"
+                )
+            seen.add((phase.ministage, kind))
 
 
 def _gather_once(phases: Sequence[_Phase]) -> None:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zorselike.schedule.actions import COMPUTE, SENDS, Action, Kind
+from zorselike.schedule.lowering.phases import split_phases
 from zorselike.schedule.spec import ScheduleSpec
 
 KEPT_MICROBATCHES = 2
@@ -65,10 +66,10 @@ class _HostCopies:
         return found
 
     def _find_phases(self) -> list[int]:
-        """Where the rank turns to another ministage or direction: positions of computations."""
+        """Where the rank turns to another ministage or, once, direction: positions of computations."""
         computed = [position for position, action in enumerate(self._actions) if action.kind in COMPUTE]
-        phase = [(self._actions[p].kind, self._actions[p].ministage) for p in computed]
-        return computed[:1] + [p for (a, b), p in zip(pairwise(phase), computed[1:], strict=True) if a != b]
+        sizes = [len(own) for own in split_phases(self._actions[position] for position in computed)]
+        return [computed[first] for first in accumulate(sizes[:-1], initial=0)] if computed else []
 
     # -- parameters ------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 Forward: all microbatches of a ministage, then the group's next ministage. Backward: the same in
 reverse, newest microbatch first. Torch's LoopedBFS is the same order.
 
-A plan with a single ministage is gradient accumulation: there is no other ministage to free room
-for and no other group to feed, so each microbatch goes forward and at once backward, and the
-activations of one are held. Parameters of ZeRO 1 and 2 are gathered once for the step.
+A plan with a single group has no other group to feed: in its last ministage each microbatch goes
+forward and at once backward, so that what that ministage holds most of, logits, is held for one
+microbatch. If it is the only ministage, that is gradient accumulation, and parameters of ZeRO 1 and 2
+are gathered once for the step.
 
 So they are where the plan bounds microbatches in flight, for all ministages of a group at once:
 `in_flight.py` says in which order it goes forward and backward.
@@ -25,18 +26,19 @@ def ours(spec: ScheduleSpec) -> Order:
     plan = spec.plan
     if plan.bounds_in_flight and spec.has_backward:
         return Order(order_in_flight(spec), keeps_gathered=True, receives_by_kind=True)
-    if plan.num_ministages == 1 and spec.has_backward:
-        numbers = range(plan.groups[0].max_microbatches)
-        accumulation = tuple(Action(kind, 0, number) for number in numbers for kind in (Kind.F, Kind.B))
-        return Order((accumulation,), keeps_gathered=True)
-    return Order(tuple(_breadth_first(spec, g) for g in range(len(plan.groups))))
+    keeps_gathered = plan.num_ministages == 1 and spec.has_backward
+    computations = tuple(_breadth_first(spec, g) for g in range(len(plan.groups)))
+    return Order(computations, keeps_gathered=keeps_gathered)
 
 
 def _breadth_first(spec: ScheduleSpec, g: int) -> tuple[Action, ...]:
     ministages = spec.plan.ministages_of_group(g)
     numbers = range(spec.plan.groups[g].max_microbatches)
-    backward = [i for i in reversed(ministages) if i >= spec.lowest_backward]
+    turning = [ministages[-1]] if len(spec.plan.groups) == 1 and spec.has_backward else []
+    forward = [i for i in ministages if i not in turning]
+    backward = [i for i in reversed(ministages) if i >= spec.lowest_backward and i not in turning]
     return (
-        *(Action(Kind.F, i, number) for i in ministages for number in numbers),
+        *(Action(Kind.F, i, number) for i in forward for number in numbers),
+        *(Action(kind, i, number) for i in turning for number in numbers for kind in (Kind.F, Kind.B)),
         *(Action(Kind.B, i, number) for i in backward for number in reversed(numbers)),
     )
