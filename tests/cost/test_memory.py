@@ -153,7 +153,7 @@ def test_activations_leave_late_and_come_back_as_copies() -> None:
     )
     text = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0B3 0LOAD2 0B2 0LOAD1 0B1 0LOAD0 0B0"
     found = walk(plan, text, bare)
-    assert list(found.device_bytes) == [10, 10, 20, 20, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30]
+    assert list(found.device_bytes) == [10, 10, 20, 20, 30, 30, 30, 20, 10, 10, 10, 10, 10, 10]
     assert found.host["activations"] == 30
     assert found.between_steps["activations"] == 0
 

@@ -6,7 +6,7 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
 - What is written back (shards after an update, optimizer state, gradients) is freed once the copy is
   over, and nobody waits for that: of each kind one ministage, the newest, counts until the next one
   is written back or it is loaded again. Shards that are the same on the host are freed at once. Of
-  offloaded activations the two newest microbatches count, also beside a copy that was loaded again.
+  offloaded activations the two newest microbatches count; each backward and each load lets one go.
 - Whole gradients go with their reduction. Where that runs beside what follows (`schedule/contract.py`) they
   count until the next reduction.
 - Gradients that an update has used up count until the next update, reduction or gradients loaded.
@@ -342,6 +342,7 @@ class _Walk:
                 self._updated.add(i)
                 return sizes.update_bytes
             case Kind.LOAD if m is not None:
+                self._let_go()
                 self._put_activations(("kept", Kind.F, i, m), self._on_host.get((i, m), 0))
             case Kind.LOAD | Kind.LOAD_STATE | Kind.LOAD_GRAD:
                 purpose = _MOVED[kind]
@@ -362,6 +363,7 @@ class _Walk:
 
     def _backward(self, i: int, m: int) -> int:
         sizes, rows = self._sizes[i], self._num_rows(m)
+        self._let_go()
         self._gather_by_itself(i)
         self._pass_on(Kind.B, Kind.SEND_B, i, i - 1, m)
         working = rows * sizes.working_bytes_per_row + self._joining_bytes(Kind.B, i, m)
@@ -450,9 +452,14 @@ class _Walk:
             self._drop(Purpose.GRADIENTS, i)
         self._put(Purpose.GRADIENT_SHARDS, i, self._sizes[i].gradient_shard_bytes)
 
+    def _let_go(self) -> None:
+        """The oldest of what leaves for the host is there."""
+        if self._leaving_microbatches:
+            self._drop_activations(self._leaving_microbatches.popleft())
+
     def _offload_activations(self, i: int, m: int) -> None:
         while len(self._leaving_microbatches) >= COPIES_IN_FLIGHT:
-            self._drop_activations(self._leaving_microbatches.popleft())
+            self._let_go()
         num_bytes = self._drop_activations(("kept", Kind.F, i, m))
         leaving: _Entry = ("leaving", Kind.F, i, m)
         self._put_activations(leaving, num_bytes)

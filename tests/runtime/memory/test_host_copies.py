@@ -45,7 +45,7 @@ LAYER_INPUT_BYTES = 2 * SEQUENCE * DIM * 8
 
 
 def test_a_received_input_is_on_the_host_already(run_ranks: RunRanks) -> None:
-    """Of three layers' inputs the first came from rank 0; the newest two microbatches stay."""
+    """Of three layers' inputs the first came from rank 0; the oldest two microbatches stay."""
     first = tuple(Microbatch(0, m.start, m.stop) for m in ROWS)
     none, taken = run_ranks(count_copies, 2, plan(first))
     assert none == []
@@ -53,6 +53,6 @@ def test_a_received_input_is_on_the_host_already(run_ranks: RunRanks) -> None:
 
 
 def test_an_input_joined_from_pieces_is_copied(run_ranks: RunRanks) -> None:
-    first = (Microbatch(0, 0, 1), Microbatch(0, 1, 3), Microbatch(0, 3, 6))
+    first = (Microbatch(0, 0, 3), Microbatch(0, 3, 5), Microbatch(0, 5, 6))
     _, taken = run_ranks(count_copies, 2, plan(first))
     assert taken == [LAYER_INPUT_BYTES] * 3

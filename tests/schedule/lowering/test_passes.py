@@ -11,6 +11,7 @@ from zorselike.schedule.lowering.host_copies import add_host_copies
 from zorselike.schedule.lowering.lower import lower
 from zorselike.schedule.lowering.transfers import place_transfers
 from zorselike.schedule.orders.order import Around, Order, find_around
+from zorselike.schedule.orders.ours import ours
 
 
 def one_group(*, zero: int, grad_reduce: GradReduce = "once", offload: tuple[str, ...] = ()) -> Plan:
@@ -116,6 +117,28 @@ def test_receives_of_an_alternating_order_are_counted_by_kind() -> None:
     found = place_transfers(ScheduleSpec(plan), order)
     assert [len(around.before) for around in found[0]] == [2, 0, 0, 1, 1, 0, 1, 0, 0, 0]
     assert [len(around.before) for around in found[1]] == [3, 0, 1, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_gradients_of_a_microbatch_that_turns_are_received_from_its_forward_on() -> None:
+    """The last ministage sends them while the one before it goes forward, and waits until they are taken."""
+    group = Group((0,), tuple(Microbatch(0, row, row + 1) for row in range(5)), zero=0)
+    other = Group((1,), tuple(Microbatch(1, row, row + 1) for row in range(5)), zero=0)
+    stages = (Ministage(1, ("a",)), Ministage(0, ("b",)), Ministage(1, ("c",)))
+    spec = ScheduleSpec(Plan(5, (group, other), stages).validate())
+    found = place_transfers(spec, ours(spec))
+    first, second = ([format_actions(own.before) for own in found[rank]] for rank in (0, 1))
+    assert first[:3] == [
+        "1RECV_F0@1[0:1] 1RECV_F1@1[1:2] 1RECV_F2@1[2:3] 1RECV_B0@1[0:1]",
+        "1RECV_F3@1[3:4] 1RECV_B1@1[1:2]",
+        "1RECV_F4@1[4:5] 1RECV_B2@1[2:3]",
+    ]
+    assert first[5:] == [""] * 5
+    # 0F0 to 0F4, then 2F0 2B0 2F1 2B1 ...: two forwards ahead, and at the end two backwards.
+    assert second[:10] == [
+        *("", "", "", "2RECV_F0@0[0:1]", ""),
+        *("2RECV_F1@0[1:2] 2RECV_F2@0[2:3]", "", "2RECV_F3@0[3:4]", "", "2RECV_F4@0[4:5]"),
+    ]
+    assert second[10:] == ["", "", "", *(f"0RECV_B{m}@0[{m}:{m + 1}]" for m in range(5)), "", ""]
 
 
 def test_transfers_that_an_order_places_itself_stay_where_they_are() -> None:

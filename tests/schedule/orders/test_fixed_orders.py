@@ -151,7 +151,7 @@ def test_1f1b_keeps_the_activations_of_as_many_microbatches_as_stages_follow() -
             walk_memory(plan, rank, lists[rank], costs.sizes[rank]).device["activations"]
             for lists in (build(ScheduleSpec(plan), "1f1b"), build(ScheduleSpec(plan)))
         )
-        assert (one_f_one_b, ours) == (4 * (3 - rank), 4 * 8)
+        assert (one_f_one_b, ours) == (4 * (3 - rank), 4 * (8 if rank < 2 else 1))
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,6 @@ class CandidatePlan:
         return max(group.degree for group in self.groups)
 
     @property
-    def accumulates(self) -> bool:
-        """Whether each microbatch goes forward and at once back, as with a single ministage."""
-        return self.num_ministages == 1
-
-    @property
     def bounds_in_flight(self) -> bool:
         """As `Plan.bounds_in_flight`."""
         return any(group.max_in_flight is not None for group in self.groups)

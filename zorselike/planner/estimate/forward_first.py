@@ -100,10 +100,9 @@ class StepWork:
 
     @property
     def turning(self) -> int | None:
-        """The ministage whose microbatches go forward and at once backward: what was gathered stays, and no
-        activations leave."""
+        """The ministage whose microbatches go forward and at once backward."""
         last = len(self.works) - 1
-        return last if len(self.workers) == 1 and self.lowest_backward <= last else None
+        return last if self.lowest_backward <= last else None
 
     def update_together(self, clocks: Sequence[Clock]) -> None:
         """All updates, once all gradients are there."""
@@ -115,6 +114,24 @@ class StepWork:
             update(self.workers[g], self.works[i], clocks[g], i)
 
 
+class _Way(NamedTuple):
+    """Which ways the microbatches of a phase go; both, where each turns before the next one comes."""
+
+    forward: bool
+    backward: bool
+
+    @property
+    def turns(self) -> bool:
+        return self.forward and self.backward
+
+    @property
+    def num_passes(self) -> int:
+        return self.forward + self.backward
+
+
+_FORWARD, _BACKWARD, _TURNS = _Way(True, False), _Way(False, True), _Way(True, True)
+
+
 def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     """One step, from where each group is."""
     for clock in clocks:
@@ -124,14 +141,14 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     arrivals: Floats | None = None
     for i in range(last + 1):
         g = step.owners[i]
-        worker, work, clock = step.workers[g], step.works[i], clocks[g]
-        done = _run_phase(worker, work, clock, i, arrivals, forward=True, turns=i == turning)
-        arrivals = done if i == last else _send(done, step.sends[i + 1])
-    arrivals = None
+        way = _TURNS if i == turning else _FORWARD
+        done = _run_phase(step.workers[g], step.works[i], clocks[g], i, arrivals, way)
+        arrivals = None if i == last else _send(done, step.sends[i + 1])
     for i in range(last, step.lowest_backward - 1, -1):
         g = step.owners[i]
         worker, work, clock = step.workers[g], step.works[i], clocks[g]
-        done = _run_phase(worker, work, clock, i, arrivals, forward=False, turns=i == turning)
+        if i != turning:
+            done = _run_phase(worker, work, clock, i, arrivals, _BACKWARD)
         arrivals = _send(done, step.sends[i]) if i else None
         if worker.zero != 3:
             _reduce(worker, work, clock)
@@ -147,21 +164,18 @@ def _run_phase(
     clock: Clock,
     ministage: int,
     arrivals: Floats | None,
-    *,
-    forward: bool,
-    turns: bool,
+    way: _Way,
 ) -> Floats:
-    """All microbatches of a ministage one way; when each is done. `turns`: whether each goes the other way
-    before the next one comes, so that the second way finds all there."""
+    """All microbatches of a ministage one way, or each both; when each is done."""
     number = worker.microbatches_per_device
-    compute_s = work.forward_s if forward else work.backward_s
-    goes_on = turns and not forward
+    first_s = work.forward_s if way.forward else work.backward_s
+    """Until a microbatch has used all that is gathered."""
+    compute_s = first_s + (work.backward_s if way.turns else 0.0)
     load_s, _, stash_s = work.copies
-    load_s = 0.0 if goes_on else load_s
     beside_s = work.gather_s
-    gathers = (worker.zero == 2 and not goes_on) or (worker.zero == 1 and forward)
+    gathers = worker.zero == 2 or (worker.zero == 1 and way.forward)
     if worker.zero == 3:
-        beside_s = number * (work.gather_s + (0.0 if forward else work.reduce_s))
+        beside_s = number * (way.num_passes * work.gather_s + way.backward * work.reduce_s)
         compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
         compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / number
     elif worker.overlap_slowdown > 1 and gathers:
@@ -174,18 +188,17 @@ def _run_phase(
         first = all_there - (1 - work.first_unit) * work.gather_s
     elif load_s:
         first = max(clock.before, clock.shards[ministage]) + load_s
-    if not goes_on:
-        clock.before = clock.compute
+    clock.before = clock.compute
     begin = max(clock.compute, first)
     each_s = compute_s / number
-    stash_s = 0.0 if turns else stash_s / number
+    stash_s = 0.0 if way.turns else stash_s / number
     ready = arrivals
     if arrivals is not None and len(arrivals) != number:
         ready = arrivals[_last_needed(number, len(arrivals))]
     # The first microbatch ends when everything was gathered, or later.
-    begin = max(begin, all_there - each_s)
+    begin = max(begin, all_there - first_s / number)
     if stash_s:
-        done = _run_with_copies(clock, number, begin, each_s, stash_s, ready, forward=forward)
+        done = _run_with_copies(clock, number, begin, each_s, stash_s, ready, forward=way.forward)
     else:
         done = _chain(number, begin, each_s, ready)
     clock.compute = float(done[-1])

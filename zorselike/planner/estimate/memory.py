@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from zorselike.cost.catalogue import CPU, find_memory_bytes
@@ -29,24 +29,26 @@ from zorselike.cost.sizes import (
     find_row_bytes,
     list_units,
 )
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import Group, Ministage, Plan, Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.estimate.few_microbatches import (
+    FEW_MICROBATCHES,
+    find_peak_bytes,
+    make_microbatches,
+    return_to_ministages,
+    take_few,
+    take_more,
+)
 from zorselike.planner.problem import PlanProblem
-from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
 from zorselike.schedule.contract import RECEIVES_AHEAD, SENDS_KEPT_BY_NCCL
 from zorselike.schedule.lowering.lower import lower
-from zorselike.schedule.orders.order import Order
-from zorselike.schedule.spec import ScheduleSpec
 from zorselike.simulator.mirrors import State, host_copies, state_of
 from zorselike.simulator.mirrors import add_up as add_up_states
 
-FEW_MICROBATCHES = 4
-"""Microbatches of a device that are walked: more than are on their way to the host at once."""
-MORE_MICROBATCHES = 16
-"""Likewise where they are in flight and gradients are reduced after each."""
 _OWN, _REST = 0, 1
 
 
@@ -164,9 +166,9 @@ class RankMemory:
         )
         held = chosen.held_sizes(position, len(cuts))
         sizes = held or max(chosen.sizes, key=len)
-        rows = max(sizes) if candidate.accumulates else sum(sizes)
         bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
-        summary = (rows, max(sizes), min(len(sizes), FEW_MICROBATCHES), bool(chosen.sizes[position]), bounded)
+        few = min(len(sizes), FEW_MICROBATCHES)
+        summary = (sum(sizes), max(sizes), few, bool(chosen.sizes[position]), bounded)
         degree = chosen.degree_of(position)
         replicas = (len(chosen.sizes), chosen.degree // degree, degree) if chosen.degrees else None
         key = (self._describe_cuts(cuts), chosen.mode, summary, len(chosen.devices), device, replicas)
@@ -198,12 +200,16 @@ class RankMemory:
             self._part(candidate.layers_of(i), chosen.mode.recompute, device, degree) for i in ministages
         ]
         rows_at_once = max(sizes, default=0)
-        # Of each ministage; in the last of a single group a microbatch goes back before the next one comes.
+        # Of each ministage; in the last a microbatch goes back before the next one comes.
         rows = [sum(sizes)] * len(parts)
-        if candidate.accumulates or (len(candidate.groups) == 1 and chosen.max_in_flight is None):
+        last, turns = candidate.num_ministages - 1, chosen.max_in_flight is None
+        if turns and last in ministages:
             rows[-1] = rows_at_once
         num_shards = (chosen.num_replica_shards, chosen.num_shards)
-        held = _hold(parts, chosen.mode, num_shards, rows, rows_at_once, self._problem.defer_updates)
+        early = [0.0] * len(parts)
+        if turns and last - 1 in ministages and last not in ministages:  # Gradients come back at once.
+            early[-1] = sum(sizes) * parts[-1].boundary_per_row
+        held = _hold(parts, chosen.mode, num_shards, (rows, early), rows_at_once, self._problem.defer_updates)
         if chosen.max_in_flight is not None and len(parts) > 1:
             held += _hold_returning(parts, chosen.mode)
         context_bytes = self._problem.setting.context_bytes(device)
@@ -258,16 +264,12 @@ class RankMemory:
         )
 
     def _walk(
-        self,
-        cuts: tuple[tuple[int, int], ...],
-        group: CandidateGroup,
-        sizes: Sizes,
-        device: tuple[str, int],
+        self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes, device: tuple[str, int]
     ) -> Need:
         """`device`: its type, and how many of them are a replica."""
-        few, share = _take_few(sizes)
+        few, share = take_few(sizes)
         if group.max_in_flight is not None and len(cuts) > 1:
-            num_held = len(few) or len(_take_few(max(group.sizes, key=len))[0])
+            num_held = len(few) or len(take_few(max(group.sizes, key=len))[0])
             more = (*few, *few[:1]) if len(sizes) < group.microbatches_per_device else few
             walked = [
                 self._walk_few(cuts, group, sizes, device, (few, share, None)),
@@ -275,9 +277,7 @@ class RankMemory:
             ]
             return Need(*map(max, zip(*walked, strict=True)))
         if group.max_in_flight is not None and group.mode.reduces_per_microbatch:
-            few, share = _take_more(sizes, group.microbatches_per_device)
-        if len(cuts) == 1 and cuts[0] == (0, len(self._table.modules)):
-            share = 1.0  # Each microbatch goes back before the next one comes.
+            few, share = take_more(sizes, group.microbatches_per_device)
         return Need(*self._walk_few(cuts, group, sizes, device, (few, share, None)))
 
     def _walk_few(
@@ -299,7 +299,9 @@ class RankMemory:
         plan = self._make_plan(cuts, group, few)
         actions = self._list_actions(plan, num_held, keeps_gathered=group.max_in_flight is not None)
         is_stashed = "activations" in group.mode.offload
-        measured = self._measure(plan, group, device_and_degree, 1.0 if is_stashed else share)
+        # Each microbatch goes back before the next one comes.
+        turning = plan.num_ministages - 1 if group.max_in_flight is None else None
+        measured = self._measure(plan, group, device_and_degree, 1.0 if is_stashed else share, turning)
         context_bytes = self._problem.setting.context_bytes(device)
         if device != CPU and group.degrees:  # Of its replica, and of the pieces that others hold too.
             more = (degree > 1) + (group.degree // degree if len(group.sizes) > 1 else 0)
@@ -317,14 +319,19 @@ class RankMemory:
         # What is received: joined of several pieces, and with bounds on microbatches in flight early, the
         # gradients of all of these and the inputs of those that follow.
         rows = max(sizes, default=0) if len(plan.groups) > 1 else 0
+        owners = tuple(ministage.group for ministage in plan.ministages)
         if group.max_in_flight is not None:
             rows += sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
         boundary = max(size.boundary_bytes_per_row for size in measured.values())
-        peak = walk.device_peak_bytes + rows * boundary
+        peak = walk.device_peak_bytes
+        if share > 1 and owners[-2:] == (_OWN, _REST):  # The last ministage sends gradients back at once.
+            more_bytes = round((share - 1) * max(few) * boundary)
+            peak = find_peak_bytes(actions, walk.device_bytes, len(owners) - 2, more_bytes)
+        peak += rows * boundary
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
-            kept = sum(size.activation_bytes_per_row for size in measured.values())
+            kept = sum(size.activation_bytes_per_row for i, size in measured.items() if i != turning)
             host_bytes += sum(sizes) * kept - walk.host[Purpose.ACTIVATIONS]
         return peak + added, host_bytes
 
@@ -338,7 +345,7 @@ class RankMemory:
         key = (owners, groups, spec.trainable, spec.ties, num_held, keeps_gathered)
         if key not in self._lists:
             if keeps_gathered:
-                self._lists[key] = lower(spec, _return_to_ministages(spec, num_held), (0,))[0]
+                self._lists[key] = lower(spec, return_to_ministages(spec, _OWN, num_held), (0,))[0]
             else:
                 self._lists[key] = build(spec)[0]
         return self._lists[key]
@@ -353,12 +360,12 @@ class RankMemory:
         ]
         has_rest = any(ministage.group == _REST for ministage in ministages)
         # A device that holds shards only joins what others do.
-        has_rows, others = (sizes, 0) if sizes else (_take_few(max(group.sizes, key=len))[0], ranks[-1])
+        has_rows, others = (sizes, 0) if sizes else (take_few(max(group.sizes, key=len))[0], ranks[-1])
         mode = group.mode
         groups = [
             Group(
                 ranks,
-                _microbatches(others, has_rows),
+                make_microbatches(others, has_rows),
                 zero=mode.zero,
                 grad_reduce=mode.grad_reduce,
                 overlap_grad_reduce=mode.overlap_grad_reduce,
@@ -367,19 +374,22 @@ class RankMemory:
             )
         ]
         if has_rest:
-            groups.append(Group((len(ranks),), _microbatches(len(ranks), has_rows), zero=0))
+            groups.append(Group((len(ranks),), make_microbatches(len(ranks), has_rows), zero=0))
         return Plan(sum(has_rows), tuple(groups), tuple(ministages))
 
     def _measure(
-        self, plan: Plan, group: CandidateGroup, device_and_degree: tuple[str, int], share: float
+        self,
+        plan: Plan,
+        group: CandidateGroup,
+        device_and_degree: tuple[str, int],
+        share: float,
+        turning: int | None,
     ) -> dict[int, MinistageBytes]:
-        """Sizes of each ministage of the device's own group, with so many times the activations."""
+        """Sizes of each ministage of the device's group, all but the turning one with more activations."""
         workload, each = self._problem.workload, self._problem.parameter_bytes
         device, degree = device_and_degree
         units = list_units(plan, workload)
         measured = {}
-        # Each microbatch goes back before the next one comes.
-        turning = plan.num_ministages - 1 if len(plan.groups) == 1 and group.max_in_flight is None else None
         for i in plan.ministages_of_group(_OWN):
             rows = find_row_bytes(plan, workload, i, device, self._kept_bytes, degree)
             own_share = 1.0 if i == turning else share
@@ -399,12 +409,14 @@ def _hold(
     parts: Sequence[_Part],
     mode: Mode,
     num_shards: tuple[int, int],
-    rows: Sequence[int],
+    rows_and_early: tuple[Sequence[int], Sequence[float]],
     rows_at_once: int,
     defers: bool,
 ) -> float:
     """The most that a device with these ministages holds, about; `num_shards`: of each piece of what is cut,
-    and of what is not; `rows`: that each ministage holds at most."""
+    and of what is not; `rows_and_early`: those that each ministage holds at most, and what it is sent of
+    gradients while it goes forward."""
+    rows, early = rows_and_early
 
     def shard(whole: float, uncut: float) -> float:
         of_piece, of_whole = num_shards
@@ -424,7 +436,7 @@ def _hold(
         else:
             kept += rows[i] * part.kept_per_row
         rounded = part.masters * gradient_shards[i] / 2
-        held = kept + rows_at_once * (part.working_per_row + 5 * part.boundary_per_row) + part.unit
+        held = kept + rows_at_once * (part.working_per_row + 5 * part.boundary_per_row) + part.unit + early[i]
         if mode.zero == 2:
             held += part.whole + (parts[i - 1].whole if i else 0.0)
         elif mode.zero == 3:
@@ -445,49 +457,3 @@ def _hold_returning(parts: Sequence[_Part], mode: Mode) -> float:
     if not mode.reduces_per_microbatch:
         held += sum(part.gradients for part in others)
     return held
-
-
-def _return_to_ministages(spec: ScheduleSpec, num_held: int | None) -> Order:
-    """Orders in which each group returns to its ministages, and holds the most that it may in the schedule's
-    own: one after the other while the deepest is updated; or with `num_held` of each and all gradients, the
-    first having gone backward."""
-    number = spec.plan.groups[_OWN].max_microbatches
-    num_first = number if num_held is None else num_held
-    orders = []
-    for g in range(len(spec.plan.groups)):
-        own = spec.plan.ministages_of_group(g)
-        going_back = [i for i in reversed(own) if i >= spec.lowest_backward]
-        actions = [Action(Kind.F, i, m) for i in own for m in range(num_first)]
-        begun = range(0 if num_held is None else 1)
-        actions += [Action(Kind.B, i, m) for m in begun for i in going_back]
-        actions += [Action(Kind.F, i, m) for i in own for m in range(num_first, number)]
-        actions += [Action(Kind.B, i, m) for i in going_back for m in range(len(begun), number)]
-        orders.append(tuple(actions))
-    return Order(tuple(orders), keeps_gathered=True, receives_by_kind=True)
-
-
-def _take_few(sizes: Sizes) -> tuple[Sizes, float]:
-    """Few microbatches in place of many, and how many rows each of theirs stands for."""
-    if len(sizes) <= FEW_MICROBATCHES:
-        return sizes, 1.0
-    few = (max(sizes),) * FEW_MICROBATCHES
-    return few, sum(sizes) / sum(few)
-
-
-def _take_more(sizes: Sizes, microbatches_per_device: int) -> tuple[Sizes, float]:
-    """The same where gradients are reduced after each microbatch of few in flight: what counts is the second
-    reduction, with almost all in flight still there and the shards of the first one's gradients."""
-    if not sizes:
-        return sizes, 1.0
-    number = min(max(len(sizes), 2), microbatches_per_device, MORE_MICROBATCHES)
-    more = (max(sizes),) * number
-    left = max(number - 1, 1) / number
-    """Share of what is walked that is there at the second reduction; in a run all in flight but one are left,
-    or the one."""
-    held = sum(sizes) * max(len(sizes) - 1, 1) / len(sizes)
-    return more, held / (left * sum(more))
-
-
-def _microbatches(rank: int, sizes: Sizes) -> tuple[Microbatch, ...]:
-    ends = list(accumulate(sizes, initial=0))
-    return tuple(Microbatch(rank, start, stop) for start, stop in pairwise(ends))

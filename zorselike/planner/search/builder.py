@@ -98,7 +98,7 @@ class CandidateBuilder:
             if choice.in_flight_factor is not None:
                 groups = self._bound(groups, choice.in_flight_factor, owners)
             costs = [
-                self._find_costs(group, share, owners.count(g), self._find_back_at_once(choice, owners))
+                self._find_costs(group, share, owners.count(g), self._find_turning(g, choice, owners))
                 for g, (group, share) in enumerate(zip(groups, room, strict=True))
             ]
             if by_bytes:
@@ -304,27 +304,26 @@ class CandidateBuilder:
 
     # -- layers ----------------------------------------------------------------------------
 
-    def _find_back_at_once(self, choice: Choice, owners: tuple[int, ...]) -> frozenset[str]:
-        """Kinds of layers, all of them in a ministage whose microbatches go forward and at once backward."""
+    def _find_turning(self, g: int, choice: Choice, owners: tuple[int, ...]) -> frozenset[str]:
+        """Kinds of layers whose microbatches go forward and at once backward, as in the last ministage."""
         last, counts = self._table.keys[-1], self._table.counts
-        turns = len(choice.groups) == 1 and choice.in_flight_factor is None and counts[last] == 1
-        return frozenset(counts if len(owners) == 1 else [last] if turns else ())
+        if g != owners[-1] or choice.in_flight_factor is not None:
+            return frozenset()
+        return frozenset(counts if owners.count(g) == 1 else [last] if counts[last] == 1 else ())
 
     def _find_costs(
-        self, group: CandidateGroup, room: float, num_ministages: int, back_at_once: frozenset[str]
+        self, group: CandidateGroup, room: float, num_ministages: int, turning: frozenset[str]
     ) -> GroupCosts:
         """What layers cost a group: its computation and the reductions that nothing hides, or its copies
         from the host where these take longer; and what they hold, of one microbatch where each goes at once
         back."""
         returns = num_ministages if group.max_in_flight is not None else 1
-        key = group, returns, back_at_once, self._memory.scale
+        key = group, returns, turning, self._memory.scale
         if key not in self._costs:
-            self._costs[key] = self._find_whole_costs(group, returns, back_at_once)
+            self._costs[key] = self._find_whole_costs(group, returns, turning)
         return replace(self._costs[key], max_bytes=room * self._costs[key].max_bytes)
 
-    def _find_whole_costs(
-        self, group: CandidateGroup, num_ministages: int, back_at_once: frozenset[str]
-    ) -> GroupCosts:
+    def _find_whole_costs(self, group: CandidateGroup, returns: int, turning: frozenset[str]) -> GroupCosts:
         times = self._step_time.group_seconds(group)
         times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
         is_beside = self._reduces_beside(group.mode, group.devices)
@@ -335,12 +334,12 @@ class CandidateBuilder:
             seconds[key] = forward + (max(backward, reduce_s) if is_beside else backward + reduce_s)
         if group.mode.offload:
             seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
-        tightest = self._tightest(group, num_ministages)
+        tightest = self._tightest(group, returns)
         limit = self._memory.limit_bytes(group.firsts[tightest])
         if limit is None:
             return GroupCosts(seconds)
-        sizes = group.held_sizes(tightest, num_ministages) or (0,)
-        rows = {key: (max if key in back_at_once else sum)(sizes) for key in seconds}
+        sizes = group.held_sizes(tightest, returns) or (0,)
+        rows = {key: (max if key in turning else sum)(sizes) for key in seconds}
         device = self._problem.device_types[group.firsts[tightest]]
         degree = group.degree_of(tightest)
         return GroupCosts(
@@ -452,6 +451,7 @@ class CandidateBuilder:
             group.mode,
             self._problem.device_types[group.firsts[position]],
             candidate.owners.count(g),
+            candidate.owners[-1] == g,
             group.max_in_flight is None,
             bool(group.sizes[position]),
             group.degree_of(position),

@@ -207,15 +207,16 @@ class ActivationOffload:
         self._leaving.append((microbatch.left, leaving))
 
     def _let_go(self) -> None:
-        """Frees the oldest microbatch that has left; its memory is compute's to use again."""
+        """Frees the oldest microbatch that has left, if any; its memory is compute's to use again."""
+        if not self._leaving:
+            return
         event, tensors = self._leaving.popleft()
         self._streams.compute.wait(event)
         self._ledger.drop(Purpose.ACTIVATIONS, "device", sum(tensor.numel() for tensor in tensors))
 
     def load(self, key: Key) -> None:
         """Starts the copies of a microbatch back to the device."""
-        if self._leaving:
-            self._let_go()  # Its room is wanted.
+        self._let_go()  # Its room is wanted.
         microbatch = self._microbatches[key]
         fetch = self._streams.fetch
         assert microbatch.left is not None, "only what was offloaded is loaded"
@@ -232,7 +233,8 @@ class ActivationOffload:
     # -- backward --------------------------------------------------------------------------
 
     def arrive(self, key: Key) -> None:
-        """Before a backward: makes compute wait for what `load` started."""
+        """Before a backward: makes compute wait for what `load` started, and for what leaves, the oldest."""
+        self._let_go()
         microbatch = self._microbatches.get(key)
         if microbatch is None:
             return

@@ -8,9 +8,9 @@ ministage computes; what is not needed any more leaves at once:
   begins with it and nothing would hide the copies;
 - optimizer state: comes before the ministage's backward, leaves after its update. Deferred updates
   load one ministage ahead, and their gradients wait on the host;
-- activations: leave after each forward, come back one microbatch ahead of their backward. The last
-  two stay: they would have to come back at once. So do all whose backward is the next computation,
-  as in a plan with a single ministage.
+- activations: leave after each forward, come back one microbatch ahead of their backward. Those of the
+  rank's first two backwards stay: they would have to come back at once. So do all whose backward is the
+  next computation, as in the last ministage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zorselike.schedule.lowering.phases import split_phases
 from zorselike.schedule.spec import ScheduleSpec
 
 KEPT_MICROBATCHES = 2
-"""Newest microbatches of the last ministage whose activations stay: one that computes, one loaded."""
+"""Microbatches of the rank's last ministage whose activations stay: one that computes, one loaded."""
 
 
 def add_host_copies(spec: ScheduleSpec, rank: int, actions: list[Action]) -> list[Action]:

@@ -61,12 +61,15 @@ def place_transfers(
         if needed_at is not None:
             needs[target][needed_at].append((channel, len(channel.receives)))
         channel.receives.append(receive)
-    look_ahead = _look_ahead_by_kind if order.receives_by_kind else _look_ahead
     for rank, needed in needs.items():
         in_order = computations[group_of_rank[rank]]
         num_computed = spec.num_computed(rank)
         computed = [p for p, a in enumerate(in_order) if (a.microbatch or 0) < num_computed]
-        for position, ahead in zip(computed, look_ahead(in_order, computed), strict=True):
+        if order.receives_by_kind:
+            all_ahead = _look_ahead_by_kind(in_order, computed)
+        else:
+            all_ahead = _look_ahead(in_order, computed, order.turning)
+        for position, ahead in zip(computed, all_ahead, strict=True):
             posts = around[rank][position].before
             for later in ahead:
                 for channel, index in needed.get(later, ()):
@@ -77,10 +80,26 @@ def place_transfers(
 _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
 
-def _look_ahead(_: Sequence[Action], computed: Sequence[int]) -> Iterator[Sequence[int]]:
-    """For each position that a rank computes, those whose receives are posted by then, if not before."""
-    for here in range(len(computed)):
-        yield computed[here + RECEIVES_AHEAD if here else 0 : here + RECEIVES_AHEAD + 1]
+def _look_ahead(
+    computations: Sequence[Action], computed: Sequence[int], turning: int | None
+) -> Iterator[Sequence[int]]:
+    """For each position that a rank computes, those whose receives are posted by then, if not before.
+
+    Where a ministage turns, of its forwards as many ahead; and the one before it, which still goes forward
+    when the first gradients come, takes those of a microbatch from its forward on: else a group waits to send
+    a forward that the next one takes only once its gradients are taken.
+    """
+    before = None if turning is None else turning - 1
+    own = [p for p in computed if computations[p].ministage == before]
+    backwards = {computations[p].microbatch: p for p in own if computations[p].kind is Kind.B}
+    for here, position in enumerate(computed):
+        now, ahead = computations[position], computed[here : here + RECEIVES_AHEAD + 1]
+        if now.ministage == turning:
+            more = computed[here + RECEIVES_AHEAD + 1 : here + 2 * RECEIVES_AHEAD + 1]
+            ahead = [*ahead, *(p for p in more if computations[p].ministage == turning)]
+        elif now.ministage == before and now.kind is Kind.F and now.microbatch in backwards:
+            ahead = [*ahead, backwards[now.microbatch]]
+        yield ahead
 
 
 def _look_ahead_by_kind(computations: Sequence[Action], computed: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from zorselike.schedule.actions import COMPUTE, SENDS, Action
+from zorselike.schedule.actions import COMPUTE, SENDS, Action, Kind
 
 
 class Around(NamedTuple):
@@ -30,6 +31,18 @@ class Order:
     """Forwards and backwards alternate, so their receives are counted apart (`schedule/lowering/`)."""
     transfers: Mapping[int, Sequence[Around]] | None = None
     """Per rank, around each computation of its group; None: where `schedule/lowering/` places them."""
+
+    @cached_property
+    def turning(self) -> int | None:
+        """The last ministage, if each microbatch goes forward and at once backward there, and all go forward
+        first through the one before it, which is so sent gradients while it goes forward."""
+        everything = [action for in_order in self.computations for action in in_order]
+        last = max((action.ministage or 0 for action in everything), default=0)
+        own, before = ([a for a in everything if a.ministage == i] for i in (last, last - 1))
+        kinds = [action.kind for action in before]
+        forward, backward = own[::2], own[1::2]
+        turns = [replace(action, kind=Kind.B) for action in forward] == backward
+        return last if turns and kinds == sorted(kinds, key=(Kind.F, Kind.B).index) else None
 
 
 def find_around(actions: Iterable[Action]) -> list[Around]:

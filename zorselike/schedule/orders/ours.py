@@ -1,12 +1,13 @@
 """The order that runs, unless another is asked for (Zorse 4.1).
 
 Forward: all microbatches of a ministage, then the group's next ministage. Backward: the same in
-reverse, newest microbatch first. Torch's LoopedBFS is the same order.
+reverse. So it is in Torch's LoopedBFS, but for the last ministage, which has no other to feed: there
+each microbatch goes forward and at once backward. What that ministage holds most of, logits, is held
+for one microbatch, and the groups before it are sent the first gradients while it goes forward. They
+go backward in the order in which these come, the oldest microbatch first; a group by itself the newest.
 
-A plan with a single group has no other group to feed: in its last ministage each microbatch goes
-forward and at once backward, so that what that ministage holds most of, logits, is held for one
-microbatch. If it is the only ministage, that is gradient accumulation, and parameters of ZeRO 1 and 2
-are gathered once for the step.
+If it is the only ministage, that is gradient accumulation, and parameters of ZeRO 1 and 2 are gathered
+once for the step.
 
 So they are where the plan bounds microbatches in flight, for all ministages of a group at once:
 `in_flight.py` says in which order it goes forward and backward.
@@ -26,19 +27,20 @@ def ours(spec: ScheduleSpec) -> Order:
     plan = spec.plan
     if plan.bounds_in_flight and spec.has_backward:
         return Order(order_in_flight(spec), keeps_gathered=True, receives_by_kind=True)
-    keeps_gathered = plan.num_ministages == 1 and spec.has_backward
-    computations = tuple(_breadth_first(spec, g) for g in range(len(plan.groups)))
-    return Order(computations, keeps_gathered=keeps_gathered)
+    turning = plan.num_ministages - 1 if spec.has_backward else None
+    computations = tuple(_breadth_first(spec, g, turning) for g in range(len(plan.groups)))
+    return Order(computations, keeps_gathered=turning == 0)
 
 
-def _breadth_first(spec: ScheduleSpec, g: int) -> tuple[Action, ...]:
+def _breadth_first(spec: ScheduleSpec, g: int, turning: int | None) -> tuple[Action, ...]:
     ministages = spec.plan.ministages_of_group(g)
     numbers = range(spec.plan.groups[g].max_microbatches)
-    turning = [ministages[-1]] if len(spec.plan.groups) == 1 and spec.has_backward else []
-    forward = [i for i in ministages if i not in turning]
-    backward = [i for i in reversed(ministages) if i >= spec.lowest_backward and i not in turning]
+    others = [i for i in ministages if i != turning]
+    both = (Kind.F, Kind.B) if turning in ministages else ()
+    goes_back = [i for i in reversed(others) if i >= spec.lowest_backward]
+    back_numbers = numbers if len(spec.plan.groups) > 1 else numbers[::-1]
     return (
-        *(Action(Kind.F, i, number) for i in forward for number in numbers),
-        *(Action(kind, i, number) for i in turning for number in numbers for kind in (Kind.F, Kind.B)),
-        *(Action(Kind.B, i, number) for i in backward for number in reversed(numbers)),
+        *(Action(Kind.F, i, number) for i in others for number in numbers),
+        *(Action(kind, turning, number) for number in numbers for kind in both),
+        *(Action(Kind.B, i, number) for i in goes_back for number in back_numbers),
     )

@@ -212,12 +212,13 @@ class HostCopies:
         self._activations_in_flight.append(task)
 
     def _await_oldest(self) -> None:
-        """The compute stream waits for the oldest copy in flight: its memory is needed."""
+        """The compute stream waits for the oldest copy in flight, if any: its memory is needed."""
+        if not self._activations_in_flight:
+            return
         self._streams.compute.wait(self._activations_in_flight.popleft())
 
     def _load_activations(self, i: int, m: int) -> None:
-        if self._activations_in_flight:
-            self._await_oldest()
+        self._await_oldest()
         stream = self._streams.load_activations
         stream.wait(self._stored_activations.pop((i, m)))
         task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=True)
@@ -225,6 +226,7 @@ class HostCopies:
 
     def await_activations(self, i: int, m: int) -> None:
         """Before a backward."""
+        self._await_oldest()
         self._streams.compute.wait(self._loaded_activations.get((i, m), NOTHING))
 
     def drop_activations(self, i: int, m: int) -> None:
