@@ -113,26 +113,30 @@ def test_receives_of_an_alternating_order_are_counted_by_kind() -> None:
     plan = Plan(5, (group, other), (Ministage(0, ("a",)), Ministage(1, ("b",)))).validate()
     first = "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4"
     second = "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4"
-    order = Order((actions(first), actions(second)), receives_by_kind=True)
+    order = Order((actions(first), actions(second)), alternating=frozenset((0, 1)))
     found = place_transfers(ScheduleSpec(plan), order)
     assert [len(around.before) for around in found[0]] == [2, 0, 0, 1, 1, 0, 1, 0, 0, 0]
     assert [len(around.before) for around in found[1]] == [3, 0, 1, 0, 1, 0, 0, 0, 0, 0]
 
 
-def test_gradients_of_a_microbatch_that_turns_are_received_from_its_forward_on() -> None:
-    """The last ministage sends them while the one before it goes forward, and waits until they are taken."""
+def test_gradients_of_the_last_ministages_are_received_after_their_forward() -> None:
+    """They come while the one before the last still goes forward."""
     group = Group((0,), tuple(Microbatch(0, row, row + 1) for row in range(5)), zero=0)
     other = Group((1,), tuple(Microbatch(1, row, row + 1) for row in range(5)), zero=0)
     stages = (Ministage(1, ("a",)), Ministage(0, ("b",)), Ministage(1, ("c",)))
     spec = ScheduleSpec(Plan(5, (group, other), stages).validate())
-    found = place_transfers(spec, ours(spec))
+    order = ours(spec)
+    assert format_actions(order.computations[1]).endswith(
+        "0F4 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 0B0 0B1 0B2 0B3 0B4"
+    )
+    found = place_transfers(spec, order)
     first, second = ([format_actions(own.before) for own in found[rank]] for rank in (0, 1))
-    assert first[:3] == [
-        "1RECV_F0@1[0:1] 1RECV_F1@1[1:2] 1RECV_F2@1[2:3] 1RECV_B0@1[0:1]",
-        "1RECV_F3@1[3:4] 1RECV_B1@1[1:2]",
-        "1RECV_F4@1[4:5] 1RECV_B2@1[2:3]",
+    assert first[:6] == [
+        "1RECV_F0@1[0:1] 1RECV_F1@1[1:2] 1RECV_F2@1[2:3] 1RECV_B0@1[0:1] 1RECV_B1@1[1:2]",
+        *(f"1RECV_F{m}@1[{m}:{m + 1}]" for m in (3, 4)),
+        *(f"1RECV_B{m}@1[{m}:{m + 1}]" for m in (2, 3, 4)),
     ]
-    assert first[5:] == [""] * 5
+    assert first[6:] == [""] * 4
     # 0F0 to 0F4, then 2F0 2B0 2F1 2B1 ...: two forwards ahead, and at the end two backwards.
     assert second[:10] == [
         *("", "", "", "2RECV_F0@0[0:1]", ""),

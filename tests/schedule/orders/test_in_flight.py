@@ -327,6 +327,16 @@ def test_fewer_activations_are_held() -> None:
     assert held(build(ScheduleSpec(bound_to(plan, (4, 3, 2, 1))))) == [8, 6, 4, 2]
 
 
+def test_without_bounds_as_many_are_in_flight_as_slow_transfers_ask_for() -> None:
+    """Through the last ministage of each group; one in the last of all."""
+    plan = bound_to(pipeline(*[[1] * 64] * 4, bounds=(1, 1, 1, 1)), (None,) * 4)
+    found = []
+    for own in build(ScheduleSpec(plan)).values():
+        kinds = [action.kind for action in own if action.kind in COMPUTE]
+        found.append(max(accumulate(1 if kind is Kind.F else -1 for kind in kinds)))
+    assert found == [58, 39, 20, 1]
+
+
 @pytest.mark.parametrize(
     "num_groups, num_turns, num_microbatches", [(2, 4, 8), (4, 2, 16), (4, 4, 16), (8, 2, 32)]
 )

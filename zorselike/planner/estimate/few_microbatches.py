@@ -33,7 +33,7 @@ def return_to_ministages(spec: ScheduleSpec, own_group: int, num_held: int | Non
         actions += [Action(Kind.F, i, m) for i in own for m in range(num_first, number)]
         actions += [Action(Kind.B, i, m) for i in going_back for m in range(len(begun), number)]
         orders.append(tuple(actions))
-    return Order(tuple(orders), keeps_gathered=True, receives_by_kind=True)
+    return Order(tuple(orders), keeps_gathered=True, alternating=frozenset(range(spec.plan.num_ministages)))
 
 
 def take_few(sizes: Sizes) -> tuple[Sizes, float]:

@@ -207,7 +207,7 @@ class RankMemory:
             rows[-1] = rows_at_once
         num_shards = (chosen.num_replica_shards, chosen.num_shards)
         early = [0.0] * len(parts)
-        if turns and last - 1 in ministages and last not in ministages:  # Gradients come back at once.
+        if turns and last not in ministages:  # Gradients of its last ministage come back at once.
             early[-1] = sum(sizes) * parts[-1].boundary_per_row
         held = _hold(parts, chosen.mode, num_shards, (rows, early), rows_at_once, self._problem.defer_updates)
         if chosen.max_in_flight is not None and len(parts) > 1:
@@ -324,7 +324,7 @@ class RankMemory:
             rows += sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
         boundary = max(size.boundary_bytes_per_row for size in measured.values())
         peak = walk.device_peak_bytes
-        if share > 1 and owners[-2:] == (_OWN, _REST):  # The last ministage sends gradients back at once.
+        if share > 1 and owners[-2:] == (_OWN, _REST):  # Gradients come back at once.
             more_bytes = round((share - 1) * max(few) * boundary)
             peak = find_peak_bytes(actions, walk.device_bytes, len(owners) - 2, more_bytes)
         peak += rows * boundary

@@ -65,11 +65,7 @@ def place_transfers(
         in_order = computations[group_of_rank[rank]]
         num_computed = spec.num_computed(rank)
         computed = [p for p, a in enumerate(in_order) if (a.microbatch or 0) < num_computed]
-        if order.receives_by_kind:
-            all_ahead = _look_ahead_by_kind(in_order, computed)
-        else:
-            all_ahead = _look_ahead(in_order, computed, order.turning)
-        for position, ahead in zip(computed, all_ahead, strict=True):
+        for position, ahead in zip(computed, _look_ahead(in_order, computed, order.alternating), strict=True):
             posts = around[rank][position].before
             for later in ahead:
                 for channel, index in needed.get(later, ()):
@@ -81,25 +77,14 @@ _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
 
 def _look_ahead(
-    computations: Sequence[Action], computed: Sequence[int], turning: int | None
+    computations: Sequence[Action], computed: Sequence[int], alternating: Collection[int]
 ) -> Iterator[Sequence[int]]:
-    """For each position that a rank computes, those whose receives are posted by then, if not before.
-
-    Where a ministage turns, of its forwards as many ahead; and the one before it, which still goes forward
-    when the first gradients come, takes those of a microbatch from its forward on: else a group waits to send
-    a forward that the next one takes only once its gradients are taken.
-    """
-    before = None if turning is None else turning - 1
-    own = [p for p in computed if computations[p].ministage == before]
-    backwards = {computations[p].microbatch: p for p in own if computations[p].kind is Kind.B}
+    """For each position that a rank computes, those whose receives are posted by then, if not before."""
+    apart = [p for p in computed if computations[p].ministage in alternating]
+    by_kind = _look_ahead_by_kind(computations, apart)
     for here, position in enumerate(computed):
-        now, ahead = computations[position], computed[here : here + RECEIVES_AHEAD + 1]
-        if now.ministage == turning:
-            more = computed[here + RECEIVES_AHEAD + 1 : here + 2 * RECEIVES_AHEAD + 1]
-            ahead = [*ahead, *(p for p in more if computations[p].ministage == turning)]
-        elif now.ministage == before and now.kind is Kind.F and now.microbatch in backwards:
-            ahead = [*ahead, backwards[now.microbatch]]
-        yield ahead
+        ahead = computed[here : here + RECEIVES_AHEAD + 1]
+        yield [*next(by_kind), *ahead] if computations[position].ministage in alternating else ahead
 
 
 def _look_ahead_by_kind(computations: Sequence[Action], computed: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 BACKWARD_PASSES = {"none": 2, "layer": 3}
 """What a backward takes, in forwards, by the group's `recompute`."""
 
+TRANSFER_PASSES = 8
+"""What a transfer between the last ministages takes, in forwards, as no bound says how many microbatches are
+to be in flight there: with fewer, groups whose speeds are not those of a balanced plan, or that slow links
+join, wait for each other; with more they go backward later."""
+
 
 class LowBoundError(ScheduleError, PlanError):
     """No schedule keeps a plan's `max_in_flight`: a mistake in the plan that only its schedule shows."""
@@ -62,6 +67,28 @@ def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Action, ...], ...]:
     for i, is_forward, microbatch in run_in_nominal_time(stages, needs, bounds).computations:
         orders[owners[i]].append(Action(Kind.F if is_forward else Kind.B, i, microbatch))
     return tuple(map(tuple, orders))
+
+
+def order_last_ministages(spec: ScheduleSpec, first: int) -> dict[int, list[Action]]:
+    """The computations of the ministages from `first` on, each of another group, by ministage: in the order
+    in which they can be done if all inputs of the first one are there, backward before forward."""
+    plan = spec.plan
+    groups = [plan.groups[ministage.group] for ministage in plan.ministages[first:]]
+    owners = range(len(groups))
+    needs = StageNeeds.among(
+        owners, groups[-1].max_microbatches, lambda a, b: find_needs(groups[a], groups[b])
+    )
+    passes = [
+        BACKWARD_PASSES[group.recompute] if i >= spec.lowest_backward else 0
+        for i, group in enumerate(groups, start=first)
+    ]
+    stages = make_stages(owners, [_count_rows(group) for group in groups], passes, needs)
+    for stage in stages:
+        stage.delay = TRANSFER_PASSES * max(stage.times[True])
+    found: dict[int, list[Action]] = {first + i: [] for i in owners}
+    for i, is_forward, m in run_in_nominal_time(stages, needs, [None] * len(groups)).computations:
+        found[first + i].append(Action(Kind.F if is_forward else Kind.B, first + i, m))
+    return found
 
 
 def least_in_flight(plan: Plan, *, lowest_backward: int = 0) -> tuple[int, ...]:

@@ -81,6 +81,8 @@ class Stage:
     times: tuple[Sequence[int], Sequence[int]]
     """Per microbatch; integers, as ties between start times are broken by rule. Of backwards none if the
     ministage only goes forward."""
+    delay: int = 0
+    """What is sent to it takes so long."""
     needs: list[Sequence[int] | None] = field(default_factory=lambda: [None, None])
     """Per microbatch, the last one that it waits for of the stage after, and of the stage before; None where
     there is no such stage."""
@@ -241,7 +243,7 @@ def _find_next(group: _Group, last: int) -> _Due:
         if m < num_forward and m < len(stage.times[0]):
             is_known = needs_later is None
             if needs_later is not None and needs_later[m] < len(later_ends):
-                is_known, start = True, max(free_at, later_ends[needs_later[m]])
+                is_known, start = True, max(free_at, later_ends[needs_later[m]] + stage.delay)
             if is_known:
                 found = start, alternates and not was_forward, -s, False
                 if found < best:
@@ -250,7 +252,7 @@ def _find_next(group: _Group, last: int) -> _Due:
         if num_forward < len(stage.times[1]):
             is_known = needs_earlier is None
             if needs_earlier is not None and needs_earlier[num_forward] < len(earlier_ends):
-                is_known, start = True, max(free_at, earlier_ends[needs_earlier[num_forward]])
+                is_known, start = True, max(free_at, earlier_ends[needs_earlier[num_forward]] + stage.delay)
             if is_known:
                 found = start, was_forward or not alternates, -s, True
                 if found < best and group.has_room(s, stage, last):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from zorselike.schedule.actions import COMPUTE, SENDS, Action, Kind
@@ -27,22 +27,28 @@ class Order:
     keeps_gathered: bool = False
     """ZeRO 2 keeps a ministage gathered from first to last use, as ZeRO 1 does: the order returns to it
     again and again. Otherwise ZeRO 2 gathers once for all of its forward, once for all of its backward."""
-    receives_by_kind: bool = False
-    """Forwards and backwards alternate, so their receives are counted apart (`schedule/lowering/`)."""
+    alternating: frozenset[int] = frozenset()
+    """Ministages whose forwards and backwards alternate, so that their receives are counted apart
+    (`schedule/lowering/`)."""
     transfers: Mapping[int, Sequence[Around]] | None = None
     """Per rank, around each computation of its group; None: where `schedule/lowering/` places them."""
 
-    @cached_property
-    def turning(self) -> int | None:
-        """The last ministage, if each microbatch goes forward and at once backward there, and all go forward
-        first through the one before it, which is so sent gradients while it goes forward."""
-        everything = [action for in_order in self.computations for action in in_order]
-        last = max((action.ministage or 0 for action in everything), default=0)
-        own, before = ([a for a in everything if a.ministage == i] for i in (last, last - 1))
-        kinds = [action.kind for action in before]
-        forward, backward = own[::2], own[1::2]
-        turns = [replace(action, kind=Kind.B) for action in forward] == backward
-        return last if turns and kinds == sorted(kinds, key=(Kind.F, Kind.B).index) else None
+
+def find_first_in_turn(owners: Sequence[int]) -> int:
+    """The first of the last ministages that are each of another group; `owners`: the group of each one."""
+    first = len(owners) - 1
+    while first and owners[first - 1] not in owners[first:]:
+        first -= 1
+    return first
+
+
+def find_alternating(computations: Iterable[Sequence[Action]], owners: Sequence[int]) -> frozenset[int]:
+    """The last ministages, each of another group, if the last of all goes forward again after it went
+    backward: gradients come back while those before it go forward."""
+    last = len(owners) - 1
+    kinds = [action.kind for in_order in computations for action in in_order if action.ministage == last]
+    alternates = (Kind.B, Kind.F) in pairwise(kinds)
+    return frozenset(range(find_first_in_turn(owners), len(owners)) if alternates else ())
 
 
 def find_around(actions: Iterable[Action]) -> list[Around]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, TRANSFERS, Action, Kind, parse_action
 from zorselike.schedule.errors import ScheduleError
-from zorselike.schedule.orders.order import Order, find_around
+from zorselike.schedule.orders.order import Order, find_alternating, find_around
 from zorselike.schedule.spec import ScheduleSpec
 
 _KNOWN_TO_TORCH = COMPUTE | TRANSFERS | {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
@@ -61,12 +61,14 @@ def read_torch_csv(spec: ScheduleSpec, text: str) -> Order:
         )
     lists = {rank: _read_row(plan, rank, cells) for rank, cells in enumerate(rows)}
     has_transfers = any(action.kind in TRANSFERS for actions in lists.values() for action in actions)
+    computations = tuple(
+        tuple(action for action in lists[rank] if action.kind in COMPUTE)
+        for group in plan.groups
+        for rank in group.flat_ranks
+    )
     return Order(
-        tuple(
-            tuple(action for action in lists[rank] if action.kind in COMPUTE)
-            for group in plan.groups
-            for rank in group.flat_ranks
-        ),
+        computations,
+        alternating=find_alternating(computations, [ministage.group for ministage in plan.ministages]),
         transfers={rank: find_around(actions) for rank, actions in lists.items()} if has_transfers else None,
     )
 
