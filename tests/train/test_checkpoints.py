@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import debug_llama
 import pytest
+import ranks
 from ranks import RankExit, RunRanks
 from safetensors import safe_open
 from trained import SHORT, read_column, train
@@ -19,9 +21,9 @@ from zorselike.checkpoint.layout import step_folder
 from zorselike.checkpoint.lease import Lease
 
 LOSS = "loss_metrics/global_avg_loss"
-STEPS = ("--lr_scheduler.total_steps", "6", *SHORT)
+STEPS = ("--model.override", "num_layers=3", "--lr_scheduler.total_steps", "6", *SHORT)
 SAVES = ("--checkpoint.enable", "--checkpoint.interval", "2")
-OTHER_PLAN = """
+PLAN = """
 version = 1
 global_batch = 16
 [[groups]]
@@ -36,10 +38,27 @@ group = 0
 modules = ["tok_embeddings", "layers.0"]
 [[ministages]]
 group = 1
-modules = ["layers.1", "layers.2"]
+modules = ["layers.1"]
 [[ministages]]
 group = 0
-modules = ["layers.3", "layers.4", "layers.5", "norm", "output"]
+modules = ["layers.2", "norm", "output"]
+"""
+OTHER_PLAN = """
+version = 1
+global_batch = 16
+[[groups]]
+ranks = [0, 1]
+zero = 2
+shares = [[0, 10, 5], [1, 6, 6]]
+[[groups]]
+ranks = [2]
+shares = [[2, 16, 8]]
+[[ministages]]
+group = 0
+modules = ["tok_embeddings", "layers.0"]
+[[ministages]]
+group = 1
+modules = ["layers.1", "layers.2", "norm", "output"]
 """
 
 
@@ -49,78 +68,76 @@ def what_ranks_inherit() -> None:
 
 
 def run(
-    run_ranks: RunRanks, folder: Path, *arguments: str, steps: int, number: int, plan: Path | None = None
+    run_ranks: RunRanks, folder: Path, *arguments: str, steps: int, number: int, plan: str = PLAN
 ) -> tuple[list[RankExit], list[float]]:
     """One of several runs that share checkpoints; how its ranks ended, and its losses."""
-    arguments = ("--training.steps", str(steps), "--checkpoint.folder", "../checkpoints", *arguments)
-    if plan is not None:
-        arguments = ("--hetero.plan", str(plan), *arguments)
     own = folder / str(number)
-    ends = train(
-        run_ranks,
-        "debug_cpu.toml",
-        *STEPS,
-        *SAVES,
-        *arguments,
-        folder=own,
-        num_ranks=4 if plan is None else 2,
-    )
+    own.mkdir(parents=True)
+    path = own / "given.plan.toml"
+    path.write_text(plan)
+    given = ("--hetero.plan", str(path), "--training.steps", str(steps))
+    arguments = (*given, "--checkpoint.folder", "../checkpoints", *arguments)
+    num_ranks = 2 if plan == PLAN else 3
+    ends = train(run_ranks, "debug_cpu.toml", *STEPS, *SAVES, *arguments, folder=own, num_ranks=num_ranks)
     return ends, read_column(own, LOSS) if list(own.glob("*/metrics.csv")) else []
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    """Of two ranks, the recipe's being of four."""
-    path = tmp_path / "other.plan.toml"
-    path.write_text(OTHER_PLAN)
-    return path
-
-
-def test_a_run_goes_on_under_another_plan(run_ranks: RunRanks, tmp_path: Path, plan: Path) -> None:
-    """Two ranks begin, four go on, two end it."""
-    given = (*STEPS, "--training.steps", "6", "--hetero.plan", str(plan))
-    whole = train(run_ranks, "debug_cpu.toml", *given, folder=tmp_path / "whole", num_ranks=2)
-    assert [end.code for end in whole] == [0] * 2, whole[0].stderr
-    expected = read_column(tmp_path / "whole", LOSS)
-    folder = tmp_path / "checkpoints"
-
-    _, losses = run(run_ranks, tmp_path, steps=3, number=0, plan=plan)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run of two ranks that has saved its steps 2 and 3, and the losses of one that goes on to step 5."""
+    folder = tmp_path_factory.mktemp("whole")
+    never = ("--checkpoint.no-enable",)
+    ends, expected = run(ranks.run_ranks, folder, *never, steps=5, number=0)
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    _, losses = run(ranks.run_ranks, folder, steps=3, number=1)
     assert losses == expected[:3]
+    return folder / "checkpoints", expected
+
+
+@pytest.fixture
+def begun(whole: tuple[Path, list[float]], tmp_path: Path) -> Path:
+    """Where that run has saved, for a test of its own."""
+    return shutil.copytree(whole[0], tmp_path / "checkpoints")
+
+
+def test_a_run_goes_on_under_another_plan(
+    run_ranks: RunRanks, tmp_path: Path, whole: tuple[Path, list[float]], begun: Path
+) -> None:
+    """Two ranks have begun, three go on, two end it."""
+    folder, expected = begun, whole[1]
     assert [path.name for path in list_steps(folder)] == [step_folder(3), step_folder(2)]
     # The newest is damaged: the one before it serves.
     damaged = folder / step_folder(3) / "optim" / "rank-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
     only = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype", "bfloat16")
     often = ("--checkpoint.interval", "1", "--checkpoint.async_mode", "disabled")
-    ends, losses = run(run_ranks, tmp_path, *only, *often, steps=5, number=1)
-    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
-    assert losses == pytest.approx(expected[2:5], rel=1e-5)
+    ends, losses = run(run_ranks, tmp_path, *only, *often, steps=4, number=1, plan=OTHER_PLAN)
+    assert [end.code for end in ends] == [0] * 3, ends[0].stderr
+    assert losses == pytest.approx(expected[2:4], rel=1e-5)
     assert "passed over: " in ends[0].stdout and "optim/rank-00001.safetensors: tensor" in ends[0].stdout
     assert f"goes on from {folder / step_folder(2)}: step 2, 32 rows seen" in ends[0].stdout.replace(
         f"{tmp_path}/1/../checkpoints", str(folder)
     )
     # Of the last step the model alone is left.
-    assert [path.name for path in list_steps(folder)] == [step_folder(step) for step in (4, 3, 2)]
+    assert [path.name for path in list_steps(folder)] == [step_folder(3), step_folder(2)]
     assert len(list(folder.glob("step-00000003.replaced-*"))) == 1
-    with safe_open(folder / f"model-{step_folder(5)}" / "model.safetensors", "pt") as exported:
-        assert "layers.3.attention.wq.weight" in exported.keys()  # noqa: SIM118
+    with safe_open(folder / f"model-{step_folder(4)}" / "model.safetensors", "pt") as exported:
+        assert "layers.1.attention.wq.weight" in exported.keys()  # noqa: SIM118
         assert exported.get_slice("output.weight").get_dtype() == "BF16"
-    ends, losses = run(run_ranks, tmp_path, *only, steps=5, number=2, plan=plan)
+    ends, losses = run(run_ranks, tmp_path, *only, steps=4, number=2)
     assert not losses and "nothing is left to train" in ends[0].stdout
     # It can be prolonged all the same.
-    ends, losses = run(run_ranks, tmp_path, steps=6, number=3, plan=plan)
-    assert losses == pytest.approx(expected[4:], rel=1e-5)
+    ends, losses = run(run_ranks, tmp_path, steps=5, number=3)
+    assert losses == pytest.approx(expected[3:], rel=1e-5)
 
 
-def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(
-    run_ranks: RunRanks, tmp_path: Path, plan: Path
-) -> None:
+def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("a rose is a rose is a rose\n" * 45)
     best = ("--validation.enable", "--validation.dataset_path", str(held_out), "--validation.freq", "1")
     keeps = ("--checkpoint.keep_best", "--checkpoint.keep_latest_k", "1", "--optimizer.lr", "0.3")
     at_once = ("--checkpoint.async_mode", "disabled")
-    ends, _ = run(run_ranks, tmp_path, *best, *keeps, *at_once, steps=4, number=0, plan=plan)
+    ends, _ = run(run_ranks, tmp_path, *best, *keeps, *at_once, steps=4, number=0)
     assert [end.code for end in ends] == [0] * 2, ends[0].stderr
     losses = read_column(tmp_path / "0", "validation_metrics/loss")
     lowest = 1 + losses.index(min(losses))
@@ -129,7 +146,7 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(
     # No file may be as large as a checkpoint's.
     with files_no_larger_than(200_000):
         small = ("--training.dataset_path", str(held_out), "--checkpoint.folder", "../full")
-        ends, losses = run(run_ranks, tmp_path, *small, steps=3, number=1, plan=plan)
+        ends, losses = run(run_ranks, tmp_path, *small, steps=3, number=1)
     assert [end.code for end in ends] == [2] * 2
     assert len(losses) == 3
     assert "step 2 is not saved, older ones are as they were: rank " in ends[0].stdout
@@ -140,7 +157,7 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(
     assert not list_steps(tmp_path / "full")
     # Two jobs, one folder.
     lease = Lease(tmp_path / "full")
-    ends, losses = run(run_ranks, tmp_path, "--checkpoint.folder", "../full", steps=3, number=2, plan=plan)
+    ends, losses = run(run_ranks, tmp_path, "--checkpoint.folder", "../full", steps=3, number=2)
     assert [end.code for end in ends] == [2] * 2 and not losses
     assert f"process {os.getpid()} on" in ends[0].stderr and "saves into this folder" in ends[0].stderr
     lease.release()
@@ -157,17 +174,14 @@ def files_no_larger_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_branching_off_is_asked_for(run_ranks: RunRanks, tmp_path: Path, plan: Path) -> None:
-    run(run_ranks, tmp_path, steps=3, number=0, plan=plan)
-    ends, _ = run(run_ranks, tmp_path, "--checkpoint.load_step", "2", steps=3, number=1, plan=plan)
+def test_branching_off_is_asked_for(run_ranks: RunRanks, tmp_path: Path, begun: Path) -> None:
+    ends, _ = run(run_ranks, tmp_path, "--checkpoint.load_step", "2", steps=3, number=1)
     assert [end.code for end in ends] == [2] * 2
     assert "has newer ones (step 3)" in ends[0].stderr
-    path = tmp_path / "checkpoints" / step_folder(2)
+    path = begun / step_folder(2)
     branch = ("--checkpoint.folder", "branch", "--checkpoint.initial_load_path", str(path))
     all_of_it = "--checkpoint.no-initial_load_model_only"
-    ends, whole = run(run_ranks, tmp_path, *branch, all_of_it, steps=3, number=2, plan=plan)
+    ends, whole = run(run_ranks, tmp_path, *branch, all_of_it, steps=3, number=2)
     assert len(whole) == 1 and "goes on from" in ends[0].stdout
-    ends, alone = run(
-        run_ranks, tmp_path, *branch, "--checkpoint.folder", "new", steps=2, number=3, plan=plan
-    )
+    ends, alone = run(run_ranks, tmp_path, *branch, "--checkpoint.folder", "new", steps=2, number=3)
     assert len(alone) == 2 and "begins with the model of" in ends[0].stdout
