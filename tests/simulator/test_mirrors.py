@@ -41,11 +41,11 @@ def test_of_a_layer_masters_and_moments_count_and_of_frozen_weights_themselves()
     assert state_of(kind, ParameterBytes(2, 2)) == State(60 * 12, 40 * 2)
 
 
-def find(*host_bytes: int | None, **options: object) -> SimulatedPlan:
+def find(*host_bytes: int | None, budget_s: float = 0.5, **options: object) -> SimulatedPlan:
     """The best plan of three nodes, of which the first ones have so much memory."""
     limits = (*host_bytes, *(None for _ in range(3 - len(host_bytes))))
     nodes = [make_nodes(f"n{i}-", "A100-40 T4", host_memory_bytes=limit) for i, limit in enumerate(limits)]
-    return search_plans(make_problem(*nodes, global_batch=16, **options), budget_s=5.0, top=1).best.case
+    return search_plans(make_problem(*nodes, global_batch=16, **options), budget_s=budget_s, top=1).best.case
 
 
 def test_the_planner_counts_them_where_a_job_is_elastic() -> None:
@@ -56,7 +56,8 @@ def test_the_planner_counts_them_where_a_job_is_elastic() -> None:
     both = Counter(mirrored.mirror_bytes) + Counter(mirrored.offloaded_bytes)
     assert mirrored.host_bytes == dict(both)
     needed = mirrored.host_bytes[0]
-    tight = find(needed * 4 // 5, is_mirrored=True)  # Another plan, which leaves room there.
+    # Another plan, which leaves room there.
+    tight = find(needed * 4 // 5, is_mirrored=True, budget_s=5.0)
     assert tight.host_bytes.get(0, 0) <= needed * 4 // 5
     assert not any(map(tight.is_host_overfull, tight.host_bytes))
     little = (needed // 3,) * 3
