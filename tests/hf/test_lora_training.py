@@ -35,7 +35,7 @@ peft = pytest.importorskip("peft")
 transformers = hf_families.transformers
 
 ROWS = 7
-NUM_STEPS = 3
+NUM_STEPS = 2
 LORA = Lora(rank=3, alpha=4.0)
 
 
@@ -234,10 +234,17 @@ def save_adapters(rank: int, world_size: int, folder: Path, steps: Path) -> None
         pipe.save(steps)
 
 
-def refuse(rank: int, world_size: int, folder: Path, steps: Path, options: Any) -> str:
-    with open_pipeline(folder, other_plan, **options) as pipe, pytest.raises(CheckpointError) as caught:
-        pipe.load(steps)
-    return str(caught.value)
+def refuse(rank: int, world_size: int, folder: Path, steps: Path, *loras: Lora | None) -> list[str]:
+    """What is said with each of these."""
+    said = []
+    for lora in loras:
+        with (
+            open_pipeline(folder, other_plan, lora=lora) as pipe,
+            pytest.raises(CheckpointError) as caught,
+        ):
+            pipe.load(steps)
+        said.append(str(caught.value))
+    return said
 
 
 def logits_of(rank: int, world_size: int, folder: Path, adapters: Path | None, saved: Path | None) -> Any:
@@ -295,18 +302,17 @@ def test_adapters_of_other_weights_are_refused(tmp_path: Path, run_ranks: RunRan
     folder, steps = make_folder(run_ranks, "llama", tmp_path / "model"), tmp_path / "steps"
     run_ranks(save_adapters, 2, folder, steps)
     (step,) = steps.glob("step-*")
-    said = run_ranks(refuse, 2, folder, step, {"lora": None})
-    assert all("holds adapters, without the model of" in own for own in said)
-    said = run_ranks(refuse, 2, folder, step, {"lora": Lora(rank=3, alpha=5.0)})
-    assert all("have rank 3 and alpha 4, and these have 3 and 5; set" in own for own in said)
+    for without, other in run_ranks(refuse, 2, folder, step, None, Lora(rank=3, alpha=5.0)):
+        assert "holds adapters, without the model of" in without
+        assert "have rank 3 and alpha 4, and these have 3 and 5; set" in other
     with pytest.raises(CheckpointError, match="holds adapters, without the model of"):
         export(step, tmp_path / "whole")
     path = next(folder.glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    said = run_ranks(refuse, 2, folder, step, {})
-    assert all("its adapters were trained beside other weights than" in own for own in said)
-    assert all("bring those back, or train into another folder" in own for own in said)
+    for (own,) in run_ranks(refuse, 2, folder, step, LORA):
+        assert "its adapters were trained beside other weights than" in own
+        assert "bring those back, or train into another folder" in own
     with pytest.raises(CheckpointError, match="has other weights than those beside which"):
         export_merged(step, tmp_path / "merged")

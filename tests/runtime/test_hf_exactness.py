@@ -151,7 +151,7 @@ def train_planned(rank: int, world_size: int, cases: Sequence[Case]) -> list[tup
 
 @pytest.mark.nightly
 def test_training_equals_transformers_alone(run_ranks: RunRanks) -> None:
-    cases = volume.part(CASES, least=2)
+    cases = volume.part(CASES, least=2, share=20)
     assert all(case.own_plan.num_ranks == 4 for case in cases)  # Names are asked for before ranks are forked.
     (expected,) = run_ranks(train_alone, 1, cases, timeout=300)
     found = run_ranks(train_planned, 4, cases, timeout=900)[0]
@@ -223,7 +223,7 @@ class Adapters:
 
 
 ALL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BATCHES = [(tokens(ROWS, seed=step), tokens(ROWS, seed=10 + step)) for step in range(NUM_STEPS)]
+BATCHES = [(tokens(ROWS, seed=step), tokens(ROWS, seed=10 + step)) for step in range(2)]
 
 
 def train_adapters_planned(
@@ -269,7 +269,7 @@ def test_adapters_train_in_replicas_as_they_do_alone(run_ranks: RunRanks) -> Non
     adapters = Adapters(ALL_LAYERS, family="qwen2")
     (expected,) = run_ranks(train_adapters_alone, 1, adapters)
     found = run_ranks(train_adapters_planned, 4, adapters, replicas)
-    assert_same_adapters(found[0], expected, 2 * len(ALL_LAYERS))
+    assert_same_adapters(found[0], expected, 2 * len(adapters.targets))
 
 
 def on_one_rank(names: Sequence[str]) -> Plan:
@@ -290,27 +290,32 @@ def one_group_of_replicas(names: Sequence[str]) -> Plan:
 
 
 def train_dropping(
-    rank: int, world_size: int, rate: float, make_plan: Callable[[Sequence[str]], Plan]
-) -> tuple[list[float], Any]:
+    rank: int, world_size: int, rates: Sequence[float], make_plan: Callable[[Sequence[str]], Plan]
+) -> list[tuple[list[float], Any]]:
     """Phi drops what its blocks give, in its layers."""
-    model = make_model("phi", resid_pdrop=rate)
-    with HeteroPipeline(model, make_plan(list_modules(model)), optimizer=adamw) as pipe:
-        return [pipe.step_global(*batch).loss for batch in BATCHES], pipe.full_state_dict()
+    found = []
+    for rate in rates:
+        model = make_model("phi", resid_pdrop=rate)
+        with HeteroPipeline(model, make_plan(list_modules(model)), optimizer=adamw) as pipe:
+            losses = [pipe.step_global(*batch).loss for batch in BATCHES]
+            found.append((losses, pipe.full_state_dict()))
+    return found
 
 
 def test_dropout_beside_what_is_cut_is_that_of_one_rank(run_ranks: RunRanks) -> None:
-    (expected,) = run_ranks(train_dropping, 1, 0.3, on_one_rank)
-    (without,) = run_ranks(train_dropping, 1, 0.0, on_one_rank)
+    ((expected, without),) = run_ranks(train_dropping, 1, (0.3, 0.0), on_one_rank)
     assert abs(expected[0][0] - without[0][0]) > 1e-4
-    losses, state = run_ranks(train_dropping, 4, 0.3, one_group_of_replicas)[0]
+    ((losses, state),) = run_ranks(train_dropping, 4, (0.3,), one_group_of_replicas)[0]
     assert losses == pytest.approx(expected[0], rel=1e-12)
     assert all((state[name] - tensor).abs().max() <= 1e-10 for name, tensor in expected[1].items())
 
 
 def test_dropout_of_adapters_is_that_of_one_rank(run_ranks: RunRanks) -> None:
-    adapters = Adapters(ALL_LAYERS, dropout=0.3)
+    """Beside layers of both kinds, in both blocks."""
+    targets = ("q_proj", "o_proj", "up_proj", "down_proj")
+    adapters = Adapters(targets, dropout=0.3)
     (expected,) = run_ranks(train_adapters_planned, 1, adapters, on_one_rank)
     (without,) = run_ranks(train_adapters_planned, 1, replace(adapters, dropout=0.0), on_one_rank)
     assert abs(expected[0][0] - without[0][0]) > 1e-4
     found = run_ranks(train_adapters_planned, 4, adapters, one_group_of_replicas)
-    assert_same_adapters(found[0], expected, 2 * len(ALL_LAYERS))
+    assert_same_adapters(found[0], expected, 2 * len(adapters.targets))

@@ -57,7 +57,7 @@ def test_a_folder_goes_in_and_a_folder_comes_out(run_ranks: RunRanks, tmp_path: 
     run_ranks(make_folder, 1, model)
     losses, text = {}, tmp_path / "text.txt"
     text.write_text("the card one has and the card one had " * 99)
-    for number, (cut, steps) in enumerate(((0, 4), (0, 2), (1, 4))):
+    for number, (cut, steps) in enumerate(((0, 3), (0, 2), (1, 3))):
         plan = tmp_path / f"{number}.plan.toml"
         write_plan(plan, *CUTS[cut])
         own = tmp_path / str(number)
@@ -84,7 +84,7 @@ def test_a_folder_goes_in_and_a_folder_comes_out(run_ranks: RunRanks, tmp_path: 
         losses[number] = read_column(own, LOSS)
     assert losses[1] == losses[0][:2]
     assert losses[2] == pytest.approx(losses[0][2:], rel=1e-5)
-    whole, resumed = (tmp_path / name / model_folder(4) for name in ("0/checkpoints", "checkpoints"))
+    whole, resumed = (tmp_path / name / model_folder(3) for name in ("0/checkpoints", "checkpoints"))
     ((loss, info),) = run_ranks(loss_alone, 1, resumed)
     assert not any(info.values())
     assert loss == pytest.approx(run_ranks(loss_alone, 1, whole)[0][0], rel=1e-5)
@@ -140,18 +140,18 @@ def load_adapters(rank: int, size: int, model: Path, adapters: Path | None) -> d
 def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path) -> None:
     model, whole, parts = (tmp_path / name for name in ("tiny", "whole", "parts"))
     run_ranks(make_folder, 1, model)
-    said = train_adapters(run_ranks, model, whole, CUTS[0], "--training.steps", "4")
+    said = train_adapters(run_ranks, model, whole, CUTS[0], "--training.steps", "2")
     assert "16,912 parameters, 3,968 of them trained (23.46%)" in said
-    assert (whole / "checkpoints" / step_folder(4)).is_dir()
-    adapters = whole / "checkpoints" / model_folder(4)
+    assert (whole / "checkpoints" / step_folder(2)).is_dir()
+    adapters = whole / "checkpoints" / model_folder(2)
     assert sorted(p.name for p in adapters.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
-    two_steps = ("--training.steps", "2", "--checkpoint.no-last_save_model_only")
-    train_adapters(run_ranks, model, parts, CUTS[0], *two_steps)
-    said = train_adapters(run_ranks, model, parts, CUTS[1], "--training.steps", "4", "--lora.save_merged")
+    one_step = ("--training.steps", "1", "--checkpoint.no-last_save_model_only")
+    train_adapters(run_ranks, model, parts, CUTS[0], *one_step)
+    said = train_adapters(run_ranks, model, parts, CUTS[1], "--training.steps", "2", "--lora.save_merged")
     assert f"begins with the weights of {model}" in said and "goes on from" in said
     checkpoints = parts / "checkpoints"
-    (merged,) = run_ranks(load_adapters, 1, checkpoints / model_folder(4), None)
+    (merged,) = run_ranks(load_adapters, 1, checkpoints / model_folder(2), None)
     (expected,) = run_ranks(load_adapters, 1, model, adapters)
     (begun,) = run_ranks(load_adapters, 1, model, None)
     for name, tensor in expected.items():
@@ -172,7 +172,7 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
         arguments = ["checkpoint", "export", str(checkpoints), str(target), *options]
         assert cli(arguments) == 0
     assert len(list((tmp_path / "merged").iterdir())) == len(list(model.iterdir()))
-    for path in (checkpoints / model_folder(4)).iterdir():
+    for path in (checkpoints / model_folder(2)).iterdir():
         assert (tmp_path / "merged" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "adapters" / "adapter_config.json").is_file()
 
