@@ -158,17 +158,21 @@ def test_compiled_layers_compute_the_same(
             assert found[setting] or backend != "inductor", "nothing was compiled"
 
 
-def count_graphs(rank: int, world_size: int, setting: Setting, num_layers: int) -> int:
-    SIZES["num_layers"] = num_layers
-    train(setting, "aot_eager")
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+def count_graphs(rank: int, world_size: int, setting: Setting, depths: tuple[int, ...]) -> list[int]:
+    """How many there are after each of these numbers of layers, one after the other."""
+    counts = []
+    for num_layers in depths:
+        SIZES["num_layers"] = num_layers
+        train(setting, "aot_eager")
+        counts.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return counts
 
 
 def test_layers_of_replicas_are_compiled_between_the_collectives(run_ranks: RunRanks) -> None:
     """Both blocks, and what comes before, between and after them; a rank alone has a graph or two. Layers
     that look alike share them."""
     setting = Setting(((0, 0, 2), (2, 2, 4)), ranks=((0, 1), 2), num_steps=1)
-    few, many = (run_ranks(count_graphs, 3, setting, num_layers, timeout=120) for num_layers in (3, 5))
+    few, many = zip(*run_ranks(count_graphs, 3, setting, (3, 4), timeout=120), strict=True)
     *joined, alone = many
     assert few == many
     assert 4 <= min(joined) <= 10 and 1 <= alone <= 2
