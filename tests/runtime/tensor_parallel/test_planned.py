@@ -79,7 +79,7 @@ def test_plans_with_replicas_train_as_a_single_process_does(run_ranks: RunRanks)
     degrees = [[[r.degree for r in group.replicas] for group in plan.groups] for plan in plans]
     assert degrees[:3] == [[[4]], [[2, 1, 1]], [[2], [1, 1]]]
     assert plans[3].has_replicas and plans[3].num_ranks == 4
-    cases = [ReplicaCase(plan, NUM_LAYERS, seed) for seed, plan in enumerate(plans)]
+    cases = [ReplicaCase(plan, NUM_LAYERS, seed, num_steps=2) for seed, plan in enumerate(plans)]
     (expected,) = run_ranks(train_all_single, 1, cases, timeout=120)
     found = run_ranks(train_all_planned, 4, cases, timeout=120)
     for number, case in enumerate(cases):

@@ -74,8 +74,14 @@ def test_no_race_and_the_numbers_of_a_single_process(run_ranks: RunRanks) -> Non
             assert_same(found[0][number][0], expected[cases.index(case)], case)
 
 
-def train_half(rank: int, world_size: int, case: ReplicaCase, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """With master weights."""
+def train_half(
+    rank: int, world_size: int, cases: Sequence[ReplicaCase], dtype: torch.dtype
+) -> list[tuple[list[float], Any, list[str]]]:
+    """With master weights: losses, weights and races of each."""
+    return [train_half_of(case, dtype) for case in cases]
+
+
+def train_half_of(case: ReplicaCase, dtype: torch.dtype) -> tuple[list[float], Any, list[str]]:
     streams = RaceStreams()
     with on(streams):
         pipe = HeteroPipeline(
@@ -83,16 +89,17 @@ def train_half(rank: int, world_size: int, case: ReplicaCase, dtype: torch.dtype
         )
         with pipe:
             losses = [pipe.step_global(*case.batch(step)).loss for step in range(case.num_steps)]
-            return (losses, pipe.full_state_dict()), [str(race) for race in streams.races]
+            return losses, pipe.full_state_dict(), [str(race) for race in streams.races]
 
 
 @volume.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights_under_watch_are_the_bits_of_a_resident_run(
     dtype: torch.dtype, run_ranks: RunRanks
 ) -> None:
-    case = ReplicaCase(make_plan(((0, 1), 2), 2, num_ministages=2, offload=OFFLOAD_KINDS), NUM_LAYERS)
+    plan = make_plan(((0, 1), 2), 2, num_ministages=2, offload=OFFLOAD_KINDS)
+    case = ReplicaCase(plan, NUM_LAYERS, num_steps=2)
     resident = replace(case, plan=with_groups(case.plan, lambda group: replace(group, offload=())))
-    found, expected = (run_ranks(train_half, 3, each, dtype)[0] for each in (case, resident))
-    assert not found[1] + expected[1]
-    assert found[0][0] == expected[0][0]
-    assert all(torch.equal(values, found[0][1][name]) for name, values in expected[0][1].items())
+    found, expected = run_ranks(train_half, 3, (case, resident), dtype)[0]
+    assert not found[2] + expected[2]
+    assert found[0] == expected[0]
+    assert all(torch.equal(values, found[1][name]) for name, values in expected[1].items())
