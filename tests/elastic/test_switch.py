@@ -27,7 +27,7 @@ from zorselike.elastic.wire import Wire
 
 NUM_PAIRS = 60
 MAX_RANKS = 4
-STEPS_BEFORE, STEPS_AFTER = 2, 2
+STEPS_BEFORE, STEPS_AFTER = 1, 2
 PATIENCE = timedelta(seconds=60)
 
 
@@ -164,7 +164,7 @@ def test_the_switches_cover_what_they_should() -> None:
     assert sum(switch.param_dtype is not None for switch in switches) >= 15
 
 
-@parametrize("seed", range(NUM_PAIRS), share=30)
+@parametrize("seed", range(NUM_PAIRS), share=60)
 def test_a_planned_switch_is_exact(seed: int, run_ranks: RunRanks, tmp_path: Path) -> None:
     switch = make_switch(seed)
     found = run_ranks(run, switch.num_processes, switch, tmp_path, init=False, timeout=100)
