@@ -18,7 +18,7 @@ import torch
 import volume
 
 from tools import gpu_battery
-from tools.gpu.battery import speed
+from tools.gpu.battery import speed, supervise
 from tools.gpu.battery.delays import disturbing
 from tools.gpu.battery.gaps import describe_gaps, find_gaps
 from tools.gpu.battery.letters import LETTERS, Letter
@@ -32,6 +32,11 @@ from tools.gpu.job import Job, Measurement, Outcome
 from tools.report import Figure
 
 SCRIPT = Path(gpu_battery.__file__)
+
+
+@pytest.fixture(autouse=True)
+def stacks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "STACKS_S", 0.5)
 
 
 def run(function: str | Callable[[Record], None], folder: Path, *, limit_s: float = 60.0) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def test_a_letter_keeps_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_battery, "LETTERS", {"A": letter})
     monkeypatch.setattr(gpu_battery, "_import_once", lambda environment: None)
     monkeypatch.setattr(gpu_battery, "_LEAST_S", 1.0)
-    assert gpu_battery.main(["A", "--device", "cpu", "--out", str(tmp_path), "--seconds", "4"]) == 1
+    assert gpu_battery.main(["A", "--device", "cpu", "--out", str(tmp_path), "--seconds", "3"]) == 1
     content = json.loads((tmp_path / "A.json").read_text())
     assert {part["name"]: part["status"] for part in content["parts"]} == {
         "pass_some": "passed",
