@@ -319,14 +319,14 @@ def look_for_remains(
         for module in ministage.module.modules():
             module.register_forward_hook(note)
     num_alive, num_tensors, host_bytes = 0, [], []
-    for step in range(20):
+    for step in range(10):
         outputs.clear()
         step_net(pipe, step)
-        gc.collect() if step in (9, 19) else None
+        gc.collect() if step in (4, 9) else None
         num_alive += sum(output() is not None for output in outputs)
         ledger = pipe._assembly.resources.memory.ledger
         assert ledger.held("activations", "device") == ledger.held("gradient shards", "device") == 0
-        if step in (9, 19):
+        if step in (4, 9):
             num_tensors.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
             host_bytes.append(pipe.memory_report().host_peak_bytes)
     pipe.close()

@@ -27,16 +27,16 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.schedule.actions import Action, Kind
 
-NUM_LAYERS = 9
+NUM_LAYERS = 5
 NAMES = module_names(NUM_LAYERS)
-NUM_MINISTAGES = 6
+NUM_MINISTAGES = 4
 CUTS = [tuple(NAMES[2 * i : 2 * i + 2]) for i in range(NUM_MINISTAGES)]
 SHARDS, STATE, WHOLE = "parameter shards", "optimizer state", "gathered parameters"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a `Decoder` of six ministages is trained."""
+    """How a `Decoder` of four ministages is trained."""
 
     num_ranks: int
     dtype: torch.dtype | None = None
