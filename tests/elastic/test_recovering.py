@@ -130,7 +130,7 @@ def fill_after_the_others_left(rank: int, world_size: int, folder: Path) -> list
         running = Running(replace(generation, ranks=("id0", "id1", "id2")), f"id{rank}")
         running.rank = None
         running.form("gloo", lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]
-        threading.Timer(0.5, running.interrupt).start()
+        threading.Timer(0.2, running.interrupt).start()
 
         def fill(running: Running = running) -> None:
             with suppress(RuntimeError):
