@@ -83,7 +83,7 @@ with join_processes(torch.device("cpu"), timeout=timedelta(seconds=60)) as proce
         probes=find_probes(build, workload),
         recompute=("none",),
         loss_fn=token_cross_entropy,
-        most_rows=8,
+        most_rows=2,
         repeats=1,
         stages=(2,),
         parts=frozenset({"layers", "update", "host_link"}),
