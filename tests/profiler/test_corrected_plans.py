@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from profiled import free_port, join
-from ranks import RankError, RunRanks
+from profiled import join
+from ranks import RankError, RunRanks, free_port
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

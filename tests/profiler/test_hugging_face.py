@@ -11,8 +11,8 @@ import hf_families
 import pytest
 import torch
 import volume
-from profiled import free_port, join
-from ranks import RunRanks
+from profiled import join
+from ranks import RunRanks, free_port
 from torch import nn
 
 from zorselike.cost.largest_batch import WholeModelStep

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import volume
 from hypothesis import given
 from hypothesis import strategies as st
-from profiled import TOKENS, free_port, join, measured_model
-from ranks import RunRanks
+from profiled import TOKENS, join, measured_model
+from ranks import RunRanks, free_port
 from torch.distributed.fsdp import FSDPModule
 
 from zorselike import HeteroPipeline

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from profiled import free_port, join
-from ranks import RunRanks
+from profiled import join
+from ranks import RunRanks, free_port
 
 from zorselike.cost.profile import HostLinkRates, LinkTimes, Source
 from zorselike.plan.cluster.cluster import Cluster, Node, Place

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from profiled import free_port, join
-from ranks import RunRanks
+from profiled import join
+from ranks import RunRanks, free_port
 
 from zorselike.errors import ClusterError
 from zorselike.runtime.processes.device import find_device

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import volume
-from profiled import build, free_port, join, measured_model, workload
-from ranks import RunRanks
+from profiled import build, join, measured_model, workload
+from ranks import RunRanks, free_port
 
 from zorselike.cost.profile import Overheads, Source
 from zorselike.plan.plan import Recompute

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -49,13 +48,6 @@ def measured_model(
         most_rows=most_rows,
         repeats=repeats,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def join(port: int, node: str = "") -> AbstractContextManager[Processes]:

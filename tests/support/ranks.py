@@ -16,7 +16,9 @@ import gc
 import io
 import os
 import pickle
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -188,6 +190,15 @@ def run_ranks(
             for child in children:
                 sys.stdout.write(child.read("stdout"))
                 sys.stderr.write(child.read("stderr"))
+
+
+def free_port() -> int:
+    """One to meet at, outside of those that connections get: none of other tests takes it meanwhile."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 @functools.cache

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import socket
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import debug_llama
 import pytest
 import torch
-from ranks import RankExit, RunRanks
+from ranks import RankExit, RunRanks, free_port
 
 from zorselike.checkpoint.folder import list_steps
 from zorselike.train import trainer
@@ -164,9 +163,7 @@ def write_recipe(folder: Path) -> Path:
 def train(
     run_ranks: RunRanks, folder: Path, *arguments: str, num: int, faults: Faults = (), name: str = "run"
 ) -> list[RankExit]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     recipe, marks = folder / "recipe.toml", folder / f"marks-{name}"
     marks.mkdir()
     command = [

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -23,7 +22,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from ranks import RankExit, RunRanks
+from ranks import RankExit, RunRanks, free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trained import RECIPES, SHORT, read_column, read_losses, train
 
@@ -420,10 +419,7 @@ def by_hand(rank: int, world_size: int, port: int) -> None:
 
 
 def test_train_by_hand(run_ranks: RunRanks) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ends = run_ranks(by_hand, 4, port, init=False, allow_exit=True, timeout=90)
+    ends = run_ranks(by_hand, 4, free_port(), init=False, allow_exit=True, timeout=90)
     assert [end.code for end in ends] == [0] * 4, ends[0].stderr
     losses = [float(loss) for loss in re.findall(r"loss +(\S+)", ends[0].stdout)]
     assert len(losses) == 2

@@ -6,14 +6,13 @@ import csv
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
 import torch
-from ranks import RankExit, RunRanks
+from ranks import RankExit, RunRanks, free_port
 
 from zorselike.train import trainer as trainer  # Imported once, before ranks are forked.
 from zorselike.train.__main__ import main
@@ -56,9 +55,7 @@ def train(
     environment: list[dict[str, str]] | None = None,
     signal_at: Path | None = None,
 ) -> list[RankExit]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["--config", str(RECIPES / recipe), "--job.dump_folder", str(folder), *arguments]
     return run_ranks(
         start, num_ranks, port, command, environment or [], signal_at, init=False, allow_exit=True
