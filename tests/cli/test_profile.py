@@ -9,8 +9,7 @@ from typing import Any
 
 import hf_families
 import pytest
-from profiled import free_port
-from ranks import RankExit, RunRanks
+from ranks import RankExit, RunRanks, free_port
 
 # What commands import when they run, before ranks are forked, so that they need not, each for itself.
 import zorselike.hf.lora

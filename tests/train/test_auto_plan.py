@@ -21,8 +21,7 @@ import ranks
 import scipy.optimize  # noqa: F401  Its BLAS starts a thread for good, before anything is counted.
 import torch
 import torch.distributed as dist
-from profiled import free_port
-from ranks import RankExit, RunRanks
+from ranks import RankExit, RunRanks, free_port
 
 import zorselike.models.registry as registry
 from zorselike.cost.profile import Profile
