@@ -98,12 +98,6 @@ class StepWork:
     defers: bool
     """Whether updates wait until all gradients are there."""
 
-    @property
-    def turning(self) -> int | None:
-        """The ministage whose microbatches go forward and at once backward."""
-        last = len(self.works) - 1
-        return last if self.lowest_backward <= last else None
-
     def update_together(self, clocks: Sequence[Clock]) -> None:
         """All updates, once all gradients are there."""
         everyone = max(max(clock.compute, clock.reduce) for clock in clocks)
@@ -137,7 +131,8 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     for clock in clocks:
         clock.compute = clock.reduce = clock.update = clock.end
         clock.before = clock.compute
-    last, turning = len(step.works) - 1, step.turning
+    last = len(step.works) - 1
+    turning = last if step.lowest_backward <= last else None
     arrivals: Floats | None = None
     for i in range(last + 1):
         g = step.owners[i]

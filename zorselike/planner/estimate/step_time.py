@@ -2,8 +2,9 @@
 
 A group is one worker with as many microbatches as its busiest device; what it sends on after each lets the
 next group begin with the same rows. Collectives and transfers share wires only with themselves. The order is
-the schedule's (`schedule/orders/ours.py`), so fill, drain and what gathers, reductions, updates and copies
-leave exposed are there; what one group's traffic takes from another's, and unevenness inside a group, are
+the schedule's (`schedule/orders/ours.py`), but that of the last ministages only the very last goes forward
+and backward in turn; so fill, drain and what gathers, reductions, updates and copies leave exposed are there,
+a little more than there is. What one group's traffic takes from another's, and unevenness inside a group, are
 not. The simulator decides in the end.
 """
 

@@ -82,9 +82,8 @@ def order_last_ministages(spec: ScheduleSpec, first: int) -> dict[int, list[Acti
         BACKWARD_PASSES[group.recompute] if i >= spec.lowest_backward else 0
         for i, group in enumerate(groups, start=first)
     ]
-    stages = make_stages(owners, [_count_rows(group) for group in groups], passes, needs)
-    for stage in stages:
-        stage.delay = TRANSFER_PASSES * max(stage.times[True])
+    rows = [_count_rows(group) for group in groups]
+    stages = make_stages(owners, rows, passes, needs, transfer_passes=TRANSFER_PASSES)
     found: dict[int, list[Action]] = {first + i: [] for i in owners}
     for i, is_forward, m in run_in_nominal_time(stages, needs, [None] * len(groups)).computations:
         found[first + i].append(Action(Kind.F if is_forward else Kind.B, first + i, m))

@@ -156,12 +156,15 @@ def make_stages(
     sizes: Sequence[Sequence[int]],
     passes: Sequence[int],
     needs: StageNeeds,
+    *,
+    transfer_passes: int = 0,
 ) -> list[Stage]:
     """Ministages in nominal time.
 
     Args:
         sizes: rows of each group's microbatches.
         passes: what a backward of each ministage takes, in forwards; 0 where it only goes forward.
+        transfer_passes: what a transfer to a ministage takes, in its longest forwards.
     """
     # Of a group's whole time, in forwards of a row through one of its ministages.
     shares = [
@@ -172,7 +175,8 @@ def make_stages(
     stages = []
     for g, back in zip(owners, passes, strict=True):
         forward_time = [whole // shares[g] * num_rows for num_rows in sizes[g]]
-        stages.append(Stage(g, ([back * time for time in forward_time] if back else [], forward_time)))
+        times = [back * time for time in forward_time] if back else [], forward_time
+        stages.append(Stage(g, times, delay=transfer_passes * max(forward_time)))
     for (stage, following), between in zip(pairwise(stages), needs.between, strict=True):
         following.needs[1], stage.needs[0] = between
         following.sent[1], stage.sent[0] = stage.ends[1], following.ends[0]
