@@ -66,7 +66,15 @@ CLUSTER = Cluster(
     ),
     default_link=Link(1e9),
 )
-NAMES = ("2 x A100-40 alone", "even shares", "Whale", "TorchTitan-Het", "HexiScale-like", "Cephalo-like")
+NAMES = (
+    "2 x A100-40 alone",
+    "even shares",
+    "Whale",
+    "Megatron-like",
+    "TorchTitan-Het",
+    "HexiScale-like",
+    "Cephalo-like",
+)
 
 
 def make_profile(*, max_rows: int | None = None, context_bytes: int = 0) -> Profile:
@@ -221,6 +229,38 @@ def test_whale_shares_by_peaks() -> None:
     # 312 and 65 TFLOP/s: 94 rows in shares of 4.8 to 1, twice and four times.
     assert rows[:2] == [33, 33]
     assert set(rows[2:]) == {7}
+
+
+def test_megatron_has_a_rectangle_and_as_many_layers_everywhere() -> None:
+    own = find(plan_baselines(make_problem(cluster=with_memory(6 * 10**8, 6 * 10**8))), "Megatron-like")
+    assert own.simulated is not None, own.reason
+    plan = own.simulated.plan
+    assert len(plan.groups) > 1, "one stage does not fit"
+    assert len({len(group.ranks) for group in plan.groups}) == 1
+    assert {group.zero for group in plan.groups} == {1}
+    layers = {sum(name in LAYERS for name in stage.modules) for stage in plan.ministages}
+    assert len(layers) == 1
+    assert plan.ministages[0].modules[0] == "embed" and plan.ministages[-1].modules[-1] == "head"
+
+
+def test_megatron_takes_parts_of_the_model_in_turn_where_that_is_faster() -> None:
+    """Two stages of one device and few microbatches: half of the pipeline's filling is left."""
+    nodes = tuple(replace(node, devices=node.devices[:1]) for node in with_memory(11 * 10**8, 0).nodes[:1])
+    cluster = Cluster(nodes=(*nodes, replace(nodes[0], name="other")), default_link=Link(1e12))
+    own = find(plan_baselines(make_problem(cluster=cluster, global_batch=4)), "Megatron-like")
+    assert own.simulated is not None, own.reason
+    assert own.simulated.schedule == "interleaved" and "in 4 parts" in own.how, own.how
+    assert [stage.group for stage in own.simulated.plan.ministages] == [0, 1] * 4
+
+
+def test_megatron_has_no_stages_of_different_layers() -> None:
+    """One stage of three devices does not fit; for three stages 8 layers are no multiple."""
+    nodes = (Node(name="three", devices=("T4",) * 3, memory_bytes=(85 * 10**7,) * 3, fabric=Link(FABRIC)),)
+    baselines = plan_baselines(make_problem(cluster=Cluster(nodes=nodes)))
+    megatron, titan = (find(baselines, name) for name in ("Megatron-like", "TorchTitan-Het"))
+    assert megatron.simulated is None and megatron.reason.startswith("OUT OF MEMORY")
+    assert titan.simulated is not None, titan.reason
+    assert len(titan.simulated.plan.groups) == 3
 
 
 def test_torchtitan_has_a_rectangle_and_uneven_layers() -> None:

@@ -92,7 +92,8 @@ class SearchOptions:
     whether it is worth it, and what the next best plan would trade."""
 
     compare: bool = False
-    """Also compare with even shares, Whale, TorchTitan-Het, HexiScale and Cephalo on the same devices."""
+    """Also compare with even shares, Whale, Megatron-LM, TorchTitan-Het, HexiScale and Cephalo on the same
+    devices."""
 
     launch: Annotated[
         tuple[Launcher, ...] | None,

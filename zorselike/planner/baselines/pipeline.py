@@ -1,16 +1,17 @@
-"""Pipelines of replicas in 1F1B with ZeRO 2: what TorchTitan and HexiScale have in common.
+"""Pipelines of replicas in 1F1B: what Megatron-LM, TorchTitan and HexiScale have in common.
 
 Each stage is a data-parallel group of replicas with consecutive layers, cut exactly for speed within
-memory (`planner/layers/split_layers.py`). The batch goes through in rounds of the same rows in all stages, a
-microbatch of each replica in each round. All shapes that are asked for are estimated with every size of
-round, with and without recomputation; the best few are simulated, and the fastest that fits by the walk over
-its memory is taken.
+memory (`planner/layers/split_layers.py`), or as many everywhere. The batch goes through in rounds of the same
+rows in all stages, a microbatch of each replica in each round. All shapes that are asked for are estimated
+with every size of round, with and without recomputation; the best few are simulated, and the fastest that
+fits by the walk over its memory is taken.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zorselike.cost.sizes import GATHERS_PER_LAYER, is_layer
@@ -20,24 +21,48 @@ from zorselike.planner.baselines.even import ORDER, Misfit, find_misfit
 from zorselike.planner.baselines.replicas import Members
 from zorselike.planner.baselines.stages import Stages
 from zorselike.planner.candidate.to_plan import assemble_plan
-from zorselike.planner.layers.split_layers import GroupCosts, LayerSplit, bound_slowest_s, split_layers
+from zorselike.planner.layers.split_layers import (
+    GroupCosts,
+    LayerSplit,
+    bound_slowest_s,
+    split_layers,
+    visit_in_turn,
+)
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.wording import count
 
+INTERLEAVED = "interleaved"
+"""The order of several parts a stage."""
 FINALISTS = 6
 """Choices that fit by estimate and are simulated."""
 ENTERED = 16
 """So many may turn out not to fit, or not to be as fast as estimated, before a good one is overlooked."""
 MOST_FITTINGS = 6
 """How often layers are cut anew where the walk over memory finds more than the estimate."""
-_GRAD_REDUCE: tuple[GradReduce, ...] = ("once", "microbatch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a system does with stages."""
+
+    zero: int = 2
+    grad_reduce: tuple[GradReduce, ...] = ("once", "microbatch")
+    """What may be chosen, the next where nothing fits."""
+    equal_layers: tuple[int, ...] = ()
+    """As many layers in all parts of the model, of which each stage has so many, in turn; empty: cut for
+    speed, one part a stage."""
 
 
 def find_pipeline(
-    name: str, shapes: Iterable[Stages], global_batch: int, *, recompute: Sequence[Recompute]
+    name: str,
+    shapes: Iterable[Stages],
+    global_batch: int,
+    rules: Rules,
+    *,
+    recompute: Sequence[Recompute],
 ) -> Baseline:
     """The fastest pipeline of some shapes that fits; `recompute` is what may be chosen."""
-    ranking = _Ranking()
+    ranking = _Ranking(rules)
     for stages in shapes:
         for again in recompute:
             ranking.enter(stages, global_batch, again)
@@ -60,28 +85,34 @@ def find_pipeline(
 class _Ranking:
     """All that fits by estimate and may be among the best few."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self.found: list[tuple[float, int, _Estimate, LayerSplit]] = []
         self._tried: list[_Estimate] = []
         self._best: list[float] = []
 
     def enter(self, stages: Stages, global_batch: int, recompute: Recompute) -> None:
         """Ever larger rounds, until they get slower or do not fit."""
-        rows = max(len(group) for group in stages.groups)
-        before = math.inf
-        while rows <= global_batch:
-            step_s = self._estimate(stages, rows, global_batch, recompute)
-            if step_s is not None:
-                if step_s > before or math.isinf(step_s):
-                    return
-                before = step_s
-            rows *= 2
+        for num_parts in self._rules.equal_layers or (1,):
+            rows = max(len(group) for group in stages.groups)
+            before = math.inf
+            while rows <= global_batch:
+                step_s = self._estimate(stages, rows, global_batch, recompute, num_parts)
+                if step_s is not None:
+                    if step_s > before or math.isinf(step_s):
+                        break
+                    before = step_s
+                rows *= 2
 
-    def _estimate(self, stages: Stages, rows: int, global_batch: int, recompute: Recompute) -> float | None:
+    def _estimate(
+        self, stages: Stages, rows: int, global_batch: int, recompute: Recompute, num_parts: int
+    ) -> float | None:
         """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
-        where neither fits, None where it cannot be among the best."""
-        for grad_reduce in _GRAD_REDUCE:
-            estimate = _Estimate(stages, rows, recompute, grad_reduce, global_batch)
+        where neither fits, None where it cannot be among the best or is no such pipeline."""
+        for grad_reduce in self._rules.grad_reduce:
+            estimate = _Estimate(self._rules, stages, rows, recompute, grad_reduce, global_batch, num_parts)
+            if not estimate.is_possible:
+                return None
             if not stages.takes(estimate.rows, recompute):
                 return math.inf
             self._tried.append(estimate)
@@ -114,11 +145,18 @@ class _Estimate:
     """One shape with one choice."""
 
     def __init__(
-        self, stages: Stages, rows: int, recompute: Recompute, grad_reduce: GradReduce, global_batch: int
+        self,
+        rules: Rules,
+        stages: Stages,
+        rows: int,
+        recompute: Recompute,
+        grad_reduce: GradReduce,
+        global_batch: int,
+        num_parts: int,
     ) -> None:
-        """`rows` of a round."""
+        """`rows` of a round; `num_parts` of the model that each stage has."""
         self._stages, self._recompute, self._grad_reduce = stages, recompute, grad_reduce
-        self._global_batch = global_batch
+        self._rules, self._num_parts, self._global_batch = rules, num_parts, global_batch
         self._num_rounds = -(-global_batch // rows)
         widest = max(len(group) for group in stages.groups)
         if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
@@ -126,6 +164,18 @@ class _Estimate:
         self.rows = -(-global_batch // self._num_rounds)
         """Rows of the largest round."""
         self._shares = [stages.share(g, self.rows, recompute) for g in range(len(stages.groups))]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the order of several parts a stage exists, and equal layers where they are asked for."""
+        num_stages = len(self._stages.groups)
+        if self._num_parts > 1 and (num_stages == 1 or self._num_rounds % num_stages):
+            return False
+        return not self._rules.equal_layers or bool(self._cut_equally())
+
+    @property
+    def _order(self) -> str:
+        return ORDER if self._num_parts == 1 else INTERLEAVED
 
     # -- cutting layers --------------------------------------------------------------------
 
@@ -147,9 +197,28 @@ class _Estimate:
         return self._num_rounds * bound_slowest_s(self._stages.kinds, groups)
 
     def _split(self, groups: Sequence[GroupCosts]) -> LayerSplit | None:
-        if len(groups) > len(self._stages.kinds):
+        kinds = self._stages.kinds
+        if not self._rules.equal_layers:
+            return split_layers(kinds, range(len(groups)), groups) if len(groups) <= len(kinds) else None
+        ends = self._cut_equally()
+        owners = visit_in_turn(len(groups), len(ends))
+        seconds, num_bytes = [0.0] * len(groups), [0.0] * len(groups)
+        for g, (start, stop) in zip(owners, pairwise((0, *ends)), strict=True):
+            seconds[g] += sum(groups[g].seconds[kind] for kind in kinds[start:stop])
+            num_bytes[g] += sum(groups[g].num_bytes.get(kind, 0.0) for kind in kinds[start:stop])
+        if any(own > group.max_bytes for own, group in zip(num_bytes, groups, strict=True)):
             return None
-        return split_layers(self._stages.kinds, range(len(groups)), groups)
+        return LayerSplit(owners, ends, tuple(seconds), is_exact=True)
+
+    def _cut_equally(self) -> tuple[int, ...]:
+        """The ends of parts with as many layers each, what is before and behind these in the first and the
+        last; empty where the number of layers is no multiple."""
+        layers = [i for i, module in enumerate(self._stages.modules) if is_layer(module)]
+        num_parts = self._num_parts * len(self._stages.groups)
+        each, more = divmod(len(layers), num_parts)
+        if more or not each:
+            return ()
+        return (*layers[each::each], len(self._stages.modules))
 
     def lack(self) -> tuple[float, str]:
         """How many times its memory some device would need at least, by the estimate; and which, in words."""
@@ -194,7 +263,7 @@ class _Estimate:
         """What one layer of each kind takes of the room on the replica that has least for it."""
         stages = self._stages
         pairs = self._list_unlike(g)
-        num_kept = min(len(stages.groups) - g, self._num_rounds)
+        num_kept = self._count_kept(g)
         found = {}
         for name, kind in stages.workload.kinds.items():
             found[name] = max(
@@ -204,7 +273,15 @@ class _Estimate:
             )
         return found
 
-    def _held_bytes(self, kind: LayerKind, g: int, degree: int, rows: int, num_kept: int) -> float:
+    def _count_kept(self, g: int) -> float:
+        """Microbatches under way of all that a stage has; a part of it counts as that part of one."""
+        num_stages, num_parts = len(self._stages.groups), self._num_parts
+        if num_parts == 1:
+            return min(num_stages - g, self._num_rounds)
+        ahead = 2 * (num_stages - g - 1) + (num_parts - 1) * num_stages
+        return min((ahead + 1) / num_parts, self._num_rounds)
+
+    def _held_bytes(self, kind: LayerKind, g: int, degree: int, rows: int, num_kept: float) -> float:
         """Parameters whole and as shards, gradients, optimizer state, and activations of the microbatches
         that are under way, on each device of a replica of so many."""
         stages, replicas = self._stages, self._stages.groups[g]
@@ -242,12 +319,14 @@ class _Estimate:
     # -- time ------------------------------------------------------------------------------
 
     def step_s(self, split: LayerSplit) -> float:
-        """All rounds through the slowest stage, or over the slowest boundary, and one through all others."""
+        """All rounds through the slowest stage, or over the slowest boundary, and one through all others,
+        of which the first part is enough."""
         passes = [
             self._stages.pass_on_s(g, self.rows, self._recompute) for g in range(len(split.group_s) - 1)
         ]
-        slowest = max([*split.group_s, *passes])
-        return (self._num_rounds - 1) * slowest + sum(split.group_s) + 2 * sum(passes)
+        slowest = max([*split.group_s, *(self._num_parts * own_s for own_s in passes)])
+        others_s = (sum(split.group_s) - max(split.group_s)) / self._num_parts
+        return (self._num_rounds - 1) * slowest + max(split.group_s) + others_s + 2 * sum(passes)
 
     # -- the plan --------------------------------------------------------------------------
 
@@ -257,19 +336,21 @@ class _Estimate:
         reason = ""
         inputs = self._stages.inputs
         # From then on each round finds what the one before found.
-        num_rounds = min(self._num_rounds, len(split.owners) + 2)
+        num_rounds = len(split.owners) + 2 if self._num_parts == 1 else 2 * len(self._stages.groups)
+        num_rounds = min(self._num_rounds, num_rounds)
         for _ in range(MOST_FITTINGS):
             plan = self._lay(split, num_rounds)
-            actions = inputs.list_actions(plan, ORDER)
+            actions = inputs.list_actions(plan, self._order)
             misfit = find_misfit(plan, inputs.find_costs(plan), actions)
             if misfit is None:
                 whole = self._lay(split, self._num_rounds)
-                return inputs.simulate(whole, schedule=ORDER)
+                return inputs.simulate(whole, schedule=self._order)
             reason = reason or misfit.explain(plan)
             g = plan.group_of_rank[misfit.rank]
             used = sum(
                 self._fill_kinds(g)[self._stages.workload.kind_of[name].name]
-                for name in plan.ministages[g].modules
+                for i in plan.ministages_of_group(g)
+                for name in plan.ministages[i].modules
             )
             # A little less than what is there now, where it was less than allowed.
             allowed = min(squeezed.get(g, 1.0), used)
@@ -286,14 +367,14 @@ class _Estimate:
             Group(
                 ranks=tuple(own[0] if len(own) == 1 else own for own in ranks),
                 microbatches=self._lay_rows(g, num_rounds),
-                zero=2,
+                zero=self._rules.zero,
                 grad_reduce=self._grad_reduce,
                 recompute=self._recompute,
             )
             for g, ranks in enumerate(self._stages.ranks)
         ]
-        inputs = self._stages.inputs
-        return assemble_plan(inputs.workload, inputs.cluster, self._stages.places, groups, split.ends)
+        inputs, places = self._stages.inputs, self._stages.places
+        return assemble_plan(inputs.workload, inputs.cluster, places, groups, split.ends, split.owners)
 
     def _start(self, m: int) -> int:
         """The first row of a round; larger rounds come first."""
@@ -321,10 +402,15 @@ class _Estimate:
             degrees = sorted({*map(len, group)})
             sizes.append(f"{len(group)}" + "".join(f" x {degree}" for degree in degrees if degree > 1))
         together = sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes)
-        layers = [sum(map(is_layer, stage.modules)) for stage in simulated.plan.ministages]
+        plan = simulated.plan
+        layers = [
+            sum(is_layer(name) for i in plan.ministages_of_group(g) for name in plan.ministages[i].modules)
+            for g in range(len(plan.groups))
+        ]
+        parts = f" in {self._num_parts} parts" if self._num_parts > 1 else ""
         again = ", recomputed" if self._recompute == "layer" else ""
         often = ", reduced each round" if self._grad_reduce == "microbatch" else ""
         return (
             f"{count(len(sizes), 'stage')} of {together} devices, layers {' '.join(map(str, layers))}"
-            f"{again}, {count(self.rows, 'row')} a round, ZeRO 2{often}"
+            f"{parts}{again}, {count(self.rows, 'row')} a round, ZeRO {self._rules.zero}{often}"
         )

@@ -17,7 +17,7 @@ from zorselike.plan.plan import Recompute
 from zorselike.plan.shares import apportion
 from zorselike.planner.baselines.cephalo import find_cephalo
 from zorselike.planner.baselines.even import find_data_parallel, find_even
-from zorselike.planner.baselines.pipeline import find_pipeline
+from zorselike.planner.baselines.pipeline import Rules, find_pipeline
 from zorselike.planner.baselines.replicas import Exchanges, cut_into_replicas
 from zorselike.planner.baselines.stages import Stages
 from zorselike.planner.groups.candidates import find_groupings
@@ -28,10 +28,13 @@ from zorselike.simulator.simulated_plan import Baseline
 
 __all__ = ["Baseline", "plan_baselines"]
 
+_BY_SPEED = Rules()
+"""Layers to stages for speed, ZeRO 2."""
+
 
 def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
-    """The fastest type of device alone (where there are several), even shares, Whale, TorchTitan-Het,
-    Cephalo and HexiScale, for the throughput of the devices that may be used.
+    """The fastest type of device alone (where there are several), even shares, Whale, Megatron-LM,
+    TorchTitan-Het, HexiScale and Cephalo, for the throughput of the devices that may be used.
 
     Of what the user fixed only `recompute` is heeded: it belongs to the task, the rest to our plan.
 
@@ -44,6 +47,7 @@ def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
     ways: dict[str, Callable[[str], Baseline]] = {
         "even shares": systems.plan_even,
         "Whale": systems.plan_whale,
+        "Megatron-like": systems.plan_megatron,
         "TorchTitan-Het": systems.plan_torchtitan,
         "HexiScale-like": systems.plan_hexiscale,
         "Cephalo-like": systems.plan_cephalo,
@@ -98,6 +102,14 @@ class _Systems:
         num_rows = self._problem.global_batch
         return find_cephalo(name, self._inputs, self._places, num_rows, recompute=self._recompute)
 
+    def plan_megatron(self, name: str) -> Baseline:
+        """Megatron-LM (Narayanan et al. 2021): a rectangular mesh of pipeline, data parallelism with the
+        optimizer's state in shards and tensor parallelism inside a node, even rows, as many layers in all
+        stages, each with one, two or four parts of the model in interleaved 1F1B (section 2.2.2); all degrees
+        are tried."""
+        rules = Rules(zero=1, grad_reduce=("once",), equal_layers=(1, 2, 4))
+        return self._find_pipeline(name, self._list_meshes(Exchanges(self._inputs), evenly=True), rules)
+
     def plan_torchtitan(self, name: str) -> Baseline:
         """TorchTitan-Het (Zorse, section 6.1): a rectangular mesh of pipeline, ZeRO-2 data parallelism and
         tensor parallelism inside a node, even rows, layers cut unevenly to balance stages; all degrees are
@@ -113,8 +125,9 @@ class _Systems:
         meshes = self._list_meshes(exchanges, evenly=False)
         return self._find_pipeline(name, chain(self._list_asymmetric(exchanges), meshes))
 
-    def _find_pipeline(self, name: str, shapes: Iterator[Stages]) -> Baseline:
-        return find_pipeline(name, shapes, self._problem.global_batch, recompute=self._recompute)
+    def _find_pipeline(self, name: str, shapes: Iterator[Stages], rules: Rules = _BY_SPEED) -> Baseline:
+        num_rows = self._problem.global_batch
+        return find_pipeline(name, shapes, num_rows, rules, recompute=self._recompute)
 
     @property
     def _degrees(self) -> tuple[int, ...]:
