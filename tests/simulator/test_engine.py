@@ -170,6 +170,19 @@ def test_ranks_that_end_early_wait_for_data_of_the_next_step() -> None:
     assert times.busy_s == 3 and times.exposed_communication_s == 12 and times.waiting_for_data_s == 6
 
 
+@BOTH
+def test_what_a_group_that_ends_early_gathers_for_its_next_step_takes_from_others_reductions(
+    cpu: bool,
+) -> None:
+    """Two groups, each with a rank on each of two nodes. Were the last step followed by none, the second
+    group's gather would share no wire with the first one's reduction, half of which it meets: 4.5 s."""
+    groups = tuple(Group((g, g + 2), (Microbatch(g, 0, 1), Microbatch(g + 2, 1, 2)), zero=2) for g in (0, 1))
+    plan = Plan(2, groups, (Ministage(0, ("a",)), Ministage(1, ("b",)))).validate()
+    costs = make_costs(plan, forward=0.25, unit_bytes=2, network=PlainNetwork((0, 0, 1, 1)), cpu=cpu)
+    found = [simulate(plan, build(ScheduleSpec(plan)), costs, num_steps=n).iteration_s for n in (2, 3, 6)]
+    assert found == [5.0, 5.0, 5.0]
+
+
 def test_a_rendezvous_begins_at_the_later_post_a_buffered_send_at_once() -> None:
     plan = pipeline(2, 2)
     lists = {

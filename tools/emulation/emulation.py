@@ -53,7 +53,7 @@ class Emulation:
     repeats: Mapping[str, int] = field(default_factory=dict)
     """How often layers multiply, by device type, each rank with a core to itself; empty: they sleep."""
     num_steps: int = 4
-    """Timed ones, behind one that sets everything up and one that fills the pipeline."""
+    """Timed ones, behind one that sets everything up and one that fills the pipeline, before one more."""
 
     @property
     def computes(self) -> bool:
@@ -190,6 +190,7 @@ def _time_steps(
             busy.append(pipe.busy_s)
             actions.append(tuple(clock.times))
             cpu_s += time.process_time() - cpu_begin_s
+    pipe.step(inputs, targets)  # Uses links beside what ranks that end later still do.
     dist.barrier()
     if sleeper is not None:
         sleeper.is_on = False

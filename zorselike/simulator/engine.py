@@ -45,13 +45,13 @@ def simulate(
     classes: RankClasses | None = None,
     check: Callable[[], None] | None = None,
 ) -> Simulation:
-    """The last of some consecutive steps, or evaluations, of each rank's list; raises `DeadlockError` if
-    ranks wait for each other forever.
+    """The last of some consecutive steps, or evaluations, of each rank's list, which more follow; raises
+    `DeadlockError` if ranks wait for each other forever.
 
     Args:
         record: whether to keep spans and the times of actions.
         num_steps: by default as many as it takes until one is like the next. With 1 all ranks begin
-            together, as if each waited for all others after every step.
+            together, as if each waited for all others after every step, and nothing follows.
         classes: of ranks of which only the first of each has actions, between those; raises `NotAlikeError`
             if they are not alike.
         check: is called every now and then, and ends the simulation by what it raises.
@@ -62,7 +62,14 @@ def simulate(
     staged = _find_staged(plan, actions, costs)
     network = costs.network if classes is None else FoldedNetwork(costs, classes)
     tasks, programs, labels = _compile(plan, actions, costs, network, staged, record=record, check=check)
-    times = run(tasks, num_steps, costs.network.capacities, slowdown=costs.overlap_slowdown, check=check)
+    times = run(
+        tasks,
+        num_steps,
+        costs.network.capacities,
+        slowdown=costs.overlap_slowdown,
+        is_followed=num_steps > 1,
+        check=check,
+    )
     num_tasks = len(tasks.seconds)
     last = (num_steps - 1) * num_tasks
     if any(times.end[last + program.end] == PENDING for program in programs.values()):

@@ -21,11 +21,19 @@ def run(
     capacities: Sequence[float],
     *,
     slowdown: float = 1.0,
+    is_followed: bool = False,
     check: Callable[[], None] | None = None,
 ) -> Times:
-    """Runs the tasks of a step `num_steps` times; tasks that cannot run stay `PENDING`. `check` is called
-    every now and then, and ends it by what it raises."""
+    """Runs the tasks of a step `num_steps` times; tasks that cannot run stay `PENDING`.
+
+    Args:
+        is_followed: whether ranks that end early go on with a step that is not counted, and use wires and
+            copies beside those that do not.
+        check: is called every now and then, and ends it by what it raises.
+    """
     num_tasks = len(tasks.seconds)
+    num_counted = num_left = num_tasks * num_steps
+    num_steps += is_followed
     following = tasks.link_steps()
     later = list(tasks.num_awaited)
     for follower in chain.from_iterable(following.values()):
@@ -46,6 +54,8 @@ def run(
         while ended:
             task = ended.pop()
             end[task] = now
+            if task < num_counted:
+                num_left -= 1
             local = task % num_tasks
             base = task - local
             for follower in followers[local]:
@@ -64,6 +74,8 @@ def run(
                         ready.append(follower)
             if slowed is not None:
                 slowed.end(now, task, local)
+        if not num_left:
+            return Times(begin, end, cause).part(0, num_counted)
         if ready:
             task = ready.pop()
             begin[task] = now
@@ -85,7 +97,7 @@ def run(
             if check is not None and not num_settled % _CHECKED_EVERY:
                 check()
         if not heap:
-            return Times(begin, end, cause)
+            return Times(begin, end, cause).part(0, num_counted)
         now, code = heappop(heap)
         if code < 0:
             ended += traffic.handle(now, code)

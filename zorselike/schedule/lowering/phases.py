@@ -13,7 +13,8 @@ def split_phases(computations: Iterable[Action]) -> Iterator[list[Action]]:
     forward and at once backward, by turns."""
     for _, found in groupby(computations, key=lambda action: action.ministage):
         own = list(found)
-        if any((a.kind, b.kind) == (Kind.B, Kind.F) for a, b in pairwise(own)):
+        turns = any((a.kind, b.kind) == (Kind.B, Kind.F) for a, b in pairwise(own))
+        if turns or [action.kind for action in own] == [Kind.F, Kind.B]:  # Of one microbatch.
             yield own
         else:
             yield from (list(part) for _, part in groupby(own, key=lambda action: action.kind))
