@@ -28,7 +28,7 @@ SLEEP_PER_RANK_S = 0.1 / 16
 """The shortest sleep of a ministage for each rank of a run: what all ranks' actions cost together stays
 under 30 % of two cores over that time."""
 MIN_SLEEP_S = 0.04
-REPLICA_SLEEPS = 4
+REPLICA_SLEEPS = 8
 """Times as long where replicas exchange positions four times in every layer both ways: for that is processor
 time too."""
 
