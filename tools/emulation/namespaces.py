@@ -31,8 +31,8 @@ _TCP = {
     "tcp_wmem": "4096 8192 8192",
 }
 """How connections share: the default of some machines (bbr) first feels for the rate; each connection has at
-most about a window on its way, and equal windows share a queue equally. With larger ones messages of 100 kB, as
-they are here, would pass one after the other as they were posted, where network cards take turns."""
+most about a window on its way, and equal windows share a queue equally. With larger ones messages of 100 kB,
+as they are here, would pass one after the other as they were posted, where network cards take turns."""
 
 
 class NamespaceError(RuntimeError):
