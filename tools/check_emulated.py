@@ -1,6 +1,6 @@
 """The simulator against emulated runs of the real runtime: iteration time and memory.
 
-    python tools/check_emulated.py --json result.json     # all runs, under 20 minutes on 2 idle cores
+    python tools/check_emulated.py --json result.json     # all runs, about 22 minutes on 2 idle cores
     python tools/check_emulated.py --runs 6               # the first ones of each kind
     python tools/check_emulated.py --quick                # two steps each
     python tools/check_emulated.py --only "ZeRO 3"        # runs whose names hold that

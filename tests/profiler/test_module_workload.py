@@ -193,6 +193,26 @@ def test_frozen_weights_have_half_a_backward() -> None:
     assert frozen.input_elements_per_row == 8
 
 
+class WithMask(nn.Module):
+    """Passes on what carries no gradient beside what does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor] | torch.Tensor) -> Any:
+        rows, mask = given if isinstance(given, tuple) else (given, given[:, :3] * 2)
+        return self.linear(rows) + mask.sum(), mask
+
+
+def test_what_carries_no_gradient_goes_over_a_boundary_one_way() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(WithMask() for _ in range(3)))
+    workload = measure_workload(model, torch.zeros(2, 8, device="meta"), dtype="float32")
+    kind = workload.kind_of["1"]
+    assert (kind.input_elements_per_row, kind.gradient_elements) == (8 + 3, 8)
+
+
 def test_a_weight_that_two_layers_share_is_counted_once() -> None:
     model = nn.Sequential(*make_mlp(8, 8, 8, 8))
     model[2][0].weight = model[0][0].weight

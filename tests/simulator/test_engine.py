@@ -198,10 +198,18 @@ def test_a_rendezvous_begins_at_the_later_post_a_buffered_send_at_once() -> None
             (8.0, 11.0, "1RECV_F1@0[1:2]"),
         ]
         assert rendezvous.iteration_s == 15.0
-        buffered = run(plan, lists, **costs, network=PlainNetwork(range(2)), sends_buffer=True)
+        buffered = run(plan, lists, **costs, network=PlainNetwork(range(2)), eager_bytes=3)
         assert spans_of(buffered, 1, "receive")[1] == (4.0, 7.0, "1RECV_F1@0[1:2]")
         assert buffered.iteration_s == 12.0
         assert buffered.ranks[1].exposed_communication_s == 3.0
+
+
+@BOTH
+def test_fewer_bytes_of_gradients_go_back_where_costs_say_so(cpu: bool) -> None:
+    costs = {"row_bytes": 3, "network": PlainNetwork(range(2)), "cpu": cpu}
+    # F, transfer, F and B; gradients, B.
+    assert run(pipeline(2, 1), **costs).iteration_s == 1 + 3 + 1 + 2 + 3 + 2
+    assert run(pipeline(2, 1), **costs, gradient_row_bytes=(0, 1)).iteration_s == 1 + 3 + 1 + 2 + 1 + 2
 
 
 def test_transfers_that_block_keep_both_ranks_from_computing() -> None:
@@ -216,6 +224,13 @@ def test_transfers_that_block_keep_both_ranks_from_computing() -> None:
     assert found.iteration_s == 9.0
     assert [times.exposed_communication_s for times in found.ranks] == [6.0, 6.0]
     assert found.ranks[1].waiting_for_data_s == 1.0
+    # What the transport buffers holds up its receiver alone.
+    costs = {"row_bytes": 3, "network": PlainNetwork(range(2)), "transfers_block": True}
+    eager = run(plan, lists, **costs, eager_bytes=3)
+    assert spans_of(eager, 0, "compute") == [(0.0, 1.0, "0F0"), (1.0, 2.0, "0F1")]
+    assert spans_of(eager, 1, "compute") == [(4.0, 5.0, "1F0"), (7.0, 8.0, "1F1")]
+    assert eager.iteration_s == 8.0
+    assert run(plan, lists, **costs, eager_bytes=2).iteration_s == found.iteration_s
 
 
 def test_edges_that_wrap_around_go_through_host_memory_on_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -55,7 +56,7 @@ class Case:
             num_units=rng.randint(1, 3),
             is_cut=rng.random() < 0.7,
             cpu=is_cpu if cpu is None else cpu,
-            sends_buffer=rng.random() < 0.5,
+            eager_bytes=rng.choice([0, 3, math.inf]),
             tie_bytes=dict.fromkeys(self.spec.ties, 3),
             host_s={"F": 0.02 * seconds} if rng.random() < 0.3 else {},
             overlap_slowdown=rng.choice([1.0, 1.0, 1.25]),

@@ -5,6 +5,7 @@ Not with ZeRO 3: there a rank waits for its rows before it joins the first gathe
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ def test_the_benchmark_s_simulation_agrees(block: int) -> None:
             row_bytes=1,
             unit_bytes=1,
             cpu=True,
-            sends_buffer=True,
+            eager_bytes=math.inf,
         )
         found = simulate(plan, lists, costs, num_steps=1)
         expected = actions.simulate(plan, lists, workload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -138,7 +139,7 @@ def predict_emulation(emulation: Emulation, constants: HostConstants) -> Predict
     costs = replace(
         costs,
         is_cpu=(True,) * plan.num_ranks,
-        sends_buffer=emulation.limit != "kernel",
+        eager_bytes=0 if emulation.limit == "kernel" else math.inf,
     )
     actions = build(ScheduleSpec(plan, masters=workload.masters))
     return Prediction(plan=plan, actions=actions, costs=costs, simulation=simulate(plan, actions, costs))

@@ -29,8 +29,8 @@ SLEEP_PER_RANK_S = 0.1 / 16
 under 30 % of two cores over that time."""
 MIN_SLEEP_S = 0.04
 REPLICA_SLEEPS = 8
-"""Times as long where replicas exchange positions four times in every layer both ways: for that is processor
-time too."""
+"""Times as long where replicas exchange positions four times in every layer, both ways, which takes processor
+time too: for all ministages of a group together."""
 
 SPEEDS = {"A100-80": 4.0, "A100-40": 3.0, "V100-32": 2.0, "T4": 1.0}
 """How fast the emulated device types are, against each other."""
@@ -269,7 +269,8 @@ def set_up(scenario: Scenario, *, num_steps: int) -> Emulation:
     workload, cluster = make_workload(scenario), make_cluster(scenario)
     plan = make_scenario_plan(scenario, workload)
     wanted_s = max(MIN_SLEEP_S, SLEEP_PER_RANK_S * plan.num_ranks)
-    wanted_s *= REPLICA_SLEEPS if scenario.degrees else 1
+    if scenario.degrees:
+        wanted_s *= REPLICA_SLEEPS / scenario.ministages
     unit_s = wanted_s / find_shortest_s(plan, workload, cluster, make_profile(scenario, workload, 1.0))
     return Emulation(
         plan=plan,

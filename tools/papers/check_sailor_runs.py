@@ -1,7 +1,8 @@
 """How far the simulator is from Sailor's real runs: iteration time and peak memory, run by run.
 
-    python tools/papers/check_sailor_runs.py --data DIR                              # the 15 OPT-350M runs
-    python tools/papers/check_sailor_runs.py --data DIR --runs OTHER --model GPT-Neo-2.7
+    python tools/papers/check_sailor_runs.py --data DIR                     # the 15 OPT-350M runs
+    python tools/papers/check_sailor_runs.py --data DIR --model GPT-Neo     # the 12 of GPT-Neo-2.7B
+    python tools/papers/check_sailor_runs.py --data DIR --runs OTHER        # of your own
 
 Time comes from the profiles, with no constant fitted; profiles that
 fall where more is computed are repaired (lower envelope), with a warning. Of memory an overhead and a
@@ -201,21 +202,26 @@ def _mean(errors: Sequence[float]) -> float | None:
     return fmean(errors) if errors else None
 
 
-RUNS = "measured/OPT-350-GH200"
+RUNS = {model: f"measured/{model}-GH200" for model in ("OPT-350", "GPT-Neo-2.7")}
+"""Of each model that was run."""
 _GIGA = 1e9
 
 
 def main() -> int:
     parser = make_data_parser(__doc__, SAILOR)
     parser.add_argument(
-        "--runs", type=Path, metavar="DIR", help="runs of theirs (default: OPT-350M on GH200)"
+        "--runs", type=Path, metavar="DIR", help="runs (default: those of theirs of the model on GH200)"
     )
-    parser.add_argument("--model", help="of all runs; default: by a run's number of layers")
+    parser.add_argument("--model", help="of all runs; default: OPT-350, or by a run's number of layers")
     args = parser.parse_args()
     library = Library(args.data)
+    model = None if args.model is None else library.find_model(args.model)
+    if args.runs is None and model is not None and model not in RUNS:
+        raise ProfileError(f"no runs of {model} are known, only of {', '.join(RUNS)}; name yours by --runs")
+    runs = args.runs or library.find(RUNS[model or "OPT-350"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        folder = score_folder(args.runs or library.find(RUNS), library, args.model)
+        folder = score_folder(runs, library, model)
     for line in dict.fromkeys(str(warning.message) for warning in caught):
         print(f"warning: {line}")
     summary = summarise(folder.scores)

@@ -52,7 +52,9 @@ SAILOR = Repository(
         "providers/multizone_bandwidths_het.json": "sailor/providers/multizone_bandwidths_het.json",
         "providers/communication_cost.json": "sailor/providers/gcp/communication_cost.json",
         "traces": "sailor/Controller/trace_based",
+        "simulator_profiles.json": "sailor/Planner/simulations/profiles_tmp.json",
         "measured/OPT-350-GH200": "sailor/Planner/simulations/validation/clariden/OPT-350",
+        "measured/GPT-Neo-2.7-GH200": "sailor/Planner/simulations/validation/clariden/GPT-NEO",
     },
 )
 ZORSE = Repository(

@@ -16,6 +16,7 @@ from zorselike.cost.replica_times import find_parts, time_exchange, time_in_repl
 from zorselike.cost.sizes import (
     count_updated,
     find_boundary_bytes,
+    find_gradient_bytes,
     find_tie_bytes,
     is_layer,
     list_units,
@@ -72,6 +73,7 @@ def make_costs(
             for (rank, i), number in count_updated(plan, workload).items()
         },
         row_bytes=find_boundary_bytes(plan, workload),
+        gradient_row_bytes=find_gradient_bytes(plan, workload),
         units=units,
         sizes=measure_ministages(plan, workload, devices=devices, measured=clock.kept_bytes),
         tie_bytes=find_tie_bytes(plan, workload, each.weight),

@@ -233,6 +233,13 @@ def find_boundary_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
     return (0, *(number * workload.itemsize for number in elements[1:]))
 
 
+def find_gradient_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
+    """Bytes of a row's gradients that each ministage sends to the one before; 0 for the first."""
+    first_modules = [ministage.modules[0] for ministage in plan.ministages]
+    elements = [workload.kind_of[name].gradient_elements for name in first_modules]
+    return (0, *(number * workload.itemsize for number in elements[1:]))
+
+
 def measure_ministages(
     plan: Plan, workload: Workload, *, devices: Sequence[str] | None = None, measured: KeptBytes | None = None
 ) -> tuple[Mapping[int, MinistageBytes], ...]:

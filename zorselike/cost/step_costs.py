@@ -59,8 +59,11 @@ class StepCosts:
     """Ranks whose thread computes by itself; else it only starts what the device does. Empty: none."""
     overlap_slowdown: float = 1.0
     """How much longer a computation takes while communication of its rank runs beside it."""
-    sends_buffer: bool = False
-    """Whether a send returns at once and moves bytes before its receive is posted; set by emulations."""
+    gradient_row_bytes: tuple[int, ...] = ()
+    """As `row_bytes`, of the gradients that go back over each boundary; empty: as many."""
+    eager_bytes: float = 0.0
+    """Transfers of so many bytes and fewer do not wait for their receive to be posted, nor hold up their
+    sender until then: what a transport buffers. Gloo none, whatever the size."""
     transfers_block: bool = False
     """Whether a transfer keeps both its ranks from computing, from the later of both posts until its bytes
     have moved, at its place in the lists (DeepSpeed's pipeline); else it runs beside computation."""

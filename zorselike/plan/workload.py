@@ -41,6 +41,8 @@ class LayerKind:
     """FLOPs without recomputation; None: twice the forward."""
     input_elements_per_row: Natural = 0
     """Elements that enter, in the compute dtype: what crosses a boundary before this layer."""
+    gradient_elements_per_row: Natural | None = None
+    """Of these, elements whose gradients go back over that boundary; None: all."""
     output_elements_per_row: Natural = 0
     activation_bytes_per_row: Natural = 0
     """What autograd keeps from the forward until the backward, without recomputation."""
@@ -62,6 +64,12 @@ class LayerKind:
     def trains(self) -> bool:
         """Whether it has weights that train, borrowed ones included."""
         return bool(self.trainable or self.borrowed_trainable)
+
+    @property
+    def gradient_elements(self) -> int:
+        """Elements of a row whose gradients go back over a boundary before it."""
+        given = self.gradient_elements_per_row
+        return self.input_elements_per_row if given is None else given
 
     @property
     def backward_flops(self) -> float:
@@ -178,6 +186,7 @@ class Workload(Document):
                 for part, whole in (
                     ("num_trainable", "num_parameters"),
                     ("num_borrowed_trainable", "num_borrowed"),
+                    ("gradient_elements_per_row", "input_elements_per_row"),
                 ):
                     given, most = getattr(kind, part), getattr(kind, whole)
                     if given is not None and given > most:

@@ -8,6 +8,7 @@ bytes of parameters.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -109,7 +110,7 @@ def simulate(
 
 def _find_staged(plan: Plan, actions: Mapping[int, Sequence[Action]], costs: StepCosts) -> frozenset[Channel]:
     """Channels of GPU ranks that go through host memory: those that wrap around the pipeline."""
-    if costs.sends_buffer or costs.transfers_block:
+    if math.isinf(costs.eager_bytes) or costs.transfers_block:
         return frozenset()
     channels = {
         Channel(rank, action.peer, "F" if action.kind is Kind.SEND_F else "B")

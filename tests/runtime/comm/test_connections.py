@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -117,3 +118,26 @@ def wait_for(path: Path) -> None:
 def test_who_is_about_to_send_to_one_that_has_left_is_freed(run_ranks: RunRanks, tmp_path: Path) -> None:
     ends = run_ranks(gather_while_left, 2, tmp_path, False, allow_exit=True, timeout=60)
     assert ends[0].value
+
+
+def send_before_it_is_awaited(rank: int, world_size: int, num_bytes: int) -> bool:
+    """Whether a send was over before its receive was posted."""
+    store = dist.distributed_c10d._get_default_store()
+    rows = torch.zeros(num_bytes, dtype=torch.uint8)
+    if rank == 1:
+        store.wait(["sent"])
+        dist.recv(rows, 0)
+        return False
+    waits = threading.Thread(target=dist.isend(rows, 1).wait)
+    waits.start()
+    waits.join(0.2)
+    is_over = not waits.is_alive()
+    store.set("sent", "")
+    waits.join()
+    return is_over
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1 << 10, 1 << 16, 1 << 24])
+def test_gloo_sends_nothing_before_its_receive_is_posted(run_ranks: RunRanks, num_bytes: int) -> None:
+    """So that of nothing on a CPU the simulator says that it goes eagerly (`StepCosts.eager_bytes`)."""
+    assert run_ranks(send_before_it_is_awaited, 2, num_bytes) == [False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -86,7 +87,7 @@ class Case:
             unit_bytes=rng.choice([0, 4]),
             num_units=rng.randint(1, 3),
             cpu=rng.random() < 0.4,
-            sends_buffer=rng.random() < 0.3,
+            eager_bytes=rng.choice([0, 0, math.inf]),
             host_s={"F": 0.02} if rng.random() < 0.3 else {},
             overlap_slowdown=rng.choice([1.0, 1.0, 1.25]),
             egress_price_per_gb=prices if rng.random() < 0.3 else {},

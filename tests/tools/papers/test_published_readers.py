@@ -223,6 +223,30 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         read_sailor_profile(tmp_path / "profile.json", "Tiny", "B1000", shapes)
 
 
+def test_where_a_profile_is_of_another_model_the_simulators_table_is_read(tmp_path: Path) -> None:
+    """As of GPT-Neo-2.7 on GH-96."""
+    wrong = profile({1: 1.0})
+    del wrong["1"]["1"]["4"]
+    write(tmp_path / "llm_info.json", sizes())
+    write(tmp_path / "profiles" / "Tiny" / "GH-96" / "profile.json", wrong)
+    with pytest.raises(ProfileError, match="a profile of another model"):
+        Library(tmp_path).profile("Tiny", ["GH-96"])
+    write(tmp_path / "simulator_profiles.json", {"Tiny": {"GH-96": profile({1: 7.0})}})
+    found = Library(tmp_path).profile("Tiny", ["GH-96"])
+    assert {times.forward_s for times in found.layers if times.kind == "layer"} == {(7.0,), (3.5,)}
+    write(tmp_path / "profiles" / "Tiny" / "GH-96" / "profile.json", profile({1: 1.0}))
+    found = Library(tmp_path).profile("Tiny", ["GH-96"])
+    assert {times.forward_s for times in found.layers if times.kind == "layer"} == {(1.0,), (0.5,)}
+
+
+def test_a_model_is_found_by_the_beginning_of_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "llm_info.json", {"Tiny-2": sizes()["Tiny"], "Tiny": sizes()["Tiny"], "Other": {}})
+    library = Library(tmp_path)
+    assert [library.find_model(name) for name in ("Tiny", "Tiny-", "O")] == ["Tiny", "Tiny-2", "Other"]
+    with pytest.raises(ProfileError, match="Ti names 2 models; known are Tiny-2, Tiny, Other"):
+        library.find_model("Ti")
+
+
 @needs_data
 def test_real_updates_lie_on_a_line_through_the_degrees() -> None:
     """That they are of a model of two blocks is what makes seconds proportional to parameters."""

@@ -16,6 +16,8 @@ from .links import MACHINES_FILE, MachineLinks
 from .profiles import Shapes, read_profile, read_shapes, read_workload
 
 SIZES_FILE = "llm_info.json"
+TABLE_FILE = "simulator_profiles.json"
+"""Times of all models on all GPUs, smoothed by hand in places, which Sailor's own simulator reads."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,21 @@ class Library:
             raise ProfileError(f"{num_layers} layers are of {len(found)} models; say which (known: {known})")
         return found[0]
 
+    def find_model(self, name: str) -> str:
+        """The model of that name, or the only one whose name begins so; raises `ProfileError`."""
+        found = [model for model in self.shapes if model.startswith(name)]
+        if name not in self.shapes and len(found) != 1:
+            raise ProfileError(f"{name} names {len(found)} models; known are {', '.join(self.shapes)}")
+        return name if name in self.shapes else found[0]
+
     def profile(self, model: str, gpus: Sequence[str]) -> Profile:
         """The times of one model on all those types of GPUs; raises `ProfileError` for what is missing."""
-        parts = [read_profile(self.find_profile(model, gpu), model, gpu, self._of(model)) for gpu in gpus]
+        try:
+            table: Path | None = self.find(TABLE_FILE)
+        except ProfileError:  # A copy of some of their files.
+            table = None
+        shapes = self._of(model)
+        parts = [read_profile(self.find_profile(model, gpu), model, gpu, shapes, table) for gpu in gpus]
         return Profile(
             model=model,
             layers=tuple(times for part in parts for times in part.layers),

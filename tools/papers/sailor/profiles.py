@@ -138,7 +138,9 @@ def _make_kind(name: str, shape: LayerShape, tensor_parallel: int) -> LayerKind:
     )
 
 
-def read_profile(path: Path, model: str, gpu: str, shapes: Shapes) -> Profile:
+def read_profile(
+    path: Path, model: str, gpu: str, shapes: Shapes, other_table: Path | None = None
+) -> Profile:
     """The times of one model on one type of GPU at every tensor-parallel degree.
 
     Args:
@@ -147,6 +149,8 @@ def read_profile(path: Path, model: str, gpu: str, shapes: Shapes) -> Profile:
         gpu: Sailor's name of the device type.
         shapes: of the model, against which the number of layers is checked, and by whose parameters the
             update is put in proportion.
+        other_table: of all models, of which this one is taken where the profile is another model's: that of
+            GPT-Neo-2.7 on GH-96 has the 26 layers of OPT-350M, and its runs had 34.
 
     Raises:
         ProfileError: A GPU that is not known, a layer that lacks times, a profile with another number of
@@ -155,7 +159,12 @@ def read_profile(path: Path, model: str, gpu: str, shapes: Shapes) -> Profile:
     if gpu not in DEVICES:
         raise ProfileError(f"{path}: GPU {gpu} is not known; known are {', '.join(sorted(DEVICES))}")
     num_layers = len(next(iter(shapes.values())))
-    tables = _read_tables(path, num_layers)
+    times = read_object(path)
+    if other_table is not None and not _has_layers(times, num_layers):
+        others = read_object(other_table).get(model, {}).get(gpu)
+        if others is not None:
+            path, times = other_table, others
+    tables = _read_tables(times, path, num_layers)
     source = Source("measured", note=f"profile of {model} on {gpu} of Sailor's authors")
     layers = tuple(
         times
@@ -169,10 +178,14 @@ _Table = dict[int, dict[str, list[float]]]
 """Times of one degree by rows and pseudo-layer, `[forward, backward, update]`."""
 
 
-def _read_tables(path: Path, num_layers: int) -> dict[int, _Table]:
-    """Tables by tensor-parallel degree, rows rising."""
+def _has_layers(times: Mapping[str, Mapping[str, Any]], num_layers: int) -> bool:
+    return all(len(layers) == num_layers for by_degree in times.values() for layers in by_degree.values())
+
+
+def _read_tables(times: Mapping[str, Mapping[str, Any]], path: Path, num_layers: int) -> dict[int, _Table]:
+    """Tables by tensor-parallel degree, rows rising; `path`: where they are from."""
     tables: dict[int, _Table] = {}
-    for rows, by_degree in sorted(read_object(path).items(), key=lambda item: int(item[0])):
+    for rows, by_degree in sorted(times.items(), key=lambda item: int(item[0])):
         for degree, layers in by_degree.items():
             if len(layers) != num_layers:
                 raise ProfileError(

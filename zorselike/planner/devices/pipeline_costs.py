@@ -91,6 +91,7 @@ class ModelTables:
         self.parameters = self._before([kind.trainable for kind in kinds])
         itemsize = problem.workload.itemsize
         self.entering_bytes = [kind.input_elements_per_row * itemsize for kind in kinds[::size]]
+        self.returning_bytes = [kind.gradient_elements * itemsize for kind in kinds[::size]]
         self.working_bytes = max(kind.activation_bytes_per_row + kind.working_bytes_per_row for kind in kinds)
         """What a row needs in the layer that needs most while it is computed again."""
         self.parameter_bytes = problem.parameter_bytes
@@ -178,16 +179,16 @@ class ModelPipelineCosts:
         return self._tables.piece_s(self._tables.pools[chosen.pool].type, self._rows, chosen.recompute, layer)
 
     def forward_send_s(self, option: int, following: int, stop: int, first_of: int) -> float:
-        return self._send_s(option, following, stop)
+        return self._send_s(option, following, self._tables.entering_bytes[stop])
 
     def backward_send_s(self, option: int, previous: int, start: int, is_last: bool) -> float:
-        return self._send_s(option, previous, start)
+        return self._send_s(option, previous, self._tables.returning_bytes[start])
 
-    def _send_s(self, option: int, other: int, piece: int) -> float:
+    def _send_s(self, option: int, other: int, row_bytes: int) -> float:
         """All devices of a node send at once."""
         a, b = self.options[option].pool, self.options[other].pool
         per_node = self._tables.pools[a].per_node
-        num_bytes = self._rows * self._tables.entering_bytes[piece]
+        num_bytes = self._rows * row_bytes
         if a == b and 2 * self._degree <= per_node:
             rate = self._tables.inside_rate(a)
         else:
@@ -230,8 +231,9 @@ class ModelPipelineCosts:
         """Activations there, gradients back, of all rows."""
         a, b = self.options[option].pool, self.options[following].pool
         num_rows = self.num_microbatches * self._degree * self._rows
-        price = self._tables.egress_price(a, b) + self._tables.egress_price(b, a)
-        return num_rows * self._tables.entering_bytes[stop] * price
+        dollars = self._tables.entering_bytes[stop] * self._tables.egress_price(a, b)
+        dollars += self._tables.returning_bytes[stop] * self._tables.egress_price(b, a)
+        return num_rows * dollars
 
     def sync_dollars(self, option: int, start: int, stop: int) -> float:
         """Each node on the ring sends to the next."""

@@ -92,7 +92,9 @@ class StepWork:
     workers: Sequence[Worker]
     works: Sequence[Work]
     sends: Sequence[float]
-    """All rows over each boundary before a ministage, one way."""
+    """All rows over each boundary before a ministage."""
+    returns: Sequence[float]
+    """All gradients back over it."""
     lowest_backward: int
     """The first ministage that has a backward."""
     defers: bool
@@ -144,7 +146,7 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
         worker, work, clock = step.workers[g], step.works[i], clocks[g]
         if i != turning:
             done = _run_phase(worker, work, clock, i, arrivals, _BACKWARD)
-        arrivals = _send(done, step.sends[i]) if i else None
+        arrivals = _send(done, step.returns[i]) if i else None
         if worker.zero != 3:
             _reduce(worker, work, clock)
         if not step.defers:

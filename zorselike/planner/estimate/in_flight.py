@@ -43,7 +43,7 @@ def run_step_in_flight(step: StepWork, order: Sequence[Step], clocks: Sequence[C
         )
         number = worker.microbatches_per_device
         sends.append(step.sends[i + 1] / number if i < last else 0.0)
-        sends.append(step.sends[i] / number if i > step.lowest_backward else 0.0)
+        sends.append(step.returns[i] / number if i > step.lowest_backward else 0.0)
     ended = _run(order, seconds, sends, ready, gathered)
     for clock, computed in zip(clocks, ready, strict=True):
         clock.compute = computed

@@ -11,7 +11,7 @@ not. The simulator decides in the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from zorselike.cost.catalogue import CPU
@@ -55,11 +55,13 @@ class StepTimeEstimate:
 
     def estimate_s(self, candidate: CandidatePlan) -> float:
         """Seconds of a step in a steady run."""
+        entered = [self._table.kind(self._table.keys[end]) for end in candidate.ends[:-1]]
         step = StepWork(
             owners=candidate.owners,
             workers=[self._make_worker(group) for group in candidate.groups],
             works=[self._measure(candidate, i) for i in range(candidate.num_ministages)],
-            sends=self._measure_sends(candidate),
+            sends=self._measure_sends(candidate, [kind.input_elements_per_row for kind in entered]),
+            returns=self._measure_sends(candidate, [kind.gradient_elements for kind in entered]),
             lowest_backward=self._lowest_backward(candidate),
             defers=self._problem.defer_updates,
         )
@@ -275,13 +277,13 @@ class StepTimeEstimate:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _measure_sends(self, candidate: CandidatePlan) -> list[float]:
-        """For each boundary before a ministage but the first: all rows of a step over it, one way."""
+    def _measure_sends(self, candidate: CandidatePlan, elements: Sequence[int]) -> list[float]:
+        """For each boundary before a ministage but the first: so many elements of each row of a step over it,
+        one way."""
         sends = [0.0]
         for i in range(1, candidate.num_ministages):
             a, b = candidate.owners[i - 1], candidate.owners[i]
-            elements = self._table.kind(self._table.keys[candidate.ends[i - 1]]).input_elements_per_row
-            row_bytes = elements * self._problem.workload.itemsize
+            row_bytes = elements[i - 1] * self._problem.workload.itemsize
             sends.append(0.0 if a == b else self.send_s(candidate.groups[a], candidate.groups[b], row_bytes))
         return sends
 

@@ -25,6 +25,8 @@ class LayerRecord:
     backward_flops: float = 0
     """Of each product in the forward as much again for each of its two factors that needs a gradient."""
     input_elements: int = 0
+    gradient_elements: int = 0
+    """Of these, those that carry a gradient."""
     output_elements: int = 0
     saved_bytes: int = 0
     """Storages that autograd keeps, each counted where it is kept first; parameters and buffers not."""
@@ -92,7 +94,9 @@ class LayerWatch(TorchFunctionMode):
                 if tensor.requires_grad or id(tensor) in self._passed
             }
             self._calls = []
-            self._record.input_elements += sum(tensor.numel() for tensor in self._inputs.values())
+            inputs = self._inputs.values()
+            self._record.input_elements += sum(tensor.numel() for tensor in inputs)
+            self._record.gradient_elements += sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
 
         return enter
 

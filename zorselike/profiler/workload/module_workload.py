@@ -268,6 +268,7 @@ def _make_kind(name: str, layers: Sequence[_Layer], rows: int) -> LayerKind:
 
     is_whole = first.num_trainable == first.num_parameters
     is_borrowed_whole = first.num_borrowed_trainable == first.num_borrowed
+    is_returned = record.gradient_elements == record.input_elements
     is_twice = record.backward_flops == 2 * record.flops
     return LayerKind(
         name=name,
@@ -278,6 +279,7 @@ def _make_kind(name: str, layers: Sequence[_Layer], rows: int) -> LayerKind:
         forward_flops_per_row=record.flops / rows,
         backward_flops_per_row=None if is_twice else record.backward_flops / rows,
         input_elements_per_row=per_row(record.input_elements),
+        gradient_elements_per_row=None if is_returned else per_row(record.gradient_elements),
         output_elements_per_row=per_row(record.output_elements),
         activation_bytes_per_row=per_row(record.saved_bytes),
         working_bytes_per_row=per_row(record.working_bytes),

@@ -62,6 +62,8 @@ class Program:
         first, last = positions_of(self._replica, rank, self._sequence_length)
         self._own_share = (last - first) / self._sequence_length
         """Of every row's positions, those that this rank has."""
+        self._row_bytes_by = (costs.gradient_row_bytes or costs.row_bytes, costs.row_bytes)
+        """By whether they go forward."""
         self._shares = {i: _shares(costs, i) for i in plan.ministages_of_rank(rank)}
         self._host_s = _find_host_s(costs, plan.ministages_of_rank(rank))
         self._ports: dict[tuple[Kind, int], _Port] = {}
@@ -248,7 +250,7 @@ class Program:
 
     def _row_bytes(self, kind: Kind, i: int) -> int:
         """Bytes of a row at the boundary of ministage `i` that a transfer or computation concerns."""
-        return self._costs.row_bytes[i + 1 if kind in _AT_OUTPUT else i]
+        return self._row_bytes_by[kind in _FORWARD][i + 1 if kind in _AT_OUTPUT else i]
 
     def _bytes_of(self, transfer: Action, row_bytes: int) -> float:
         """Of its rows, and of these the positions that it carries."""
@@ -280,7 +282,7 @@ class Program:
         task = self._next_transfer(port, num_bytes)
         self._label("send", task)
         compute = self.streams.compute
-        if self._costs.transfers_block:
+        if self._costs.transfers_block and task not in self._rendezvous.eager:
             compute.take_part(task)
             return
         if port.is_staged:
@@ -294,12 +296,14 @@ class Program:
         port = self._port(kind, peer)
         task = self._next_transfer(port, self._bytes_of(action, self._row_bytes(kind, i)))
         self._label("receive", task)
+        is_eager = task in self._rendezvous.eager
         if self._costs.transfers_block:
-            self.streams.compute.take_part(task)
+            if is_eager:
+                self.streams.compute.wait(task)
+            else:
+                self.streams.compute.take_part(task)
             return
-        if self._costs.sends_buffer:
-            self._tasks.arrive(task)
-        else:  # On a device's stream a receive waits for everything launched before.
+        if not is_eager:  # On a device's stream a receive waits for everything launched before.
             port.stream.post(task)
         self._incoming[Kind.F if kind is Kind.RECV_F else Kind.B, i, action.microbatch].append((port, task))
 
@@ -389,9 +393,7 @@ class Program:
         for tie in self._rendezvous.ties(i, as_owner=as_owner):
             for _, receiver, task in self._rendezvous.tie(tie, to_owner=as_owner):
                 if receiver == self.rank:
-                    if self._costs.sends_buffer:
-                        self._tasks.arrive(task)
-                    else:
+                    if task not in self._rendezvous.eager:
                         host.post(task)
                     self._label("receive", task)
                     host.wait(task)
@@ -399,6 +401,7 @@ class Program:
 
 _AT_OUTPUT = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.B})
 """Actions at the boundary after a ministage; others are at the one before it."""
+_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 
 
 @dataclass(slots=True)

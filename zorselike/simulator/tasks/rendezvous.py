@@ -48,6 +48,8 @@ class Rendezvous:
         self._unit_collectives: dict[tuple[int, Kind, int, int], UnitCollectives] = {}
         self._transfers: defaultdict[Channel, list[int]] = defaultdict(list)
         """Of each channel so far; each waits for the previous one."""
+        self.eager: set[int] = set()
+        """Transfers that do not wait for their receivers."""
         self._last: dict[int, int] = {}
         """Last collective of each group."""
         self._bundles: dict[Hashable, int] = {}
@@ -76,7 +78,11 @@ class Rendezvous:
         if bundle is None:
             flow = self.network.transfer(source, target, num_bytes)
             bundle = self._bundles[key] = self._tasks.bundle_of((flow,))
-        return self._expect(self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle), (source, target))
+        task = self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle)
+        if num_bytes <= self._costs.eager_bytes:
+            self.eager.add(task)
+            self._tasks.arrive(task)
+        return self._expect(task, (source, target))
 
     def _expect(self, task: int, ranks: Sequence[int]) -> int:
         """Makes a task wait until all of these ranks have arrived."""
