@@ -183,7 +183,8 @@ def test_only_adapters_have_gradients_and_optimizer_state(
     for found, _, gathers in run_ranks(measure, 2, tmp_path, param_dtype):
         sizes = [own for own, _, _ in found.values()]
         layers, others = hf_families.NUM_LAYERS, 2  # Norm and head.
-        assert gathers == 1 + 2 * (layers + others)
+        # Of the last ministage, where a microbatch goes back at once, one.
+        assert gathers == 1 + 2 * 3 + (layers - 3 + others)
         width = 2 if param_dtype else 4
         for own, moments, trained in found.values():
             assert own.gradient_shard_bytes == 4 * trained
