@@ -1,9 +1,10 @@
-"""The order of computations with bounds on microbatches in flight, from rounds alone."""
+"""The order of computations, and microbatches in flight, from rounds alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +13,22 @@ from schedules import count_in_flight
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.planner.candidate.candidate import CandidateGroup
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight, find_order
+from zorselike.planner.estimate.rounds import (
+    Pipeline,
+    RoundOrders,
+    Rounds,
+    find_least_in_flight,
+    find_order,
+)
+from zorselike.schedule.actions import Kind
 from zorselike.schedule.orders.in_flight import least_in_flight, order_in_flight
+from zorselike.schedule.orders.ours import ours
 from zorselike.schedule.spec import ScheduleSpec
 
 numbers = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=2, max_size=6)
 
 
-def make_plan(all_sizes: list[list[int]], bounds: list[int], owners: Sequence[int]) -> Plan:
+def make_plan(all_sizes: list[list[int]], bounds: Sequence[int | None], owners: Sequence[int]) -> Plan:
     """A rank for each group."""
     groups = []
     for g, (sizes, bound) in enumerate(zip(all_sizes, bounds, strict=True)):
@@ -53,6 +62,18 @@ def test_of_equal_rounds_it_is_the_schedules_order(counts, data):
         assert ways == [2 * action.ministage + "FB".index(action.kind.name) for action in order]
     assert found.num_in_flight == count_in_flight(spec)
     assert all(step.awaited < position for position, step in enumerate(found.steps))
+
+
+@given(numbers, st.data())
+def test_without_bounds_as_many_are_in_flight_of_last_ministages_as_in_the_schedule(counts, data):
+    owners, rows = visit(counts, data), math.lcm(*counts)
+    sizes = [[rows // number] * number for number in counts]
+    order = ours(ScheduleSpec(make_plan(sizes, [None] * len(counts), owners)))
+    found = RoundOrders().count_in_flight(counts, owners)
+    for g, computations in enumerate(order.computations):
+        last = max(i for i, owner in enumerate(owners) if owner == g)
+        ways = [1 if action.kind is Kind.F else -1 for action in computations if action.ministage == last]
+        assert found[g] == max(accumulate(ways))
 
 
 @given(numbers, st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nlargest
 from itertools import accumulate, pairwise
 
 from zorselike.plan.plan import Microbatch
@@ -34,6 +35,11 @@ def return_to_ministages(spec: ScheduleSpec, own_group: int, num_held: int | Non
         actions += [Action(Kind.B, i, m) for i in going_back for m in range(len(begun), number)]
         orders.append(tuple(actions))
     return Order(tuple(orders), keeps_gathered=True, alternating=frozenset(range(spec.plan.num_ministages)))
+
+
+def add_largest(sizes: Sizes, number: int) -> int:
+    """Rows of the largest so many microbatches."""
+    return sum(sizes if number >= len(sizes) else nlargest(number, sizes))
 
 
 def take_few(sizes: Sizes) -> tuple[Sizes, float]:

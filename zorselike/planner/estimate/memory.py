@@ -12,7 +12,7 @@ the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -35,12 +35,14 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.few_microbatches import (
     FEW_MICROBATCHES,
+    add_largest,
     find_peak_bytes,
     make_microbatches,
     return_to_ministages,
     take_few,
     take_more,
 )
+from zorselike.planner.estimate.rounds import RoundOrders
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
@@ -60,6 +62,18 @@ class Need:
     """At its peak, context and allocator included."""
     host_bytes: int
     """What it needs of its node's memory."""
+
+
+class _Few(NamedTuple):
+    """Few microbatches in place of many that are held at once."""
+
+    sizes: Sizes
+    share: float
+    """How many rows each of theirs stands for."""
+    last_share: float
+    """The same of those of the last ministage."""
+    num_held: int | None = None
+    """Where they go back before all are forward, how many are forward then."""
 
 
 class _Part(NamedTuple):
@@ -90,6 +104,7 @@ class RankMemory:
         self._needs: dict[object, Need] = {}
         self._lists: dict[object, Sequence[Action]] = {}
         self._part = cache(self._add_up)
+        self._in_flight = cache(RoundOrders().count_in_flight)
         self._describe_cuts = cache(self._find_description)
         self.scale = 1.0
         """Share of the memory of devices and hosts that is planned with; over 1 asks what would fit then."""
@@ -157,6 +172,14 @@ class RankMemory:
 
     # -- what is needed --------------------------------------------------------------------
 
+    def count_in_flight(self, groups: Sequence[CandidateGroup], owners: tuple[int, ...]) -> Sequence[int]:
+        """Of how many microbatches a device holds activations of its last ministage, by group; of its others
+        of all, or as many as are bounded."""
+        numbers = tuple(group.microbatches_per_device for group in groups)
+        if any(group.max_in_flight is not None for group in groups):
+            return numbers
+        return self._in_flight(numbers, owners)
+
     def need(self, candidate: CandidatePlan, group: int, position: int) -> Need:
         """What the device, or each of the replica, at a position of a group needs."""
         chosen = candidate.groups[group]
@@ -168,12 +191,15 @@ class RankMemory:
         sizes = held or max(chosen.sizes, key=len)
         bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
         few = min(len(sizes), FEW_MICROBATCHES)
-        summary = (sum(sizes), max(sizes), few, bool(chosen.sizes[position]), bounded)
+        kept = self.count_in_flight(candidate.groups, candidate.owners)[group]
+        if chosen.max_in_flight is None and kept >= len(sizes):
+            kept = len(sizes)
+        summary = (sum(sizes), max(sizes), few, bool(chosen.sizes[position]), bounded, kept)
         degree = chosen.degree_of(position)
         replicas = (len(chosen.sizes), chosen.degree // degree, degree) if chosen.degrees else None
         key = (self._describe_cuts(cuts), chosen.mode, summary, len(chosen.devices), device, replicas)
         if key not in self._needs:
-            self._needs[key] = self._walk(cuts, chosen, held, (device, degree))
+            self._needs[key] = self._walk(cuts, chosen, held, (device, degree), kept)
         return self._needs[key]
 
     def _find_description(self, cuts: tuple[tuple[int, int], ...]) -> object:
@@ -200,15 +226,14 @@ class RankMemory:
             self._part(candidate.layers_of(i), chosen.mode.recompute, device, degree) for i in ministages
         ]
         rows_at_once = max(sizes, default=0)
-        # Of each ministage; in the last a microbatch goes back before the next one comes.
         rows = [sum(sizes)] * len(parts)
         last, turns = candidate.num_ministages - 1, chosen.max_in_flight is None
-        if turns and last in ministages:
-            rows[-1] = rows_at_once
+        if turns:
+            rows[-1] = add_largest(sizes, self.count_in_flight(candidate.groups, candidate.owners)[group])
         num_shards = (chosen.num_replica_shards, chosen.num_shards)
         early = [0.0] * len(parts)
         if turns and last not in ministages:  # Gradients of its last ministage come back at once.
-            early[-1] = sum(sizes) * parts[-1].boundary_per_row
+            early[-1] = rows[-1] * parts[-1].boundary_per_row
         held = _hold(parts, chosen.mode, num_shards, (rows, early), rows_at_once, self._problem.defer_updates)
         if chosen.max_in_flight is not None and len(parts) > 1:
             held += _hold_returning(parts, chosen.mode)
@@ -264,21 +289,30 @@ class RankMemory:
         )
 
     def _walk(
-        self, cuts: tuple[tuple[int, int], ...], group: CandidateGroup, sizes: Sizes, device: tuple[str, int]
+        self,
+        cuts: tuple[tuple[int, int], ...],
+        group: CandidateGroup,
+        sizes: Sizes,
+        device: tuple[str, int],
+        kept: int,
     ) -> Need:
-        """`device`: its type, and how many of them are a replica."""
+        """`device`: its type, and how many of them are a replica; `kept`: microbatches of the last ministage
+        that are in flight, where nothing is bounded."""
         few, share = take_few(sizes)
         if group.max_in_flight is not None and len(cuts) > 1:
             num_held = len(few) or len(take_few(max(group.sizes, key=len))[0])
             more = (*few, *few[:1]) if len(sizes) < group.microbatches_per_device else few
             walked = [
-                self._walk_few(cuts, group, sizes, device, (few, share, None)),
-                self._walk_few(cuts, group, sizes, device, (more, share, num_held)),
+                self._walk_few(cuts, group, sizes, device, _Few(few, share, share)),
+                self._walk_few(cuts, group, sizes, device, _Few(more, share, share, num_held)),
             ]
             return Need(*map(max, zip(*walked, strict=True)))
         if group.max_in_flight is not None and group.mode.reduces_per_microbatch:
             few, share = take_more(sizes, group.microbatches_per_device)
-        return Need(*self._walk_few(cuts, group, sizes, device, (few, share, None)))
+        last_share = share
+        if group.max_in_flight is None and len(few) < len(sizes):
+            last_share = add_largest(sizes, kept) / sum(few)
+        return Need(*self._walk_few(cuts, group, sizes, device, _Few(few, share, last_share)))
 
     def _walk_few(
         self,
@@ -286,22 +320,20 @@ class RankMemory:
         group: CandidateGroup,
         sizes: Sizes,
         device_and_degree: tuple[str, int],
-        walked: tuple[Sizes, float, int | None],
+        walked: _Few,
     ) -> tuple[int, int]:
-        """Bytes of the device and of its host, of `sizes` held at once.
-
-        Args:
-            walked: few microbatches in their place, how many rows each of theirs stands for, and where they
-                go back before all are forward, how many are forward then.
-        """
-        few, share, num_held = walked
+        """Bytes of the device and of its host, of `sizes` held at once."""
+        few, share, last_share, num_held = walked
         device, degree = device_and_degree
         plan = self._make_plan(cuts, group, few)
         actions = self._list_actions(plan, num_held, keeps_gathered=group.max_in_flight is not None)
         is_stashed = "activations" in group.mode.offload
-        # Each microbatch goes back before the next one comes.
-        turning = plan.num_ministages - 1 if group.max_in_flight is None else None
-        measured = self._measure(plan, group, device_and_degree, 1.0 if is_stashed else share, turning)
+        own = plan.ministages_of_group(_OWN)
+        if group.max_in_flight is None and own[-1] == plan.num_ministages - 1:
+            last_share = 1.0  # Each microbatch goes back before the next one comes.
+        shares = dict.fromkeys(own, 1.0 if is_stashed else share)
+        shares[own[-1]] = 1.0 if is_stashed else last_share
+        measured = self._measure(plan, group, device_and_degree, shares)
         context_bytes = self._problem.setting.context_bytes(device)
         if device != CPU and group.degrees:  # Of its replica, and of the pieces that others hold too.
             more = (degree > 1) + (group.degree // degree if len(group.sizes) > 1 else 0)
@@ -324,15 +356,18 @@ class RankMemory:
             rows += sum(sizes) + RECEIVES_AHEAD * max(sizes, default=0)
         boundary = max(size.boundary_bytes_per_row for size in measured.values())
         peak = walk.device_peak_bytes
-        if share > 1 and owners[-2:] == (_OWN, _REST):  # Gradients come back at once.
-            more_bytes = round((share - 1) * max(few) * boundary)
+        if last_share > 1 and owners[-2:] == (_OWN, _REST):  # Gradients come back at once.
+            more_bytes = round((last_share - 1) * max(few) * boundary)
             peak = find_peak_bytes(actions, walk.device_bytes, len(owners) - 2, more_bytes)
         peak += rows * boundary
         added = round(self._overheads.allocator_share * (peak - context_bytes))
         host_bytes = walk.host_peak_bytes
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
-            kept = sum(size.activation_bytes_per_row for i, size in measured.items() if i != turning)
-            host_bytes += sum(sizes) * kept - walk.host[Purpose.ACTIVATIONS]
+            *others, last = (size.activation_bytes_per_row for size in measured.values())
+            kept = sum(sizes) * sum(others)
+            if last_share != 1:
+                kept += round(last_share * sum(few)) * last
+            host_bytes += kept - walk.host[Purpose.ACTIVATIONS]
         return peak + added, host_bytes
 
     def _list_actions(self, plan: Plan, num_held: int | None, *, keeps_gathered: bool) -> Sequence[Action]:
@@ -382,18 +417,16 @@ class RankMemory:
         plan: Plan,
         group: CandidateGroup,
         device_and_degree: tuple[str, int],
-        share: float,
-        turning: int | None,
+        shares: Mapping[int, float],
     ) -> dict[int, MinistageBytes]:
-        """Sizes of each ministage of the device's group, all but the turning one with more activations."""
+        """Sizes of each ministage of the device's group, with so many times its activations."""
         workload, each = self._problem.workload, self._problem.parameter_bytes
         device, degree = device_and_degree
         units = list_units(plan, workload)
         measured = {}
-        for i in plan.ministages_of_group(_OWN):
+        for i, share in shares.items():
             rows = find_row_bytes(plan, workload, i, device, self._kept_bytes, degree)
-            own_share = 1.0 if i == turning else share
-            kept = round(own_share * rows.activation_bytes)
+            kept = round(share * rows.activation_bytes)
             measured[i] = add_up(
                 units[i],
                 replace(rows, activation_bytes=kept),

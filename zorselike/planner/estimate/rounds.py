@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from zorselike.planner.candidate.candidate import CandidateGroup
-from zorselike.schedule.orders.in_flight import BACKWARD_PASSES
+from zorselike.schedule.orders.in_flight import BACKWARD_PASSES, TRANSFER_PASSES
 from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
+from zorselike.schedule.orders.order import find_first_in_turn
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
@@ -70,6 +71,8 @@ class Pipeline(NamedTuple):
     """The group of each ministage."""
     lowest_backward: int = 0
     """The first ministage that goes backward."""
+    transfer_passes: int = 0
+    """What a transfer takes, in forwards."""
 
 
 class Step(NamedTuple):
@@ -111,15 +114,27 @@ class RoundOrders:
                 self._found[pipeline._replace(rounds=met)] = order
         return self._found[pipeline]
 
+    def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
+        """Of how many of its rounds each group has gone forward and not backward through its last ministage,
+        at most, where nothing is bounded (`schedule/orders/ours.py`); `numbers`: of all its rounds."""
+        in_turn = owners[find_first_in_turn(owners) :]
+        rounds = tuple(Rounds(numbers[g], numbers[g]) for g in in_turn)
+        order = self.find(Pipeline(rounds, tuple(range(len(rounds))), transfer_passes=TRANSFER_PASSES))
+        found = list(numbers)
+        for g, number in zip(in_turn, order.num_in_flight, strict=True):
+            found[g] = number
+        return found
+
 
 def find_order(pipeline: Pipeline) -> Order:
     """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
-    rounds, owners, lowest = pipeline
+    rounds, owners, lowest, transfer_passes = pipeline
     whole = lcm(*(own.number for own in rounds))
     needs = _find_needs([whole // own.number * np.arange(1, own.number + 1) for own in rounds], owners)
     least = needs.find_least(_list_owned(owners), lowest)
     passes = [BACKWARD_PASSES["none"] if i >= lowest else 0 for i in range(len(owners))]
-    stages = make_stages(owners, [[1] * own.number for own in rounds], passes, needs)
+    sizes = [[1] * own.number for own in rounds]
+    stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
     bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
     computations, most_in_flight = run_in_nominal_time(stages, needs, bounds)
     steps: list[Step] = []

@@ -13,6 +13,7 @@ from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan,
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.communicators import Communicators
+from zorselike.planner.estimate.few_microbatches import add_largest
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
 from zorselike.planner.estimate.step_time import StepTimeEstimate
@@ -97,8 +98,9 @@ class CandidateBuilder:
                 groups.append(self._make_group(chosen, sizes))
             if choice.in_flight_factor is not None:
                 groups = self._bound(groups, choice.in_flight_factor, owners)
+            kept = self._memory.count_in_flight(groups, owners)
             costs = [
-                self._find_costs(group, share, owners.count(g), self._find_turning(g, choice, owners))
+                self._find_costs(group, share, owners.count(g), self._find_kept(g, kept[g], owners))
                 for g, (group, share) in enumerate(zip(groups, room, strict=True))
             ]
             if by_bytes:
@@ -304,26 +306,26 @@ class CandidateBuilder:
 
     # -- layers ----------------------------------------------------------------------------
 
-    def _find_turning(self, g: int, choice: Choice, owners: tuple[int, ...]) -> frozenset[str]:
-        """Kinds of layers whose microbatches go forward and at once backward, as in the last ministage."""
-        last, counts = self._table.keys[-1], self._table.counts
-        if g != owners[-1] or choice.in_flight_factor is not None:
-            return frozenset()
-        return frozenset(counts if owners.count(g) == 1 else [last] if counts[last] == 1 else ())
+    def _find_kept(self, g: int, kept: int, owners: tuple[int, ...]) -> Mapping[str, int]:
+        """Of how many microbatches activations of layers of a kind are kept, where not of all of the group's:
+        those of its last ministage."""
+        if owners.count(g) == 1:
+            return dict.fromkeys(self._table.counts, kept)
+        last = self._table.keys[-1]
+        return {last: kept} if g == owners[-1] and self._table.counts[last] == 1 else {}
 
     def _find_costs(
-        self, group: CandidateGroup, room: float, num_ministages: int, turning: frozenset[str]
+        self, group: CandidateGroup, room: float, num_ministages: int, kept: Mapping[str, int]
     ) -> GroupCosts:
         """What layers cost a group: its computation and the reductions that nothing hides, or its copies
-        from the host where these take longer; and what they hold, of one microbatch where each goes at once
-        back."""
+        from the host where these take longer; and what they hold."""
         returns = num_ministages if group.max_in_flight is not None else 1
-        key = group, returns, turning, self._memory.scale
+        key = group, returns, tuple(kept.items()), self._memory.scale
         if key not in self._costs:
-            self._costs[key] = self._find_whole_costs(group, returns, turning)
+            self._costs[key] = self._find_whole_costs(group, returns, kept)
         return replace(self._costs[key], max_bytes=room * self._costs[key].max_bytes)
 
-    def _find_whole_costs(self, group: CandidateGroup, returns: int, turning: frozenset[str]) -> GroupCosts:
+    def _find_whole_costs(self, group: CandidateGroup, returns: int, kept: Mapping[str, int]) -> GroupCosts:
         times = self._step_time.group_seconds(group)
         times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
         is_beside = self._reduces_beside(group.mode, group.devices)
@@ -339,14 +341,11 @@ class CandidateBuilder:
         if limit is None:
             return GroupCosts(seconds)
         sizes = group.held_sizes(tightest, returns) or (0,)
-        rows = {key: (max if key in turning else sum)(sizes) for key in seconds}
+        rows = {key: add_largest(sizes, kept.get(key, len(sizes))) for key in seconds}
         device = self._problem.device_types[group.firsts[tightest]]
         degree = group.degree_of(tightest)
-        return GroupCosts(
-            seconds,
-            {key: self._held_bytes(key, group, rows[key], degree) for key in seconds},
-            limit - self._problem.setting.context_bytes(device),
-        )
+        held = {key: self._held_bytes(key, group, rows[key], degree) for key in seconds}
+        return GroupCosts(seconds, held, limit - self._problem.setting.context_bytes(device))
 
     def _tightest(self, group: CandidateGroup, num_ministages: int) -> int:
         """The replica whose devices have the least memory for a row."""
