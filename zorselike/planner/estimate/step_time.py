@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 from zorselike.cost.catalogue import CPU
 from zorselike.cost.network import CollectiveOp, Network
@@ -59,7 +60,7 @@ class StepTimeEstimate:
         step = StepWork(
             owners=candidate.owners,
             workers=[self._make_worker(group) for group in candidate.groups],
-            works=[self._measure(candidate, i) for i in range(candidate.num_ministages)],
+            works=self._measure_all(candidate),
             sends=self._measure_sends(candidate, [kind.input_elements_per_row for kind in entered]),
             returns=self._measure_sends(candidate, [kind.gradient_elements for kind in entered]),
             lowest_backward=self._lowest_backward(candidate),
@@ -144,9 +145,18 @@ class StepTimeEstimate:
             sum(number * found[rows].backward for rows, number in times.items()),
         )
 
-    def _measure(self, candidate: CandidatePlan, i: int) -> Work:
-        group = candidate.groups[candidate.owners[i]]
-        keys = Counter(self._table.keys[layer] for layer in candidate.layers_of(i))
+    def _measure_all(self, candidate: CandidatePlan) -> list[Work]:
+        """Each ministage; those of one group with the same layers are alike."""
+        found: dict[tuple[int, Sequence[str]], Work] = {}
+        works = []
+        for start, stop, g in zip((0, *candidate.ends), candidate.ends, candidate.owners, strict=False):
+            key = g, self._table.keys[start:stop]
+            if key not in found:
+                found[key] = self._measure(candidate.groups[g], Counter(key[1]))
+            works.append(found[key])
+        return works
+
+    def _measure(self, group: CandidateGroup, keys: Mapping[str, int]) -> Work:
         seconds = self.group_seconds(group)
         forward_s = sum(number * seconds[key][0] for key, number in keys.items())
         backward_s = sum(number * seconds[key][1] for key, number in keys.items())
@@ -280,11 +290,14 @@ class StepTimeEstimate:
     def _measure_sends(self, candidate: CandidatePlan, elements: Sequence[int]) -> list[float]:
         """For each boundary before a ministage but the first: so many elements of each row of a step over it,
         one way."""
+        found: dict[tuple[int, int, int], float] = {}  # Most boundaries are between few pairs of groups.
         sends = [0.0]
-        for i in range(1, candidate.num_ministages):
-            a, b = candidate.owners[i - 1], candidate.owners[i]
-            row_bytes = elements[i - 1] * self._problem.workload.itemsize
-            sends.append(0.0 if a == b else self.send_s(candidate.groups[a], candidate.groups[b], row_bytes))
+        for (a, b), number in zip(pairwise(candidate.owners), elements, strict=True):
+            if (a, b, number) not in found:
+                row_bytes = number * self._problem.workload.itemsize
+                groups = candidate.groups
+                found[a, b, number] = 0.0 if a == b else self.send_s(groups[a], groups[b], row_bytes)
+            sends.append(found[a, b, number])
         return sends
 
     def send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
