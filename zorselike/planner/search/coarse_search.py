@@ -170,7 +170,8 @@ class CoarseSearch:
     def _try_families(
         self, families: Sequence[Family], num_ministages: int, per_device: int
     ) -> EstimatedCandidate | None:
-        """The best of the first that fit; only the first family where that does, which does nothing twice."""
+        """The best of the first that fit; only the first family where that does, which does nothing twice,
+        and is no slower than what needs least memory: it may fit only with layers where they take long."""
         best: EstimatedCandidate | None = None
         num_fitting = 0
         for number, family in enumerate(families):
@@ -181,8 +182,13 @@ class CoarseSearch:
                 continue
             best = _take_better(best, found)
             num_fitting += 1
-            if number == 0 or num_fitting == _FITTING_FAMILIES:
+            if num_fitting == _FITTING_FAMILIES:
                 break
+            if number == 0:
+                choice = self._choose(families[-1][-1], per_device, num_ministages)
+                roomy = self._evaluator.try_choice(choice, self._grouping, found.score)
+                if _take_better(found, roomy) is found:
+                    break
         return best
 
     def _fits_last(self, families: Sequence[Family], num_ministages: int, per_device: int) -> bool:
@@ -192,7 +198,7 @@ class CoarseSearch:
         return self._fits_at_least(families[-1], num_ministages, per_device)
 
     def _try_family(self, family: Family, num_ministages: int, per_device: int) -> EstimatedCandidate | None:
-        """The best of the first few that fit; none if that which needs least memory does not."""
+        """The best of the first few that fit, and of what needs least memory; none if that does not fit."""
         best: EstimatedCandidate | None = None
         num_fitting = 0
         if len(family) > 1:
@@ -202,6 +208,8 @@ class CoarseSearch:
             least = self._evaluator.try_choice(choice, self._grouping)
             if least is not None and least.waiting and not self._has_few_layers:
                 return least  # Where even this has no room to overlap reductions, others hardly fit.
+            # Others may fit only with layers where they take long.
+            best = least
         for mode in family:
             choice = self._choose(mode, per_device, num_ministages)
             found = self._evaluator.try_choice(choice, self._grouping, None if best is None else best.score)
