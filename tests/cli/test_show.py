@@ -54,8 +54,9 @@ def test_ctrl_c_is_one_line(
     assert not captured.out and captured.err == "interrupted; files already written are kept\n"
 
 
-def test_who_has_read_enough_gets_no_traceback(path: str) -> None:
-    command = [sys.executable, "-m", "zorselike.cli", "show", path]
+@pytest.mark.parametrize("asks_for_help", [False, True])
+def test_who_has_read_enough_gets_no_traceback(path: str, asks_for_help: bool) -> None:
+    command = [sys.executable, "-m", "zorselike.cli", "show", "--help" if asks_for_help else path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -63,6 +63,18 @@ class Command(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (by default `sys.argv`); returns 2 after an error that the user can correct, 130
     after Ctrl-C, 141 if the output is no longer read."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe; Python would flush once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if list(arguments) == ["--version"]:
         if is_first_of_node():
@@ -84,17 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _plain_warnings():
             code = command.run()
-        sys.stdout.flush()
     except USER_ERRORS as error:
         report_mistake(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted; files already written are kept", file=sys.stderr, flush=True)
         return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe; Python would flush once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
     return code or 0
 
 
