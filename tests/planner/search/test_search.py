@@ -279,6 +279,15 @@ def test_nothing_fits_says_how_much_memory_would():
         search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
 
 
+def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(monkeypatch):
+    ticks = count()
+    clock = SimpleNamespace(monotonic=lambda: 0.0, process_time=lambda: 30.0 * next(ticks))
+    monkeypatch.setattr(search_budget, "time", clock)
+    node = make_node("a", "T4", 2, memory_bytes=(2**29, 2**29), host_memory_bytes=2**30)
+    with pytest.raises(NothingFitsError, match="^plan: nothing that fits was found in time"):
+        search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
+
+
 def test_a_part_that_is_not_joined_is_left_out_and_that_is_said():
     nodes = (make_node("a", "T4", 1), make_node("b", "A100-40", 2), make_node("c", "A100-40", 2))
     cluster = Cluster(nodes=nodes, node_links={("b", "c"): Link(10e9)})

@@ -20,6 +20,8 @@ def describe_nothing(
     memory: RankMemory,
     find: Callable[[], EstimatedCandidate | None],
     is_late: Callable[[], bool],
+    *,
+    is_certain: bool,
 ) -> str:
     """One line: what was tried, and how much memory would be enough.
 
@@ -27,9 +29,13 @@ def describe_nothing(
         memory: whose `scale` is changed, and set back.
         find: looks for anything that fits.
         is_late: whether what was found has to do.
+        is_certain: whether all was looked at, not as much as there was time for.
     """
     whose = f"{problem.workload.model} with {count(problem.global_batch, 'row')} a step"
-    what = f"plan: nothing fits: {whose} on {count(len(problem.usable), 'device')}"
+    found_so_far = "nothing fits"
+    if not is_certain:
+        found_so_far = "nothing that fits was found in time; a longer budget may find it"
+    what = f"plan: {found_so_far}: {whose} on {count(len(problem.usable), 'device')}"
     try:
         low, high = 1.0, 1.25
         found = None

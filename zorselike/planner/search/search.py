@@ -193,7 +193,7 @@ class _Search:
             plans = self._choose(top)
         if not plans:
             self._memory.scale = 1.0
-            raise NothingFitsError(self._explain_nothing())
+            raise NothingFitsError(self._explain_nothing(is_certain=ending != "budget"))
         assert self._top_k.best is not None
         candidate = self._top_k.best.estimated.candidate
         used = {device for group in candidate.groups for device in group.devices}
@@ -235,7 +235,7 @@ class _Search:
         if self._top_k.best is None:  # There may have been no time to come to what needs least memory.
             estimated = self._found.best or self._find_any(self._budget.worked_s + FUTILE_S)
             if estimated is None or self._top_k.simulate(estimated) is None:
-                raise NothingFitsError(self._explain_nothing())
+                raise NothingFitsError(self._explain_nothing(is_certain=ending != "budget"))
         return ending
 
     def _list_unseen(self) -> Iterator[str]:
@@ -344,8 +344,12 @@ class _Search:
         sets = propose_devices(self._problem, bounds=self._bounds)[:FEW_SETS]
         return [own for devices in sets for own in islice(self._looks.list_groups(devices), FEW_GROUPINGS)]
 
-    def _explain_nothing(self) -> str:
+    def _explain_nothing(self, *, is_certain: bool) -> str:
         end_s = self._budget.worked_s + max(FUTILE_S, 2 * self._budget.budget_s)
         return describe_nothing(
-            self._problem, self._memory, lambda: self._find_any(end_s), lambda: self._budget.worked_s > end_s
+            self._problem,
+            self._memory,
+            lambda: self._find_any(end_s),
+            lambda: self._budget.worked_s > end_s,
+            is_certain=is_certain,
         )
