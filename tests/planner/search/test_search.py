@@ -284,7 +284,7 @@ def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(monkeypatc
     clock = SimpleNamespace(monotonic=lambda: 0.0, process_time=lambda: 30.0 * next(ticks))
     monkeypatch.setattr(search_budget, "time", clock)
     node = make_node("a", "T4", 2, memory_bytes=(2**29, 2**29), host_memory_bytes=2**30)
-    with pytest.raises(NothingFitsError, match="^plan: nothing that fits was found in time"):
+    with pytest.raises(NothingFitsError, match=r"^plan: nothing that fits was found in time"):
         search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
 
 
