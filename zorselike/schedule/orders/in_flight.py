@@ -56,12 +56,9 @@ def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Action, ...], ...]:
     plan = spec.plan
     needs = _find_all_needs(plan)
     _refuse_low_bounds(spec, needs)
-    passes = [
-        BACKWARD_PASSES[plan.group_of(i).recompute] if i >= spec.lowest_backward else 0
-        for i in range(plan.num_ministages)
-    ]
     owners = [ministage.group for ministage in plan.ministages]
-    stages = make_stages(owners, [_count_rows(group) for group in plan.groups], passes, needs)
+    rows = [_count_rows(group) for group in plan.groups]
+    stages = make_stages(owners, rows, _list_passes(spec), needs)
     bounds = [group.max_in_flight for group in plan.groups]
     orders: list[list[Action]] = [[] for _ in plan.groups]
     for i, is_forward, microbatch in run_in_nominal_time(stages, needs, bounds).computations:
@@ -78,16 +75,20 @@ def order_last_ministages(spec: ScheduleSpec, first: int) -> dict[int, list[Acti
     needs = StageNeeds.among(
         owners, groups[-1].max_microbatches, lambda a, b: find_needs(groups[a], groups[b])
     )
-    passes = [
-        BACKWARD_PASSES[group.recompute] if i >= spec.lowest_backward else 0
-        for i, group in enumerate(groups, start=first)
-    ]
     rows = [_count_rows(group) for group in groups]
-    stages = make_stages(owners, rows, passes, needs, transfer_passes=TRANSFER_PASSES)
+    stages = make_stages(owners, rows, _list_passes(spec, first), needs, transfer_passes=TRANSFER_PASSES)
     found: dict[int, list[Action]] = {first + i: [] for i in owners}
     for i, is_forward, m in run_in_nominal_time(stages, needs, [None] * len(groups)).computations:
         found[first + i].append(Action(Kind.F if is_forward else Kind.B, first + i, m))
     return found
+
+
+def _list_passes(spec: ScheduleSpec, first: int = 0) -> list[int]:
+    """What a backward of each ministage from `first` on takes, in forwards; 0 where there is none."""
+    return [
+        BACKWARD_PASSES[spec.plan.group_of(i).recompute] if i >= spec.lowest_backward else 0
+        for i in range(first, spec.plan.num_ministages)
+    ]
 
 
 def least_in_flight(plan: Plan, *, lowest_backward: int = 0) -> tuple[int, ...]:
