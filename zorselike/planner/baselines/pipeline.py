@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from zorselike.cost.sizes import GATHERS_PER_LAYER, is_layer
 from zorselike.plan.plan import GradReduce, Group, Microbatch, Plan, Recompute
@@ -94,26 +95,24 @@ class _Ranking:
     def enter(self, stages: Stages, global_batch: int, recompute: Recompute) -> None:
         """Ever larger rounds, until they get slower or do not fit."""
         for num_parts in self._rules.equal_layers or (1,):
-            rows = max(len(group) for group in stages.groups)
+            choice = _Choice(max(len(group) for group in stages.groups), recompute, num_parts)
             before = math.inf
-            while rows <= global_batch:
-                step_s = self._estimate(stages, rows, global_batch, recompute, num_parts)
+            while choice.rows <= global_batch:
+                step_s = self._estimate(stages, global_batch, choice)
                 if step_s is not None:
                     if step_s > before or math.isinf(step_s):
                         break
                     before = step_s
-                rows *= 2
+                choice = choice._replace(rows=2 * choice.rows)
 
-    def _estimate(
-        self, stages: Stages, rows: int, global_batch: int, recompute: Recompute, num_parts: int
-    ) -> float | None:
+    def _estimate(self, stages: Stages, global_batch: int, choice: _Choice) -> float | None:
         """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
         where neither fits, None where it cannot be among the best or is no such pipeline."""
         for grad_reduce in self._rules.grad_reduce:
-            estimate = _Estimate(self._rules, stages, rows, recompute, grad_reduce, global_batch, num_parts)
+            estimate = _Estimate(self._rules, stages, global_batch, choice, grad_reduce)
             if not estimate.is_possible:
                 return None
-            if not stages.takes(estimate.rows, recompute):
+            if not stages.takes(estimate.rows, choice.recompute):
                 return math.inf
             self._tried.append(estimate)
             if len(self._best) == ENTERED and estimate.bound_s() > self._best[-1]:
@@ -141,22 +140,25 @@ class _Ranking:
         return min(estimate.lack() for estimate in self._tried)[1]
 
 
+class _Choice(NamedTuple):
+    """What is tried of a shape."""
+
+    rows: int
+    """Of a round."""
+    recompute: Recompute
+    num_parts: int
+    """Of the model that each stage has."""
+
+
 class _Estimate:
     """One shape with one choice."""
 
     def __init__(
-        self,
-        rules: Rules,
-        stages: Stages,
-        rows: int,
-        recompute: Recompute,
-        grad_reduce: GradReduce,
-        global_batch: int,
-        num_parts: int,
+        self, rules: Rules, stages: Stages, global_batch: int, choice: _Choice, grad_reduce: GradReduce
     ) -> None:
-        """`rows` of a round; `num_parts` of the model that each stage has."""
-        self._stages, self._recompute, self._grad_reduce = stages, recompute, grad_reduce
-        self._rules, self._num_parts, self._global_batch = rules, num_parts, global_batch
+        rows, recompute, self._num_parts = choice
+        self._rules, self._stages, self._global_batch = rules, stages, global_batch
+        self._recompute, self._grad_reduce = recompute, grad_reduce
         self._num_rounds = -(-global_batch // rows)
         widest = max(len(group) for group in stages.groups)
         if global_batch < self._num_rounds * widest:  # The last rounds are to have rows for all.
