@@ -45,7 +45,7 @@ def find(*host_bytes: int | None, budget_s: float = 0.5, **options: object) -> S
     """The best plan of three nodes, of which the first ones have so much memory."""
     limits = (*host_bytes, *(None for _ in range(3 - len(host_bytes))))
     nodes = [make_nodes(f"n{i}-", "A100-40 T4", host_memory_bytes=limit) for i, limit in enumerate(limits)]
-    return search_plans(make_problem(*nodes, global_batch=16, **options), budget_s=budget_s, top=1).best.case
+    return search_plans(make_problem(*nodes, global_batch=8, **options), budget_s=budget_s, top=1).best.case
 
 
 def test_the_planner_counts_them_where_a_job_is_elastic() -> None:
