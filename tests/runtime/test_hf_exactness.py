@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import hf_families
 import pytest
+import torch
 import volume
 from hf_families import (
     FAMILIES,
@@ -222,16 +224,22 @@ class Adapters:
         return model
 
 
+@cache
+def names_with(adapters: Adapters) -> tuple[str, ...]:
+    """As a plan lists them; asked, and peft imported, once before ranks are forked."""
+    with torch.device("meta"):
+        return tuple(list_modules(adapters.model()))
+
+
 ALL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = [(tokens(ROWS, seed=step), tokens(ROWS, seed=10 + step)) for step in range(2)]
 
 
 def train_adapters_planned(
-    rank: int, world_size: int, adapters: Adapters, make_plan: Callable[[Sequence[str]], Plan]
+    rank: int, world_size: int, adapters: Adapters, plan: Plan
 ) -> tuple[list[float], Any]:
     """Losses, and the adapters that peft saves."""
-    model = adapters.model()
-    with HeteroPipeline(model, make_plan(list_modules(model)), optimizer=adamw) as pipe:
+    with HeteroPipeline(adapters.model(), plan, optimizer=adamw) as pipe:
         losses = [pipe.step_global(*batch).loss for batch in BATCHES]
         return losses, {n: t for n, t in pipe.full_state_dict().items() if "lora" in n}
 
@@ -259,16 +267,18 @@ def assert_same_adapters(
 
 def test_adapters_of_peft_train_as_they_do_alone(run_ranks: RunRanks) -> None:
     adapters = Adapters()
+    plan = two_groups(names_with(adapters))
     (expected,) = run_ranks(train_adapters_alone, 1, adapters)
-    found = run_ranks(train_adapters_planned, 4, adapters, two_groups)
+    found = run_ranks(train_adapters_planned, 4, adapters, plan)
     assert_same_adapters(found[0], expected, 4)
 
 
 def test_adapters_train_in_replicas_as_they_do_alone(run_ranks: RunRanks) -> None:
     """Beside layers that are cut by what they give and by what they take."""
     adapters = Adapters(ALL_LAYERS, family="qwen2")
+    plan = replicas(names_with(adapters))
     (expected,) = run_ranks(train_adapters_alone, 1, adapters)
-    found = run_ranks(train_adapters_planned, 4, adapters, replicas)
+    found = run_ranks(train_adapters_planned, 4, adapters, plan)
     assert_same_adapters(found[0], expected, 2 * len(adapters.targets))
 
 
@@ -290,22 +300,22 @@ def one_group_of_replicas(names: Sequence[str]) -> Plan:
 
 
 def train_dropping(
-    rank: int, world_size: int, rates: Sequence[float], make_plan: Callable[[Sequence[str]], Plan]
+    rank: int, world_size: int, rates: Sequence[float], plan: Plan
 ) -> list[tuple[list[float], Any]]:
     """Phi drops what its blocks give, in its layers."""
     found = []
     for rate in rates:
-        model = make_model("phi", resid_pdrop=rate)
-        with HeteroPipeline(model, make_plan(list_modules(model)), optimizer=adamw) as pipe:
+        with HeteroPipeline(make_model("phi", resid_pdrop=rate), plan, optimizer=adamw) as pipe:
             losses = [pipe.step_global(*batch).loss for batch in BATCHES]
             found.append((losses, pipe.full_state_dict()))
     return found
 
 
 def test_dropout_beside_what_is_cut_is_that_of_one_rank(run_ranks: RunRanks) -> None:
-    ((expected, without),) = run_ranks(train_dropping, 1, (0.3, 0.0), on_one_rank)
+    names = module_names("phi")
+    ((expected, without),) = run_ranks(train_dropping, 1, (0.3, 0.0), on_one_rank(names))
     assert abs(expected[0][0] - without[0][0]) > 1e-4
-    ((losses, state),) = run_ranks(train_dropping, 4, (0.3,), one_group_of_replicas)[0]
+    ((losses, state),) = run_ranks(train_dropping, 4, (0.3,), one_group_of_replicas(names))[0]
     assert losses == pytest.approx(expected[0], rel=1e-12)
     assert all((state[name] - tensor).abs().max() <= 1e-10 for name, tensor in expected[1].items())
 
@@ -314,8 +324,9 @@ def test_dropout_of_adapters_is_that_of_one_rank(run_ranks: RunRanks) -> None:
     """Beside layers of both kinds, in both blocks."""
     targets = ("q_proj", "o_proj", "up_proj", "down_proj")
     adapters = Adapters(targets, dropout=0.3)
-    (expected,) = run_ranks(train_adapters_planned, 1, adapters, on_one_rank)
-    (without,) = run_ranks(train_adapters_planned, 1, replace(adapters, dropout=0.0), on_one_rank)
+    names = names_with(adapters)
+    (expected,) = run_ranks(train_adapters_planned, 1, adapters, on_one_rank(names))
+    (without,) = run_ranks(train_adapters_planned, 1, replace(adapters, dropout=0.0), on_one_rank(names))
     assert abs(expected[0][0] - without[0][0]) > 1e-4
-    found = run_ranks(train_adapters_planned, 4, adapters, one_group_of_replicas)
+    found = run_ranks(train_adapters_planned, 4, adapters, one_group_of_replicas(names))
     assert_same_adapters(found[0], expected, 2 * len(adapters.targets))
