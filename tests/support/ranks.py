@@ -222,6 +222,9 @@ def warm_up() -> None:
     optimizer's step asks CUDA something even on a CPU, and no rank could use it after that."""
     import encodings.idna  # noqa: F401  Of host names.
 
+    import torch.distributed.pipelining
+    import torch.export._trace  # noqa: F401
+
     if count_gpus():
         return
 
