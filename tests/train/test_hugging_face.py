@@ -21,6 +21,7 @@ CUTS = ((4, 7), (1, 7))
 """Where each plan's first ministage ends, and its last."""
 NAMES = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm", "lm_head")
 transformers = hf_families.transformers
+peft = pytest.importorskip("peft")  # Imported once, and not by each rank.
 
 
 def write_plan(path: Path, first: int, last: int) -> None:
@@ -132,7 +133,6 @@ def load_adapters(rank: int, size: int, model: Path, adapters: Path | None) -> d
     """The weights of a folder, into which `peft` has merged adapters."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
     if adapters is not None:
-        peft = pytest.importorskip("peft")
         loaded = peft.PeftModel.from_pretrained(loaded, adapters).merge_and_unload()
     return {name: tensor.detach().clone() for name, tensor in loaded.state_dict().items()}
 

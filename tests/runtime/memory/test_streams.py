@@ -596,12 +596,13 @@ def forget_each(rank: int, world_size: int, runs: list[Run], known: frozenset[st
 def test_a_wait_that_is_forgotten_is_found(run_ranks: RunRanks) -> None:
     """Everything in the runtime that orders work is needed in one of these runs, but for what is listed; a
     new wait that is not needed here fails this."""
+    places = ordering_places().values()  # Read once, before ranks are forked.
     found: dict[str, bool] = {}
     for num_ranks, runs in SCENES:
         known = frozenset(place for place, is_race in found.items() if is_race)
         for own in run_ranks(forget_each, num_ranks, runs, known, timeout=240):
             found |= {place: is_race or found.get(place, False) for place, is_race in own.items()}
-    blind = {place for place in ordering_places().values() if not found.get(place)}
+    blind = {place for place in places if not found.get(place)}
     unneeded = {place for place in blind if place.startswith(tuple(NOT_NEEDED))}
     assert blind == unneeded
     for start in NOT_NEEDED:

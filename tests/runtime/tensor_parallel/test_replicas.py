@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import volume
@@ -66,7 +69,7 @@ def test_the_cases_cover_what_they_should() -> None:
 
 @pytest.mark.nightly
 def test_training_equals_a_single_process(run_ranks: RunRanks) -> None:
-    cases = volume.part(volume.part(CASES), least=2)  # Up to eight ranks each: fewer than a tenth.
+    cases = volume.part(CASES, share=60)  # Up to eight ranks each.
     if not volume.is_full():
         cases = [replace(case, num_steps=3) for case in cases]
     (expected,) = run_ranks(train_all_single, 1, cases, timeout=300)
@@ -121,21 +124,39 @@ def test_sizes_are_foretold_by_pieces(zero: int, run_ranks: RunRanks) -> None:
     assert whole[2] > whole[0] > max(whole[rank] for rank in (6, 1, 4, 3))
 
 
-def train_half(rank: int, world_size: int, case: ReplicaCase, dtype: torch.dtype) -> tuple[list[float], Any]:
-    model = case.model().float()
-    with HeteroPipeline(model, case.plan, optimizer=adamw, max_norm=0.5, param_dtype=dtype) as pipe:
-        losses = [pipe.step_global(*case.batch(0)).loss for _ in range(case.num_steps)]
-        return losses, pipe.full_state_dict()
+Half = tuple[ReplicaCase, torch.dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("zero", [0, 2])
-def test_master_weights_follow_those_of_one_rank(dtype: torch.dtype, zero: int, run_ranks: RunRanks) -> None:
+def train_halves(rank: int, world_size: int, halves: Sequence[Half]) -> dict[Half, tuple[list[float], Any]]:
+    found = {}
+    for case, dtype in halves:
+        model = case.model().float()
+        with HeteroPipeline(model, case.plan, optimizer=adamw, max_norm=0.5, param_dtype=dtype) as pipe:
+            losses = [pipe.step_global(*case.batch(0)).loss for _ in range(case.num_steps)]
+            found[case, dtype] = losses, pipe.full_state_dict()
+    return found
+
+
+DTYPES, STAGES = (torch.bfloat16, torch.float16), (0, 2)
+ALONE = ReplicaCase(one_group((0,), 2), NUM_LAYERS)
+JOINED = {zero: ReplicaCase(one_group(((0, 1), 2), zero), NUM_LAYERS) for zero in STAGES}
+
+
+@pytest.fixture(scope="module")
+def trained_halves() -> dict[Half, tuple[list[float], Any]]:
+    """All that are compared, trained by the same ranks."""
+    (alone,) = ranks.run_ranks(train_halves, 1, list(product([ALONE], DTYPES)))
+    return alone | ranks.run_ranks(train_halves, 3, list(product(JOINED.values(), DTYPES)))[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", STAGES)
+def test_master_weights_follow_those_of_one_rank(
+    dtype: torch.dtype, zero: int, trained_halves: dict[Half, tuple[list[float], Any]]
+) -> None:
     """As nearly as layers compute: each step moves a weight by the learning rate at most."""
-    case = ReplicaCase(one_group(((0, 1), 2), zero), NUM_LAYERS)
-    alone = ReplicaCase(one_group((0,), 2), NUM_LAYERS)
-    (expected,) = run_ranks(train_half, 1, alone, dtype)
-    found = run_ranks(train_half, 3, case, dtype)[0]
+    case = JOINED[zero]
+    expected, found = trained_halves[ALONE, dtype], trained_halves[case, dtype]
     assert found[0] == pytest.approx(expected[0], rel=5e-3)
     assert found[0][-1] < found[0][0]
     for name, values in expected[1].items():
