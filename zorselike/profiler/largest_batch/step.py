@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.profiler.layers.probes import MeasuredModel, materialise
 from zorselike.profiler.layers.row_search import TrialResult
-from zorselike.profiler.machine.device_memory import DeviceMemory
+from zorselike.profiler.machine.device_memory import DeviceMemory, list_owners, parameters_of
 from zorselike.runtime.memory.memory import Ledger
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
@@ -54,6 +54,7 @@ class ZeroStep:
         )
         self._memory = resources.memory
         self._ministage = ShardedMinistage(0, part.module, part.units, settings, resources)
+        self._owners = list_owners(part.module)
         for module in part.module.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(OwnGather())  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ class ZeroStep:
 
     def _held(self) -> int:
         """Bytes that this rank's ledger knows of, and gradients that are whole; asked on a CPU."""
-        grads = [p.grad for p in self._ministage.module.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters_of(self._owners) if p.grad is not None]
         whole = [grad for grad in grads if not isinstance(grad, DTensor)]
         return self.ledger.device_bytes + sum(grad.nbytes for grad in whole)
 
