@@ -360,6 +360,17 @@ def test_the_odd_call_is_found_by_its_round() -> None:
     assert "evaluate() where ranks 0 and 1 called step()" in failure.reason
 
 
+def test_of_two_calls_the_one_that_is_no_step_is_the_odd_one() -> None:
+    """The third rank is still in the round before."""
+    behind = State("0B0", 3, call="step", called_in=2)
+    close, step = State("", 4, call="close", called_in=3), State("0UNSHARD", 3, call="step", called_in=3)
+    failure = find_mismatch({0: behind, 1: close, 2: step})
+    assert failure is not None and failure.rank == 1
+    assert "it called close() where rank 2 called step()" in failure.reason
+    failure = find_mismatch({0: behind, 1: step, 2: close})
+    assert failure is not None and failure.rank == 2
+
+
 class Skips(Decoder):
     """Leaves out a layer now and then, which a trace does not show."""
 

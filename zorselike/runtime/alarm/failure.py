@@ -112,7 +112,10 @@ def find_mismatch(present: Mapping[int, State]) -> Failure | None:
             calls.setdefault(state.called_in, {}).setdefault(state.call, []).append(rank)
     for ranks_of in calls.values():
         if len(ranks_of) > 1:
-            usual, *others = sorted(ranks_of, key=lambda call: (-len(ranks_of[call]), ranks_of[call]))
+            # Of as many, as where some are still in the round before, those that train are right.
+            usual, *others = sorted(
+                ranks_of, key=lambda call: (-len(ranks_of[call]), call != "step", ranks_of[call])
+            )
             rank = ranks_of[others[0]][0]
             reason = (
                 f"it called {others[0]}() where {list_few(ranks_of[usual], 'rank')} called {usual}(); all "
