@@ -212,6 +212,13 @@ def test_fewer_bytes_of_gradients_go_back_where_costs_say_so(cpu: bool) -> None:
     assert run(pipeline(2, 1), **costs, gradient_row_bytes=(0, 1)).iteration_s == 1 + 3 + 1 + 2 + 1 + 2
 
 
+def test_without_a_buffer_a_transfer_of_nothing_waits_for_its_receiver_too() -> None:
+    plan = pipeline(2, 1)
+    lists = {0: parse_actions("0F0 0SEND_F0@1[0:1]"), 1: parse_actions("1F0")}
+    with pytest.raises(DeadlockError):
+        run(plan, lists, row_bytes=0)
+
+
 def test_transfers_that_block_keep_both_ranks_from_computing() -> None:
     plan = pipeline(2, 2)
     lists = {

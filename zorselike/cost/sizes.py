@@ -228,16 +228,17 @@ def find_row_bytes(
 
 def find_boundary_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
     """Bytes of a row that enters each ministage from the one before; 0 for the first."""
-    first_modules = [ministage.modules[0] for ministage in plan.ministages]
-    elements = [workload.kind_of[name].input_elements_per_row for name in first_modules]
-    return (0, *(number * workload.itemsize for number in elements[1:]))
+    return (0, *(kind.input_elements_per_row * workload.itemsize for kind in _list_entered(plan, workload)))
 
 
 def find_gradient_bytes(plan: Plan, workload: Workload) -> tuple[int, ...]:
     """Bytes of a row's gradients that each ministage sends to the one before; 0 for the first."""
-    first_modules = [ministage.modules[0] for ministage in plan.ministages]
-    elements = [workload.kind_of[name].gradient_elements for name in first_modules]
-    return (0, *(number * workload.itemsize for number in elements[1:]))
+    return (0, *(kind.gradient_elements * workload.itemsize for kind in _list_entered(plan, workload)))
+
+
+def _list_entered(plan: Plan, workload: Workload) -> list[LayerKind]:
+    """The first layer of each ministage but the first."""
+    return [workload.kind_of[ministage.modules[0]] for ministage in plan.ministages[1:]]
 
 
 def measure_ministages(

@@ -63,7 +63,7 @@ class StepCosts:
     """As `row_bytes`, of the gradients that go back over each boundary; empty: as many."""
     eager_bytes: float = 0.0
     """Transfers of so many bytes and fewer do not wait for their receive to be posted, nor hold up their
-    sender until then: what a transport buffers. Gloo none, whatever the size."""
+    sender until then: what a transport buffers. 0: none, as Gloo, whatever the size."""
     transfers_block: bool = False
     """Whether a transfer keeps both its ranks from computing, from the later of both posts until its bytes
     have moved, at its place in the lists (DeepSpeed's pipeline); else it runs beside computation."""

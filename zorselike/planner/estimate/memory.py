@@ -191,9 +191,7 @@ class RankMemory:
         sizes = held or max(chosen.sizes, key=len)
         bounded = None if chosen.max_in_flight is None else (len(sizes), chosen.microbatches_per_device)
         few = min(len(sizes), FEW_MICROBATCHES)
-        kept = self.count_in_flight(candidate.groups, candidate.owners)[group]
-        if chosen.max_in_flight is None and kept >= len(sizes):
-            kept = len(sizes)
+        kept = min(len(sizes), self.count_in_flight(candidate.groups, candidate.owners)[group])
         summary = (sum(sizes), max(sizes), few, bool(chosen.sizes[position]), bounded, kept)
         degree = chosen.degree_of(position)
         replicas = (len(chosen.sizes), chosen.degree // degree, degree) if chosen.degrees else None
@@ -329,8 +327,9 @@ class RankMemory:
         actions = self._list_actions(plan, num_held, keeps_gathered=group.max_in_flight is not None)
         is_stashed = "activations" in group.mode.offload
         own = plan.ministages_of_group(_OWN)
-        if group.max_in_flight is None and own[-1] == plan.num_ministages - 1:
-            last_share = 1.0  # Each microbatch goes back before the next one comes.
+        # Each microbatch goes back before the next one comes.
+        turns = group.max_in_flight is None and own[-1] == plan.num_ministages - 1
+        last_share = 1.0 if turns else last_share
         shares = dict.fromkeys(own, 1.0 if is_stashed else share)
         shares[own[-1]] = 1.0 if is_stashed else last_share
         measured = self._measure(plan, group, device_and_degree, shares)
@@ -365,7 +364,7 @@ class RankMemory:
         if is_stashed and share > 1:  # Of many microbatches all but a few are on the host.
             *others, last = (size.activation_bytes_per_row for size in measured.values())
             kept = sum(sizes) * sum(others)
-            if last_share != 1:
+            if not turns:
                 kept += round(last_share * sum(few)) * last
             host_bytes += kept - walk.host[Purpose.ACTIVATIONS]
         return peak + added, host_bytes

@@ -79,7 +79,7 @@ class Rendezvous:
             flow = self.network.transfer(source, target, num_bytes)
             bundle = self._bundles[key] = self._tasks.bundle_of((flow,))
         task = self._tasks.add(Work.TRANSFER, NOTHING, bundle=bundle)
-        if num_bytes <= self._costs.eager_bytes:
+        if 0 < self._costs.eager_bytes >= num_bytes:
             self.eager.add(task)
             self._tasks.arrive(task)
         return self._expect(task, (source, target))
