@@ -79,7 +79,6 @@ def test_a_generation_that_ends_as_it_is_handed_over_is_heard_of() -> None:
 
 def form_after_failing(rank: int, world_size: int, folder: Path) -> int:
     """Rank 0 alone has begun to form a generation that ended meanwhile; both form the next one."""
-    dist.destroy_process_group()
     job = make_job()
     port = folder / "port"
     if rank == 0:
@@ -108,13 +107,12 @@ def form_after_failing(rank: int, world_size: int, folder: Path) -> int:
 def test_who_began_to_form_a_generation_forms_the_next_with_who_did_not(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    assert run_ranks(form_after_failing, 2, tmp_path) == [3, 3]
+    assert run_ranks(form_after_failing, 2, tmp_path, init=False) == [3, 3]
 
 
 def fill_after_the_others_left(rank: int, world_size: int, folder: Path) -> list[bool]:
     """Ranks 1 and 2 wait for rank 0, and leave; then rank 0 comes, and hears a moment later that it is alone.
     Which of two processes connects to the other is chance, so several times."""
-    dist.destroy_process_group()
     job, freed = make_job(), []
     for number in range(1, 6):
         port, left = folder / f"port{number}", folder / f"left{number}"
@@ -148,7 +146,7 @@ def fill_after_the_others_left(rank: int, world_size: int, folder: Path) -> list
 def test_who_slept_until_the_others_had_left_does_not_wait_for_them(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    assert run_ranks(fill_after_the_others_left, 3, tmp_path) == [[True] * 5] * 3
+    assert run_ranks(fill_after_the_others_left, 3, tmp_path, init=False) == [[True] * 5] * 3
 
 
 def test_nobody_waits_for_the_store_of_a_leader_that_has_ended() -> None:
