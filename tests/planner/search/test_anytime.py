@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import device_problems
 import pytest
@@ -16,6 +17,7 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search import search
 from zorselike.planner.search.budget import BudgetOverError, SearchBudget
 from zorselike.planner.search.choice import Choice
+from zorselike.planner.search.enumerator import Refinements
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.paying import PAYS, choose_paying, describe_unused
 from zorselike.planner.search.score import Score
@@ -136,6 +138,36 @@ def test_what_people_would_leave_out_is_looked_at_by_every_second_look():
         assert looking._looks.peek() is not None
         looking._looks.advance()
     assert all(look.num_looked for look in named)
+
+
+def test_refining_turns_to_what_promises_more_and_comes_back():
+    problem = device_problems.make_problem(
+        device_problems.make_nodes("a", "A100-40 A100-40", 2, 4.0), global_batch=16
+    )
+    looking = search._Search(problem, 100.0, 0, None)
+    looking._looks.begin(search.propose_devices(problem, bounds=looking._bounds))
+    looks, refinements = looking._looks, looking._refinements
+    while len(looks.looks[0].coarse) < 2:
+        assert looks.peek() is not None
+        looks.advance()
+    better, poor = looks.looks[0].coarse[:2]
+    looks.looks[0].coarse = [poor]
+    begun = [advance(refinements) for _ in range(3)]
+    assert begun[0] is begun[1] is begun[2]
+    # Whatever is found on the way, the other promises more.
+    looks.looks[0].coarse = [replace(better, score=replace(better.score, wanted=1e-9)), poor]
+    other = advance(refinements)
+    assert other is not begun[0] and advance(refinements) is other
+    while advance(refinements) is other:
+        pass
+    assert refinements._next is begun[0] and refinements.num_waiting == 1
+
+
+def advance(refinements: Refinements) -> object:
+    """Which of them was changed."""
+    assert refinements.peek() is not None
+    refinements.advance()
+    return refinements._next
 
 
 def test_what_does_not_fit_as_a_whole_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

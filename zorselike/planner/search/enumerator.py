@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf, isfinite
 
 from zorselike.planner.devices.bounds import DeviceBounds
@@ -35,6 +36,8 @@ LOOKED = 0.05
 """By this share more promising must be another grouping of devices that were looked at, for each time."""
 REFINED = 0.02
 """The same of what is refined."""
+VAIN = 50
+"""Steps of refining that count as much as one refinement where none of them was better."""
 ASSUMED_S = 0.05
 """Nominal seconds of one grouping's first look, and of one step of refining, before any was done."""
 
@@ -181,8 +184,24 @@ class CoarseLooks:
         return reduced_s + fill_s
 
 
+@dataclass(eq=False)
+class _Refinement:
+    """One first estimate that is refined, or waits to be."""
+
+    look: SetLook
+    best: EstimatedCandidate
+    """The first estimate, then the best that it led to."""
+    number: int
+    """Of the same set of devices so many were begun before it."""
+    steps: Iterator[EstimatedCandidate] | None = None
+    """None: it was not begun."""
+    num_vain: int = 0
+    """Steps since the last that was better."""
+
+
 class Refinements:
-    """The best first estimates of each set, changed one decision after the other (`turns.Work`)."""
+    """The best first estimates of each set, changed one decision after the other (`turns.Work`). One waits as
+    soon as another promises more: what is looked at first is seldom the best, and takes hundreds of steps."""
 
     def __init__(
         self,
@@ -192,27 +211,32 @@ class Refinements:
         found: FoundCandidates,
     ) -> None:
         self._problem, self._evaluator, self._looks, self._found = problem, evaluator, looks, found
-        self._going: Iterator[EstimatedCandidate] | None = None
+        self._begun: list[_Refinement] = []
+        self._next: _Refinement | None = None
         self._spent_s, self._num_done = 0.0, 0
 
     def peek(self) -> float | None:
-        if self._going is None and self._choose() is None:
+        # Of equals what was begun.
+        self._next = min(chain(self._begun, self._list_waiting()), key=self._promise, default=None)
+        if self._next is None:
             return None
         return self._spent_s / self._num_done if self._num_done else ASSUMED_S
 
     def advance(self) -> float:
-        begin_s = self._evaluator.nominal_s
-        if self._going is None:
-            chosen = self._choose()
-            assert chosen is not None, "peek found one"
-            look, start = chosen
-            look.refined.add(id(start))
-            self._going = self._refine(start, look.devices)
-        estimated = next(self._going, None)
+        going, begin_s = self._next, self._evaluator.nominal_s
+        assert going is not None, "peek found one"
+        if going.steps is None:
+            going.look.refined.add(id(going.best))
+            going.steps = self._refine(going.best, going.look.devices)
+            self._begun.append(going)
+        estimated = next(going.steps, None)
         if estimated is None:
-            self._going = None
+            self._begun.remove(going)
         else:
             self._found.keep(estimated)
+            going.num_vain += 1
+            if estimated.score < going.best.score:
+                going.best, going.num_vain = estimated, 0
         spent_s = self._evaluator.nominal_s - begin_s
         self._spent_s, self._num_done = self._spent_s + spent_s, self._num_done + 1
         return spent_s
@@ -220,22 +244,19 @@ class Refinements:
     @property
     def num_waiting(self) -> int:
         """First estimates that are still to be refined."""
-        return sum(1 for _ in self._list_waiting())
+        return len(self._begun) + sum(1 for _ in self._list_waiting())
 
-    def _list_waiting(self) -> Iterator[tuple[SetLook, EstimatedCandidate]]:
+    def _list_waiting(self) -> Iterator[_Refinement]:
         has_few = len(self._problem.usable) <= FEW_DEVICES
         for number, look in enumerate(self._looks.looks):
             most = MOST_REFINED if number == 0 or has_few else MOST_REFINED // 3
             for start in _take_best(look.coarse, most):
                 if id(start) not in look.refined:
-                    yield look, start
+                    yield _Refinement(look, start, len(look.refined))
 
-    def _choose(self) -> tuple[SetLook, EstimatedCandidate] | None:
-        def weigh(waiting: tuple[SetLook, EstimatedCandidate]) -> tuple[float, float]:
-            look, start = waiting
-            return start.score.excess, self._found.expect(start) * (1 + REFINED * len(look.refined))
-
-        return min(self._list_waiting(), key=weigh, default=None)
+    def _promise(self, one: _Refinement) -> tuple[float, float]:
+        before = one.number + one.num_vain / VAIN
+        return one.best.score.excess, self._found.expect(one.best) * (1 + REFINED * before)
 
     def _refine(self, start: EstimatedCandidate, devices: DeviceSet) -> Iterator[EstimatedCandidate]:
         """One decision after the other, then the groups in other orders, and the best of these again."""
