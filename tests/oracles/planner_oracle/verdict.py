@@ -14,6 +14,7 @@ from zorselike.plan.parts import may_overlap_reduction
 from zorselike.plan.plan import Plan
 from zorselike.planner.answer import PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search.paying import PAYS
 from zorselike.planner.search.search import ONE_STEP
 from zorselike.schedule import ScheduleSpec, check
 from zorselike.simulator.simulated_plan import SimulatedPlan
@@ -36,7 +37,9 @@ def find_faults(problem: PlanProblem, answer: PlanAnswer) -> list[str]:
         for fault in _examine(problem, planned)
     ]
     scores = [_score(problem, planned.case) for planned in answer.plans]
-    if any(later < earlier * (1 - SAME) for earlier, later in pairwise(scores)):
+    if any(later < earlier * (1 - SAME) for earlier, later in pairwise(scores[1:])) or any(
+        _comes_before(problem, planned.case, answer.best.case) for planned in answer.plans[1:]
+    ):
         faults.append(f"plans are not in the order of what is asked for: {scores}")
     if len({planned.case.plan.fingerprint for planned in answer.plans}) < len(answer.plans):
         faults.append("the same plan twice")
@@ -46,6 +49,14 @@ def find_faults(problem: PlanProblem, answer: PlanAnswer) -> list[str]:
     if not answer.progress.bound_s <= step_s * (1 + SAME):
         faults.append(f"the bound of {answer.progress.bound_s:.6g} s is above a step of {step_s:.6g} s")
     return faults
+
+
+def _comes_before(problem: PlanProblem, case: SimulatedPlan, first: SimulatedPlan) -> bool:
+    """Whether a plan is better than the first, which may be a little slower only where it costs less."""
+    better, best = _score(problem, case), _score(problem, first)
+    may_cost_less = problem.objective == "throughput" and problem.fixed.groups is None
+    pays = not may_cost_less or best > better * (1 + PAYS) or first.simulation.cost >= case.simulation.cost
+    return better < best * (1 - SAME) and pays
 
 
 def _score(problem: PlanProblem, case: SimulatedPlan) -> float:

@@ -25,10 +25,10 @@ def test_answers_to_random_questions_are_right() -> None:
     assert sum(trial.outcome == "planned" for trial in trials) > len(trials) / 2
 
 
-@pytest.mark.parametrize("seed", [1193, 1475, 1733, 2067, 6584])
+@pytest.mark.parametrize("seed", [1193, 1475, 1733, 2067, 6584, 40097])
 def test_what_was_once_answered_wrongly_is_right(seed: int) -> None:
     """Questions of `tools/check_planner.py`: nothing fitted, plans came in a wrong order, or two regions were
-    to be one group."""
+    to be one group; the last was judged wrongly, its first plan being cheaper than a hardly faster one."""
     trial = try_seed(seed, budget_s=5.0)
     assert not trial.faults and trial.outcome == "planned", _show([trial])
 
