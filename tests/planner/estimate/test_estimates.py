@@ -229,3 +229,24 @@ def test_several_ministages_a_group_shorten_the_fill_of_a_pipeline_with_few_in_f
         found[number] = bench.step_time.estimate_s(candidate), simulated_s
         assert {group.zero for group in plan.groups} == {2 if number == 2 else 1}
     assert all(several < 0.95 * one for several, one in zip(found[4], found[2], strict=True))
+
+
+def test_where_the_host_takes_longer_than_the_device_its_time_counts():
+    """A search went from one ministage a group to several, estimated at half of what they took."""
+    nodes = tuple(Node(name=name, devices=("A100-40",) * 2, fabric=Link(50e9)) for name in "ab")
+    cluster = Cluster(nodes=nodes, default_link=Link(50e9))
+    problem = draw_problem(
+        random.Random(0), cluster=cluster, global_batch=8, workload=make_decoder(6, tokens=64)
+    )
+    action_s = tuple((kind, 4e-3) for kind in ("F", "B", "RECV_F", "SEND_F", "RECV_B", "SEND_B"))
+    overheads = replace(problem.profile.overheads, action_s=action_s, unit_s=(("F", 1e-3), ("B", 1e-3)))
+    bench = Bench(replace(problem, profile=replace(problem.profile, overheads=overheads)))
+    found = {}
+    for number in (2, 4):
+        candidate = bench.builder.build(Choice.alike(((0, 1), (2, 3)), Mode(zero=1), 4, number))
+        assert candidate is not None and candidate.num_ministages == number
+        plan = make_plan(candidate, bench.problem, bench.table).validate()
+        simulated_s = bench.problem.setting.simulate(plan).simulation.iteration_s
+        found[number] = bench.step_time.estimate_s(candidate), simulated_s
+    assert all(0.8 < estimate / real < 1.25 for estimate, real in found.values()), found
+    assert all(several > 1.2 * one for several, one in zip(found[4], found[2], strict=True)), found

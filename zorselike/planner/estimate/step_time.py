@@ -38,7 +38,9 @@ class StepTimeEstimate:
     def __init__(self, problem: PlanProblem, table: LayerTable) -> None:
         self._problem, self._table = problem, table
         self._types, self._nodes = problem.device_types, problem.nodes
-        self._overheads = problem.profile.overheads
+        self._overheads = overheads = problem.profile.overheads
+        self._host_s = dict(overheads.action_s)
+        self._unit_host_s, self._shared_host_s = dict(overheads.unit_s), dict(overheads.shared_unit_s)
         self._sum = cache(self._find_sum)
         self.collective_s = cache(self._find_collective_s)
         self._collect_pieces_s = cache(self._find_pieces_s)
@@ -80,7 +82,30 @@ class StepTimeEstimate:
             if ties_s:
                 for clock in clocks:
                     clock.compute = ended
-        return ended - began
+        return max(ended - began, self._find_launch_s(candidate))
+
+    def _find_launch_s(self, candidate: CandidatePlan) -> float:
+        """What the busiest host takes to launch what its device does in a step; it is ahead of the device, or
+        the device waits for it. On a CPU it is the device."""
+        if not self._host_s and not self._unit_host_s:
+            return 0.0
+        seconds = [0.0] * len(candidate.groups)
+        owners = (None, *candidate.owners, None)
+        for i, (start, stop) in enumerate(pairwise((0, *candidate.ends))):
+            before, g, after = owners[i : i + 3]
+            assert g is not None, "a ministage has a group"
+            group = candidate.groups[g]
+            if self._types[group.devices[0]] == CPU:
+                continue
+            kinds = ["F", "B"]
+            kinds += ["RECV_F", "SEND_B"] * (before not in (None, g))
+            kinds += ["SEND_F", "RECV_B"] * (after not in (None, g))
+            gathers = len(group.devices) > 1 and group.mode.zero == 3
+            for kind in kinds:
+                unit_s = self._unit_host_s.get(kind, 0.0) + gathers * self._shared_host_s.get(kind, 0.0)
+                each_s = self._host_s.get(kind, 0.0) + (stop - start) * unit_s
+                seconds[g] += group.microbatches_per_device * each_s
+        return max(seconds)
 
     def _order_in_flight(self, candidate: CandidatePlan, lowest_backward: int) -> Order | None:
         """What groups compute in turn, about; None where all is forward first."""
@@ -162,11 +187,10 @@ class StepTimeEstimate:
         backward_s = sum(number * seconds[key][1] for key, number in keys.items())
         gather_s = self._collect_s("all_gather", group, keys) if group.mode.zero else 0.0
         reduce_s = self._collect_s(group.mode.reduction, group, keys)
-        host_s = dict(self._overheads.action_s)
-        if host_s and self._types[group.devices[0]] == CPU:
-            forward_s += group.microbatches_per_device * host_s.get("F", 0.0)
-            backward_s += group.microbatches_per_device * host_s.get("B", 0.0)
-            reduce_s += host_s.get("REDUCE_GRAD", 0.0)
+        if self._types[group.devices[0]] == CPU:
+            forward_s += group.microbatches_per_device * self._host_s.get("F", 0.0)
+            backward_s += group.microbatches_per_device * self._host_s.get("B", 0.0)
+            reduce_s += self._host_s.get("REDUCE_GRAD", 0.0)
         return Work(
             forward_s=forward_s,
             backward_s=backward_s,
