@@ -27,6 +27,7 @@ from tools.papers.sailor.cases import CASES, Case, answer, format_plan, search_q
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.links import Place
 from tools.papers.sailor.pipelines import Quotas, make_problems, to_sailor_plan
+from tools.papers.sailor.simulated import ask_both, make_problem, to_own_plan
 from zorselike.errors import ClusterError, PlanError
 from zorselike.planner.pipelines.allocation import AllocationGoal, find_allocation
 
@@ -143,6 +144,33 @@ def test_what_must_be_reached_is(case: Case) -> None:
     found = answer(case, Library(DATA))
     assert case.is_reached(found)
     assert found.figures.throughput > (case.sailor or inf)
+
+
+def test_a_plan_of_theirs_runs_as_one_of_ours_and_ours_is_not_worse(library: Library) -> None:
+    case = Case(name="tiny", group="mixed", a100=8, v100=8, num_zones=2, reach=0.0)
+    problem = make_problem(case, library, model="Tiny", zones=("a", "b"), global_batch=8)
+    assert problem.cluster.num_devices == 32 and not [*problem._list_faults()]
+    far = Place("A100-40", "b", 2)
+    stages = (
+        SailorStage(0, 3, (Place("A100-40", "a", 2), Place("A100-40", "a", 2), far, far)),
+        SailorStage(3, NUM_LAYERS, (SLOW,) * 4),
+    )
+    plan = to_own_plan(SailorPlan(1, 8, stages), problem)
+    assert [[replica.degree for replica in group.replicas] for group in plan.groups] == [[2] * 4, [1] * 4]
+    places = problem.cluster.place_ranks(plan)
+    assert len({*places}) == plan.num_ranks == 12
+    nodes = {rank: problem.cluster.nodes[place.node].name for rank, place in enumerate(places)}
+    assert [nodes[rank] for rank in (0, 1, 4, 5, 8)] == [
+        "a-a100-40-0",
+        "a-a100-40-0",
+        "b-a100-40-0",
+        "b-a100-40-0",
+        "a-v100-16-0",
+    ]
+    both = ask_both(case, SailorPlan(1, 8, stages), problem, budget_s=1.0)
+    # Two rows through three layers of a replica forward and backward, or through two on a slow card.
+    assert both.theirs.simulation.iteration_s > 2 * max(3 * 0.03 / 2, 2 * 0.09)
+    assert 0 < both.ratio <= 1.0
 
 
 def test_without_the_data_the_tool_says_so(tmp_path: Path) -> None:
