@@ -150,7 +150,11 @@ def to_plan(run: MeasuredRun) -> Plan:
     groups, first = [], 0
     for stage in run.stages:
         ranks = tuple(range(first, first + len(stage.replicas)))
-        groups.append(Group(ranks=ranks, microbatches=_deal(ranks, run), zero=0))
+        groups.append(
+            Group(
+                ranks=ranks, microbatches=deal_in_turn(ranks, run.microbatch_rows, run.global_batch), zero=0
+            )
+        )
         first += len(ranks)
     return Plan(
         global_batch=run.global_batch,
@@ -169,12 +173,11 @@ def count_layers(run: MeasuredRun) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
-def _deal(ranks: Sequence[int], run: MeasuredRun) -> tuple[Microbatch, ...]:
-    """Microbatches in turn to each rank."""
-    size = run.microbatch_rows
+def deal_in_turn(ranks: Sequence[int], rows: int, global_batch: int) -> tuple[Microbatch, ...]:
+    """Microbatches of so many rows in turn to each rank."""
     return tuple(
-        Microbatch(ranks[i % len(ranks)], start, start + size)
-        for i, start in enumerate(range(0, run.global_batch, size))
+        Microbatch(ranks[i % len(ranks)], start, min(start + rows, global_batch))
+        for i, start in enumerate(range(0, global_batch, rows))
     )
 
 

@@ -15,7 +15,7 @@ from itertools import combinations_with_replacement
 from zorselike.cost.profile import Overheads, Source
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.parts import Device
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Group, Ministage, Plan
 from zorselike.planner.answer import Planned as OwnAnswer
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.search import search_plans
@@ -27,6 +27,7 @@ from .cases import GLOBAL_BATCH, MODEL, ZONES, Case
 from .library import Library
 from .links import Place, read_egress_prices
 from .profiles import DEVICES, SEQUENCE_LENGTH, module_of
+from .runs import deal_in_turn
 
 FABRICS = {"A100-40": Link(300e9, 5e-6), "V100-16": Link(150e9, 5e-6)}
 """Of a machine; times of replicas hold their collectives, which are counted beside them here."""
@@ -123,7 +124,7 @@ def to_own_plan(plan: SailorPlan, problem: PlanProblem) -> Plan:
     groups: list[Group] = []
     devices: list[Device] = []
     free = {zone: _list_free(problem.cluster, zone) for zone in {node.zone for node in problem.cluster.nodes}}
-    for depth, stage in enumerate(plan.stages):
+    for stage in plan.stages:
         ranks: list[int | tuple[int, ...]] = []
         for place in stage.replicas:
             first = len(devices)
@@ -131,13 +132,7 @@ def to_own_plan(plan: SailorPlan, problem: PlanProblem) -> Plan:
             devices += [replace(device, rank=first + i) for i, device in enumerate(own)]
             ranks.append(first if len(own) == 1 else tuple(range(first, first + len(own))))
         firsts = [entry if isinstance(entry, int) else entry[0] for entry in ranks]
-        starts = range(0, plan.global_batch, plan.rows)
-        microbatches = tuple(
-            Microbatch(firsts[i % len(firsts)], start, min(start + plan.rows, plan.global_batch))
-            for i, start in enumerate(starts)
-        )
-        most = len(plan.stages) - depth if len(plan.stages) > 1 else None
-        groups.append(Group(tuple(ranks), microbatches, zero=0, max_in_flight=most))
+        groups.append(Group(tuple(ranks), deal_in_turn(firsts, plan.rows, plan.global_batch), zero=0))
     num_layers = plan.stages[-1].stop
     own_plan = Plan(
         global_batch=plan.global_batch,
@@ -152,8 +147,8 @@ def to_own_plan(plan: SailorPlan, problem: PlanProblem) -> Plan:
     if len(groups) > 1:  # Replicas take turns: a few more may have to be under way.
         least = least_in_flight(own_plan)
         bounded = (
-            replace(own, max_in_flight=max(own.max_in_flight or 1, few))
-            for own, few in zip(groups, least, strict=True)
+            replace(own, max_in_flight=max(len(groups) - depth, least[depth]))
+            for depth, own in enumerate(groups)
         )
         own_plan = replace(own_plan, groups=tuple(bounded))
     return own_plan.validate()
