@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import gpus
 import known_shapes
 import pytest
 import ranks
@@ -20,6 +21,7 @@ from zorselike.planner.search import budget
 from zorselike.runtime.processes import launcher
 
 SLOTS_ON_THE_GPU = 6
+APART = pytest.StashKey[ranks.Apart]()
 
 budget.time = CountedTime()
 launcher._HEAD_START_S = 0.2  # No launcher here ends the others meanwhile.
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     volume.configure(config)
     known_shapes.folder()  # Before the processes of `-n` are started, so that they share it.
+    gpus.count_gpus()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,10 +49,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("nightly")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage need look through it again."""
     gc.collect()
     gc.freeze()
+    if gpus.count_gpus():
+        session.config.stash[APART] = ranks.Apart()
+        gpus.hide_gpus()
+    gpus.settle_autograd()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if APART in config.stash:
+        config.stash[APART].close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -62,6 +74,17 @@ def pytest_runtest_makereport() -> Iterator[None]:
     if report.failed:
         report.sections.append(("random cases", f"drawn by {volume.describe()}"))
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Those about GPUs are called by who may find some."""
+    apart = pyfuncitem.config.stash.get(APART, None)
+    if apart is None or pyfuncitem.get_closest_marker("gpu") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    apart.call(pyfuncitem.obj, arguments)
+    return True
 
 
 @pytest.fixture(autouse=True)

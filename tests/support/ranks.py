@@ -1,8 +1,8 @@
 """Runs a function on N ranks: forked processes that share a Gloo process group.
 
 Fork takes 0.1 s where spawn takes 10 s, so a multi-rank test costs little. It demands that the
-parent never computes: a child forked after a multithreaded backward hangs in its own. The store
-is a file, because a parent that hosts a TCP store is multithreaded.
+parent never computes in threads (see also `gpus`): a child forked after that hangs in its own. The
+store is a file, because a parent that hosts a TCP store is multithreaded.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import fcntl
 import functools
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import gpus
 import known_shapes
 import pytest
 import torch
@@ -192,6 +194,46 @@ def run_ranks(
                 sys.stderr.write(child.read("stderr"))
 
 
+class Apart:
+    """A fork of this process as it is now, which calls what it is told to, each in a fork of its own."""
+
+    def __init__(self) -> None:
+        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+        self._process.submit(os.getpid).result()  # It is started by the first that it is told.
+
+    def call(self, fn: Callable[..., object], arguments: dict[str, Any]) -> None:
+        """Errors and skips become those of this process. The function must have been there at the fork."""
+        skip = self._process.submit(_call_in_fork, fn, arguments).result()
+        if skip is not None:
+            pytest.skip(skip)
+
+    def close(self) -> None:
+        self._process.shutdown()
+
+
+def _call_in_fork(fn: Callable[..., object], arguments: dict[str, Any]) -> str | None:
+    """Why it was skipped; raises its error."""
+    with tempfile.TemporaryDirectory(prefix="apart") as name:
+        folder = Path(name)
+        if (pid := os.fork()) == 0:
+            die_with_parent()
+            try:
+                _call(lambda rank, world_size: fn(**arguments), 0, 1, (), folder, init=False)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(0)
+        child = _Child(0, pid, folder)
+        _, status = os.waitpid(pid, 0)
+        child.code = os.waitstatus_to_exitcode(status)
+        if (report := child.report()) is None or not report["ok"]:
+            try:
+                _raise_first([child])
+            except pytest.skip.Exception as skip:  # It cannot be pickled.
+                return str(skip.msg)
+        return None
+
+
 def free_port() -> int:
     """One to meet at, outside of those that connections get: none of other tests takes it meanwhile."""
     while True:
@@ -202,30 +244,15 @@ def free_port() -> int:
 
 
 @functools.cache
-def count_gpus() -> int:
-    """CUDA devices of this machine, counted by another process: ranks of one that has could not use them."""
-    if not torch.backends.cuda.is_built():
-        return 0
-    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(count, check=True, capture_output=True, text=True).stdout)
-
-
-def need_gpus(count: int = 1) -> None:
-    """Skips the test on a machine that has fewer."""
-    if (found := count_gpus()) < count:
-        pytest.skip(f"needs {count} CUDA devices, this machine has {found}")
-
-
-@functools.cache
 def warm_up() -> None:
-    """Once, in the parent: every rank would need 0.15 s of its own for it. Not where there is a GPU: an
+    """Once, in the parent: every rank would need 0.15 s of its own for it. Not where ranks may use a GPU: an
     optimizer's step asks CUDA something even on a CPU, and no rank could use it after that."""
     import encodings.idna  # noqa: F401  Of host names.
 
     import torch.distributed.pipelining
     import torch.export._trace  # noqa: F401
 
-    if count_gpus():
+    if gpus.count_gpus():
         return
 
     import tiny

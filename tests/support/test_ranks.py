@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, RunRanks, take_slot
+from ranks import Apart, RankError, RunRanks, take_slot
 
 from zorselike.errors import PlanError
 
@@ -118,3 +119,50 @@ def test_so_many_processes_have_a_slot(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _act(how: str) -> None:
+    os.environ["SEEN_BY"] = str(os.getpid())
+    if how == "skips":
+        pytest.skip("not here")
+    if how == "raises":
+        raise PlanError("it ran")
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert "SEEN_LATER" not in os.environ
+
+
+def test_what_is_called_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = Apart()
+    monkeypatch.setenv("SEEN_LATER", "by this process")
+    apart.call(_act, {"how": "returns"})
+    with pytest.raises(PlanError, match="it ran"):
+        apart.call(_act, {"how": "raises"})
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        apart.call(_act, {"how": "skips"})
+    with pytest.raises(RankError, match="SIGKILL"):
+        apart.call(_act, {"how": "dies"})
+    apart.call(_act, {"how": "returns"})
+    assert "SEEN_BY" not in os.environ
+    apart.close()
+
+
+_FORK_AFTER_FAKE_TENSORS = """
+import gpus, os, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+gpus.settle_autograd()
+with FakeTensorMode():
+    torch.ones(1)
+torch.ones((), requires_grad=True).backward()
+if os.fork() == 0:
+    torch.ones((), requires_grad=True).backward()
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+def test_forks_run_backwards_after_fake_tensors() -> None:
+    """It failed where torch is built for CUDA."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", _FORK_AFTER_FAKE_TENSORS], env=environment, check=True)

@@ -8,7 +8,8 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from ranks import RunRanks, need_gpus
+from gpus import need_gpus
+from ranks import RunRanks
 from tiny import Case, Outcome, adamw, assert_same, module_names, train_all_single, with_groups
 from torch import Tensor, nn
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RunRanks, need_gpus
+from gpus import need_gpus
+from ranks import RunRanks
 from tiny import Case, Outcome, adamw, assert_same, module_names, train_all_single, with_groups
 from torch import nn
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RunRanks, need_gpus
+from gpus import need_gpus
+from ranks import RunRanks
 from torch import Tensor, nn
 
 from zorselike.errors import ConfigError
