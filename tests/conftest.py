@@ -106,5 +106,5 @@ def forks_inherit() -> Iterator[None]:
 
 @pytest.fixture
 def run_ranks() -> ranks.RunRanks:
-    """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/support/ranks.py`."""
+    """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/support/processes/ranks.py`."""
     return ranks.run_ranks
