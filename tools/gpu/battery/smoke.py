@@ -4,6 +4,7 @@ waits for the device in a step."""
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import traceback
 import warnings
@@ -40,7 +41,7 @@ def noting_waits(kind: str) -> Iterator[Counter[str]]:
         frames = [
             frame
             for frame in traceback.extract_stack()[:-1]
-            if frame.filename.startswith(str(ROOT)) and "site-packages" not in frame.filename
+            if frame.filename.startswith(str(ROOT)) and not frame.filename.startswith(sys.prefix)
         ]
         own = [frame for frame in frames if "battery" not in frame.filename] or frames
         # A warning from the thread of backwards has no frame of ours.
