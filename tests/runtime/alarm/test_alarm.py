@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from zorselike.runtime.alarm.failure import (
     State,
     describe_place,
     find_absent,
-    find_stalled,
     first_of,
     is_echo,
     last_line,
@@ -178,19 +176,6 @@ def test_an_echo_is_not_taken_for_its_cause(run_ranks: RunRanks, tmp_path: Path)
     for rank in (0, 1, 3):
         assert exits[rank].last_line.startswith("zorselike: rank 2 failed first, in 3B1"), exits[rank]
         assert "Traceback" not in exits[rank].stderr
-
-
-def _stall(rank: int, world_size: int, folder: str) -> None:
-    alarm = Alarm(rank, world_size, _store(folder, world_size), stall_s=1.0, interval_s=0.1)
-    alarm.enter(BACKWARD if rank == 1 else REDUCE)
-    time.sleep(3600)
-
-
-def test_a_stall_is_blamed_on_the_rank_that_computes(run_ranks: RunRanks, tmp_path: Path) -> None:
-    exits = run_ranks(_stall, 3, str(tmp_path), allow_exit=True)
-    for ended in exits:
-        assert "rank 1 failed first, in 3B1" in ended.last_line
-        assert re.search(r"no progress for [1-9]", ended.last_line), ended.last_line
 
 
 def _leave_at_different_times(rank: int, world_size: int, folder: str) -> float:
@@ -418,20 +403,6 @@ def test_an_absent_rank_is_found_only_when_it_is_needed() -> None:
     found = find_absent({0: State("", 3), 2: State("1F0", 3)}, left)
     assert found is not None
     assert found.rank == 1
-
-
-def test_a_stall_has_a_cause() -> None:
-    waiting, computing = State("2REDUCE_GRAD", 5, age_s=90), State("2B0", 5, age_s=80)
-    assert find_stalled({0: waiting, 1: computing}, 85) is None  # One may wait long for one that goes on.
-    found = find_stalled({0: waiting, 1: computing}, 60)
-    assert found is not None
-    assert found.rank == 1
-    # A rank that has not even begun the step comes first, one that is done with it is innocent.
-    found = find_stalled({0: waiting, 1: computing, 2: State("", 5, 85), 3: State("", 6, 95)}, 60)
-    assert found is not None
-    assert found.rank == 2
-    # A long pause of all is none.
-    assert find_stalled({0: State("", 5, 900), 1: State("", 5, 900)}, 60) is None
 
 
 def test_a_page_holds_a_line_and_is_private() -> None:

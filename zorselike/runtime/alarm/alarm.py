@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -69,9 +68,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         silence_s: float | None = 5.0,
         start_silence_s: float | None = 60.0,
         held_s: float = HELD_S,
-        stall_s: float | None = None,
         join_timeout_s: float = 300.0,
-        exit: Callable[[int], object] = os._exit,
         on_loss: OnLoss | None = None,
     ) -> None:
         """Waits until every rank has joined.
@@ -83,10 +80,7 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             silence_s: a rank unheard for so many seconds has failed; None: never.
             start_silence_s: the same before its first action of a schedule.
             held_s: the same, where that is more, for one whose process runs, or whose node is there.
-            stall_s: where no rank has gone on to another action for so many seconds, one has
-                failed: one that computes before one that may wait for it; None: never.
             join_timeout_s: how long to wait for the others.
-            exit: ends the process, for tests.
             on_loss: told of all lost ranks, why, and whether they are dead or only silent, on every rank
                 that hears of it; no process is ended then, but where ranks call different things. When rank
                 0 is lost the others know of no further loss.
@@ -96,7 +90,6 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             ConfigError: `ZORSELIKE_SILENCE_S` is neither a number of seconds nor `off`.
         """
         self.rank = rank
-        self.world_size = world_size
         self._process = os.getpid()
         self._whereabouts = Whereabouts(None)
         self._goes_on = on_loss is not None
@@ -114,8 +107,8 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
             raise
         finally:
             page.unlink()
-        limits = Limits(interval_s, silence_s, start_silence_s, stall_s, held_s)
-        self._watch = Watch(rank, peers, self._whereabouts, limits, exit, on_loss)
+        limits = Limits(interval_s, silence_s, start_silence_s, held_s)
+        self._watch = Watch(rank, peers, self._whereabouts, limits, on_loss)
         self._watch.start()
         atexit.register(self._at_exit)
 
@@ -123,7 +116,6 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         """Says what this rank does from now on; takes a fraction of a microsecond."""
         whereabouts = self._whereabouts
         whereabouts.label = label
-        whereabouts.entered += 1
         if whereabouts.page is not None:
             whereabouts.page.write(str(label))
         if not whereabouts.has_acted and isinstance(label, Action):
@@ -140,7 +132,6 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         """Says that a step (or whatever all ranks do together) is over; all ranks call it as often."""
         whereabouts = self._whereabouts
         whereabouts.label = None
-        whereabouts.entered += 1
         whereabouts.rounds += 1  # After the label, or this rank would look busy with the next round.
         if whereabouts.page is not None:
             whereabouts.page.write("")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zorselike.schedule.actions import COMPUTE, Kind, parse_action
+from zorselike.schedule.actions import Kind, parse_action
 from zorselike.text.wording import list_few
 
 _MAX_REASON_LENGTH = 500
@@ -68,8 +68,6 @@ class State:
     """The text of its action or label; empty between steps."""
     rounds: int = 0
     """How many steps (evaluations, ...) are behind it; the same on all ranks that keep up."""
-    age_s: float = 0.0
-    """How long it has been there."""
     has_acted: bool = False
     """Whether it was ever in an action of a schedule."""
     call: str = ""
@@ -87,12 +85,9 @@ def first_of(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.is_echo)
 
 
-def find_failure(
-    present: Mapping[int, State], left: Mapping[int, State], *, stall_s: float | None
-) -> Failure | None:
-    """What no rank reports itself, of those at work and those that left; `stall_s` None: no stall is one."""
-    found = find_absent(present, left) or find_mismatch(present)
-    return found if found or stall_s is None else find_stalled(present, stall_s)
+def find_failure(present: Mapping[int, State], left: Mapping[int, State]) -> Failure | None:
+    """What no rank reports itself, of those at work and those that left."""
+    return find_absent(present, left) or find_mismatch(present)
 
 
 def find_absent(present: Mapping[int, State], left: Mapping[int, State]) -> Failure | None:
@@ -123,32 +118,6 @@ def find_mismatch(present: Mapping[int, State]) -> Failure | None:
             )
             return Failure(rank, present[rank].place, reason, kind="mistake")
     return None
-
-
-def find_stalled(present: Mapping[int, State], limit_s: float) -> Failure | None:
-    """The rank for which the others wait, if no rank has gone on for so long, and one is at work.
-
-    Before all a rank that has not begun the step that others work on; then one that computes
-    before one that may wait; then the one that is least far, for the longest time.
-    """
-    furthest = max((state.rounds for state in present.values() if state.is_busy), default=-1)
-    if furthest < 0 or min(state.age_s for state in present.values()) <= limit_s:
-        return None
-    suspects = {rank: state for rank, state in present.items() if state.is_busy or state.rounds <= furthest}
-    rank, state = max(
-        suspects.items(), key=lambda entry: (_blame(entry[1]), -entry[1].rounds, entry[1].age_s)
-    )
-    return Failure(rank, state.place, f"no progress for {state.age_s:.1f} s", kind="silent")
-
-
-def _blame(state: State) -> int:
-    if not state.is_busy:
-        return 3
-    try:
-        kind = parse_action(state.place).kind
-    except ValueError:
-        return 1
-    return 2 if kind in COMPUTE or kind is Kind.STEP else 0
 
 
 def is_echo(reason: str) -> bool:

@@ -58,7 +58,6 @@ class Limits:
     interval_s: float
     silence_s: float | None
     start_silence_s: float | None
-    stall_s: float | None
     held_s: float
 
 
@@ -67,7 +66,6 @@ class Whereabouts:
 
     def __init__(self, page: Page | None) -> None:
         self.label: object = START_UP
-        self.entered = 0
         self.rounds = 0
         self.has_acted = False
         self.call = (0, "")
@@ -112,7 +110,6 @@ class Watch(threading.Thread):
         peers: list[Peer],
         whereabouts: Whereabouts,
         limits: Limits,
-        exit: Callable[[int], object],
         on_loss: OnLoss | None = None,
     ) -> None:
         super().__init__(name="zorselike-alarm", daemon=True)
@@ -124,10 +121,7 @@ class Watch(threading.Thread):
         self._is_judge = rank == 0
         self._whereabouts = whereabouts
         self._limits = limits
-        self._exit = exit
         self._watched = {peer.rank: _Watched(peer, now, now, State(START_UP)) for peer in peers}
-        self._entered = -1
-        self._entered_s = now
 
         self._lock = threading.Lock()
         self._own_failure: Failure | None = None
@@ -257,11 +251,8 @@ class Watch(threading.Thread):
             watched.peer.link.send(message)
 
     def _beat(self, now: float) -> None:
-        whereabouts = self._whereabouts
-        if self._entered != whereabouts.entered:
-            self._entered, self._entered_s = whereabouts.entered, now
         # One that does not read for hours (a debugger) must not fill the memory.
-        message = {"kind": "beat", "content": asdict(self._own_state(now))}
+        message = {"kind": "beat", "content": asdict(self._own_state())}
         for watched in self._present():
             if watched.peer.link.is_acknowledged:
                 watched.reached_s = now
@@ -270,17 +261,10 @@ class Watch(threading.Thread):
             else:
                 watched.peer.link.send(message)
 
-    def _own_state(self, now: float) -> State:
+    def _own_state(self) -> State:
         rounds = self._whereabouts.rounds  # Before the place: see `Alarm.idle`.
         called_in, call = self._whereabouts.call
-        return State(
-            self._whereabouts.place,
-            rounds,
-            now - self._entered_s,
-            self._whereabouts.has_acted,
-            call,
-            called_in,
-        )
+        return State(self._whereabouts.place, rounds, self._whereabouts.has_acted, call, called_in)
 
     # Failures.
 
@@ -304,7 +288,7 @@ class Watch(threading.Thread):
                 if cause:
                     self._lose(watched, f"silent for {silent_s:.1f} s ({cause})", "silent")
         if self._is_judge and not self._failures:
-            self._notice_absence_or_stall(now)
+            self._notice_absence()
 
     def _find_cause(self, watched: _Watched, now: float, limit_s: float) -> str:
         """Why a rank is not heard for so long; empty where it may be healthy and has time left."""
@@ -327,7 +311,7 @@ class Watch(threading.Thread):
             if not self._is_judge:
                 self._tell("fail", own)
 
-    def _notice_absence_or_stall(self, now: float) -> None:
+    def _notice_absence(self) -> None:
         present = {watched.peer.rank: watched.state for watched in self._present()}
         left = {
             watched.peer.rank: watched.left_at
@@ -335,10 +319,10 @@ class Watch(threading.Thread):
             if watched.left_at is not None
         }
         if not self._leaving:
-            present[self._rank] = self._own_state(now)
+            present[self._rank] = self._own_state()
         elif self._left_at is not None:
             left[self._rank] = self._left_at
-        failure = find_failure(present, left, stall_s=self._limits.stall_s)
+        failure = find_failure(present, left)
         if failure is not None:
             self._add(failure)
 
@@ -378,15 +362,14 @@ class Watch(threading.Thread):
         if own is not None and self._own_traceback and (own.rank == first.rank or not own.is_echo):
             _print_error(self._own_traceback)
         _print_error(last_line(first, self._rank, self._whereabouts.place) + "\n")
-        if self._exit is os._exit:
-            _silence_errors()
+        _silence_errors()
         threading.Thread(target=_flush_output, daemon=True).start()
         until_s = time.monotonic() + _LAST_LINE_S
         while time.monotonic() < until_s:
             for watched in self._watched.values():
                 watched.peer.link.flush()
             time.sleep(0.02)
-        self._exit(_EXIT_CODE)
+        os._exit(_EXIT_CODE)
 
     def _say_last(self) -> None:
         """Before this rank goes from the others, which go on."""
