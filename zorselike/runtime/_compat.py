@@ -39,16 +39,31 @@ def reset_after_failure(root: FSDPModule) -> bool:
 
 def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
     """The whole gradients that backwards have left for the reduction of an FSDP module's own parameters."""
+    found = [held for parameter in _own_parameters(module) for held in _held_gradients(parameter)]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def without_gradient(module: FSDPModule) -> list[Tensor]:
+    """The whole trainable parameters of an FSDP module's own for which backwards have left none."""
+    return [
+        parameter.unsharded_param
+        for parameter in _own_parameters(module)
+        if parameter.unsharded_param.requires_grad
+        and not any(map(torch.is_tensor, _held_gradients(parameter)))
+    ]
+
+
+def _own_parameters(module: FSDPModule) -> list[Any]:
+    """As FSDP has them, those that were ever gathered."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-    found = [
-        held
-        for parameter in parameters
-        if hasattr(parameter, "_unsharded_param")
-        for held in (parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad)
-    ]
-    return [gradient for gradient in found if gradient is not None]
+    return [parameter for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+
+def _held_gradients(parameter: Any) -> tuple[Tensor | None, Tensor | None]:
+    """What it has accumulated in the dtype of reductions, and in its own."""
+    return parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
 
 
 def all_gather_whole(

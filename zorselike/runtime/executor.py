@@ -201,6 +201,8 @@ class Executor:
         if number >= len(self._own):
             ministage.dummy_backward(number)
             return
+        # All is sent. Its graph would keep the stream of a forward for gradients that a reduction gives.
+        run.produced = None
         output_grads = self._output_grads(index, number, run)
         with self._busy.running():
             input_grads = ministage.backward(number, output_grads)

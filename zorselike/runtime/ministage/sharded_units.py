@@ -32,7 +32,7 @@ from zorselike.runtime.ministage.optimizer_state import place_masters, take_mast
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 from zorselike.runtime.ministage.shards import NamedParameters
-from zorselike.runtime.ministage.unit import CallOrder, Unit
+from zorselike.runtime.ministage.unit import CallOrder, Unit, as_fsdp
 from zorselike.runtime.model.pruning import find_units
 from zorselike.runtime.tensor_parallel.pieces import Piece, cut_layer
 from zorselike.schedule.contract import reduces_beside
@@ -148,16 +148,16 @@ class ShardedUnits:
                 self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
         parts = [part for unit in units for part in (unit, *(piece for piece, _ in self._pieces_of(unit)))]
         self._owners = owners = [unit for unit in parts if unit.owns_parameters]
-        self.fsdp_modules: list[FSDPModule] = [_as_fsdp(unit.module) for unit in owners]
+        self.fsdp_modules: list[FSDPModule] = [as_fsdp(unit.module) for unit in owners]
         """The units that own parameters, as FSDP2 has them; in the order of `named`."""
-        for fsdp in {id(m): m for m in [*self.fsdp_modules, _as_fsdp(self._module)]}.values():
+        for fsdp in {id(m): m for m in [*self.fsdp_modules, as_fsdp(self._module)]}.values():
             # Rows, not ranks, weigh a gradient: the loss is a sum over the global batch.
             fsdp.set_gradient_divide_factor(1.0)
             fsdp.set_force_sum_reduction_for_comms(True)
-        self._fsdp_root = _as_fsdp(self._module)
+        self._fsdp_root = as_fsdp(self._module)
         if self._reduces_in_backward:
             for unit in owners:
-                if unit.trains and not reduces_unused_parameters(_as_fsdp(unit.module)):
+                if unit.trains and not reduces_unused_parameters(as_fsdp(unit.module)):
                     unit.anchors_real_forwards = True
 
     def _cut(self, unit: Unit) -> list[tuple[Unit, DeviceMesh]]:
@@ -230,11 +230,11 @@ class ShardedUnits:
         takes_part = self._settings.receives_grad
         previous: FSDPModule | None = None
         for unit in self._piece_units:
-            _as_fsdp(unit.module).set_modules_to_backward_prefetch([_as_fsdp(unit.module)])
+            as_fsdp(unit.module).set_modules_to_backward_prefetch([as_fsdp(unit.module)])
         for unit in self._units:
             if not unit.owns_parameters:
                 continue
-            current = _as_fsdp(unit.module)
+            current = as_fsdp(unit.module)
             use_previous = self._reduces_in_backward and previous is not None and takes_part
             current.set_modules_to_backward_prefetch([previous if use_previous and previous else current])
             takes_part = takes_part or unit.trains
@@ -343,8 +343,3 @@ class ShardedUnits:
         self._fsdp_root.set_requires_gradient_sync(reduce_now)
         self._fsdp_root.set_reshard_after_backward(reduce_now and not keeps_gathered)
         self._fsdp_root.set_is_last_backward(reduce_now)
-
-
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), f"{type(module).__name__} is not sharded"
-    return module

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from zorselike.errors import ConfigError
+from zorselike.runtime._compat import without_gradient
 from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.ministage.random_numbers import RandomNumbers
 from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
@@ -113,10 +115,10 @@ class Unit:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_anchor_pass and self._is_nested:
-            return self._pass_through(anchor_zero_gradients(args[0].clone(), self.trainable_parameters()))
+            return self._pass_through(self._anchor(args[0].clone(), give=self._give_zeros))
         if self.is_anchor_pass:
             # A copy: FSDP warns of modules that return a view, or their input itself.
-            return anchor_zero_gradients(self._pass_through(args[0]).clone(), self.trainable_parameters())
+            return self._anchor(self._pass_through(args[0]).clone(), give=self._give_zeros)
         if self.takes is not None:
             args, kwargs = with_hidden_states(args, kwargs, self.takes(hidden_states(args, kwargs)))
         # Of units inside each other an anchor pass gives the inner ones what carries a gradient, and FSDP2
@@ -124,12 +126,21 @@ class Unit:
         anchors = self.anchors_real_forwards or (self._is_nested and self.is_source)
         anchors = anchors and torch.is_grad_enabled()
         if anchors and self._is_nested:
-            hidden = anchor_zero_gradients(hidden_states(args, kwargs), self.trainable_parameters())
+            hidden = self._anchor(hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(args, kwargs, hidden)
         outputs = self._enter(*args, **kwargs)
         if anchors and not self._is_nested:
-            return anchor_zero_gradients(outputs, self.trainable_parameters())
+            return self._anchor(outputs)
         return outputs
+
+    def _anchor(self, x: Any, *, give: Callable[[], None] | None = None) -> Any:
+        return anchor_zero_gradients(x, self.trainable_parameters(), give)
+
+    def _give_zeros(self) -> None:
+        """To parameters for which there is no gradient yet, on the stream of this moment. Autograd would do
+        it on that of a forward whose graph still lives, for which who reads them does not wait."""
+        for parameter in without_gradient(as_fsdp(self.module)):
+            parameter.grad = torch.zeros_like(parameter)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         if self._random is not None:
@@ -193,34 +204,42 @@ class CallOrder:
         )
 
 
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), f"{type(module).__name__} is not sharded"
+    return module
+
+
 class ZeroGradientAnchor(torch.autograd.Function):
-    """The identity on its first argument whose backward gives all others a zero gradient.
+    """The identity on its first argument whose backward gives parameters a zero gradient, or calls `give`.
 
     Unlike `x + sum(p.sum() * 0)` it reads no parameter, so it costs nothing and neither
     overflows in half precision nor spreads a non-finite weight.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
+    def forward(ctx: Any, x: Tensor, give: Callable[[], None] | None, *parameters: Tensor) -> Tensor:
+        ctx.parameters, ctx.give = parameters, give
         return x.clone() if x.numel() == 1 else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.give is not None:
+            ctx.give()
+            return (grads[0], None, *(None for _ in ctx.parameters))
         needed = [p.requires_grad and p.grad is None for p in ctx.parameters]
         # Without memory.
         zeros = [p.new_zeros(()).expand_as(p) if needed[i] else None for i, p in enumerate(ctx.parameters)]
-        return (grads[0], *zeros)
+        return (grads[0], None, *zeros)
 
 
-def anchor_zero_gradients(x: Any, parameters: list[Tensor]) -> Any:
+def anchor_zero_gradients(x: Any, parameters: list[Tensor], give: Callable[[], None] | None) -> Any:
     """`x` (a tensor, or a tuple whose first floating-point tensor is taken) tied to `parameters`."""
     if not parameters:
         return x
     if isinstance(x, Tensor):
-        return ZeroGradientAnchor.apply(x, *parameters)  # type: ignore[no-untyped-call]
+        return ZeroGradientAnchor.apply(x, give, *parameters)  # type: ignore[no-untyped-call]
     position = next(i for i, entry in enumerate(x) if isinstance(entry, Tensor) and entry.is_floating_point())
-    anchored = ZeroGradientAnchor.apply(x[position], *parameters)  # type: ignore[no-untyped-call]
+    anchored = ZeroGradientAnchor.apply(x[position], give, *parameters)  # type: ignore[no-untyped-call]
     entries = (*x[:position], anchored, *x[position + 1 :])
     return type(x)(*entries) if hasattr(x, "_fields") else type(x)(entries)
 
