@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,18 +164,24 @@ def test_nobody_waits_for_the_store_of_a_leader_that_has_ended() -> None:
 
 
 class Whole:
-    """Of a pipeline: that no step of it has failed."""
+    """Of a pipeline: that no step of it has failed, and what ends NCCL's kernels."""
 
     is_broken = False
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        groups = SimpleNamespace(abort=self.aborted.set)
+        self.assembly = SimpleNamespace(groups=groups)
 
 
 def test_an_error_of_a_lost_neighbour_is_not_the_callers_though_nothing_is_known_of_it_yet() -> None:
     """Outside of steps nothing marks a pipeline as broken: a save may hear by its own connections first."""
     running = Running(make_generation(1, make_job().plan), "id0")
-    running.pipe = Whole()  # type: ignore[assignment]
+    pipe = running.pipe = Whole()  # type: ignore[assignment]
     assert running.is_the_callers(ConfigError("the folder is not empty"))
     threading.Timer(0.2, running.interrupt).start()
     assert not running.is_the_callers(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
+    assert pipe.aborted.wait(10.0)
     running.pipe = None
     running.leave_alone()
 

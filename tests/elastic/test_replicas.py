@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from ranks import RunRanks
 from tiny import Case, adamw, module_names
 
 from zorselike import HeteroPipeline
 from zorselike.elastic.replicas import Replicas
+from zorselike.errors import ClusterError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 NAMES = module_names(2)
@@ -55,3 +57,25 @@ def test_frozen_weights_are_copied_once_and_memory_is_taken_before_steps_run_bes
             assert taken == [taken[0]] * NUM_STEPS
             assert marks == [True, True, False, False]
             assert steps == [NUM_STEPS]
+
+
+def copy_after_an_abort(rank: int, world_size: int) -> list[int]:
+    """The steps whose states are held."""
+    group = Group((0,), (Microbatch(0, 0, 1),))
+    case = Case(Plan(1, (group,), (Ministage(0, tuple(NAMES)),)), 2)
+    with HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        replicas = Replicas(pipe, 0, ["node"], share=1.0, interval=1)
+        for is_aborted in (False, True):
+            pipe.step_global(*case.batch(0))
+            pipe.assembly.groups.is_aborted = is_aborted
+            if is_aborted:
+                with pytest.raises(ClusterError, match="other ranks are gone"):
+                    replicas.take({})
+            else:
+                replicas.take({})
+        replicas.close()
+    return [held.origin.step for held in replicas.held]
+
+
+def test_what_is_copied_once_streams_no_longer_wait_for_others_is_not_held(run_ranks: RunRanks) -> None:
+    assert run_ranks(copy_after_an_abort, 1) == [[1]]

@@ -25,7 +25,7 @@ from zorselike.elastic.contract import Json
 from zorselike.elastic.held import Held, Origin, collect_facts, read_saved, write_saved
 from zorselike.elastic.mirror_rules import choose_interval
 from zorselike.elastic.wire import from_bytes, to_bytes
-from zorselike.errors import ConfigError
+from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime.checkpoints import Stateful
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.memory.memory import HostPool, Ledger, Memory
@@ -254,6 +254,8 @@ class Replicas:
             snapshot.take()
             if snapshot.failure is not None:
                 raise snapshot.failure
+        if self._pipe.assembly.groups.is_aborted:
+            raise ClusterError("other ranks are gone, and what was copied is not known to be whole")
         self._is_frozen_taken = True
         optimizers = [changing.optimizer_facts(i) for i in changing.order]
         facts = {**facts, "optimizers": describe_optimizers([own for own in optimizers if own is not None])}

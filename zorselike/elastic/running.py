@@ -102,6 +102,8 @@ class Running:
         Gloo forgets what it is about to send to a process that has just been killed, and then waits for its
         end though the connection has ended (torch 2.13, by its system calls).
         """
+        if self.pipe is not None:
+            self.pipe.assembly.groups.abort()  # What NCCL runs keeps threads waiting for the device.
         with suppress(OSError):  # That thread has ended.
             used_s, since_s = time.clock_gettime(self._clock), time.monotonic()
             while not self._left.wait(0.5):

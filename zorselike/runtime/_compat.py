@@ -119,22 +119,21 @@ def release_groups(mesh: DeviceMesh) -> None:
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, deadline_s: float) -> bool:
-    """Ends what NCCL still runs in these groups; whether all of it ended in time. (What Gloo runs ends with
-    its connections.)
+    """Ends what these groups, which have NCCL, still run; whether all of it ended in time. (What Gloo runs
+    ends with its connections.)
 
     Not seen on a GPU yet. Each from a thread of its own, because aborting one after the other can hang
     (pytorch#119797, nccl#1013); by torch's documentation only with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` set
     before the first group is made, lest its watchdog ends the process.
     """
-    doomed = [group for group in groups if _is_nccl(group)]
-    device = torch.cuda.current_device() if doomed else 0
+    device = torch.cuda.current_device() if groups else 0
 
     def abort(group: dist.ProcessGroup) -> None:
         torch.cuda.set_device(device)  # Or this thread would open a context on the first card.
         group.abort()
 
     aborting = [
-        threading.Thread(target=abort, args=(group,), name="zorselike-abort", daemon=True) for group in doomed
+        threading.Thread(target=abort, args=(group,), name="zorselike-abort", daemon=True) for group in groups
     ]
     for thread in aborting:
         thread.start()
@@ -144,7 +143,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, deadline_s: float) -> b
     return not any(thread.is_alive() for thread in aborting)
 
 
-def _is_nccl(group: dist.ProcessGroup) -> bool:
+def has_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
 
 

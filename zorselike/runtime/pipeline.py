@@ -235,8 +235,7 @@ class HeteroPipeline(Stateful):
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the last step in which this rank computed, as `BusyClock` counts them; waits for it on
-        a GPU."""
+        """Seconds of the last step in which this rank computed (`BusyClock`); waits for it on a GPU."""
         return self._assembly.busy.seconds()
 
     @property
@@ -297,9 +296,10 @@ class HeteroPipeline(Stateful):
         leave_together(self._assembly, self._checkpoints, self._totals, self._alarm)
 
     def interrupt(self) -> None:
-        """Frees this rank's thread from whatever other ranks it waits for: the call that it is in fails, and
-        `abandon` comes next. From any thread. (What NCCL runs ends with `abandon` only.)"""
+        """Frees this rank's thread from whatever other ranks it waits for: the call that it is in fails, or
+        gives what is worthless, and `abandon` comes next. From any thread; NCCL may take seconds to end."""
         self._connections.shut()
+        self._assembly.groups.abort()
 
     def abandon(
         self,

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, cycle, product
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -451,8 +452,11 @@ def test_random_plans_with_replicas(num_ranks: int, run_ranks: RunRanks) -> None
     assert_no_mistake(run_ranks, num_ranks, volume.part(runs, share=20), alone=True)
 
 
-def watch_reductions(rank: int, world_size: int, zero: int, overlap: bool) -> dict[str, bool]:
-    """Of each backward of a step, and of its end: whether compute has waited for the last reduction."""
+def watch_reductions(
+    rank: int, world_size: int, zero: int, overlap: bool, max_norm: float | None = None
+) -> dict[str, bool]:
+    """Of each backward of a step, and of its end: whether compute has waited for the last reduction. Clipped
+    are ministages, if any."""
     plan = one_group(zero, world_size, overlap=overlap)
     case, streams, waits = make_run(plan).case, RaceStreams(), {}
     num_steps = [0]
@@ -469,7 +473,8 @@ def watch_reductions(rank: int, world_size: int, zero: int, overlap: bool) -> di
         if action.kind is Kind.REDUCE_GRAD:
             num_steps[0] = streams.clocks.num_before(streams.reduce.number, streams.reduce.number)
 
-    with on(streams), HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+    clips: dict[str, Any] = {"max_norm": max_norm, "clip": "ministage"}
+    with on(streams), HeteroPipeline(case.model(), case.plan, optimizer=adamw, **clips) as pipe:
         with pipe.watching(enter, leave):
             pipe.step_global(*case.batch(0))
         note("end")
@@ -478,9 +483,10 @@ def watch_reductions(rank: int, world_size: int, zero: int, overlap: bool) -> di
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_the_next_backward_does_not_wait_for_a_reduction(zero: int, run_ranks: RunRanks) -> None:
-    for waits in run_ranks(watch_reductions, 2, zero, True):
-        assert len(waits) > 4
-        assert [text for text, is_waited in waits.items() if is_waited] == ["end"]
+    for max_norm in (None, 0.1):
+        for waits in run_ranks(watch_reductions, 2, zero, True, max_norm):
+            assert len(waits) > 4
+            assert [text for text, is_waited in waits.items() if is_waited] == ["end"]
     (alone,) = run_ranks(watch_reductions, 1, zero, True)
     assert not any(alone.values()), "with nobody to reduce with it has no stream of its own"
     for waits in run_ranks(watch_reductions, 2, zero, False):

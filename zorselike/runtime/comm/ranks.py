@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.runtime._compat import abort_groups, nccl_options, release_groups
+from zorselike.runtime._compat import abort_groups, has_nccl, nccl_options, release_groups
 
 ProcessGroup = dist.ProcessGroup
 
@@ -40,8 +41,12 @@ class Groups:
     """
 
     ranks: Ranks
+    is_aborted: bool = False
+    """Whether streams went on past what waits for other ranks: what they compute after that is worthless."""
     _made: list[ProcessGroup] = field(default_factory=list)
     _meshes: list[DeviceMesh] = field(default_factory=list)
+    _aborting: Lock = field(default_factory=Lock)
+    _has_ended: bool | None = None
 
     def make_pair(self, ends: tuple[int, int]) -> ProcessGroup | None:
         """An NCCL group for transfers from one rank to another. A posted receive occupies multiprocessors
@@ -82,10 +87,20 @@ class Groups:
         while self._meshes:
             release_groups(self._meshes.pop())
 
+    def abort(self) -> bool:
+        """Ends what NCCL runs, which may wait for ranks that are gone, and with it threads that wait for the
+        device; whether that ended in time. From any thread, once; `abandon` comes next."""
+        with self._aborting:
+            if self._has_ended is None:
+                doomed = list(filter(has_nccl, self._made))
+                self.is_aborted = bool(doomed)
+                self._has_ended = abort_groups(doomed, deadline_s=_ABORT_S)
+            return self._has_ended
+
     def abandon(self) -> bool:
         """`close` without the other ranks, some of which may be gone: ends what the groups still run. Whether
         that ended in time; else the process had better end, too."""
-        has_ended = abort_groups(self._made, deadline_s=_ABORT_S)
+        has_ended = self.abort()
         if not has_ended:
             self._made.clear()
         self.close()

@@ -12,6 +12,7 @@ from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.pinned import copy_to_host
+from zorselike.runtime.memory.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Total:
     read: Callable[[], Tensor]
     """Gives it; one on the host is waited for."""
     is_on_device: bool = False
-    """Whether compute has it, and the host does not know it."""
+    """Whether the stream has it, and the host does not know it."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,18 @@ class NormSums:
         self._device = memory.device
         self._thread: DeviceThread | None = None
 
-    def start(self, squares: Tensor, group: NormGroup) -> Total:
-        """The sum of `squares` over a group; both are compute's. A thread waits for device and Gloo."""
+    def start(self, squares: Tensor, group: NormGroup, stream: Stream) -> Total:
+        """The sum of `squares` over a group; both are `stream`'s. A thread waits for device and Gloo."""
         if self._streams.is_concurrent and not self._decides:
             if dist.get_world_size(group.host) == 1:
                 return Total(lambda: squares, is_on_device=True)
             if group.device is not None:
-                total = squares.clone()
-                dist.all_reduce(total, group=group.device)
+                with stream.use():
+                    total = squares.clone()
+                    dist.all_reduce(total, group=group.device)
                 return Total(lambda: total, is_on_device=True)
-        host, copied = copy_to_host(squares, self._streams.compute)
+        with stream.use():
+            host, copied = copy_to_host(squares, stream)
 
         def reduce() -> Tensor:
             copied.synchronize()

@@ -98,7 +98,7 @@ class Updates:
         self._max_norm = max_norm
         self._clip = clip
         self._counts_replicated = counts_replicated
-        self._device = memory.device
+        self._device, self._streams = memory.device, memory.streams
         # An optimizer cannot be told by the device to do nothing.
         self._sums = NormSums(memory, decides=scale is not None)
         self._world = world
@@ -166,7 +166,7 @@ class Updates:
         for number, ministage in self._ministages.items():
             self.measure(number)
             ministage.await_reduction()
-        self._total = self._sums.start(self._sum_squares(), self._world)
+        self._total = self._sums.start(self._sum_squares(), self._world, self._streams.compute)
 
     def _update_scale(self) -> None:
         if self._scale is not None and self._total is not None and not self._is_scale_updated:
@@ -184,8 +184,9 @@ class Updates:
             self.measure(ministage)
             total = None
         if self._max_norm is not None and self._clip == "ministage":
-            owner.await_reduction()
-            total = self._sums.start(self._squares_of[ministage], self._group)
+            # Not on compute, which would wait for the reduction.
+            squares, ready_on = self._squares_of[ministage], owner.gradients.ready_on
+            total = self._sums.start(squares, self._group, ready_on)
             self._totals.append(total)
         with owner.updating():
             if ministage in self.optimizers and not self.is_skipped:
