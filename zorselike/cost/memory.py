@@ -138,6 +138,8 @@ class _Walk:
         self._leaving: dict[Purpose, int] = {}
         """The ministage that was written back, or whose gradients were used up, last."""
         self._leaving_microbatches: deque[_Entry] = deque()
+        self._num_new = 0
+        """Of these, since the last computation."""
         self._on_their_way: deque[_Entry] = deque()
         """What is sent and not given back yet, by age."""
         self._num_sends_kept = num_sends_kept
@@ -342,7 +344,7 @@ class _Walk:
                 self._updated.add(i)
                 return sizes.update_bytes
             case Kind.LOAD if m is not None:
-                self._let_go()
+                self._make_room()
                 self._put_activations(("kept", Kind.F, i, m), self._on_host.get((i, m), 0))
             case Kind.LOAD | Kind.LOAD_STATE | Kind.LOAD_GRAD:
                 purpose = _MOVED[kind]
@@ -363,7 +365,7 @@ class _Walk:
 
     def _backward(self, i: int, m: int) -> int:
         sizes, rows = self._sizes[i], self._num_rows(m)
-        self._let_go()
+        self._make_room()
         self._gather_by_itself(i)
         self._pass_on(Kind.B, Kind.SEND_B, i, i - 1, m)
         working = rows * sizes.working_bytes_per_row + self._joining_bytes(Kind.B, i, m)
@@ -422,6 +424,7 @@ class _Walk:
             case Kind.RESHARD:
                 self._drop(Purpose.GATHERED_PARAMETERS, i)
             case Kind.F | Kind.B if m is not None:
+                self._num_new = 0
                 self._drop_activations(("passed on", kind, i, m))
                 if kind is Kind.B:
                     self._drop_activations(("kept", Kind.F, i, m))
@@ -452,6 +455,11 @@ class _Walk:
             self._drop(Purpose.GRADIENTS, i)
         self._put(Purpose.GRADIENT_SHARDS, i, self._sizes[i].gradient_shard_bytes)
 
+    def _make_room(self) -> None:
+        """By what leaves for the host and has had a computation's time to do so."""
+        if len(self._leaving_microbatches) > self._num_new:
+            self._let_go()
+
     def _let_go(self) -> None:
         """The oldest of what leaves for the host is there."""
         if self._leaving_microbatches:
@@ -464,6 +472,7 @@ class _Walk:
         leaving: _Entry = ("leaving", Kind.F, i, m)
         self._put_activations(leaving, num_bytes)
         self._leaving_microbatches.append(leaving)
+        self._num_new += 1
         self._on_host[i, m] = num_bytes
         self._host_activations += num_bytes
         self._host_peak = max(self._host_peak, self._host_activations)

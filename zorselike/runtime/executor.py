@@ -18,7 +18,7 @@ from zorselike.runtime.ministage.ministage import Tensors
 from zorselike.runtime.model.boundaries import check_crossing, name_ministage
 from zorselike.runtime.model.causal_lm import telling_of_documents
 from zorselike.runtime.model.signature import Signature
-from zorselike.schedule.actions import Action, Kind
+from zorselike.schedule.actions import COMPUTE, Action, Kind
 
 
 @dataclass
@@ -150,6 +150,8 @@ class Executor:
                 ministage.gradients.offload()
             case _:
                 raise ValueError(f"this runtime has no action {action.text}")
+        if action.kind in COMPUTE and self._resources.activations is not None:
+            self._resources.activations.note_computed()
 
     def _forward(self, index: int, number: int, run: _Run) -> None:
         ministage = self._ministages[index]

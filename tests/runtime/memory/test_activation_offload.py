@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,17 @@ import pytest
 import torch
 import volume
 from ranks import RunRanks
-from tiny import DIM, SEQUENCE, VOCABULARY, adamw
+from tiny import DIM, SEQUENCE, VOCABULARY, Case, adamw, module_names
 from torch import Tensor, nn
 
 from zorselike import Broadcast, HeteroPipeline
+from zorselike.cost import MinistageBytes, Purpose, walk_memory
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Streams
+from zorselike.schedule import ScheduleSpec, build
+from zorselike.schedule.actions import COMPUTE, Action, Kind
 
 CPU = torch.device("cpu")
 KEY = (0, 0)
@@ -340,3 +344,61 @@ def test_nothing_of_a_step_stays(num_ranks: int, recompute: str, zero: int, run_
     for num_alive, tensors, host in run_ranks(look_for_remains, num_ranks, recompute, zero, timeout=120):
         assert num_alive == 0
         assert tensors[0] == tensors[1] and host[0] == host[1]
+
+
+def watch_copies(rank: int, world_size: int) -> tuple[list[int], bool]:
+    """Of a step of many microbatches: how much is computed from a copy's begin (to the host) until that is
+    waited for; and whether what is held at most is what the memory walk says."""
+    rows = 32
+    groups = [
+        Group((own,), tuple(Microbatch(own, row, row + 1) for row in range(rows)), offload=("activations",))
+        for own in range(world_size)
+    ]
+    names = module_names(2)
+    plan = Plan(rows, tuple(groups), (Ministage(0, tuple(names[:2])), Ministage(1, tuple(names[2:]))))
+    case = Case(plan, 2)
+    begun: deque[int] = deque()
+    hidden, num_computed, is_over = [], 0, False
+    let_go = ActivationOffload._let_go
+
+    def note(offload: ActivationOffload) -> None:
+        if begun and not is_over:
+            hidden.append(num_computed - begun[0])
+        if begun:
+            begun.popleft()
+        let_go(offload)
+
+    def leave(action: Action) -> None:
+        nonlocal num_computed
+        num_computed += action.kind in COMPUTE
+        if action.kind is Kind.OFFLOAD and action.microbatch is not None:
+            begun.append(num_computed)
+
+    with HeteroPipeline(case.model(), plan, optimizer=adamw) as pipe, pytest.MonkeyPatch.context() as patch:
+        finish = pipe.assembly.resources.activations.finish  # type: ignore[union-attr]
+
+        def end() -> None:
+            nonlocal is_over
+            is_over = True
+            finish()
+
+        patch.setattr(pipe.assembly.resources.activations, "finish", end)
+        patch.setattr(ActivationOffload, "_let_go", note)
+        with pipe.watching(lambda _: None, leave):
+            pipe.step_global(*case.batch(0))
+        ledger = pipe.assembly.resources.memory.ledger
+        kept = max(pipe.assembly.resources.activations.kept_bytes.values())  # type: ignore[union-attr]
+        none = dict.fromkeys(("gathered_bytes", "shard_bytes", "gradient_bytes", "gradient_shard_bytes"), 0)
+        sizes = MinistageBytes(**none, state_bytes=0, activation_bytes_per_row=kept)
+        lists = build(ScheduleSpec(plan))
+        walk = walk_memory(plan, rank, lists[rank], {0: sizes, 1: sizes}, on_gpu=False)
+        is_foretold = ledger.peak(Purpose.ACTIVATIONS, "device") == walk.device[Purpose.ACTIVATIONS]
+    return hidden, is_foretold
+
+
+def test_what_is_computed_hides_every_copy_to_the_host(run_ranks: RunRanks) -> None:
+    """Of two groups the first goes forward and backward in turn, and each time takes one microbatch back."""
+    first, last = run_ranks(watch_copies, 2)
+    assert len(first[0]) > 20 and min(first[0]) > 0
+    assert min(last[0], default=1) > 0
+    assert first[1]

@@ -102,6 +102,8 @@ class ActivationOffload:
         """A tensor that says which device is computed on."""
         self._microbatches: dict[Key, _Microbatch] = {}
         self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
+        self._num_new = 0
+        """Of these, since the last computation: nothing yet hides their copies."""
         self._received: dict[int, Tensor] = {}
         self._recording: _Microbatch | None = None
         self.kept_bytes: dict[Key, int] = {}
@@ -205,6 +207,16 @@ class ActivationOffload:
                 kept.device = None
         microbatch.left = stream.record()
         self._leaving.append((microbatch.left, leaving))
+        self._num_new += 1
+
+    def note_computed(self) -> None:
+        """After each forward and backward: copies that were started before it may be over now."""
+        self._num_new = 0
+
+    def _make_room(self) -> None:
+        """For what comes to the device, where a copy has had a computation's time to end."""
+        if len(self._leaving) > self._num_new:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Frees the oldest microbatch that has left, if any; its memory is compute's to use again."""
@@ -216,7 +228,7 @@ class ActivationOffload:
 
     def load(self, key: Key) -> None:
         """Starts the copies of a microbatch back to the device."""
-        self._let_go()  # Its room is wanted.
+        self._make_room()
         microbatch = self._microbatches[key]
         fetch = self._streams.fetch
         assert microbatch.left is not None, "only what was offloaded is loaded"
@@ -234,7 +246,7 @@ class ActivationOffload:
 
     def arrive(self, key: Key) -> None:
         """Before a backward: makes compute wait for what `load` started, and for what leaves, the oldest."""
-        self._let_go()
+        self._make_room()
         microbatch = self._microbatches.get(key)
         if microbatch is None:
             return

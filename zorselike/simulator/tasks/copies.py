@@ -60,6 +60,8 @@ class HostCopies:
         self._stored_activations: dict[tuple[int, int], int] = {}
         self._loaded_activations: dict[tuple[int, int], int] = {}
         self._activations_in_flight: deque[int] = deque()
+        self._num_new = 0
+        """Of these, since the last computation."""
 
     def add(self, action: Action, i: int) -> None:
         """Adds the tasks of a copy."""
@@ -210,6 +212,16 @@ class HostCopies:
         task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=False)
         self._stored_activations[i, m] = task
         self._activations_in_flight.append(task)
+        self._num_new += 1
+
+    def note_computed(self) -> None:
+        """After each forward and backward."""
+        self._num_new = 0
+
+    def _make_room(self) -> None:
+        """Where a copy has had a computation's time to end."""
+        if len(self._activations_in_flight) > self._num_new:
+            self._await_oldest()
 
     def _await_oldest(self) -> None:
         """The compute stream waits for the oldest copy in flight, if any: its memory is needed."""
@@ -218,7 +230,7 @@ class HostCopies:
         self._streams.compute.wait(self._activations_in_flight.popleft())
 
     def _load_activations(self, i: int, m: int) -> None:
-        self._await_oldest()
+        self._make_room()
         stream = self._streams.load_activations
         stream.wait(self._stored_activations.pop((i, m)))
         task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=True)
@@ -226,7 +238,7 @@ class HostCopies:
 
     def await_activations(self, i: int, m: int) -> None:
         """Before a backward."""
-        self._await_oldest()
+        self._make_room()
         self._streams.compute.wait(self._loaded_activations.get((i, m), NOTHING))
 
     def drop_activations(self, i: int, m: int) -> None:

@@ -163,8 +163,10 @@ class Program:
             self._compute_by_unit(i, work, seconds)
         else:
             self._label("compute", self.streams.compute.work(work, seconds))
-        if self._offloads and not is_forward:
-            self.copies.drop_activations(i, m)
+        if self._offloads:
+            self.copies.note_computed()
+            if not is_forward:
+                self.copies.drop_activations(i, m)
 
     def _compute_by_unit(self, i: int, work: Work, seconds: float) -> None:
         """Each unit computes once it is gathered."""
