@@ -171,7 +171,7 @@ def sum_where_it_is(rank: int, world_size: int) -> list[tuple[bool, float]]:
         memory = Memory.of(torch.device("cpu"), HostWaits().streams)
         sums = NormSums(memory, decides=decides)
         squares = torch.tensor(rank + 1.0, dtype=torch.float64)
-        total = sums.start(squares, NormGroup(groups[0], joined))
+        total = sums.start(squares, NormGroup(groups[0], joined), memory.streams.compute)
         found.append((total.is_on_device, float(total.read())))
         assert squares == rank + 1  # It is read again at the end of the step.
         sums.close()
