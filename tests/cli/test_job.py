@@ -76,6 +76,13 @@ def test_mistakes_are_said(
     assert "set ZORSELIKE_JOB_TOKEN" in fail(capsys, "status", address)
 
 
+def test_a_wrong_silence_is_refused_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZORSELIKE_SILENCE_S", "soon")
+    assert "ZORSELIKE_SILENCE_S is 'soon'; it must be seconds" in fail(capsys, "run", "--", "train.py")
+
+
 def test_run_starts_a_nanny_for_each_rank_and_says_how_others_join(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,8 @@ time.sleep(60)
 def test_what_cannot_be_started_is_said() -> None:
     with pytest.raises(ConfigError, match="cannot start /no/such/program"):
         Nanny(["/no/such/program"], {}).run()
+    with pytest.raises(ConfigError, match="ZORSELIKE_SILENCE_S is 'soon'; it must be seconds"):
+        Nanny(["/no/such/program"], {"ZORSELIKE_SILENCE_S": "soon"})
     assert describe_end(128 + signal.SIGKILL) == "was ended by SIGKILL"
 
 

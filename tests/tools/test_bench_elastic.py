@@ -32,7 +32,7 @@ def make_diary(member: int, first: int, last: int, *, generation: int = 1, at_s:
 
 
 def make_outcome(*diaries: Diary, happened: tuple[tuple[float, int, str, int], ...] = ()) -> Outcome:
-    return Outcome((), diaries, happened, "", ())  # type: ignore[arg-type]
+    return Outcome((), diaries, happened, ())  # type: ignore[arg-type]
 
 
 def test_losses_of_those_who_were_lost_later_count() -> None:

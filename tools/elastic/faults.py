@@ -17,7 +17,7 @@ from .jobs import Job
 NUM_RANKS = 4
 _ROWS = 6
 _SPLITS = ((4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (2, 1, 1))
-_FAULTS_A_JOB, _STEPS_APART = 3, 4
+_STEPS_APART = 4
 KINDS: tuple[FaultKind, ...] = ("kill", "stop", "pause", "raise", "exit", "term")
 Cell = tuple[Phase, FaultKind, int]
 """Where, what, and to which rank."""
@@ -42,29 +42,6 @@ def make_plan(rng: random.Random, split: Sequence[int], *, offload: bool = True)
     cuts = [0, *sorted(rng.sample(range(1, len(names)), count - 1)), len(names)]
     ministages = tuple(Ministage(i % len(split), tuple(names[cuts[i] : cuts[i + 1]])) for i in range(count))
     return Plan(_ROWS, tuple(groups), ministages).validate(), num_layers
-
-
-def make_job(seed: int, *, num_faults: int = _FAULTS_A_JOB, replaces: bool = True) -> Job:
-    """A random job of four ranks, and faults anywhere in its steps; every fourth is SIGSTOP."""
-    rng = random.Random(seed)
-    plan, num_layers = make_plan(rng, rng.choice(_SPLITS))
-    kinds: list[FaultKind] = [
-        "stop" if (num_faults * seed + i) % 4 == 3 else rng.choice(("kill", "kill", "raise", "exit"))
-        for i in range(num_faults)
-    ]
-    faults = tuple(
-        Fault(2 + _STEPS_APART * i, rng.randrange(4), kind, rng.random()) for i, kind in enumerate(kinds)
-    )
-    return Job(
-        plan,
-        num_layers,
-        2 + _STEPS_APART * num_faults,
-        faults,
-        replaces=replaces,
-        tied=rng.random() < 0.5,
-        max_norm=rng.choice((None, 0.5)),
-        seed=seed,
-    )
 
 
 def list_cells(phases: Sequence[Phase] = (*RECOVERY_PHASES, *STEP_PHASES)) -> list[Cell]:

@@ -53,8 +53,6 @@ class Outcome:
     """Of all."""
     happened: tuple[tuple[float, int, FaultKind, int], ...]
     """When, to which process, what, and which of the job's faults."""
-    lines: str
-    """What all have printed."""
     sums: tuple[tuple[int, int, int, int, int], ...]
     """Of the states that ranks have copied: see `ranks.note_sums`."""
     cpu_s: float = 0.0
@@ -222,7 +220,7 @@ def run(job: Job) -> Outcome:
             ended = sum(map(_is_of_smaller_side, reports))
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             every = tuple(diaries.values())
-            return Outcome(tuple(whole), every, tuple(happened), lines, tuple(sums), cpu_s, ended, woken)  # type: ignore[arg-type]
+            return Outcome(tuple(whole), every, tuple(happened), tuple(sums), cpu_s, ended, woken)  # type: ignore[arg-type]
         finally:
             for process in members.values():
                 _kill(process)

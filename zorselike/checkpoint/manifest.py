@@ -177,9 +177,9 @@ class Base:
     """What is trained beside them, as `peft` says it in `adapter_config.json`."""
 
     @classmethod
-    def from_table(cls, value: object, where: str) -> Base:
-        table = _read_keys(value, where, _BASE_KEYS)
-        folder, fingerprint = (_read(str, table, key, where) for key in ("folder", "fingerprint"))
+    def from_table(cls, value: object) -> Base:
+        table = _read_keys(value, "base", _BASE_KEYS)
+        folder, fingerprint = (_read(str, table, key, "base") for key in ("folder", "fingerprint"))
         return cls(folder, fingerprint, _read_mapping(table, "adapter"))
 
 
@@ -327,7 +327,7 @@ class Manifest:
             extra=_read_mapping(table, "extra"),
             versions={name: _read(str, versions, name, "versions") for name in versions},
             saved_at=_read(str, table, "saved_at", where),
-            base=Base.from_table(table["base"], "base") if "base" in table else None,
+            base=Base.from_table(table["base"]) if "base" in table else None,
         )
         for key, value in (loss_scale or {}).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -364,8 +364,8 @@ _MANIFEST_KEYS = tuple(Manifest.__dataclass_fields__)
 # -- the text --------------------------------------------------------------------------------
 
 
-def _first_line(digest: str, version: int = VERSION) -> str:
-    return f'{{"format": "{FORMAT}", "version": {version}, "sha256": "{digest}",\n'
+def _first_line(digest: str) -> str:
+    return f'{{"format": "{FORMAT}", "version": {VERSION}, "sha256": "{digest}",\n'
 
 
 def _parse(text: str) -> Mapping[str, Any]:

@@ -91,4 +91,4 @@ def read_saved(described: Sequence[Mapping[str, object]]) -> list[Saved]:
 
 def read_base(described: object) -> Base | None:
     """The folder beside whose weights something trains, as `collect_facts` gives it."""
-    return None if described is None else Base.from_table(described, "base")
+    return None if described is None else Base.from_table(described)

@@ -94,8 +94,6 @@ class Replicas:
         """Steps from one mirror to the next."""
         self.mirrored: int | None = None
         """The last step that is whole everywhere."""
-        self.waited_s = 0.0
-        """How long steps have waited for copies and mirrors."""
 
     @property
     def held(self) -> list[Held]:
@@ -135,7 +133,6 @@ class Replicas:
         if not mirrors or self.mirrored is None or self.interval == 1:
             self.wait()
         self._ended_s = time.perf_counter()
-        self.waited_s += self._ended_s - began
 
     @property
     def step_s(self) -> float | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from zorselike.checkpoint.adapters import export_adapters, export_merged
 from zorselike.checkpoint.export import export
@@ -32,6 +34,9 @@ from zorselike.runtime.processes.processes import Peers
 from zorselike.runtime.state.save import Save
 from zorselike.text.wording import list_few
 from zorselike.train.config.config import Config
+from zorselike.train.config.model import TrainedModel
+from zorselike.train.data.rows import Rows
+from zorselike.train.parts import take_weights
 
 logger = logging.getLogger("zorselike")
 
@@ -46,16 +51,21 @@ class RunCheckpoints:
         config: Config,
         pipe: HeteroPipeline,
         world: Peers,
-        facts: Mapping[str, Any],
-        *,
-        origin: Path | None = None,
-        take_weights: Callable[[], None] = lambda: None,
+        model: TrainedModel,
+        module: nn.Module,
+        rows: Rows,
     ) -> None:
-        """`facts`: what a run that goes on must have alike, for people to read; JSON. `origin`: the folder of
-        the Hugging Face model that is trained; `take_weights`: takes over its weights, if it has any."""
+        """`module`: what `model` has built, of which `pipe` is made."""
         self._config, self._settings = config, config.checkpoint
         self._pipe, self._world = pipe, world
-        self._facts, self._origin, self._take_weights = facts, origin, take_weights
+        self._origin, self._take_weights = model.folder, partial(take_weights, pipe, model, module)
+        self._facts = {
+            "model": model.name,
+            "data": rows.fingerprint(),
+            "seq_len": str(config.training.seq_len),
+            "seed": str(config.debug.seed),
+        }
+        """What a run that goes on must have alike, for people to read."""
         self.folder = checkpoint_folder(config)
         self._on_its_way: tuple[Save, dict[str, Any]] | None = None
         """And the best validation once it is there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +43,19 @@ def open_data(
     )
     rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
     return rows, open_validation_rows(config, rows, reader, global_batch=global_batch, world=world)
+
+
+def find_keywords(module: nn.Module, rows: Rows, held_out: Rows | None) -> Sequence[str]:
+    """By which the model is told where documents begin; none where no rows are packed."""
+    is_packed = rows.is_packed or (held_out is not None and held_out.is_packed)
+    return document_keywords(module) if is_packed else ()
+
+
+def choose_kernels(config: Config) -> None:
+    """Deterministic ones, if `[debug]` asks for these."""
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
 
 
 @contextmanager

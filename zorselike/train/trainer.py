@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,12 +31,18 @@ from zorselike.train.config.config import Config
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
 from zorselike.train.data.loader import RowLoader, StepDataset
-from zorselike.train.data.packed_models import document_keywords
 from zorselike.train.data.rows import Rows
 from zorselike.train.dry_run import describe_planning, describe_run
 from zorselike.train.equal_replicas import make_equal_plan
 from zorselike.train.optimizer import WarmupStableDecay, build_lr_scheduler_factory, build_optimizer_factory
-from zorselike.train.parts import build_metrics, check_seq_len, collecting_garbage, open_data, take_weights
+from zorselike.train.parts import (
+    build_metrics,
+    check_seq_len,
+    choose_kernels,
+    collecting_garbage,
+    find_keywords,
+    open_data,
+)
 from zorselike.train.processes import join_job, narrow, set_up_logging
 from zorselike.train.report.estimates import compare_with_estimates
 from zorselike.train.report.memory import describe_deferral, describe_fullest
@@ -69,9 +73,7 @@ def run(request: Request, plan: Plan | None) -> int:
             print(_describe_dry_run(request, plan, model))
         return 0
     check_writers(config)
-    if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    choose_kernels(config)
     with join_job(config, plan) as world:
         if plan is not None:
             return _train(request, config, plan, model, world)
@@ -105,8 +107,7 @@ def _train(
     folder, by name."""
     module = model.build()
     rows, held_out = open_data(config, model, module, world, global_batch=plan.global_batch)
-    is_packed = rows.is_packed or (held_out is not None and held_out.is_packed)
-    keywords = document_keywords(module) if is_packed else ()
+    keywords = find_keywords(module, rows, held_out)
     refused: CheckpointError | None = None
     skips_init = any(world.gather(model.weights is not None or will_load(config)))
     with _build_pipeline(config, plan, module, world, skip_init=skips_init) as pipe:
@@ -118,17 +119,7 @@ def _train(
         logger.info("data: %s", rows.describe())
         _log_deferral(config, pipe, world)
         try:
-            signal_number = _run_steps(
-                config,
-                pipe,
-                rows,
-                held_out,
-                keywords,
-                model,
-                world,
-                folder,
-                partial(take_weights, pipe, model, module),
-            )
+            signal_number = _run_steps(config, pipe, rows, held_out, keywords, model, module, world, folder)
         except CheckpointError as error:  # Every rank raises it: none waits for another.
             refused = error
     if refused is not None:
@@ -143,16 +134,13 @@ def _run_steps(
     held_out: Rows | None,
     keywords: Sequence[str],
     model: TrainedModel,
+    module: nn.Module,
     world: Processes,
     folder: Path,
-    take_weights: Callable[[], None],
 ) -> int:
     """Runs all steps, with validation where there are rows `held_out`; returns 0, or the signal that
-    stopped the run, on every rank alike. `keywords`: those of `document_keywords`, for packed rows.
-    `take_weights`: what a run begins with that goes on from nothing."""
-    alike = {"model": model.name, "data": rows.fingerprint()}
-    alike |= {"seq_len": str(config.training.seq_len), "seed": str(config.debug.seed)}
-    checkpoints = RunCheckpoints(config, pipe, world, alike, origin=model.folder, take_weights=take_weights)
+    stopped the run, on every rank alike. `keywords`: those of `find_keywords`."""
+    checkpoints = RunCheckpoints(config, pipe, world, model, module, rows)
     checkpoints.go_on()
     before, steps = pipe.num_steps, config.training.steps
     if before >= steps or checkpoints.is_finished():

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from zorselike.schedule.actions import COMPUTE, Kind, parse_action
+from zorselike.schedule.actions import COMPUTE, HOST_COPIES, Kind, parse_action
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
 
-_COPIES = frozenset(
-    {Kind.LOAD, Kind.OFFLOAD, Kind.LOAD_STATE, Kind.OFFLOAD_STATE, Kind.LOAD_GRAD, Kind.OFFLOAD_GRAD}
-)
 _ON_DEVICE = "on the device"
 TRACE = "rank0_trace.json"
 """As `zorselike simulate --measured` looks for it."""
@@ -79,7 +76,7 @@ def find_exposure(events: Iterable[Event], *, on_gpu: bool) -> Exposure:
             kind = _kind_of(event["name"])
             if kind in COMPUTE:
                 kernels.append(interval)
-            elif kind in _COPIES:
+            elif kind in HOST_COPIES:
                 copies.setdefault("copies", []).append(interval)
     computing = unite(kernels)
     everything = unite([*kernels, *(each for own in copies.values() for each in own)])

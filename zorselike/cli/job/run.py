@@ -52,13 +52,20 @@ class Run:
     """Name of this node; by default its hostname."""
 
     def run(self) -> int:
-        from zorselike.elastic.meeting.environment import JOIN, TOKEN, make_token, read_address
+        from zorselike.elastic.meeting.environment import (
+            JOIN,
+            TOKEN,
+            make_token,
+            read_address,
+            read_settings,
+        )
         from zorselike.runtime.processes.identity import NODE_VARIABLE
 
         check_at_least("run", 1, {"--ranks": self.ranks})
         if not self.command:
             raise ConfigError("run: name the worker's program after --, such as -- python train.py")
         environment = dict(os.environ)
+        read_settings(environment)
         node = self.node or environment.get(NODE_VARIABLE) or socket.gethostname()
         environment[NODE_VARIABLE] = node
         if self.ranks > 1:  # As torchrun does: each would take all cores for itself, and all wait for all.

@@ -87,7 +87,7 @@ def from_environment(
         ClusterError: The launcher's store cannot be reached.
     """
     identity = find_identity(environment)
-    settings = settings or _read_settings(environment)
+    settings = settings or read_settings(environment)
     found, join = environment.get(FOUND), environment.get(JOIN)
     if found is None and join is None:
         return _meet_by_store(worker, identity, device_type, memory_bytes, settings, environment)
@@ -113,7 +113,8 @@ def from_environment(
     return _begin(worker, member, listener, token, num_members, contact, settings, environment)
 
 
-def _read_settings(environment: Mapping[str, str]) -> Settings:
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Raises `ConfigError` for a silence that is no number of seconds."""
     text = environment.get(SILENCE)
     if text is None:
         return Settings()
@@ -172,7 +173,7 @@ def _meet_by_store(
     environment: Mapping[str, str],
 ) -> Meeting:
     """Under a launcher: rank 0 founds the job and says in the launcher's store where, and the token."""
-    _refuse_dynamic(identity, environment)
+    _refuse_dynamic(environment)
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     token = environment.get(TOKEN) or make_token()
     if identity.size == 1 and not host:
@@ -236,7 +237,7 @@ def _begin(
     return meeting
 
 
-def _refuse_dynamic(identity: Identity, environment: Mapping[str, str]) -> None:
+def _refuse_dynamic(environment: Mapping[str, str]) -> None:
     """The launchers under which the loss of one node, or of one process, ends the others."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return

@@ -206,11 +206,6 @@ class Meeting:
 
     # -- for the process -----------------------------------------------------------------------
 
-    @property
-    def over(self) -> str | None:
-        """Why this member is out; None while it is not."""
-        return self._over
-
     def _post(self, event: e.Event) -> None:
         self._posted.put(event)
         with contextlib.suppress(OSError):

@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 
 from zorselike.elastic.contract import Json
 from zorselike.elastic.meeting.asking import ask
-from zorselike.elastic.meeting.environment import FOUND, JOIN, MEMBERS, NANNY_FD, SILENCE, TOKEN, read_address
+from zorselike.elastic.meeting.environment import (
+    FOUND,
+    JOIN,
+    MEMBERS,
+    NANNY_FD,
+    TOKEN,
+    read_address,
+    read_settings,
+)
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime.alarm.kernel import HELD_S, is_stopped
 
@@ -37,7 +45,6 @@ _MAX_STARTS = 3
 """So many of these one after the other, and no other is started."""
 _FIRST_WAIT_S = 1.0
 _MAX_LINE_BYTES = 1 << 16
-_GIVEN_UP = 1
 _MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -60,7 +67,7 @@ class Nanny:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = list(command)
         self._environment = dict(environment)
-        self._silence_s = float(environment.get(SILENCE, 10.0))
+        self._silence_s = read_settings(environment).silence_s
         self._worker: subprocess.Popen[bytes] | None = None
         self._leaves = False
         self._members: list[tuple[str, int]] = []
@@ -94,7 +101,7 @@ class Nanny:
                     f"{num_soon} workers one after the other ended within {_SOON_S:g} s of their start, the "
                     f"last {describe_end(code)}: given up; look at what they printed"
                 )
-                return code or _GIVEN_UP
+                return code
             for name in (FOUND, MEMBERS, *_LAUNCHERS):
                 self._environment.pop(name, None)
             others = [address for address in self._members if address != contact]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -48,22 +49,14 @@ class NoticeUrl:
         self._token: str | None = None
         # A metadata server is this machine's own, whatever proxy leads out of it.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._ends = threading.Event()
         self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="elastic notice url", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Asks no more; does not wait for an answer that is on its way."""
-        self._ends.set()
-
     def _run(self) -> None:
-        while not self._ends.is_set():
-            if is_notice(self._ask()):
-                if not self._ends.is_set():
-                    self._then()
-                return
-            self._ends.wait(self._every_s)
+        while not is_notice(self._ask()):
+            time.sleep(self._every_s)
+        self._then()
 
     def _ask(self) -> str | None:
         """The page, None where there is none."""

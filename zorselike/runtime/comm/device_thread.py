@@ -48,14 +48,14 @@ class DeviceThread:
         self._due.put(None)
         self._thread.join()
 
-    def abandon(self, timeout_s: float = ABANDON_S) -> bool:
-        """Drops what has not begun; whether the thread has ended within so many seconds."""
+    def abandon(self) -> bool:
+        """Drops what has not begun; whether the thread has ended within `ABANDON_S`."""
         with suppress(Empty):
             while True:
                 self._due.get_nowait()
         self._due.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+            self._thread.join(ABANDON_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -273,21 +273,20 @@ class Transport:
         self._sends.clear()
 
     def close(self) -> None:
-        self._sends.clear()
-        self._earlier_sends.clear()
-        self._receives.clear()
-        for channel in self._channels.values():
+        for channel in self._forget():
             channel.close()
-        self._channels.clear()
 
     def abandon(self) -> None:
         """`close` where other ranks may be gone, and connections have ended."""
-        self._sends.clear()
-        self._earlier_sends.clear()
-        self._receives.clear()
-        for channel in self._channels.values():
+        for channel in self._forget():
             channel.abandon()
+
+    def _forget(self) -> list[_Channel]:
+        for held in (self._sends, self._earlier_sends, self._receives):
+            held.clear()
+        channels = list(self._channels.values())
         self._channels.clear()
+        return channels
 
 
 def _drop_over(sends: Iterable[_Sent]) -> list[_Sent]:

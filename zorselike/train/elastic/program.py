@@ -28,14 +28,19 @@ from zorselike.runtime.processes.world import describe_process, device_type
 from zorselike.train.checkpoints import RunCheckpoints, checkpoint_folder, will_load
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
-from zorselike.train.data.packed_models import document_keywords
 from zorselike.train.elastic.generation import GenerationRun
 from zorselike.train.elastic.known import Alone, Known, RanksOfGeneration, agree, find_traits
 from zorselike.train.elastic.notice import Notice, name_signal
 from zorselike.train.elastic.pipeline import ProgramPipeline
 from zorselike.train.elastic.planning import find_plan, refuse_launcher
 from zorselike.train.optimizer import build_optimizer_factory
-from zorselike.train.parts import check_seq_len, collecting_garbage, open_data, take_weights
+from zorselike.train.parts import (
+    check_seq_len,
+    choose_kernels,
+    collecting_garbage,
+    find_keywords,
+    open_data,
+)
 from zorselike.train.processes import set_up_logging
 from zorselike.train.report.run_folder import log_into, open_run_folder
 from zorselike.train.report.writers import check_writers
@@ -60,9 +65,7 @@ def run_elastic(request: Request, plan: Plan | None) -> int:
     model = find_model(config)
     check_seq_len(config, model)
     check_writers(config)
-    if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    choose_kernels(config)
     device = find_device(
         config.hetero.device,
         without_gpu='[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"',
@@ -87,8 +90,7 @@ class ElasticRun:
         self.rows, self.held_out = open_data(
             config, model, self._module, Alone(), global_batch=self._first_plan.global_batch
         )
-        is_packed = self.rows.is_packed or (self.held_out is not None and self.held_out.is_packed)
-        self.keywords = document_keywords(self._module) if is_packed else ()
+        self.keywords = find_keywords(self._module, self.rows, self.held_out)
         self.known = Known(
             find_traits(config, model, self.rows, self.held_out),
             process=f"{os.getpid()} of {find_identity().node}",
@@ -220,11 +222,7 @@ class ElasticRun:
         return ranks
 
     def _make_checkpoints(self, inner: HeteroPipeline, ranks: RanksOfGeneration) -> RunCheckpoints:
-        config = self.config
-        alike = {"model": self.model.name, "data": self.rows.fingerprint()}
-        alike |= {"seq_len": str(config.training.seq_len), "seed": str(config.debug.seed)}
-        take = partial(take_weights, inner, self.model, self._module)
-        return RunCheckpoints(config, inner, ranks, alike, origin=self.model.folder, take_weights=take)
+        return RunCheckpoints(self.config, inner, ranks, self.model, self._module, self.rows)
 
     def _begin(self, inner: HeteroPipeline) -> None:
         """Fills a pipeline where nobody has a state to give; collective."""
