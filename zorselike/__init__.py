@@ -53,6 +53,10 @@ _WITH_TORCH = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:
         return getattr(import_module(_WITH_TORCH[name]), name)

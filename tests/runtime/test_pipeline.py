@@ -337,6 +337,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
         "clip": {"max_norm": 1.0, "clip": "layer"},
         "max_norm": {"max_norm": -1.0},
         "cuda": {"device": "cuda"},
+        "optimizer": {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
     }.get(what, {})
     model = CASE.model()
     if what == "frozen":
@@ -363,6 +364,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
         ("clip", ["ConfigError", "clip = 'layer'", "ministage"]),
         ("max_norm", ["ConfigError", "max_norm = -1.0"]),
         ("cuda", ["ConfigError", "cuda"]),
+        ("optimizer", ["ConfigError", "optimizer is an SGD", "partial(torch.optim.SGD"]),
         ("frozen", ["ConfigError", "no parameter"]),
         ("batch", ["ConfigError", "inputs", "4 rows", "5 rows"]),
         ("closed", ["ConfigError", "closed"]),

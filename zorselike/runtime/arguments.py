@@ -18,7 +18,13 @@ def find_patience(processes: Sequence[ProcessInfo]) -> float:
     return max(30.0 if process.device == "cuda" else 5.0 for process in processes)
 
 
-def check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype) -> None:
+def check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype, optimizer: object) -> None:
+    if optimizer is not None and not callable(optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"optimizer is an {kind}; give what makes one of a ministage's parameters, such as "
+            f"functools.partial(torch.optim.{kind}, lr=3e-4)"
+        )
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm = {max_norm} clips nothing; give a number above 0, or None")
     if clip not in ("global", "ministage"):

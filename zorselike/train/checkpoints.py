@@ -25,7 +25,7 @@ from zorselike.checkpoint.folder import (
 from zorselike.checkpoint.layout import model_folder, step_folder
 from zorselike.checkpoint.read import read_manifest
 from zorselike.checkpoint.upload import check_target, upload
-from zorselike.errors import CheckpointError
+from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.hf import find_parts
 from zorselike.hf.adapters import name_in_model
 from zorselike.runtime.checkpoints import Loaded
@@ -133,7 +133,12 @@ class RunCheckpoints:
                 )
             self._take(self._pipe.load(self.folder / step_folder(settings.load_step), options=False))
         elif steps:
-            self._take(self._pipe.load(self.folder, options=False))
+            try:
+                self._take(self._pipe.load(self.folder, options=False))
+            except OtherCheckpointError as error:
+                raise OtherCheckpointError(
+                    f"{error}; a run of its own needs another [checkpoint] folder or [job] dump_folder"
+                ) from error
         elif settings.initial_load_path:
             path = Path(settings.initial_load_path).expanduser()
             loaded = self._pipe.load(path, model_only=settings.initial_load_model_only, options=False)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from logging.handlers import MemoryHandler
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -32,6 +33,8 @@ logger = logging.getLogger("zorselike")
 
 _ENDED = "zorselike/train/ended"
 _POLL_S = 1.0
+_MOST_EARLY = 10_000
+"""Lines of a log that are kept until it has a file."""
 
 T = TypeVar("T")
 
@@ -132,5 +135,7 @@ def set_up_logging(rank: int | None) -> None:
     for old in logger.handlers:
         old.close()
     logger.handlers = [handler]
+    if rank == 0:  # Until there is a file for it.
+        logger.addHandler(MemoryHandler(_MOST_EARLY, flushLevel=logging.CRITICAL + 1))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zorselike import HeteroPipeline, initialize, list_modules
+from zorselike.models.registry import build_model
 from zorselike.plan import ConfigError, PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.profiler.workload.module_workload import measure_workload
@@ -77,6 +78,9 @@ def test_a_model_without_decoder_layers_has_no_list() -> None:
     config = transformers.T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
     with pytest.raises(ConfigError, match=r"'encoder.block' and 'decoder.block' of T5Block found where one"):
         list_modules(transformers.T5ForConditionalGeneration(config))
+    for model in (nn.Sequential(nn.Linear(2, 2)), build_model("llama", "debug")):
+        with pytest.raises(ConfigError, match=f"model: {type(model).__name__} is not made of decoder layers"):
+            list_modules(model)
 
 
 # -- exactness -----------------------------------------------------------------------------

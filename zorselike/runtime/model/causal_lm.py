@@ -100,13 +100,13 @@ def find_decoder(model: nn.Module) -> Decoder | str:
 
 def _layer_classes(model: nn.Module) -> set[str]:
     """Names of the classes that must not be split over devices: those of the decoder layers."""
-    names: Any = model._no_split_modules
+    names: Any = getattr(model, "_no_split_modules", None)
     return {names} if isinstance(names, str) else set(names or ())
 
 
 def _repeated_classes(model: nn.Module) -> set[str]:
     """For a model that does not say which these are: the classes of which there is one in every layer."""
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return {
         type(module[0]).__name__

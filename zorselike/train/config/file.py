@@ -24,7 +24,7 @@ from zorselike.train.config.config import AUTO, Config
 from zorselike.train.config.titan_keys import REFUSED_VALUES, refusal
 from zorselike.version import __version__
 
-_PATH_KEYS = (
+PATH_KEYS = (
     ("hetero", "plan"),
     ("hetero", "profile"),
     ("hetero", "cluster"),
@@ -34,6 +34,7 @@ _PATH_KEYS = (
     ("model", "hf_assets_path"),
     ("lora", "initial_load_path"),
 )
+"""What a recipe names relative to itself."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _refuse_keys(table: Mapping[str, Any], section: object, name: str) -> None:
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
-    for section, key in _PATH_KEYS:
+    for section, key in PATH_KEYS:
         value = getattr(getattr(config, section), key)
         if value and (section, key, value) != ("hetero", "plan", AUTO):
             resolved = str(folder / Path(value).expanduser())

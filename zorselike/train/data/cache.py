@@ -6,8 +6,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from zorselike.errors import ConfigError
 
 
 def name_of(files: Sequence[Path], made_by: str) -> str:
@@ -24,6 +27,20 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
 
     `write` is given another path to write to.
     """
+    with writing(target.parent):
+        return _make_once(target, write)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Inside, what the system refuses is a `ConfigError` that names the key that says where."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"[job] dump_folder: nothing can be written into {folder}: {error}") from error
+
+
+def _make_once(target: Path, write: Callable[[Path], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from zorselike.plan.plan import Plan
 from zorselike.runtime.processes.processes import Peers
 from zorselike.train.config.config import Config
-from zorselike.train.config.file import dump_config
+from zorselike.train.config.file import PATH_KEYS, dump_config
+from zorselike.train.data.cache import writing
 from zorselike.train.report.colors import PlainFormatter
 
 logger = logging.getLogger("zorselike")
@@ -27,34 +29,37 @@ def open_run_folder(
     `python -m zorselike.train --config <folder>/config.toml` repeats the run.
     """
     name = f"{recipe.stem if recipe else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path()
-    if processes.rank == 0:
+
+    @writing(Path(config.job.dump_folder))
+    def make() -> str:
         folder = _make_new(Path(config.job.dump_folder), name)
         for file, text in beside_plan.items():
             (folder / file).write_text(text, encoding="utf-8")
         plan.save(folder / "plan.toml")
-        effective = replace(
-            config,
-            hetero=replace(config.hetero, plan="plan.toml"),
-            training=replace(config.training, dataset_path=_absolute(config.training.dataset_path)),
-            validation=replace(config.validation, dataset_path=_absolute(config.validation.dataset_path)),
-            checkpoint=replace(
-                config.checkpoint, initial_load_path=_absolute(config.checkpoint.initial_load_path)
-            ),
-            model=replace(config.model, hf_assets_path=_absolute(config.model.hf_assets_path)),
-        )
+        effective = config
+        for section, key in (*PATH_KEYS, ("checkpoint", "initial_load_path")):
+            own = getattr(effective, section)
+            changed = replace(own, **{key: _absolute(getattr(own, key))})
+            effective = replace(effective, **{section: changed})
+        effective = replace(effective, hetero=replace(effective.hetero, plan="plan.toml"))
         origin = recipe or "the command line"
         comment = f"The merged configuration of a run of {origin}, plan {plan.fingerprint}."
         (folder / "config.toml").write_text(dump_config(effective, comment=comment), encoding="utf-8")
         log_into(folder)
-    return Path(processes.share(str(folder)))
+        return str(folder)
+
+    return Path(processes.from_first(make))
 
 
 def log_into(folder: Path) -> None:
-    """From now on this process's log goes there too, after what is there."""
+    """This process's log goes there too, after what is there: also what it has said before."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
     handler.setFormatter(PlainFormatter("%(asctime)s - %(levelname)s - %(message)s"))
+    for early in [own for own in logger.handlers if isinstance(own, MemoryHandler)]:
+        early.setTarget(handler)
+        early.flush()
+        logger.removeHandler(early)
     logger.addHandler(handler)
 
 
