@@ -79,7 +79,8 @@ def run(
     arguments = (*given, "--checkpoint.folder", "../checkpoints", *arguments)
     num_ranks = 2 if plan == PLAN else 3
     ends = train(run_ranks, "debug_cpu.toml", *STEPS, *SAVES, *arguments, folder=own, num_ranks=num_ranks)
-    return ends, read_column(own, LOSS) if list(own.glob("*/metrics.csv")) else []
+    is_trained = any(LOSS in path.read_text() for path in own.glob("*/metrics.csv"))
+    return ends, read_column(own, LOSS) if is_trained else []
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,11 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRa
     lowest = 1 + losses.index(min(losses))
     kept = {step_folder(lowest), step_folder(4)}
     assert {path.name for path in list_steps(tmp_path / "checkpoints")} == kept
+    # The same command once more validates what it has.
+    ends, _ = run(run_ranks, tmp_path, *best, *keeps, *at_once, steps=4, number=3)
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    assert "nothing is left to train" in ends[0].stdout
+    assert read_column(tmp_path / "3", "validation_metrics/loss") == pytest.approx(losses[3:])
     # No file may be as large as a checkpoint's.
     with files_no_larger_than(200_000):
         small = ("--training.dataset_path", str(held_out), "--checkpoint.folder", "../full")

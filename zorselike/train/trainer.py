@@ -148,6 +148,8 @@ def _run_steps(
             "" if before >= steps else f", whose model is handed on; more steps would follow step {before}"
         )
         logger.info("all of [training] steps = %d are taken%s; nothing is left to train", steps, after)
+        if before >= steps and held_out is not None:
+            return _validate(config, pipe, held_out, keywords, model, world, folder)
         return 0
     dataset = StepDataset(
         rows,
@@ -219,6 +221,28 @@ def _run_steps(
     if signal_number and dist.is_torchelastic_launched():
         logger.info("%s", WHAT_TORCHRUN_PRINTS)
     return signal_number
+
+
+def _validate(
+    config: Config,
+    pipe: HeteroPipeline,
+    rows: Rows,
+    keywords: Sequence[str],
+    model: TrainedModel,
+    world: Processes,
+    folder: Path,
+) -> int:
+    """The validation of what is trained already; returns 0, or the signal that stopped it."""
+    writers = open_writers(config, folder=folder, rank=pipe.rank, launcher_rank=world.rank)
+    metrics = build_metrics(config, pipe, model, world.control, writers)
+    with closing(metrics), closing(SignalWatch()) as watch:
+        vote = StopVote(watch, world.control)
+        metrics.restart()
+        validation = Validation(config, rows, pipe, keywords=keywords, metrics=metrics, vote=vote)
+        if not math.isnan(validation.run(pipe.num_steps)):
+            return 0
+        vote.open()
+        return vote.close()
 
 
 # -- parts of a run ----------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class Validation:
             loss = loss / num_targets if num_targets else math.nan
             seconds = time.perf_counter() - began
         if is_stopped:
+            logger.info("validation after step %d was stopped by a signal: it gives no loss", step)
             return math.nan
         self._metrics.log_validation(step, loss, num_batches=len(results), seconds=seconds)
         return loss
