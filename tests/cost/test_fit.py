@@ -15,7 +15,9 @@ from zorselike.cost.fit import (
     Batch,
     Flavor,
     Room,
+    Setting,
     find_largest,
+    walk_in_each_way,
     walk_model,
 )
 from zorselike.models import build_model, flavors
@@ -75,11 +77,19 @@ def test_what_is_found_fits_and_one_layer_more_does_not(family: str, setting: ob
     candidates = make_all(family)
     found = find_largest(candidates, BATCH, setting, ROOM)  # type: ignore[arg-type]
     assert found.walk is not None and ROOM.holds(found.walk)
-    more = walk_model(found.base.with_layers(found.num_layers + 1), BATCH, found.setting, context_bytes=GIB)
-    assert not ROOM.holds(more)
+    more = walk_in_each_way(found.base.with_layers(found.num_layers + 1), BATCH, found.setting, GIB)
+    assert not any(map(ROOM.holds, more))
     assert found.limit.startswith("device: ")
     if found.flavor is not None:
-        assert ROOM.holds(walk_model(found.flavor.workload, BATCH, found.setting, context_bytes=GIB))
+        assert any(map(ROOM.holds, walk_in_each_way(found.flavor.workload, BATCH, found.setting, GIB)))
+
+
+@pytest.mark.parametrize("setting", [RESIDENT, EVERYTHING], ids=lambda setting: setting.name)
+def test_where_more_ministages_may_be_no_less_fits(setting: Setting) -> None:
+    limits = (replace(BATCH, num_ministages=most) for most in (1, 3, 4, 8))
+    fits = [find_largest(make_all("llama"), batch, setting, ROOM) for batch in limits]
+    sizes = [fit.base.with_layers(fit.num_layers).num_parameters for fit in fits]
+    assert sizes == sorted(sizes)
 
 
 def test_each_setting_takes_less_of_the_device() -> None:

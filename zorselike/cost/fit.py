@@ -110,7 +110,9 @@ def find_largest(flavors: Sequence[Flavor], batch: Batch, setting: Setting, room
     """
 
     def walk(flavor: Flavor, num_layers: int) -> MemoryWalk:
-        return walk_model(flavor.with_layers(num_layers), batch, setting, context_bytes=room.context_bytes)
+        """With as many ministages as take least, of those that fit if any do."""
+        walks = walk_in_each_way(flavor.with_layers(num_layers), batch, setting, room.context_bytes)
+        return min(walks, key=lambda walk: (not room.holds(walk), walk.device_peak_bytes))
 
     def find_depth(flavor: Flavor) -> int:
         return _find_last(lambda num_layers: room.holds(walk(flavor, num_layers)))
@@ -147,6 +149,19 @@ def _find_last(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def walk_in_each_way(
+    workload: Workload, batch: Batch, setting: Setting, context_bytes: int
+) -> list[MemoryWalk]:
+    """With 1, 2, 4, ... ministages, and as many as there may be: fewer hold less of a model that stays on
+    the device, more hold less of one that is offloaded."""
+    most = batch.num_ministages
+    numbers = {min(2**exponent, most) for exponent in range(most.bit_length() + 1)}
+    return [
+        walk_model(workload, replace(batch, num_ministages=number), setting, context_bytes=context_bytes)
+        for number in sorted(numbers)
+    ]
 
 
 def walk_model(workload: Workload, batch: Batch, setting: Setting, *, context_bytes: int = 0) -> MemoryWalk:
