@@ -156,7 +156,7 @@ def walk_in_each_way(
 ) -> list[MemoryWalk]:
     """With 1, 2, 4, ... ministages, and as many as there may be: fewer hold less of a model that stays on
     the device, more hold less of one that is offloaded."""
-    most = batch.num_ministages
+    most = min(batch.num_ministages, len(workload.layers) - 3)
     numbers = {min(2**exponent, most) for exponent in range(most.bit_length() + 1)}
     return [
         walk_model(workload, replace(batch, num_ministages=number), setting, context_bytes=context_bytes)

@@ -23,7 +23,7 @@ rounding and gaps are not in it). Where it cannot know, it assumes the worse:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from zorselike.cost.purposes import MemoryWalk, Purpose
 from zorselike.cost.sizes import MinistageBytes
@@ -42,7 +42,8 @@ from zorselike.schedule.actions import (
     edges_of_rank,
 )
 from zorselike.schedule.checker.rendezvous import find_wrapping
-from zorselike.schedule.contract import COPIES_IN_FLIGHT, MOST_DIRECT_EDGES, reduces_beside
+from zorselike.schedule.contract import MOST_DIRECT_EDGES, reduces_beside
+from zorselike.schedule.copies_in_flight import CopiesInFlight
 
 REDUCTION_BUFFERS = 1
 """Copies of a unit's gradients from which FSDP2 reduces."""
@@ -137,9 +138,7 @@ class _Walk:
         """Their sum."""
         self._leaving: dict[Purpose, int] = {}
         """The ministage that was written back, or whose gradients were used up, last."""
-        self._leaving_microbatches: deque[_Entry] = deque()
-        self._num_new = 0
-        """Of these, since the last computation."""
+        self._leaving_microbatches: CopiesInFlight[_Entry] = CopiesInFlight()
         self._on_their_way: deque[_Entry] = deque()
         """What is sent and not given back yet, by age."""
         self._num_sends_kept = num_sends_kept
@@ -204,10 +203,8 @@ class _Walk:
         for purpose in Purpose:
             self._settle(purpose)
         self._settle_reduction()
-        for entry in list(self._activations):
-            if entry[0] in ("sent", "leaving"):
-                self._drop_activations(entry)
-        self._leaving_microbatches.clear()
+        sent = (entry for entry in self._activations if entry[0] == "sent")
+        self._drop_all([*self._leaving_microbatches.take_all(), *sent])
         self._on_their_way.clear()
 
     def _note_peak(self, position: int, working: int) -> None:
@@ -294,6 +291,10 @@ class _Walk:
         self._host_buffers -= self._buffers.pop(entry, 0)
         return num_bytes
 
+    def _drop_all(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            self._drop_activations(entry)
+
     def _put_buffer(self, entry: _Entry, action: Action, num_bytes: int) -> None:
         """The host's, of a transfer that goes over it."""
         if self._staged and num_bytes and edge_of(self._rank, action) in self._staged:
@@ -344,7 +345,7 @@ class _Walk:
                 self._updated.add(i)
                 return sizes.update_bytes
             case Kind.LOAD if m is not None:
-                self._make_room()
+                self._drop_all(self._leaving_microbatches.take_for_room())
                 self._put_activations(("kept", Kind.F, i, m), self._on_host.get((i, m), 0))
             case Kind.LOAD | Kind.LOAD_STATE | Kind.LOAD_GRAD:
                 purpose = _MOVED[kind]
@@ -365,7 +366,7 @@ class _Walk:
 
     def _backward(self, i: int, m: int) -> int:
         sizes, rows = self._sizes[i], self._num_rows(m)
-        self._make_room()
+        self._drop_all(self._leaving_microbatches.take_for_room())
         self._gather_by_itself(i)
         self._pass_on(Kind.B, Kind.SEND_B, i, i - 1, m)
         working = rows * sizes.working_bytes_per_row + self._joining_bytes(Kind.B, i, m)
@@ -424,7 +425,7 @@ class _Walk:
             case Kind.RESHARD:
                 self._drop(Purpose.GATHERED_PARAMETERS, i)
             case Kind.F | Kind.B if m is not None:
-                self._num_new = 0
+                self._leaving_microbatches.note_computed()
                 self._drop_activations(("passed on", kind, i, m))
                 if kind is Kind.B:
                     self._drop_activations(("kept", Kind.F, i, m))
@@ -455,24 +456,12 @@ class _Walk:
             self._drop(Purpose.GRADIENTS, i)
         self._put(Purpose.GRADIENT_SHARDS, i, self._sizes[i].gradient_shard_bytes)
 
-    def _make_room(self) -> None:
-        """By what leaves for the host and has had a computation's time to do so."""
-        if len(self._leaving_microbatches) > self._num_new:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """The oldest of what leaves for the host is there."""
-        if self._leaving_microbatches:
-            self._drop_activations(self._leaving_microbatches.popleft())
-
     def _offload_activations(self, i: int, m: int) -> None:
-        while len(self._leaving_microbatches) >= COPIES_IN_FLIGHT:
-            self._let_go()
+        self._drop_all(self._leaving_microbatches.take_before_another())
         num_bytes = self._drop_activations(("kept", Kind.F, i, m))
         leaving: _Entry = ("leaving", Kind.F, i, m)
         self._put_activations(leaving, num_bytes)
-        self._leaving_microbatches.append(leaving)
-        self._num_new += 1
+        self._leaving_microbatches.add(leaving)
         self._on_host[i, m] = num_bytes
         self._host_activations += num_bytes
         self._host_peak = max(self._host_peak, self._host_activations)

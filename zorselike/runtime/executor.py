@@ -151,7 +151,7 @@ class Executor:
             case _:
                 raise ValueError(f"this runtime has no action {action.text}")
         if action.kind in COMPUTE and self._resources.activations is not None:
-            self._resources.activations.note_computed()
+            self._resources.activations.leaving.note_computed()
 
     def _forward(self, index: int, number: int, run: _Run) -> None:
         ministage = self._ministages[index]

@@ -361,12 +361,12 @@ def watch_copies(rank: int, world_size: int) -> tuple[list[int], bool]:
     hidden, num_computed, is_over = [], 0, False
     let_go = ActivationOffload._let_go
 
-    def note(offload: ActivationOffload) -> None:
-        if begun and not is_over:
-            hidden.append(num_computed - begun[0])
-        if begun:
-            begun.popleft()
-        let_go(offload)
+    def note(offload: ActivationOffload, copies: list[Any]) -> None:
+        for _ in copies:
+            computed = num_computed - begun.popleft()
+            if not is_over:
+                hidden.append(computed)
+        let_go(offload, copies)
 
     def leave(action: Action) -> None:
         nonlocal num_computed

@@ -52,6 +52,12 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
         make_once(tmp_path / "x.rows", write_half)
     assert {file.name for file in tmp_path.iterdir()} == {"x.rows.lock"}
 
+    def read_first(path: Path) -> None:
+        Path("/no/such/data.txt").read_text()
+
+    with pytest.raises(ConfigError, match=r"^/no/such/data\.txt: No such file"):
+        make_once(tmp_path / "x.rows", read_first)
+
 
 def test_a_name_changes_with_the_files(tmp_path: Path) -> None:
     file = tmp_path / "x.txt"

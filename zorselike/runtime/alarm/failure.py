@@ -85,11 +85,6 @@ def first_of(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.is_echo)
 
 
-def find_failure(present: Mapping[int, State], left: Mapping[int, State]) -> Failure | None:
-    """What no rank reports itself, of those at work and those that left."""
-    return find_absent(present, left) or find_mismatch(present)
-
-
 def find_absent(present: Mapping[int, State], left: Mapping[int, State]) -> Failure | None:
     """A rank that left, though another works on a step that needs it; both by rank."""
     furthest = max((state.rounds for state in present.values() if state.is_busy), default=-1)

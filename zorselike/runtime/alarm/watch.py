@@ -19,7 +19,8 @@ from zorselike.runtime.alarm.failure import (
     Failure,
     FailureKind,
     State,
-    find_failure,
+    find_absent,
+    find_mismatch,
     first_of,
     is_echo,
     last_line,
@@ -322,7 +323,7 @@ class Watch(threading.Thread):
             present[self._rank] = self._own_state()
         elif self._left_at is not None:
             left[self._rank] = self._left_at
-        failure = find_failure(present, left)
+        failure = find_absent(present, left) or find_mismatch(present)
         if failure is not None:
             self._add(failure)
 

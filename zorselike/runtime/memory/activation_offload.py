@@ -8,7 +8,6 @@ left alone, since they are there again when the backward runs. Copies start when
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from zorselike.runtime._compat import version_of
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event
 from zorselike.runtime.model.nested import map_leaves, map_tensors
-from zorselike.schedule.contract import COPIES_IN_FLIGHT
+from zorselike.schedule.copies_in_flight import CopiesInFlight
 
 Key = Hashable
 """One microbatch of one ministage."""
@@ -101,9 +100,8 @@ class ActivationOffload:
         self.device_marker = torch.zeros((), device=memory.device)
         """A tensor that says which device is computed on."""
         self._microbatches: dict[Key, _Microbatch] = {}
-        self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
-        self._num_new = 0
-        """Of these, since the last computation: nothing yet hides their copies."""
+        self.leaving: CopiesInFlight[tuple[Event, list[Tensor]]] = CopiesInFlight()
+        """The end of a microbatch's copies to the host, and what they read."""
         self._received: dict[int, Tensor] = {}
         self._recording: _Microbatch | None = None
         self.kept_bytes: dict[Key, int] = {}
@@ -188,8 +186,7 @@ class ActivationOffload:
         """Starts the copies of a microbatch to the host and gives up its device memory."""
         microbatch = self._microbatches[key]
         microbatch.note_changes()
-        while len(self._leaving) >= COPIES_IN_FLIGHT:
-            self._let_go()
+        self._let_go(self.leaving.take_before_another())
         stream = self._streams.stash
         stream.wait(self._streams.compute.record())
         leaving: list[Tensor] = []
@@ -206,29 +203,17 @@ class ActivationOffload:
                 leaving.append(kept.device)
                 kept.device = None
         microbatch.left = stream.record()
-        self._leaving.append((microbatch.left, leaving))
-        self._num_new += 1
+        self.leaving.add((microbatch.left, leaving))
 
-    def note_computed(self) -> None:
-        """After each forward and backward: copies that were started before it may be over now."""
-        self._num_new = 0
-
-    def _make_room(self) -> None:
-        """For what comes to the device, where a copy has had a computation's time to end."""
-        if len(self._leaving) > self._num_new:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Frees the oldest microbatch that has left, if any; its memory is compute's to use again."""
-        if not self._leaving:
-            return
-        event, tensors = self._leaving.popleft()
-        self._streams.compute.wait(event)
-        self._ledger.drop(Purpose.ACTIVATIONS, "device", sum(tensor.numel() for tensor in tensors))
+    def _let_go(self, copies: Iterable[tuple[Event, list[Tensor]]]) -> None:
+        """Frees what has left; its memory is compute's to use again."""
+        for event, tensors in copies:
+            self._streams.compute.wait(event)
+            self._ledger.drop(Purpose.ACTIVATIONS, "device", sum(tensor.numel() for tensor in tensors))
 
     def load(self, key: Key) -> None:
         """Starts the copies of a microbatch back to the device."""
-        self._make_room()
+        self._let_go(self.leaving.take_for_room())
         microbatch = self._microbatches[key]
         fetch = self._streams.fetch
         assert microbatch.left is not None, "only what was offloaded is loaded"
@@ -246,7 +231,7 @@ class ActivationOffload:
 
     def arrive(self, key: Key) -> None:
         """Before a backward: makes compute wait for what `load` started, and for what leaves, the oldest."""
-        self._make_room()
+        self._let_go(self.leaving.take_for_room())
         microbatch = self._microbatches.get(key)
         if microbatch is None:
             return
@@ -273,8 +258,7 @@ class ActivationOffload:
 
     def finish(self) -> None:
         """At the end of a step: compute waits for all copies to the host."""
-        while self._leaving:
-            self._let_go()
+        self._let_go(self.leaving.take_all())
 
     def forget(self) -> None:
         """Drops what an unfinished step kept."""

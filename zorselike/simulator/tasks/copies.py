@@ -7,13 +7,13 @@ that allocated it, after that stream has waited for its last use.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 from zorselike.cost.step_costs import StepCosts
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import Action, Kind
-from zorselike.schedule.contract import COPIES_IN_FLIGHT
+from zorselike.schedule.copies_in_flight import CopiesInFlight
 from zorselike.simulator.classes.folded_network import Flows
 from zorselike.simulator.tasks.graph import NOTHING, Tasks, Work
 from zorselike.simulator.tasks.labels import Labels
@@ -59,9 +59,8 @@ class HostCopies:
         """Ministages whose reduced gradients compute has waited for, and works on."""
         self._stored_activations: dict[tuple[int, int], int] = {}
         self._loaded_activations: dict[tuple[int, int], int] = {}
-        self._activations_in_flight: deque[int] = deque()
-        self._num_new = 0
-        """Of these, since the last computation."""
+        self.activations_in_flight: CopiesInFlight[int] = CopiesInFlight()
+        """Tasks, whose memory the compute stream wants again."""
 
     def add(self, action: Action, i: int) -> None:
         """Adds the tasks of a copy."""
@@ -206,31 +205,19 @@ class HostCopies:
 
     def _offload_activations(self, i: int, m: int) -> None:
         stream = self._streams.store_activations
-        while len(self._activations_in_flight) >= COPIES_IN_FLIGHT:
-            self._await_oldest()
+        self._await(self.activations_in_flight.take_before_another())
         stream.wait(self._streams.compute.record())
         task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=False)
         self._stored_activations[i, m] = task
-        self._activations_in_flight.append(task)
-        self._num_new += 1
+        self.activations_in_flight.add(task)
 
-    def note_computed(self) -> None:
-        """After each forward and backward."""
-        self._num_new = 0
-
-    def _make_room(self) -> None:
-        """Where a copy has had a computation's time to end."""
-        if len(self._activations_in_flight) > self._num_new:
-            self._await_oldest()
-
-    def _await_oldest(self) -> None:
-        """The compute stream waits for the oldest copy in flight, if any: its memory is needed."""
-        if not self._activations_in_flight:
-            return
-        self._streams.compute.wait(self._activations_in_flight.popleft())
+    def _await(self, copies: Iterable[int]) -> None:
+        """The compute stream waits for copies to the host: their memory is needed."""
+        for task in copies:
+            self._streams.compute.wait(task)
 
     def _load_activations(self, i: int, m: int) -> None:
-        self._make_room()
+        self._await(self.activations_in_flight.take_for_room())
         stream = self._streams.load_activations
         stream.wait(self._stored_activations.pop((i, m)))
         task = self._copy_labelled(stream, self._activation_bytes(i, m), to_device=True)
@@ -238,7 +225,7 @@ class HostCopies:
 
     def await_activations(self, i: int, m: int) -> None:
         """Before a backward."""
-        self._make_room()
+        self._await(self.activations_in_flight.take_for_room())
         self._streams.compute.wait(self._loaded_activations.get((i, m), NOTHING))
 
     def drop_activations(self, i: int, m: int) -> None:
@@ -253,8 +240,7 @@ class HostCopies:
         for kind in ("shards", "state"):
             self._free_pending(kind)
         self.free_gradients()
-        while self._activations_in_flight:
-            self._await_oldest()
+        self._await(self.activations_in_flight.take_all())
         for (kind, i), task in self._stored.items():
             if kind != "gradients":
                 self._tasks.to_next_step((self._rank, kind, i), task)

@@ -164,7 +164,7 @@ class Program:
         else:
             self._label("compute", self.streams.compute.work(work, seconds))
         if self._offloads:
-            self.copies.note_computed()
+            self.copies.activations_in_flight.note_computed()
             if not is_forward:
                 self.copies.drop_activations(i, m)
 

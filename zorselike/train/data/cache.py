@@ -33,10 +33,14 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Inside, what the system refuses is a `ConfigError` that names the key that says where."""
+    """Inside, what the system refuses is a `ConfigError` that names the key that says where, or another file
+    that is read meanwhile."""
     try:
         yield
     except OSError as error:
+        named = folder if error.filename is None else Path(error.filename)
+        if not (folder.is_relative_to(named) or named.is_relative_to(folder)):
+            raise ConfigError(f"{named}: {error.strerror}") from error
         raise ConfigError(f"[job] dump_folder: nothing can be written into {folder}: {error}") from error
 
 
