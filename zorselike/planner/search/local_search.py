@@ -30,6 +30,8 @@ from zorselike.planner.search.top_k import SimulatedCandidate, TopK
 
 MOST_STARTS = 3
 """Simulated candidates that are changed step by step; more where simulations are short."""
+WORTH_CHANGING = 1.15
+"""Up to so many times what the best takes others are changed where simulations are short."""
 CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated; where simulations are
 long, as many as take as long to estimate before one of them is."""
@@ -163,8 +165,11 @@ class LocalSearch:
         return min(going, key=lambda own: own.best, default=None)
 
     def _begin_one_more(self) -> None:
-        """From the best of other numbers of ministages."""
-        for found in sorted(self._starts):
+        """From the best of other groups and numbers of ministages, of all that were simulated."""
+        best = self._top_k.best
+        for found in self._top_k.sort():
+            if best is not None and found.score.wanted > WORTH_CHANGING * best.score.wanted:
+                return
             key = _list_groups(found), found.estimated.candidate.num_ministages
             if key not in self._more:
                 self._more.add(key)
