@@ -3,7 +3,7 @@ groups side by side."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
+
+FULL = 0.95
+"""Share of wires that rows take from a gather at most."""
+_NUM_CROSSINGS = 4
+"""Of rows, after which a gather has long ended."""
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -30,6 +35,29 @@ class Worker:
     overlap_slowdown: float
     reduces_beside: bool
     """Whether reductions run beside the backwards that follow them."""
+
+
+class Crossing(NamedTuple):
+    """All rows of a step over the boundary before a ministage, one way or back, in seconds."""
+
+    seconds: float = 0.0
+    at_lower: float = 0.0
+    """Of these on the wires that collectives of the group before the boundary use."""
+    at_upper: float = 0.0
+    """Likewise of the group behind it."""
+
+
+class _Passing(NamedTuple):
+    """Rows on wires that a group's collectives use."""
+
+    begin: float
+    end: float
+    share: float
+    """Of the wires that they take."""
+
+
+def _list_passing() -> deque[_Passing]:
+    return deque(maxlen=_NUM_CROSSINGS)
 
 
 class Copies(NamedTuple):
@@ -77,6 +105,10 @@ class Clock:
     """From when on a ministage's updated shards are there."""
     states: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """From when on its state may be loaded again."""
+    sent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """When another group has all that was sent to it so far."""
+    leaving: deque[_Passing] = field(default_factory=_list_passing)
+    arriving: deque[_Passing] = field(default_factory=_list_passing)
 
     @property
     def end(self) -> float:
@@ -91,9 +123,9 @@ class StepWork:
     """The group of each ministage."""
     workers: Sequence[Worker]
     works: Sequence[Work]
-    sends: Sequence[float]
+    sends: Sequence[Crossing]
     """All rows over each boundary before a ministage."""
-    returns: Sequence[float]
+    returns: Sequence[Crossing]
     """All gradients back over it."""
     lowest_backward: int
     """The first ministage that has a backward."""
@@ -140,13 +172,21 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
         g = step.owners[i]
         way = _TURNS if i == turning else _FORWARD
         done = _run_phase(step.workers[g], step.works[i], clocks[g], i, arrivals, way)
-        arrivals = None if i == last else _send(done, step.sends[i + 1])
+        if i < last:
+            to, crossing = step.owners[i + 1], step.sends[i + 1]
+            arrivals = _send(done, crossing.seconds, clocks[g], to)
+            _note_rows(done, arrivals, crossing.at_lower, clocks[g].leaving)
+            _note_rows(done, arrivals, crossing.at_upper, clocks[to].arriving)
     for i in range(last, step.lowest_backward - 1, -1):
         g = step.owners[i]
         worker, work, clock = step.workers[g], step.works[i], clocks[g]
         if i != turning:
             done = _run_phase(worker, work, clock, i, arrivals, _BACKWARD)
-        arrivals = _send(done, step.returns[i]) if i else None
+        if i:
+            to, crossing = step.owners[i - 1], step.returns[i]
+            arrivals = _send(done, crossing.seconds, clock, to)
+            _note_rows(done, arrivals, crossing.at_upper, clock.leaving)
+            _note_rows(done, arrivals, crossing.at_lower, clocks[to].arriving)
         if worker.zero != 3:
             _reduce(worker, work, clock)
         if not step.defers:
@@ -173,14 +213,13 @@ def _run_phase(
     gathers = worker.zero == 2 or (worker.zero == 1 and way.forward)
     if worker.zero == 3:
         beside_s = number * (way.num_passes * work.gather_s + way.backward * work.reduce_s)
-        compute_s = compute_s + beside_s if worker.is_cpu else max(compute_s, beside_s)
-        compute_s += 0.0 if worker.is_cpu else work.first_unit * beside_s / number
+        compute_s = compute_s + beside_s if worker.is_cpu else _gather_by_unit(worker, work, way)
     elif worker.overlap_slowdown > 1 and gathers:
         compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
     first = all_there = 0.0
     if gathers and (work.gather_s or load_s):
         start = max(clock.gather, clock.before, clock.shards[ministage])
-        clock.gather = start + max(work.gather_s, load_s)
+        clock.gather = max(start + load_s, _gather_between(start, work.gather_s, clock))
         all_there = clock.gather
         first = all_there - (1 - work.first_unit) * work.gather_s
     elif load_s:
@@ -200,6 +239,42 @@ def _run_phase(
         done = _chain(number, begin, each_s, ready)
     clock.compute = float(done[-1])
     return done
+
+
+def _note_rows(done: Floats, arrivals: Floats, seconds: float, passing: deque[_Passing]) -> None:
+    """That rows pass a group's wires from when they are computed until they have arrived."""
+    if seconds:
+        begin, end = float(done[0]), float(arrivals[-1])
+        passing.append(_Passing(begin, end, min(FULL, seconds / max(end - begin, seconds))))
+
+
+def _gather_between(start: float, seconds: float, clock: Clock) -> float:
+    """When a gather ends that has what rows leave of the wires: they are on their way over many channels at
+    once, it over one."""
+    passing = [rows for rows in (*clock.leaving, *clock.arriving) if rows.end > start]
+    edges = {time for rows in passing for time in (rows.begin, rows.end) if time > start}
+    for edge in sorted(edges):
+        left = 1 - max((rows.share for rows in passing if rows.begin <= start < rows.end), default=0.0)
+        if start + seconds / left <= edge:
+            return start + seconds / left
+        seconds -= (edge - start) * left
+        start = edge
+    return start + seconds
+
+
+def _gather_by_unit(worker: Worker, work: Work, way: _Way) -> float:
+    """All microbatches of a phase with ZeRO 3: before each forward its first unit is gathered, the others
+    beside it; after each backward its last unit is reduced, and what was not while it computed."""
+    number, first, rest = worker.microbatches_per_device, work.first_unit, 1 - work.first_unit
+    gather_s, reduce_s = work.gather_s, work.reduce_s
+    seconds = 0.0
+    if way.forward:
+        each_s = work.forward_s / number
+        seconds += first * (gather_s + each_s) + rest * max(gather_s, each_s)
+    if way.backward:
+        each_s = work.backward_s / number
+        seconds += max(first * (each_s + reduce_s) + rest * max(each_s, reduce_s), gather_s + reduce_s)
+    return number * seconds
 
 
 def _run_with_copies(
@@ -273,11 +348,13 @@ def _reduce(worker: Worker, work: Work, clock: Clock) -> None:
     clock.reduce = clock.compute + work.reduce_s
 
 
-def _send(done: Floats, seconds: float) -> Floats:
-    """When each microbatch has reached the next group."""
+def _send(done: Floats, seconds: float, clock: Clock, target: int) -> Floats:
+    """When each microbatch has reached the next group, behind all that was sent there before."""
     if not seconds:
         return done
-    return _chain(len(done), 0.0, seconds / len(done), done)
+    arrivals = _chain(len(done), clock.sent[target], seconds / len(done), done)
+    clock.sent[target] = float(arrivals[-1])
+    return arrivals
 
 
 def update(worker: Worker, work: Work, clock: Clock, ministage: int) -> None:

@@ -1,7 +1,7 @@
 """When each microbatch of a step is computed where groups go backward before all is forward.
 
 The order is the schedule's own (`schedule/orders/in_flight.py`); seconds are each group's own. A group is one
-worker, and what it sends on shares the wire with nothing but itself.
+worker, and what it sends to another shares the wires with nothing but what else it sends there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ def run_step_in_flight(step: StepWork, order: Sequence[Step], clocks: Sequence[C
     """Of a microbatch, forward and backward of each ministage."""
     sends: list[float] = []
     """What its results take to the next ministage; 0 where there is none."""
+    wires: list[int] = []
+    """Which wires these pass: those from one group to another."""
     gathered: list[float] = []
     """No microbatch ends before this, for each ministage both ways."""
     ready: list[float] = []
@@ -42,9 +44,13 @@ def run_step_in_flight(step: StepWork, order: Sequence[Step], clocks: Sequence[C
             _microbatch_s(worker, work, forward=False),
         )
         number = worker.microbatches_per_device
-        sends.append(step.sends[i + 1] / number if i < last else 0.0)
-        sends.append(step.returns[i] / number if i > step.lowest_backward else 0.0)
-    ended = _run(order, seconds, sends, ready, gathered)
+        sends.append(step.sends[i + 1].seconds / number if i < last else 0.0)
+        sends.append(step.returns[i].seconds / number if i > step.lowest_backward else 0.0)
+        wires += (
+            g * len(clocks) + step.owners[min(i + 1, last)],
+            g * len(clocks) + step.owners[max(i - 1, 0)],
+        )
+    ended = _run(order, seconds, sends, wires, ready, gathered)
     for clock, computed in zip(clocks, ready, strict=True):
         clock.compute = computed
     if len(step.works) == len(step.workers):
@@ -89,13 +95,14 @@ def _run(
     order: Sequence[Step],
     seconds: Sequence[float],
     sends: Sequence[float],
+    wires: Sequence[int],
     ready: list[float],
     gathered: Sequence[float],
 ) -> list[float]:
     """Runs a step; `ready` is then when each group has computed all, and what is returned when each ministage
     has either way. A candidate has thousands of such, so nothing here is called."""
-    sent = [0.0] * len(seconds)
-    """When the last results of each kind had reached the next group."""
+    sent = [0.0] * (len(ready) * len(ready))
+    """When the last results over each wire had reached the next group."""
     ended = [0.0] * len(seconds)
     arrived: list[float] = []
     for group, way, awaited in order:
@@ -106,10 +113,11 @@ def _run(
         if time < gathered[way]:
             time = gathered[way]
         ready[group] = ended[way] = time
-        if sent[way] > time:
-            time = sent[way]
+        wire = wires[way]
+        if sent[wire] > time:
+            time = sent[wire]
         time += sends[way]
-        sent[way] = time
+        sent[wire] = time
         arrived.append(time)
     return ended
 

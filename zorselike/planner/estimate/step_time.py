@@ -1,11 +1,12 @@
 """About how long a step of a candidate plan takes, in a fraction of a simulation's time.
 
 A group is one worker with as many microbatches as its busiest device; what it sends on after each lets the
-next group begin with the same rows. Collectives and transfers share wires only with themselves. The order is
-the schedule's (`schedule/orders/ours.py`), but that of the last ministages only the very last goes forward
-and backward in turn; so fill, drain and what gathers, reductions, updates and copies leave exposed are there,
-a little more than there is. What one group's traffic takes from another's, and unevenness inside a group, are
-not. The simulator decides in the end.
+next group begin with the same rows. Rows from one group to another follow each other, and gathers have what
+rows leave of their wires; else collectives and transfers share wires only with themselves. The order is the
+schedule's (`schedule/orders/ours.py`), but that of the last ministages only the very last goes forward and
+backward in turn; so fill, drain and what gathers, reductions, updates and copies leave exposed are there, a
+little more than there is. What else one group's traffic takes from another's, and unevenness inside a group,
+are not. The simulator decides in the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 
 from zorselike.cost.catalogue import CPU
-from zorselike.cost.network import CollectiveOp, Network
+from zorselike.cost.network import CollectiveOp, Flow, Network
 from zorselike.cost.parameter_bytes import largest_shard
 from zorselike.cost.replica_times import time_collective
 from zorselike.plan.plan import Recompute
@@ -24,12 +25,22 @@ from zorselike.plan.workload import LayerKind
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.computers import list_computers
 from zorselike.planner.candidate.layer_table import LayerTable
-from zorselike.planner.estimate.forward_first import Clock, Copies, StepWork, Work, Worker, run_step
+from zorselike.planner.estimate.forward_first import (
+    Clock,
+    Copies,
+    Crossing,
+    StepWork,
+    Work,
+    Worker,
+    run_step,
+)
 from zorselike.planner.estimate.in_flight import run_step_in_flight
 from zorselike.planner.estimate.rounds import Order, Pipeline, RoundOrders, Rounds
 from zorselike.planner.groups.replicas import Computer, Replica, degree_of, type_of
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import NUM_STEPS, reduces_beside
+
+_TYPICAL_BYTES = 1e8
 
 
 class StepTimeEstimate:
@@ -45,6 +56,8 @@ class StepTimeEstimate:
         self.collective_s = cache(self._find_collective_s)
         self._collect_pieces_s = cache(self._find_pieces_s)
         self._sends: dict[object, float] = {}
+        self._delays: dict[object, float] = {}
+        self._find_used = cache(self._find_used_shares)
         self._computed: dict[object, Mapping[str, tuple[float, float]]] = {}
         self.orders = RoundOrders()
         self._copied: dict[object, float] = {}
@@ -311,18 +324,51 @@ class StepTimeEstimate:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _measure_sends(self, candidate: CandidatePlan, elements: Sequence[int]) -> list[float]:
+    def _measure_sends(self, candidate: CandidatePlan, elements: Sequence[int]) -> list[Crossing]:
         """For each boundary before a ministage but the first: so many elements of each row of a step over it,
         one way."""
-        found: dict[tuple[int, int, int], float] = {}  # Most boundaries are between few pairs of groups.
-        sends = [0.0]
+        found: dict[tuple[int, int, int], Crossing] = {}  # Most boundaries are between few pairs of groups.
+        sends = [Crossing()]
         for (a, b), number in zip(pairwise(candidate.owners), elements, strict=True):
             if (a, b, number) not in found:
                 row_bytes = number * self._problem.workload.itemsize
                 groups = candidate.groups
-                found[a, b, number] = 0.0 if a == b else self.send_s(groups[a], groups[b], row_bytes)
+                found[a, b, number] = Crossing() if a == b else self._cross(groups[a], groups[b], row_bytes)
             sends.append(found[a, b, number])
         return sends
+
+    def _cross(self, lower: CandidateGroup, upper: CandidateGroup, row_bytes: int) -> Crossing:
+        return Crossing(
+            self.send_s(lower, upper, row_bytes),
+            row_bytes * self._delay_s(lower, upper, lower.devices),
+            row_bytes * self._delay_s(lower, upper, upper.devices),
+        )
+
+    def _delay_s(self, source: CandidateGroup, target: CandidateGroup, devices: tuple[int, ...]) -> float:
+        """By how much all rows of a step, for each byte of one, delay collectives of some devices at most:
+        their time on the wire where they do, times the share of it that these would use alone."""
+        wanted = (source.firsts, source.sizes, target.firsts, target.sizes, devices)
+        if wanted not in self._delays:
+            used = self._find_used(devices)
+            rows: Counter[int] = Counter()
+            for flow in self._list_flows(source, target, 1) if used else ():
+                for index in flow.capacities:
+                    rows[index] += flow.num_bytes
+            self._delays[wanted] = max((rows[i] * share for i, share in used.items()), default=0.0)
+        return self._delays[wanted]
+
+    def _find_used_shares(self, devices: tuple[int, ...]) -> Mapping[int, float]:
+        """By capacity: the share of it that a collective of these devices uses alone, for each byte a second
+        of it."""
+        if len(devices) == 1:
+            return {}
+        network, loads = self.network, Counter[int]()
+        flows = network.collective("all_gather", devices, _TYPICAL_BYTES)
+        for flow in flows:
+            for index in flow.capacities:
+                loads[index] += flow.num_bytes / network.capacities[index]
+        seconds = network.time_alone(flows)
+        return {i: own / seconds / network.capacities[i] for i, own in loads.items() if own}
 
     def send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
         """All rows of a step from one group to another, every sender's rows evenly to all receivers."""
@@ -332,6 +378,9 @@ class StepTimeEstimate:
         return self._sends[wanted]
 
     def _find_send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
+        return self.network.time_alone(self._list_flows(source, target, row_bytes))
+
+    def _list_flows(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> list[Flow]:
         senders, receivers = self._rows_by_node(source), self._rows_by_node(target)
         num_rows = self._problem.global_batch
         flows = []
@@ -340,7 +389,7 @@ class StepTimeEstimate:
                 rows = given * taken if a != b else max(most_given * taken, most_taken * given)
                 if rows and row_bytes:
                     flows.append(self.network.transfer(first, second, rows / num_rows * row_bytes))
-        return self.network.time_alone(flows)
+        return flows
 
     def _measure_ties(self, candidate: CandidatePlan) -> float:
         """Gradients of tied weights to their owners and values back, which nothing hides."""
