@@ -36,6 +36,10 @@ class Worker:
     reduces_beside: bool
     """Whether reductions run beside the backwards that follow them."""
 
+    def gathers(self, *, is_forward: bool) -> bool:
+        """Whether ministages are gathered whole, before their forwards or backwards."""
+        return self.zero == 2 or (self.zero == 1 and is_forward)
+
 
 class Crossing(NamedTuple):
     """All rows of a step over the boundary before a ministage, one way or back, in seconds."""
@@ -92,7 +96,8 @@ class Clock:
     """Where a group is in time."""
 
     compute: float = 0.0
-    gather: float = 0.0
+    collective: float = 0.0
+    """Gathers, and the reductions behind them."""
     reduce: float = 0.0
     update: float = 0.0
     load: float = 0.0
@@ -107,6 +112,11 @@ class Clock:
     """From when on its state may be loaded again."""
     sent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """When another group has all that was sent to it so far."""
+    reduction: tuple[float, float] | None = None
+    """When the last of the step began, and what it takes alone."""
+    ahead: tuple[float, float] | None = None
+    """Of the ministage whose turn is next, where it was gathered before a reduction: when the first unit,
+    and when all is there."""
     leaving: deque[_Passing] = field(default_factory=_list_passing)
     arriving: deque[_Passing] = field(default_factory=_list_passing)
 
@@ -165,6 +175,7 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
     for clock in clocks:
         clock.compute = clock.reduce = clock.update = clock.end
         clock.before = clock.compute
+        clock.reduction = None
     last = len(step.works) - 1
     turning = last if step.lowest_backward <= last else None
     arrivals: Floats | None = None
@@ -175,8 +186,8 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
         if i < last:
             to, crossing = step.owners[i + 1], step.sends[i + 1]
             arrivals = _send(done, crossing.seconds, clocks[g], to)
-            _note_rows(done, arrivals, crossing.at_lower, clocks[g].leaving)
-            _note_rows(done, arrivals, crossing.at_upper, clocks[to].arriving)
+            _note_rows(done, arrivals, crossing.at_lower, clocks[g], clocks[g].leaving)
+            _note_rows(done, arrivals, crossing.at_upper, clocks[to], clocks[to].arriving)
     for i in range(last, step.lowest_backward - 1, -1):
         g = step.owners[i]
         worker, work, clock = step.workers[g], step.works[i], clocks[g]
@@ -185,9 +196,12 @@ def run_step(step: StepWork, clocks: Sequence[Clock]) -> None:
         if i:
             to, crossing = step.owners[i - 1], step.returns[i]
             arrivals = _send(done, crossing.seconds, clock, to)
-            _note_rows(done, arrivals, crossing.at_upper, clock.leaving)
-            _note_rows(done, arrivals, crossing.at_lower, clocks[to].arriving)
+            _note_rows(done, arrivals, crossing.at_upper, clock, clock.leaving)
+            _note_rows(done, arrivals, crossing.at_lower, clocks[to], clocks[to].arriving)
         if worker.zero != 3:
+            below = next((j for j in range(i - 1, step.lowest_backward - 1, -1) if step.owners[j] == g), None)
+            if below is not None and worker.reduces_beside:
+                clock.ahead = _gather(worker, step.works[below], clock, below, is_forward=False)
             _reduce(worker, work, clock)
         if not step.defers:
             update(worker, work, clock, i)
@@ -208,22 +222,14 @@ def _run_phase(
     first_s = work.forward_s if way.forward else work.backward_s
     """Until a microbatch has used all that is gathered."""
     compute_s = first_s + (work.backward_s if way.turns else 0.0)
-    load_s, _, stash_s = work.copies
+    stash_s = work.copies.stash_s
     beside_s = work.gather_s
-    gathers = worker.zero == 2 or (worker.zero == 1 and way.forward)
     if worker.zero == 3:
         beside_s = number * (way.num_passes * work.gather_s + way.backward * work.reduce_s)
         compute_s = compute_s + beside_s if worker.is_cpu else _gather_by_unit(worker, work, way)
-    elif worker.overlap_slowdown > 1 and gathers:
+    elif worker.overlap_slowdown > 1 and worker.gathers(is_forward=way.forward):
         compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
-    first = all_there = 0.0
-    if gathers and (work.gather_s or load_s):
-        start = max(clock.gather, clock.before, clock.shards[ministage])
-        clock.gather = max(start + load_s, _gather_between(start, work.gather_s, clock))
-        all_there = clock.gather
-        first = all_there - (1 - work.first_unit) * work.gather_s
-    elif load_s:
-        first = max(clock.before, clock.shards[ministage]) + load_s
+    first, all_there = _gather(worker, work, clock, ministage, is_forward=way.forward)
     clock.before = clock.compute
     begin = max(clock.compute, first)
     each_s = compute_s / number
@@ -241,16 +247,22 @@ def _run_phase(
     return done
 
 
-def _note_rows(done: Floats, arrivals: Floats, seconds: float, passing: deque[_Passing]) -> None:
-    """That rows pass a group's wires from when they are computed until they have arrived."""
-    if seconds:
-        begin, end = float(done[0]), float(arrivals[-1])
-        passing.append(_Passing(begin, end, min(FULL, seconds / max(end - begin, seconds))))
+def _note_rows(
+    done: Floats, arrivals: Floats, seconds: float, clock: Clock, passing: deque[_Passing]
+) -> None:
+    """That rows pass a group's wires from when they are computed until they have arrived, and hold up a
+    reduction that is on its way."""
+    if not seconds:
+        return
+    begin, end = float(done[0]), float(arrivals[-1])
+    passing.append(_Passing(begin, end, min(FULL, seconds / max(end - begin, seconds))))
+    if clock.reduction is not None and begin < clock.reduce:
+        clock.reduce = clock.collective = _collect_between(*clock.reduction, clock)
 
 
-def _gather_between(start: float, seconds: float, clock: Clock) -> float:
-    """When a gather ends that has what rows leave of the wires: they are on their way over many channels at
-    once, it over one."""
+def _collect_between(start: float, seconds: float, clock: Clock) -> float:
+    """When a gather or reduction ends that has what rows leave of the wires: they are on their way over many
+    channels at once, it over one."""
     passing = [rows for rows in (*clock.leaving, *clock.arriving) if rows.end > start]
     edges = {time for rows in passing for time in (rows.begin, rows.end) if time > start}
     for edge in sorted(edges):
@@ -275,6 +287,21 @@ def _gather_by_unit(worker: Worker, work: Work, way: _Way) -> float:
         each_s = work.backward_s / number
         seconds += max(first * (each_s + reduce_s) + rest * max(each_s, reduce_s), gather_s + reduce_s)
     return number * seconds
+
+
+def _gather(
+    worker: Worker, work: Work, clock: Clock, ministage: int, *, is_forward: bool
+) -> tuple[float, float]:
+    """When the first unit of a ministage, and when all of it is there."""
+    if clock.ahead is not None:
+        there, clock.ahead = clock.ahead, None
+        return there
+    load_s = work.copies.load_s
+    if worker.gathers(is_forward=is_forward) and (work.gather_s or load_s):
+        start = max(clock.collective, clock.before, clock.shards[ministage])
+        clock.collective = max(start + load_s, _collect_between(start, work.gather_s, clock))
+        return clock.collective - (1 - work.first_unit) * work.gather_s, clock.collective
+    return (max(clock.before, clock.shards[ministage]) + load_s, 0.0) if load_s else (0.0, 0.0)
 
 
 def _run_with_copies(
@@ -345,7 +372,10 @@ def _reduce(worker: Worker, work: Work, clock: Clock) -> None:
     beside_s = work.backward_s / worker.microbatches_per_device
     clock.compute += (worker.num_reductions - 1) * max(0.0, work.reduce_s - beside_s)
     clock.compute = max(clock.compute, clock.reduce)
-    clock.reduce = clock.compute + work.reduce_s
+    # Behind the gather that was launched before.
+    start = max(clock.compute, clock.collective)
+    clock.reduction = start, work.reduce_s
+    clock.reduce = clock.collective = _collect_between(start, work.reduce_s, clock)
 
 
 def _send(done: Floats, seconds: float, clock: Clock, target: int) -> Floats:

@@ -26,7 +26,7 @@ def run_step_in_flight(step: StepWork, order: Sequence[Step], clocks: Sequence[C
     """From when on each group can compute."""
     for clock in clocks:
         begin = clock.compute = clock.reduce = clock.update = clock.end
-        clock.before = clock.gather = begin
+        clock.before = clock.collective = begin
         ready.append(begin)
     last = len(step.works) - 1
     is_first = [True] * len(clocks)
@@ -36,9 +36,9 @@ def run_step_in_flight(step: StepWork, order: Sequence[Step], clocks: Sequence[C
         if worker.zero in (1, 2) and work.gather_s > 0:
             if is_first[g]:
                 ready[g] += work.first_unit * work.gather_s
-            clock.gather += work.gather_s
+            clock.collective += work.gather_s
         is_first[g] = False
-        gathered += (clock.gather, clock.gather)
+        gathered += (clock.collective, clock.collective)
         seconds += (
             _microbatch_s(worker, work, forward=True),
             _microbatch_s(worker, work, forward=False),

@@ -11,7 +11,7 @@ are not. The simulator decides in the end.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -350,7 +350,7 @@ class StepTimeEstimate:
         wanted = (source.firsts, source.sizes, target.firsts, target.sizes, devices)
         if wanted not in self._delays:
             used = self._find_used(devices)
-            rows: Counter[int] = Counter()
+            rows: defaultdict[int, float] = defaultdict(float)
             for flow in self._list_flows(source, target, 1) if used else ():
                 for index in flow.capacities:
                     rows[index] += flow.num_bytes
@@ -362,7 +362,7 @@ class StepTimeEstimate:
         of it."""
         if len(devices) == 1:
             return {}
-        network, loads = self.network, Counter[int]()
+        network, loads = self.network, defaultdict[int, float](float)
         flows = network.collective("all_gather", devices, _TYPICAL_BYTES)
         for flow in flows:
             for index in flow.capacities:
