@@ -8,7 +8,7 @@ At most 4 devices, 6 layers and 8 rows; ZeRO stage, `grad_reduce`, recomputation
 most rows of a microbatch are fixed for each case. Then all plans are tried by the simulator: every subset of
 the devices, every partition into groups, every order, every number of ministages in turn, every cut of the
 layers, every division of the rows and every size of microbatches. The search, with the same things fixed,
-must come within 2 % of the best on average and 8 % at worst.
+must come within 0.1 % of the best on average and 3 % at worst.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from planner_oracle.trials import describe, map_seeds
 
 NUM_RUNS = 200
 BUDGET_S = 5.0
-MAX_MEAN = 0.02
-MAX_WORST = 0.08
+MAX_MEAN = 0.001
+MAX_WORST = 0.03
 NUM_SHOWN = 3
 """Worst cases that are shown with both plans."""
 
@@ -75,7 +75,7 @@ def list_misses(found: Sequence[Comparison]) -> list[str]:
     if not excesses:
         return [*misses, "no case has a plan"]
     if fmean(excesses) > MAX_MEAN:
-        misses.append(f"{fmean(excesses):.2%} above the best on average, not at most {MAX_MEAN:.0%}")
+        misses.append(f"{fmean(excesses):.2%} above the best on average, not at most {MAX_MEAN:.1%}")
     misses += [
         f"--seed {own.seed}: {own.excess:.1%} above the best, not at most {MAX_WORST:.0%}"
         for own in found

@@ -166,7 +166,10 @@ class CoarseLooks:
         bandwidths = self._problem.read_bandwidths(devices.devices)
         most = fixed.ministages or self._num_layers
         groupings = find_groupings(bandwidths, max_groups=min(most, count_useful_groups(bandwidths)))
-        for grouping in sorted(groupings, key=lambda each: self._guess_s(bandwidths, each)):
+        ranked = sorted(groupings, key=lambda each: self._guess_s(bandwidths, each))
+        # All in one group is soon simulated, and what people would try: second, whatever speaks against it.
+        others = sorted(ranked[1:], key=lambda each: len(each.groups) > 1)
+        for grouping in (*ranked[:1], *others):
             order = order_by_bandwidth(bandwidths, grouping.groups)
             yield tuple(grouping.groups[i] for i in order), grouping.name
 

@@ -119,7 +119,7 @@ class LocalSearch:
         self._random = random.Random(seed)
         self._descents: dict[object, _Descent] = {}
         self._more: set[object] = set()
-        """Groups and numbers of ministages from which something began."""
+        """What is alike, and something began from one of it."""
         self._errors: dict[Hashable, tuple[float, int]] = {}
         """By the way in which a candidate was changed, as `_Waiting` learns them."""
         self._num_seen = 0
@@ -170,7 +170,7 @@ class LocalSearch:
         for found in self._top_k.sort():
             if best is not None and found.score.wanted > WORTH_CHANGING * best.score.wanted:
                 return
-            key = _list_groups(found), found.estimated.candidate.num_ministages
+            key = _describe_alike(found)
             if key not in self._more:
                 self._more.add(key)
                 self._begin(key, found)
@@ -188,7 +188,7 @@ class LocalSearch:
             if before is None and not self._may_begin(found):
                 continue
             if before is None or found.score < before.best.score:
-                self._more.add((groups, found.estimated.candidate.num_ministages))
+                self._more.add(_describe_alike(found))
                 self._begin(groups, found)
 
     def _begin(self, key: object, start: SimulatedCandidate) -> None:
@@ -382,6 +382,14 @@ class LocalSearch:
     @cached_property
     def _bandwidths(self) -> Bandwidths:
         return self._problem.read_bandwidths(self._problem.usable)
+
+
+def _describe_alike(found: SimulatedCandidate) -> object:
+    """Sizes of groups, the number of ministages and the time: other devices that are alike make no difference
+    to these."""
+    candidate = found.estimated.candidate
+    sizes = tuple(len(group.devices) for group in candidate.groups)
+    return sizes, candidate.num_ministages, f"{found.score.wanted:.9g}"
 
 
 def _list_groups(found: SimulatedCandidate) -> Groups:

@@ -33,6 +33,8 @@ MOST_SIMULATED = 16
 estimate is better than all of these."""
 FEW_ACTIONS = 20_000
 """Up to so many a simulation is short whether ranks are alike or not."""
+EACH_S, EACH_DEVICE_S = 4e-3, 2e-4
+"""Nominal seconds of making a plan of a candidate and its costs, and for each of its devices."""
 MANY_ACTIONS = 50_000
 """From so many on a simulation takes seconds, and one step has to do in place of several."""
 FIRST_SHARE, MUCH_BETTER = 0.25, 0.95
@@ -87,6 +89,11 @@ class _Task(NamedTuple):
 def _count_actions(num_actions: int) -> int:
     """Of all steps that are simulated of a candidate with so many in one."""
     return num_actions if num_actions >= MANY_ACTIONS else NUM_STEPS * num_actions
+
+
+def _count_seconds(candidate: CandidatePlan, num_actions: int) -> float:
+    """Nominal seconds of simulating so many actions of a candidate."""
+    return EACH_S + EACH_DEVICE_S * candidate.num_devices + ASSUMED_S * num_actions
 
 
 class _Done(NamedTuple):
@@ -175,7 +182,7 @@ class TopK:
     def nominal_of(self, candidate: CandidatePlan) -> float:
         """Nominal seconds of a simulation."""
         if candidate.num_actions < FEW_ACTIONS:
-            return ASSUMED_S * NUM_STEPS * candidate.num_actions
+            return _count_seconds(candidate, NUM_STEPS * candidate.num_actions)
         replicas = tuple((group.devices, group.degrees) for group in candidate.groups)
         groups = replicas, candidate.deals_otherwise
         if groups not in self._shares:
@@ -183,7 +190,7 @@ class TopK:
             if task is None:
                 return 0.0
             self._shares[groups] = task.num_actions / candidate.num_actions
-        return ASSUMED_S * _count_actions(round(self._shares[groups] * candidate.num_actions))
+        return _count_seconds(candidate, _count_actions(round(self._shares[groups] * candidate.num_actions)))
 
     def _prepare(self, candidate: CandidatePlan) -> _Task | None:
         if candidate not in self._tasks:
@@ -211,7 +218,7 @@ class TopK:
 
     def _accept(self, estimated: EstimatedCandidate, done: _Done) -> SimulatedCandidate:
         simulation = done.simulation
-        self.nominal_s += ASSUMED_S * done.task_actions
+        self.nominal_s += _count_seconds(estimated.candidate, done.task_actions)
         self._budget.count_simulation(
             actions=simulation.num_actions, expected_actions=done.task_actions, seconds=done.seconds
         )
