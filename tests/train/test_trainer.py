@@ -289,6 +289,12 @@ def test_a_dry_run_draws_what_will_run(run_ranks: RunRanks, tmp_path: Path) -> N
     assert "their size in half precision, with fp32 masters" in fp16.stdout
     (auto,) = train(run_ranks, "debug_cpu.toml", *half, "auto", folder=tmp_path, num_ranks=1)
     assert '"auto": bfloat16 is shown' in auto.stdout
+    assert '\ndata: [training] dataset = "stdlib", ' in auto.stdout
+    away = [*half, "float32", "--training.dataset_path", "/nowhere"]
+    (missing,) = train(run_ranks, "debug_cpu.toml", *away, folder=tmp_path, num_ranks=1)
+    assert (
+        "\ndata: a run would end with this: [training] dataset_path = /nowhere: there is no" in missing.stdout
+    )
 
 
 def make_token_files(folder: Path) -> str:

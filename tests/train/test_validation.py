@@ -136,3 +136,15 @@ def test_validating_on_the_training_data_is_said_once(
         assert found is not None and found.fingerprint() == corpus.fingerprint()
     (record,) = caplog.records
     assert "the validation data are the training data" in record.getMessage()
+
+
+def test_a_long_validation_says_how_long_it_will_take(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was logged for minutes."""
+    validation = object.__new__(Validation)
+    validation._num_batches = 100
+    with caplog.at_level(logging.INFO, logger="zorselike"):
+        validation._say_how_long(5, first_s=0.1)
+        validation._say_how_long(6, first_s=1.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "validation after step 6: 100 batches, about 150 s"
+    ]

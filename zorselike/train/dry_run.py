@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, count_parameters
 from zorselike.schedule.actions import Action
@@ -12,6 +13,7 @@ from zorselike.train.auto.files import AutoFiles
 from zorselike.train.auto.plan import MOST_ROWS
 from zorselike.train.config.config import Config
 from zorselike.train.config.model import TrainedModel
+from zorselike.train.data.sources import Section, find_files
 from zorselike.train.report.metrics import work_of_step
 
 _MAX_ACTIONS = 40
@@ -42,6 +44,7 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Trai
             'mixed_precision_param = "auto": bfloat16 is shown; with a card older than Ampere it is float16, '
             "and all updates wait for the end of the step"
         )
+    lines += list_data(config)
     lines += ["", *_list_parameters(plan, compiled), ""]
     lines.append("one step, rank by rank (ministage, action, microbatch, @peer[rows]):")
     lines += [f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in compiled.step_actions.items()]
@@ -52,6 +55,21 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Trai
         *_list_buffered_edges(compiled.report.buffered_edges),
     ]
     return "\n".join(lines)
+
+
+def list_data(config: Config) -> list[str]:
+    """What there is of the data that a run reads; what is missing may still be to come, or be elsewhere."""
+    sections: list[Section] = ["training"]
+    if config.validation.enable:
+        sections.append("validation")
+    lines = []
+    for section in sections:
+        try:
+            source, files = find_files(config, section)
+            lines.append(f"data: {source}, {count(len(files), 'file')}")
+        except ConfigError as error:
+            lines.append(f"data: a run would end with this: {error}")
+    return lines
 
 
 def describe_planning(config: Config, model: TrainedModel, files: AutoFiles) -> str:
@@ -71,6 +89,7 @@ def describe_planning(config: Config, model: TrainedModel, files: AutoFiles) -> 
             f"  plans for {count(training.global_batch_size, 'row')} a step, in at most {hetero.plan_budget}",
             f"    into {files.plan}, which later runs use again",
             f"  trains for {count(training.steps, 'step')}",
+            *list_data(config),
         ]
     )
 

@@ -21,6 +21,9 @@ from zorselike.train.stop import StopVote
 
 logger = logging.getLogger("zorselike")
 
+LONG_S = 20.0
+"""A validation that is expected to take so long says so as it begins."""
+
 
 def open_validation_rows(
     config: Config, training: Rows, reader: Callable[..., Rows], *, global_batch: int, world: Peers
@@ -113,6 +116,8 @@ class Validation:
                 if isinstance(batch, ConfigError):
                     raise batch
                 results.append(self._pipe.evaluate(batch.inputs, batch.targets, **batch.keywords))
+                if index == 0:
+                    self._say_how_long(step, time.perf_counter() - began)
                 is_stopped = self._vote.close() != 0
                 if is_stopped:  # The next step will be the last.
                     break
@@ -125,3 +130,10 @@ class Validation:
             return math.nan
         self._metrics.log_validation(step, loss, num_batches=len(results), seconds=seconds)
         return loss
+
+    def _say_how_long(self, step: int, first_s: float) -> None:
+        """Where it takes a while, since nothing else is logged until it is over."""
+        seconds = first_s * self._num_batches
+        if seconds > LONG_S:
+            batches = count(self._num_batches, "batch")
+            logger.info("validation after step %d: %s, about %.0f s", step, batches, seconds)

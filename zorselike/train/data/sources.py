@@ -27,11 +27,23 @@ _LAYOUT = "rows 1"
 """Of the folders of rows; another one is another name in the cache."""
 
 
+Section = Literal["training", "validation"]
+
+
+def find_files(config: Config, section: Section) -> tuple[str, list[Path]]:
+    """What a section says of its data, and their files. Raises `ConfigError` where there are none."""
+    data = config.training if section == "training" else config.validation
+    if data.dataset_path:
+        source = f"[{section}] dataset_path = {data.dataset_path}"
+        return source, list_files(data.dataset_path, section=section)
+    return f'[{section}] dataset = "{data.dataset}"', list_standard_library()
+
+
 def open_rows(
     config: Config,
     *,
     vocab_size: int,
-    section: Literal["training", "validation"] = "training",
+    section: Section = "training",
     before_packing: Callable[[], object] = lambda: None,
 ) -> Rows:
     """The rows that a section names: a stream of tokens, or examples to fine-tune on.
@@ -46,13 +58,7 @@ def open_rows(
         ConfigError: no data, data of the wrong kind, or tokens outside of the model's vocabulary.
     """
     training = config.training
-    data = training if section == "training" else config.validation
-    if data.dataset_path:
-        source = f"[{section}] dataset_path = {data.dataset_path}"
-        files = list_files(data.dataset_path, section=section)
-    else:
-        source = f'[{section}] dataset = "{data.dataset}"'
-        files = list_standard_library()
+    source, files = find_files(config, section)
     dtype: str = training.dataset_dtype
     if files[0].suffix != TOKEN_SUFFIX:
         cache = Path(config.job.dump_folder) / "dataset_cache"
