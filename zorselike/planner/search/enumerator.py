@@ -34,6 +34,8 @@ FEW_DEVICES = 8
 """Up to so many every set of them is refined."""
 LOOKED = 0.05
 """By this share more promising must be another grouping of devices that were looked at, for each time."""
+FAST_SHARE = 0.5
+"""Up to this share of what all devices compute, gradients of the whole model are soon reduced."""
 REFINED = 0.02
 """The same of what is refined."""
 VAIN = 50
@@ -167,9 +169,13 @@ class CoarseLooks:
         most = fixed.ministages or self._num_layers
         groupings = find_groupings(bandwidths, max_groups=min(most, count_useful_groups(bandwidths)))
         ranked = sorted(groupings, key=lambda each: self._guess_s(bandwidths, each))
-        # All in one group is soon simulated, and what people would try: second, whatever speaks against it.
-        others = sorted(ranked[1:], key=lambda each: len(each.groups) > 1)
-        for grouping in (*ranked[:1], *others):
+        # All in one group is soon simulated: where its links are fast it comes second.
+        most_s = FAST_SHARE * devices.bound_s
+
+        def waits(grouping: Grouping) -> bool:
+            return len(grouping.groups) > 1 or self._guess_s(bandwidths, grouping) > most_s
+
+        for grouping in (*ranked[:1], *sorted(ranked[1:], key=waits)):
             order = order_by_bandwidth(bandwidths, grouping.groups)
             yield tuple(grouping.groups[i] for i in order), grouping.name
 
