@@ -49,3 +49,10 @@ def test_the_search_comes_within_two_percent_of_the_best_plan(comparisons: list[
 def test_no_case_is_far_from_the_best_plan(comparisons: list[Comparison]) -> None:
     excesses = find_excesses(comparisons)
     assert {seed: excess for seed, excess in excesses.items() if excess > MAX_WORST} == {}
+
+
+@pytest.mark.parametrize("seed", [122, 166])
+def test_small_changes_begin_from_what_only_a_change_led_to(seed: int) -> None:
+    """The best was two small changes from a plan that was simulated, 4 and 8 % better than what was found."""
+    found = compare(seed, budget_s=BUDGET_S, max_plans=600)
+    assert not found.fault and found.excess is not None and found.excess < 0.001
