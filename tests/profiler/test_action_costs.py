@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zorselike.profiler.clock import make_rising, trimmed_mean
+from zorselike.profiler.machine import overlap_timing
 from zorselike.profiler.machine.overlap_timing import MOST, NUM_GATHERS, find_slowdown
 from zorselike.profiler.program.action_costs import (
     FEW_UNITS,
@@ -116,3 +119,18 @@ def test_the_slowdown_with_which_both_would_take_as_long(gather_s: float, factor
 def test_a_slowdown_stays_a_factor() -> None:
     assert find_slowdown(1.0, 1.0, 2.0) == find_slowdown(1.0, 1.0, 3.0) == MOST
     assert find_slowdown(1.0, 1.0, 0.5) == 1.0
+
+
+def test_one_disturbed_trial_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of gathers, of computations and of both, three times; in the second something else ran."""
+    seconds = iter([0.8, *(0.8, 0.8, 1.0), *(0.8, 0.8, 1.7), *(0.8, 0.8, 1.1)])
+
+    class Bench(SimpleNamespace):
+        gather = compute = gather_and_compute = None
+
+        def __init__(self, *_: object) -> None:
+            super().__init__(fit=lambda _: None, time=lambda *_: next(seconds))
+
+    monkeypatch.setattr(overlap_timing, "_Bench", Bench)
+    found = overlap_timing.measure_slowdown(None, None, num_bytes=1, repeats=1)  # type: ignore[arg-type]
+    assert found == pytest.approx(find_slowdown(0.8, 0.8, 1.1)) and next(seconds, None) is None
