@@ -12,6 +12,7 @@ from tiny import Case, Decoder, adamw, module_names
 from zorselike import HeteroPipeline
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.model.partition import Split
 
 NAMES = module_names(2)
 GROUPS = (Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 3))), Group((1,), (Microbatch(1, 0, 3),)))
@@ -39,11 +40,14 @@ def test_what_export_costs_is_said_once_and_shapes_are_fixed(run_ranks: RunRanks
     assert found[1][1] == []
 
 
-def test_another_shape_names_the_option(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(
+    ("split", "mend"), [(None, "dynamic_shapes=True"), ("export", "split= and dynamic_shapes=True")]
+)
+def test_another_shape_names_the_option(run_ranks: RunRanks, split: Split | None, mend: str) -> None:
     def fail(rank: int, world_size: int) -> str:
         alone = Plan(3, (Group((0,), GROUPS[0].microbatches),), (Ministage(0, tuple(NAMES)),))
         inputs, targets = Case(alone, 2).batch(0)
-        with HeteroPipeline(Decoder(2), alone, optimizer=adamw) as pipe:
+        with HeteroPipeline(Decoder(2), alone, optimizer=adamw, split=split) as pipe:
             pipe.step(inputs, targets)
             with pytest.raises(ConfigError) as caught:
                 pipe.step(inputs[:, :3], targets[:, :3])
@@ -51,4 +55,4 @@ def test_another_shape_names_the_option(run_ranks: RunRanks) -> None:
             return str(caught.value)
 
     (said,) = run_ranks(fail, 1)
-    assert said.endswith("built for int64 [rows, 4]; pad to one shape, or pass dynamic_shapes=True")
+    assert said.endswith("built for int64 [rows, 4]; pad to one shape, or pass " + mend)

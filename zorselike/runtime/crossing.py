@@ -81,7 +81,9 @@ class Crossing:
         if feeds is not None and Signature.of(feeds) != inputs:
             mend = "pad all rows of a step to one shape"
             if not self._dynamic:
-                mend = "pad to one shape, or pass dynamic_shapes=True"
+                takes_any = self._assembly.compiled.parts[0].skeleton.takes_any_shape
+                further = "dynamic_shapes=True" if takes_any else "split= and dynamic_shapes=True"
+                mend = f"pad to one shape, or pass {further}"
             what = "other rows of this step are" if self._dynamic else "this pipeline was built for"
             raise ConfigError(f"inputs are {Signature.of(feeds)}, but {what} {inputs}; {mend}")
         return trace
