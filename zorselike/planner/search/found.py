@@ -59,10 +59,6 @@ class FoundCandidates:
     def __len__(self) -> int:
         return len(self._estimated)
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
-
     def keep(self, estimated: EstimatedCandidate) -> None:
         """Queues it, if it is new."""
         candidate = estimated.candidate

@@ -125,11 +125,6 @@ class LocalSearch:
         self._num_seen = 0
         """Starts that were looked at."""
 
-    def forget(self) -> None:
-        self._descents.clear()
-        self._more.clear()
-        self._num_seen = 0
-
     # -- whose turn it is --------------------------------------------------------------------
 
     def peek(self) -> float | None:
