@@ -16,7 +16,7 @@ from zorselike.elastic.meeting.environment import listen
 from zorselike.elastic.meeting.links import Links
 from zorselike.elastic.membership import events as e
 
-SILENCE_S = 0.2
+SILENCE_S = 0.5
 LIMIT_S = 30.0
 
 

@@ -160,9 +160,10 @@ class LocalSearch:
         return min(going, key=lambda own: own.best, default=None)
 
     def _begin_one_more(self) -> None:
-        """From the best of other groups and numbers of ministages, of all that were simulated."""
+        """From the best of other groups and numbers of ministages; of all that were simulated where that
+        takes next to no time."""
         best = self._top_k.best
-        for found in self._top_k.sort():
+        for found in self._top_k.sort() if self._budget.is_tiny else sorted(self._starts):
             if best is not None and found.score.wanted > WORTH_CHANGING * best.score.wanted:
                 return
             key = _describe_alike(found)
