@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from zorselike.schedule.contract import COPIES_IN_FLIGHT
 
-FULL = 0.95
+_FULL = 0.95
 """Share of wires that rows take from a gather at most."""
 _NUM_CROSSINGS = 4
 """Of rows, after which a gather has long ended."""
@@ -58,10 +58,6 @@ class _Passing(NamedTuple):
     end: float
     share: float
     """Of the wires that they take."""
-
-
-def _list_passing() -> deque[_Passing]:
-    return deque(maxlen=_NUM_CROSSINGS)
 
 
 class Copies(NamedTuple):
@@ -117,8 +113,10 @@ class Clock:
     ahead: tuple[float, float] | None = None
     """Of the ministage whose turn is next, where it was gathered before a reduction: when the first unit,
     and when all is there."""
-    leaving: deque[_Passing] = field(default_factory=_list_passing)
-    arriving: deque[_Passing] = field(default_factory=_list_passing)
+    leaving: deque[_Passing] = field(default_factory=lambda: deque(maxlen=_NUM_CROSSINGS))
+    """The last rows that went out over wires of its collectives."""
+    arriving: deque[_Passing] = field(default_factory=lambda: deque(maxlen=_NUM_CROSSINGS))
+    """And in."""
 
     @property
     def end(self) -> float:
@@ -161,10 +159,6 @@ class _Way(NamedTuple):
     @property
     def turns(self) -> bool:
         return self.forward and self.backward
-
-    @property
-    def num_passes(self) -> int:
-        return self.forward + self.backward
 
 
 _FORWARD, _BACKWARD, _TURNS = _Way(True, False), _Way(False, True), _Way(True, True)
@@ -222,18 +216,16 @@ def _run_phase(
     first_s = work.forward_s if way.forward else work.backward_s
     """Until a microbatch has used all that is gathered."""
     compute_s = first_s + (work.backward_s if way.turns else 0.0)
-    stash_s = work.copies.stash_s
-    beside_s = work.gather_s
     if worker.zero == 3:
-        beside_s = number * (way.num_passes * work.gather_s + way.backward * work.reduce_s)
-        compute_s = compute_s + beside_s if worker.is_cpu else _gather_by_unit(worker, work, way)
+        ways = [is_forward for is_forward, goes in zip((True, False), way, strict=True) if goes]
+        compute_s = number * sum(microbatch_with_zero_3(worker, work, is_forward=own) for own in ways)
     elif worker.overlap_slowdown > 1 and worker.gathers(is_forward=way.forward):
-        compute_s += (worker.overlap_slowdown - 1) * min(compute_s, beside_s)
+        compute_s += (worker.overlap_slowdown - 1) * min(compute_s, work.gather_s)
     first, all_there = _gather(worker, work, clock, ministage, is_forward=way.forward)
     clock.before = clock.compute
     begin = max(clock.compute, first)
     each_s = compute_s / number
-    stash_s = 0.0 if way.turns else stash_s / number
+    stash_s = 0.0 if way.turns else work.copies.stash_s / number
     ready = arrivals
     if arrivals is not None and len(arrivals) != number:
         ready = arrivals[_last_needed(number, len(arrivals))]
@@ -255,7 +247,7 @@ def _note_rows(
     if not seconds:
         return
     begin, end = float(done[0]), float(arrivals[-1])
-    passing.append(_Passing(begin, end, min(FULL, seconds / max(end - begin, seconds))))
+    passing.append(_Passing(begin, end, min(_FULL, seconds / max(end - begin, seconds))))
     if clock.reduction is not None and begin < clock.reduce:
         clock.reduce = clock.collective = _collect_between(*clock.reduction, clock)
 
@@ -274,19 +266,18 @@ def _collect_between(start: float, seconds: float, clock: Clock) -> float:
     return start + seconds
 
 
-def _gather_by_unit(worker: Worker, work: Work, way: _Way) -> float:
-    """All microbatches of a phase with ZeRO 3: before each forward its first unit is gathered, the others
-    beside it; after each backward its last unit is reduced, and what was not while it computed."""
-    number, first, rest = worker.microbatches_per_device, work.first_unit, 1 - work.first_unit
-    gather_s, reduce_s = work.gather_s, work.reduce_s
-    seconds = 0.0
-    if way.forward:
-        each_s = work.forward_s / number
-        seconds += first * (gather_s + each_s) + rest * max(gather_s, each_s)
-    if way.backward:
-        each_s = work.backward_s / number
-        seconds += max(first * (each_s + reduce_s) + rest * max(each_s, reduce_s), gather_s + reduce_s)
-    return number * seconds
+def microbatch_with_zero_3(worker: Worker, work: Work, *, is_forward: bool) -> float:
+    """Seconds of one microbatch that gathers and reduces by itself: before a forward its first unit is
+    gathered, the others beside it; after a backward its last unit is reduced, and what was not while it
+    computed. On a CPU nothing runs beside it."""
+    seconds = (work.forward_s if is_forward else work.backward_s) / worker.microbatches_per_device
+    gather_s, reduce_s = work.gather_s, 0.0 if is_forward else work.reduce_s
+    if worker.is_cpu:
+        return seconds + gather_s + reduce_s
+    first, rest = work.first_unit, 1 - work.first_unit
+    if is_forward:
+        return first * (gather_s + seconds) + rest * max(gather_s, seconds)
+    return max(first * (seconds + reduce_s) + rest * max(seconds, reduce_s), gather_s + reduce_s)
 
 
 def _gather(

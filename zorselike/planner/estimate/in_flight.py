@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zorselike.planner.estimate.forward_first import Clock, StepWork, Work, Worker, update
+from zorselike.planner.estimate.forward_first import (
+    Clock,
+    StepWork,
+    Work,
+    Worker,
+    microbatch_with_zero_3,
+    update,
+)
 from zorselike.planner.estimate.rounds import Step
 
 
@@ -124,12 +131,9 @@ def _run(
 
 def _microbatch_s(worker: Worker, work: Work, *, forward: bool) -> float:
     """A microbatch's computation with the collectives that nothing hides."""
-    seconds = (work.forward_s if forward else work.backward_s) / worker.microbatches_per_device
     if worker.zero == 3:
-        beside_s = work.gather_s + (0.0 if forward else work.reduce_s)
-        if worker.is_cpu:
-            return seconds + beside_s
-        return max(seconds, beside_s) + work.first_unit * beside_s
+        return microbatch_with_zero_3(worker, work, is_forward=forward)
+    seconds = (work.forward_s if forward else work.backward_s) / worker.microbatches_per_device
     if not forward and worker.num_reductions > 1:
         return max(seconds, work.reduce_s) if worker.reduces_beside else seconds + work.reduce_s
     return seconds
