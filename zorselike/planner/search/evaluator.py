@@ -21,6 +21,8 @@ from zorselike.schedule.orders.in_flight import LowBoundError
 
 EACH_S, EACH_DEVICE_S = 6e-3, 5e-5
 """Nominal seconds of building and estimating a candidate, and for each of its devices."""
+ESTIMATING_SHARE = 0.4
+"""Of these where memory is not looked at."""
 _FEW_LAYERS = 12
 """Up to so many layers every number of ministages is tried."""
 IN_FLIGHT_FACTORS = (1.0, 1.5, 2.0, 3.0)
@@ -105,7 +107,8 @@ class CandidateEvaluator:
             return found
         if limit is not None and choice in self._too_slow and not self._too_slow[choice] < limit:
             return None
-        self._count(sum(len(group.devices) for group in choice.groups))
+        self._check()
+        each_s = self.nominal_of(sum(len(group.devices) for group in choice.groups))
         asked: list[Score] = []
 
         def is_worth(candidate: CandidatePlan) -> bool:
@@ -118,11 +121,13 @@ class CandidateEvaluator:
 
         candidate = self.builder.build(choice, None if limit is None else is_worth)
         if asked:
+            self.nominal_s += ESTIMATING_SHARE * each_s
             self._too_slow[choice] = asked[0]
             return None
+        self.nominal_s += each_s
         if candidate is None and self.builder.host_was_full:
             self.host_full.add(choice)
-        self._found[choice] = None if candidate is None else self.estimate(candidate, choice, grouping)
+        self._found[choice] = None if candidate is None else self._estimate(candidate, choice, grouping)
         self._too_slow.pop(choice, None)
         return self._found[choice]
 
@@ -137,10 +142,6 @@ class CandidateEvaluator:
     def nominal_of(self, num_devices: int) -> float:
         """Nominal seconds of one candidate."""
         return EACH_S + EACH_DEVICE_S * num_devices
-
-    def _count(self, num_devices: int) -> None:
-        self._check()
-        self.nominal_s += self.nominal_of(num_devices)
 
     @cached_property
     def node_kinds(self) -> tuple[tuple[str, str], ...]:
@@ -190,7 +191,11 @@ class CandidateEvaluator:
 
     def estimate(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
         """A candidate that fits, with its estimate; None where nothing joins its groups."""
-        self._count(candidate.num_devices)
+        self._check()
+        self.nominal_s += ESTIMATING_SHARE * self.nominal_of(candidate.num_devices)
+        return self._estimate(candidate, choice, grouping)
+
+    def _estimate(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
         found = self._score(candidate)
         return None if found is None else EstimatedCandidate(choice, candidate, found, grouping)
 
@@ -253,23 +258,31 @@ class CandidateEvaluator:
     # -- the best of a grouping ------------------------------------------------------------
 
     def refine(self, estimated: EstimatedCandidate) -> Iterator[EstimatedCandidate]:
-        """One decision after the other, while each is better: the best after everything that is tried."""
+        """One decision after the other, while each is better: the best after everything that is tried. What
+        gains most for its time comes first, until it gains nothing more (variable neighbourhood descent;
+        Mladenovic, Hansen 1997)."""
+        most_gain = (
+            self._change_microbatches,
+            self._change_ministages,
+            self._change_microbatches_of_kinds,
+            self._change_modes_of_kinds,
+        )
+        others = (
+            self._change_in_flight,
+            self._change_group_microbatches,
+            self._change_modes,
+            self._drop_nodes,
+            self._change_degrees,
+        )
         best = estimated
         while True:
             before = best
-            for step in (
-                self._change_microbatches,
-                self._change_ministages,
-                self._change_in_flight,
-                self._change_microbatches_of_kinds,
-                self._change_modes_of_kinds,
-                self._change_group_microbatches,
-                self._change_modes,
-                self._drop_nodes,
-                self._change_degrees,
-            ):
-                best = yield from step(best)
-            if not best.score < before.score:
+            for steps in (most_gain, others):
+                for step in steps:
+                    best = yield from step(best)
+                if best.score < before.score:
+                    break
+            else:
                 return
 
     def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> _Refining:

@@ -16,7 +16,6 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import ASSUMED_S, SearchBudget
-from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.found import FoundCandidates
 from zorselike.planner.search.helpers import Helpers
@@ -40,6 +39,9 @@ MANY_ACTIONS = 50_000
 FIRST_SHARE, MUCH_BETTER = 0.25, 0.95
 """The first comes before its turn, as if it took this share of its time, since an answer is wanted soon; and
 so does what promises at most this share of what the best so far takes, for it is that which is improved."""
+NEAR = 1.05
+"""Times the best so far that may be expected of what is simulated, where that takes long: by more estimates
+seldom err, once those of the same devices have shown by how much they do."""
 MOST_KEPT = 16
 """Simulations that are kept whole."""
 _UNKNOWN = (ClusterError, ProfileError, LowBoundError)
@@ -367,11 +369,11 @@ class BestEstimates:
         return FIRST_SHARE if is_awaited else 1.0
 
     def _is_wanted(self, estimated: EstimatedCandidate) -> bool:
-        best, least = self._top_k.best, self._found.best
+        best = self._top_k.best
         if best is None or not best.score.is_allowed or self._budget.is_tiny:
             return not self._budget.is_spent
-        assert least is not None and self._least is not None, "something was simulated"
-        if self._budget.is_spent or estimated.score.wanted > WORTH_SIMULATING * least.score.wanted:
+        assert self._least is not None, "something was simulated"
+        if self._budget.is_spent or self._found.expect(estimated) > NEAR * best.score.wanted:
             return False
         is_better = estimated.score.wanted < self._least
         return self._num_done < MOST_SIMULATED or self._budget.is_little or is_better
