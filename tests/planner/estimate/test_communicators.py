@@ -114,5 +114,7 @@ def test_few_ask_how_rows_are_dealt(monkeypatch):
     assert add_to(1000, candidate, 0, 1001) == 1000 + 2 * each and len(asked) == 1
     assert add_to(1000, candidate, 2, 1001 + round(11 * each)) == 1000 + 12 * each and len(asked) == 1
     assert add_to(1000, replace(candidate, deals_otherwise=True), 0, 1001) and len(asked) == 2
+    for mode, number in ((Mode(zero=1, offload=("optimizer",)), 2), (Mode(recompute="layer"), 3)):
+        assert add_to(1000, candidate.with_mode(0, mode), 0, 1001) and len(asked) == number
     free = make_bench(0)
     assert Communicators(free.problem, free.table).add_to(1000, candidate, 0, 1001) == 1000

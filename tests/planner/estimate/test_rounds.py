@@ -17,7 +17,6 @@ from zorselike.planner.estimate.rounds import (
     Pipeline,
     RoundOrders,
     Rounds,
-    find_least_in_flight,
     find_order,
 )
 from zorselike.schedule.actions import Kind
@@ -84,5 +83,5 @@ def test_least_bounds_are_those_of_the_schedule(counts, data):
         cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), min_size=number - 1, max_size=number - 1)))
         sizes.append([b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)])
     groups = [CandidateGroup((g,), Mode(), (tuple(own),)) for g, own in enumerate(sizes)]
-    found = find_least_in_flight(groups, owners)
+    found = RoundOrders().find_least(groups, owners)
     assert found == least_in_flight(make_plan(sizes, [1] * len(counts), owners))

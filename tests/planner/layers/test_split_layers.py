@@ -50,8 +50,6 @@ def measure(
         loads[g] += own
         held[g] += own_bytes
         squares += own**2
-        if own_bytes > groups[g].max_ministage_bytes:
-            return None
     if any(own > group.max_bytes for own, group in zip(held, groups, strict=True)):
         return None
     return max(loads), squares
@@ -155,7 +153,6 @@ def test_ministages_of_a_group_are_even() -> None:
 
 def test_what_one_group_has_no_room_for_goes_to_the_other() -> None:
     assert llama(2, costs(1, max_bytes=20), costs(3)).sizes == (20, 15)
-    assert max(llama(6, costs(1, max_ministage_bytes=7), costs(3)).sizes[::2]) == 7
     assert split_layers(LLAMA, (0, 1), [costs(1, max_bytes=20), costs(3, max_bytes=14)]) is None
 
 

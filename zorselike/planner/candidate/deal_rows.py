@@ -109,6 +109,20 @@ def count_peers(
     return [own.tolist() for own in peers]
 
 
+def describe_dealing(candidate: CandidatePlan) -> object:
+    """What decides how a candidate's rows are dealt: neither its layers nor most of its modes."""
+    groups = tuple(
+        (own.devices, own.degrees, own.sizes, _goes_in_rounds(own) or own.mode.recompute)
+        for own in candidate.groups
+    )
+    return groups, candidate.owners, candidate.deals_otherwise
+
+
+def _goes_in_rounds(group: CandidateGroup) -> bool:
+    """Whether its ranks wait for each other after each microbatch, or go backward before all is forward."""
+    return group.mode.reduces_per_microbatch or group.max_in_flight is not None
+
+
 def _deal(
     candidate: CandidatePlan,
     table: LayerTable,
@@ -185,7 +199,7 @@ class _Pieces:
     def __init__(
         self, group: CandidateGroup, computers: Sequence[Computer], nodes: Sequence[int], table: LayerTable
     ) -> None:
-        in_rounds = group.mode.reduces_per_microbatch or group.max_in_flight is not None
+        in_rounds = _goes_in_rounds(group)
         times: list[float] = []
         for computer, sizes in zip(computers, group.sizes, strict=True):
             if in_rounds:

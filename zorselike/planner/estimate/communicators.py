@@ -13,13 +13,13 @@ from itertools import pairwise
 from zorselike.cost.catalogue import CPU
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.computers import list_computers
-from zorselike.planner.candidate.deal_rows import count_peers
+from zorselike.planner.candidate.deal_rows import count_peers, describe_dealing
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.problem import PlanProblem
 from zorselike.schedule.contract import MOST_DIRECT_EDGES
 
 MOST_KEPT = 4096
-"""Candidates whose peers are remembered."""
+"""Ways of dealing rows whose peers are remembered."""
 
 
 class Communicators:
@@ -29,7 +29,8 @@ class Communicators:
         self._problem, self._table = problem, table
         overheads = problem.profile.overheads
         self._each = overheads.communicator_bytes * (1 + overheads.allocator_share)
-        self._peers: dict[CandidatePlan, list[int]] = {}
+        self._peers: dict[object, list[int]] = {}
+        """By what decides how rows are dealt."""
 
     def add_to(self, need: int, candidate: CandidatePlan, g: int, limit: int) -> int:
         """Bytes of a device of group `g` with its communicators; at least those where there is room for all
@@ -44,13 +45,14 @@ class Communicators:
         least = self._bytes_of(len(others), known)
         if need + most <= limit or need + least > limit:
             return need + least
-        if candidate not in self._peers:
+        dealing = describe_dealing(candidate)
+        if dealing not in self._peers:
             if len(self._peers) >= MOST_KEPT:
                 self._peers.clear()
             computers = [list_computers(own, self._problem) for own in candidate.groups]
             peers = count_peers(candidate, self._table, self._problem.nodes, computers)
-            self._peers[candidate] = [max(own) for own in peers]
-        return need + self._bytes_of(self._peers[candidate][g], known)
+            self._peers[dealing] = [max(own) for own in peers]
+        return need + self._bytes_of(self._peers[dealing][g], known)
 
     def _bytes_of(self, num_peers: int, known: int) -> int:
         return round(max(0, min(2 * num_peers, MOST_DIRECT_EDGES) - known) * self._each)

@@ -27,12 +27,6 @@ MOST_KEPT = 4096
 _Integers = npt.NDArray[np.int64]
 
 
-def find_least_in_flight(groups: Sequence[CandidateGroup], owners: Sequence[int]) -> tuple[int, ...]:
-    """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages."""
-    needs = _find_needs([np.cumsum(_count_rows(group)) for group in groups], owners)
-    return needs.find_least(_list_owned(owners), 0)
-
-
 def _find_needs(ends: Sequence[_Integers], owners: Sequence[int]) -> StageNeeds:
     """From the ends of the rounds of each group."""
 
@@ -98,6 +92,7 @@ class RoundOrders:
 
     def __init__(self) -> None:
         self._found: dict[Pipeline, Order] = {}
+        self._least: dict[object, tuple[int, ...]] = {}
 
     def find(self, pipeline: Pipeline) -> Order:
         """As `find_order`."""
@@ -113,6 +108,16 @@ class RoundOrders:
                 )
                 self._found[pipeline._replace(rounds=met)] = order
         return self._found[pipeline]
+
+    def find_least(self, groups: Sequence[CandidateGroup], owners: Sequence[int]) -> tuple[int, ...]:
+        """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages."""
+        ends = [np.cumsum(_count_rows(group)) for group in groups]
+        wanted = tuple(own.tobytes() for own in ends), tuple(owners)
+        if wanted not in self._least:
+            if len(self._least) >= MOST_KEPT:
+                self._least.clear()
+            self._least[wanted] = _find_needs(ends, owners).find_least(_list_owned(owners), 0)
+        return self._least[wanted]
 
     def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
         """Of how many of its rounds each group has gone forward and not backward through its last ministage,

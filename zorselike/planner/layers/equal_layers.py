@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,7 @@ class Run:
     num_bytes: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A ministage that gets some of a run."""
 
     ministage: int
@@ -29,7 +29,6 @@ class Piece:
     """What it has besides."""
     least: int
     """Layers of the run."""
-    most: int
 
 
 def slowest_load(run: Run, pieces: Sequence[Piece], loads: Sequence[float], room: Sequence[int]) -> float:
@@ -44,23 +43,19 @@ def slowest_load(run: Run, pieces: Sequence[Piece], loads: Sequence[float], room
         room: layers of the run that each group has room for.
     """
     given: defaultdict[int, int] = defaultdict(int)
-    most: defaultdict[int, int] = defaultdict(int)
     for piece in pieces:
         given[piece.group] += piece.least
-        most[piece.group] += piece.most
-    for g in most:
-        most[g] = min(most[g], room[g])
     left = run.num_layers - sum(given.values())
-    if left < 0 or min(room) < 0 or any(given[g] > most[g] for g in most):
+    if left < 0 or min(room) < 0 or any(number > room[g] for g, number in given.items()):
         return math.inf
-    heap = [(loads[g] + (given[g] + 1) * run.seconds[g], g) for g in most if given[g] < most[g]]
+    heap = [(loads[g] + (number + 1) * run.seconds[g], g) for g, number in given.items() if number < room[g]]
     heapq.heapify(heap)
     for _ in range(left):
         if not heap:
             return math.inf
         _, g = heapq.heappop(heap)
         given[g] += 1
-        if given[g] < most[g]:
+        if given[g] < room[g]:
             heapq.heappush(heap, (loads[g] + (given[g] + 1) * run.seconds[g], g))
     return max(load + given[g] * run.seconds[g] for g, load in enumerate(loads))
 
@@ -95,7 +90,7 @@ def share_evenly(
     while left:
         _, position = heapq.heappop(heap)
         piece = pieces[position]
-        if given[position] < piece.most and left_of_group[piece.group] > 0:
+        if left_of_group[piece.group] > 0:
             given[position] += 1
             left_of_group[piece.group] -= 1
             left -= 1

@@ -42,8 +42,6 @@ class GroupCosts:
     """Memory of one layer of each kind, on the device with least room; a kind not named takes none."""
     max_bytes: float = math.inf
     """For all layers of the group."""
-    max_ministage_bytes: float = math.inf
-    """For the layers of any one of its ministages."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,6 @@ class _Part:
     held: tuple[float, ...]
     """Bytes of each group."""
     open_s: float
-    open_bytes: float
     squares: float
     """Sum of the squared seconds of ministages that are not open."""
 
@@ -228,7 +225,7 @@ class _Search:
     def _cut(self, kinds: Sequence[str], owners: Sequence[int]) -> list[_Part]:
         """Cuts of the first layers that no other one is better than in everything."""
         nothing = (0.0,) * len(self._groups)
-        parts = [_Part((), nothing, nothing, 0.0, 0.0, 0.0)]
+        parts = [_Part((), nothing, nothing, 0.0, 0.0)]
         for number, kind in enumerate(kinds, start=1):
             by_ministage: defaultdict[int, list[_Part]] = defaultdict(list)
             for part in parts:
@@ -249,17 +246,15 @@ class _Search:
         seconds, num_bytes = group.seconds[kind], group.num_bytes.get(kind, 0.0)
         loads = _add(part.loads, g, seconds)
         held = _add(part.held, g, num_bytes)
-        open_bytes = num_bytes + (0.0 if opens else part.open_bytes)
-        if loads[g] > self._limit_s or held[g] > group.max_bytes or open_bytes > group.max_ministage_bytes:
+        if loads[g] > self._limit_s or held[g] > group.max_bytes:
             return None
         squares = part.squares + (part.open_s**2 if opens else 0.0)
-        return _Part(sizes, loads, held, seconds + (0.0 if opens else part.open_s), open_bytes, squares)
+        return _Part(sizes, loads, held, seconds + (0.0 if opens else part.open_s), squares)
 
     def _keep(self, parts: list[_Part], owners: Sequence[int]) -> list[_Part]:
         """Those of one ministage that matter, or as many of the most even ones as there is room for."""
         ahead = sorted({*owners[len(parts[0].sizes) - 1 :]})
         limited = [g for g in ahead if math.isfinite(self._groups[g].max_bytes)]
-        is_limited = any(math.isfinite(group.max_ministage_bytes) for group in self._groups)
 
         def matters(part: _Part) -> tuple[float, ...]:
             behind = (load for g, load in enumerate(part.loads) if g not in ahead)
@@ -268,7 +263,6 @@ class _Search:
                 max(behind, default=0.0),
                 *(part.loads[g] for g in ahead),
                 *(part.held[g] for g in limited),
-                *((part.open_bytes,) if is_limited else ()),
             )
 
         # A part that is more even now, with fewer seconds in the open ministage, stays so whatever is added:
@@ -294,16 +288,8 @@ class _Search:
             return None
         pieces = []
         for i in range(max(first, 0), min(last, len(self._owners) - 1) + 1):
-            group = self._groups[self._owners[i]]
             open_s = (low.open_s if i == first else 0.0) + (high.open_s if i == last else 0.0)
-            open_bytes = (low.open_bytes if i == first else 0.0) + (high.open_bytes if i == last else 0.0)
-            most = _fit(
-                group.max_ministage_bytes - open_bytes, run.num_bytes[self._owners[i]], run.num_layers
-            )
-            least = 0 if i in (first, last) else 1
-            if most < least:
-                return None
-            pieces.append(Piece(i, self._owners[i], open_s, least, most))
+            pieces.append(Piece(i, self._owners[i], open_s, 0 if i in (first, last) else 1))
         return pieces
 
     def _room(self, run: Run, low: _Part, high: _Part) -> list[int]:

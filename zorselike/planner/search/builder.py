@@ -15,7 +15,7 @@ from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.communicators import Communicators
 from zorselike.planner.estimate.few_microbatches import add_largest
 from zorselike.planner.estimate.memory import RankMemory
-from zorselike.planner.estimate.rounds import Pipeline, Rounds, find_least_in_flight
+from zorselike.planner.estimate.rounds import Pipeline, Rounds
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import find_degrees
 from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
@@ -252,7 +252,7 @@ class CandidateBuilder:
     ) -> list[CandidateGroup]:
         """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
         factor, and at least what their rows need."""
-        least = find_least_in_flight(groups, owners)
+        least = self._step_time.orders.find_least(groups, owners)
         depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
         rounds = []
         for g, (group, depth) in enumerate(zip(groups, depths, strict=True)):
