@@ -82,7 +82,6 @@ def make_case(rng: Random) -> tuple[list[str], list[int], list[GroupCosts]]:
             {kind: rng.choice([0, 1, 2, 3, 5, 8, 13]) * 0.1 for kind in KINDS},
             {kind: rng.randint(0, 3) for kind in KINDS},
             rng.choice([math.inf, math.inf, 4, 6, 9]),
-            rng.choice([math.inf, math.inf, 3, 4, 6]),
         )
         for _ in range(num_groups)
     ]

@@ -259,11 +259,24 @@ class CoarseSearch:
         for family in plain:
             if self._try_in_flight(family[-1], most, IN_FLIGHT_FACTORS[0]) is None:
                 continue
-            for (per_device, factor), mode in product(tries, family):
-                found = self._try_in_flight(mode, per_device, factor)
+            for per_device, factor in tries:
+                found = self._find_fastest(family, per_device, factor)
                 if found is not None:
                     return found
         return least_memory
+
+    def _find_fastest(self, family: Family, per_device: int, factor: float) -> EstimatedCandidate | None:
+        """The first of a family that fits, if each needs less memory than those before it."""
+        found = self._try_in_flight(family[-1], per_device, factor)
+        first, last = 0, len(family) - 1
+        while found is not None and first < last:
+            middle = (first + last) // 2
+            faster = self._try_in_flight(family[middle], per_device, factor)
+            if faster is None:
+                first = middle + 1
+            else:
+                found, last = faster, middle
+        return found
 
     def _try_in_flight(self, mode: Mode, per_device: int, factor: float) -> EstimatedCandidate | None:
         choice = self._choose(mode, per_device, self._ministage_counts[0], factor)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
-from zorselike.planner.candidate.modes import Mode, list_families
+from zorselike.planner.candidate.modes import list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import DEGREES, Degrees, with_degree
 from zorselike.planner.layers.split_layers import visit_in_turn
@@ -403,23 +403,31 @@ class CandidateEvaluator:
     def _change_modes_of_kinds(self, best: EstimatedCandidate) -> _Refining:
         """The mode of all groups that are alike, to one that comes before the present one or soon after."""
         for own in self._list_alike(best.choice):
-            modes = (best.choice.change_all(own, mode=mode) for mode in self._near(best, own[0]))
-            best = yield from self._improve(best, modes)
+            best = yield from self._improve_mode(best, own)
         return best
 
     def _change_modes(self, best: EstimatedCandidate) -> _Refining:
         """The same of each of several groups that are alike by itself; and without waiting for reductions."""
         for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
-            modes = (best.choice.change(g, mode=mode) for mode in self._near(best, g))
-            best = yield from self._improve(best, modes)
+            best = yield from self._improve_mode(best, [g])
         return (yield from self._improve(best, list_without_waiting(best)))
 
-    def _near(self, best: EstimatedCandidate, g: int) -> Iterator[Mode]:
-        """The first few modes of each family up to the next, and all of the group's present one."""
-        now = best.choice.groups[g].mode
+    def _improve_mode(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
+        """Modes of some groups: the first few of each family up to the next, and all of the present one; of
+        each until so many in a row would be no better if they fitted."""
+        now = best.choice.groups[own[0]].mode
         at = next(i for i, family in enumerate(self.families) if now in family)
         for i, family in enumerate(self.families[: at + 2]):
-            yield from (mode for mode in (family if i == at else family[:4]) if mode != now)
+            missed = 0
+            for mode in family if i == at else family[:4]:
+                choice = best.choice.change_all(own, mode=mode)
+                if mode == now or missed == _MISSES:
+                    continue
+                found = yield from self._improve(best, [choice])
+                is_slow = self.is_too_slow(choice) or self._found.get(choice) is not None
+                missed = 0 if found is not best else missed + is_slow
+                best = found
+        return best
 
     def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> _Refining:
         """A few more or fewer microbatches of all groups that are alike."""
