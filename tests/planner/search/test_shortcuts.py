@@ -1,0 +1,94 @@
+"""What a search leaves out, since it would not be better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, log2
+
+import device_problems
+import pytest
+
+from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.search import search
+from zorselike.planner.search.budget import TINY_ACTIONS
+from zorselike.planner.search.coarse_search import CoarseSearch
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
+from zorselike.planner.search.top_k import NEAR
+
+
+@pytest.fixture
+def looking() -> search._Search:
+    """A search that has looked at one grouping."""
+    nodes = device_problems.make_nodes("a", "A100-40 A100-40", 2, 4.0)
+    found = search._Search(device_problems.make_problem(nodes, global_batch=16), 100.0, 0, None)
+    found._looks.begin(search.propose_devices(found._problem, bounds=found._bounds))
+    while not len(found._found):
+        assert found._looks.peek() is not None
+        found._looks.advance()
+    return found
+
+
+def test_only_what_comes_near_the_best_is_simulated_where_that_takes_long(looking: search._Search) -> None:
+    estimates, found = looking._estimates, looking._found
+    while estimates.peek() is not None:
+        estimates.advance()
+    best = looking._top_k.best
+    assert best is not None
+    looking._budget.actions = TINY_ACTIONS + 1
+    like = best.estimated
+
+    def keep(times: float, number: int) -> EstimatedCandidate:
+        """One that takes so many times as long as the best, as simulations have come out."""
+        wanted = times * best.score.wanted * like.score.wanted / found.expect(like)
+        candidate = replace(like.candidate, ends=(*like.candidate.ends[:-1], 10**number))
+        estimated = replace(like, candidate=candidate, score=replace(like.score, wanted=wanted))
+        found.keep(estimated)
+        return estimated
+
+    keep(NEAR + 0.01, 4)
+    assert estimates.peek() is None
+    near = keep(NEAR - 0.01, 5)
+    assert estimates.peek() is not None and found.peek() is near
+    found.take(near)
+    assert estimates.peek() is None
+    looking._budget.actions = 0
+    assert estimates.peek() is not None
+
+
+@pytest.mark.parametrize("would_fit", [False, True])
+def test_of_a_family_two_modes_that_are_no_better_are_enough(
+    looking: search._Search, monkeypatch: pytest.MonkeyPatch, *, would_fit: bool
+) -> None:
+    """Not where they are only known not to fit: the next one needs less memory."""
+    evaluator, tried = looking._evaluator, list[Mode]()
+    start = looking._looks.looks[0].coarse[0]
+    now = start.choice.groups[0].mode
+    monkeypatch.setattr(evaluator, "try_choice", lambda choice, *_: tried.append(choice.groups[0].mode))
+    monkeypatch.setattr(evaluator, "is_too_slow", lambda choice: would_fit)
+    assert all(own is start for own in evaluator._improve_mode(start, [0]))
+    numbers = [sum(mode in family for mode in tried) for family in evaluator.families]
+    of_its_own = next(family for family in evaluator.families if now in family)
+    assert max(numbers) == (2 if would_fit else len(of_its_own) - 1)
+    assert now not in tried
+
+
+def test_the_first_mode_that_fits_is_found_by_halves(
+    looking: search._Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator: CandidateEvaluator = looking._evaluator
+    start = looking._looks.looks[0].coarse[0]
+    groups = tuple(group.devices for group in start.choice.groups)
+    coarse, tried = CoarseSearch(evaluator, groups, "by node"), list[int]()
+    family = max(evaluator.families, key=len)
+    for first in range(len(family) + 1):
+
+        def try_one(mode: Mode, *_: object, first: int = first) -> EstimatedCandidate | None:
+            position = family.index(mode)
+            tried.append(position)
+            return replace(start, grouping=str(position)) if position >= first else None
+
+        tried.clear()
+        monkeypatch.setattr(coarse, "_try_in_flight", try_one)
+        found = coarse._find_fastest(family, 4, 1.0)
+        assert (None if found is None else int(found.grouping)) == (first if first < len(family) else None)
+        assert len(tried) <= 1 + ceil(log2(len(family)))
