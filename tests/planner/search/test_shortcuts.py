@@ -49,6 +49,18 @@ def test_only_what_comes_near_the_best_is_simulated_where_that_takes_long(lookin
     assert estimates.peek() is None
     near = keep(NEAR - 0.01, 5)
     assert estimates.peek() is not None and found.peek() is near
+    # Of devices of which much was simulated others come first, if they come near.
+    found._num_taken.update(dict.fromkeys(found._num_taken, 50))
+    in_flight = tuple(replace(group, max_in_flight=1) for group in like.candidate.groups)
+    far = (NEAR + 0.01) * best.score.wanted
+    found.keep(
+        replace(
+            like,
+            candidate=replace(like.candidate, groups=in_flight),
+            score=replace(like.score, wanted=far),
+        )
+    )
+    assert found.peek() is not near and estimates._next() is near
     found.take(near)
     assert estimates.peek() is None
     looking._budget.actions = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
-from math import log2
+from math import inf, log2
 from statistics import fmean
 from typing import NamedTuple
 
@@ -97,9 +97,9 @@ class FoundCandidates:
 
     # -- what comes next ---------------------------------------------------------------------
 
-    def peek(self) -> EstimatedCandidate | None:
-        """What is to be simulated next."""
-        kind = self._find_next()
+    def peek(self, most: float = inf) -> EstimatedCandidate | None:
+        """What is to be simulated next, of what is expected to take `most` at most."""
+        kind = self._find_next(most)
         return None if kind is None else self._estimated[self._queues[kind][0].number]
 
     def peek_first(self, nominal_of: Callable[[CandidatePlan], float]) -> EstimatedCandidate | None:
@@ -127,14 +127,16 @@ class FoundCandidates:
             heapq.heapify(queue)
         self._num_taken[kind] = self._num_taken.get(kind, 0) + 1
 
-    def _find_next(self) -> Kind | None:
+    def _find_next(self, most: float) -> Kind | None:
         def weigh(kind: Kind) -> tuple[float, float, int]:
             excess, weighed, number = self._queues[kind][0]
             estimated = self._estimated[number]
             error = self.expect(estimated) / max(estimated.score.wanted, _LEAST)
             return excess, error * weighed * (1 + WORTH_OF_ANOTHER * self._num_taken.get(kind, 0)), number
 
-        return min((kind for kind, queue in self._queues.items() if queue), key=weigh, default=None)
+        queues = ((kind, queue[0].number) for kind, queue in self._queues.items() if queue)
+        near = (kind for kind, number in queues if self.expect(self._estimated[number]) <= most)
+        return min(near, key=weigh, default=None)
 
 
 def _describe_kind(candidate: CandidatePlan) -> Kind:

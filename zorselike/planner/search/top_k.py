@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from zorselike.cost.step_costs import StepCosts
@@ -340,7 +341,16 @@ class BestEstimates:
         """The best estimate of those that were simulated."""
 
     def _next(self) -> EstimatedCandidate | None:
-        return self._found.peek() if self._num_done else self._found.peek_first(self._top_k.nominal_of)
+        if not self._num_done:
+            return self._found.peek_first(self._top_k.nominal_of)
+        best = self._top_k.best
+        return self._found.peek(inf if best is None or self._takes_all else NEAR * best.score.wanted)
+
+    @property
+    def _takes_all(self) -> bool:
+        """Whether estimates decide nothing but what is simulated first."""
+        best = self._top_k.best
+        return best is None or not best.score.is_allowed or self._budget.is_tiny
 
     def peek(self) -> float | None:
         estimated = self._next()
@@ -369,11 +379,8 @@ class BestEstimates:
         return FIRST_SHARE if is_awaited else 1.0
 
     def _is_wanted(self, estimated: EstimatedCandidate) -> bool:
-        best = self._top_k.best
-        if best is None or not best.score.is_allowed or self._budget.is_tiny:
+        if self._budget.is_spent or self._takes_all:
             return not self._budget.is_spent
         assert self._least is not None, "something was simulated"
-        if self._budget.is_spent or self._found.expect(estimated) > NEAR * best.score.wanted:
-            return False
         is_better = estimated.score.wanted < self._least
         return self._num_done < MOST_SIMULATED or self._budget.is_little or is_better
