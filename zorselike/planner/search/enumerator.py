@@ -20,7 +20,8 @@ from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCand
 from zorselike.planner.search.found import FoundCandidates
 
 WORTH_SIMULATING = 1.3
-"""Estimates up to this many times the best one's are simulated."""
+"""Times the best estimate that a set of devices may take at best to be looked at; and times what it came from
+that a small change may, to be simulated."""
 ASSUMED_MICROBATCHES = 32
 """Microbatches of a step, in the first guess at groupings."""
 FEW_ORDERS = 6

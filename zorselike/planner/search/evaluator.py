@@ -420,13 +420,15 @@ class CandidateEvaluator:
         for i, family in enumerate(self.families[: at + 2]):
             missed = 0
             for mode in family if i == at else family[:4]:
-                choice = best.choice.change_all(own, mode=mode)
-                if mode == now or missed == _MISSES:
+                if mode == now:
                     continue
+                choice = best.choice.change_all(own, mode=mode)
                 found = yield from self._improve(best, [choice])
                 is_slow = self.is_too_slow(choice) or self._found.get(choice) is not None
                 missed = 0 if found is not best else missed + is_slow
                 best = found
+                if missed == _MISSES:
+                    break
         return best
 
     def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> _Refining:

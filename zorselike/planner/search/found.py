@@ -128,15 +128,18 @@ class FoundCandidates:
         self._num_taken[kind] = self._num_taken.get(kind, 0) + 1
 
     def _find_next(self, most: float) -> Kind | None:
-        def weigh(kind: Kind) -> tuple[float, float, int]:
-            excess, weighed, number = self._queues[kind][0]
+        promises: list[tuple[float, float, int, Kind]] = []
+        for kind, queue in self._queues.items():
+            if not queue:
+                continue
+            excess, weighed, number = queue[0]
             estimated = self._estimated[number]
-            error = self.expect(estimated) / max(estimated.score.wanted, _LEAST)
-            return excess, error * weighed * (1 + WORTH_OF_ANOTHER * self._num_taken.get(kind, 0)), number
-
-        queues = ((kind, queue[0].number) for kind, queue in self._queues.items() if queue)
-        near = (kind for kind, number in queues if self.expect(self._estimated[number]) <= most)
-        return min(near, key=weigh, default=None)
+            expected = self.expect(estimated)
+            if expected <= most:
+                error = expected / max(estimated.score.wanted, _LEAST)
+                worth = error * weighed * (1 + WORTH_OF_ANOTHER * self._num_taken.get(kind, 0))
+                promises.append((excess, worth, number, kind))
+        return min(promises)[-1] if promises else None
 
 
 def _describe_kind(candidate: CandidatePlan) -> Kind:

@@ -343,14 +343,15 @@ class BestEstimates:
     def _next(self) -> EstimatedCandidate | None:
         if not self._num_done:
             return self._found.peek_first(self._top_k.nominal_of)
-        best = self._top_k.best
-        return self._found.peek(inf if best is None or self._takes_all else NEAR * best.score.wanted)
+        return self._found.peek(self._most)
 
     @property
-    def _takes_all(self) -> bool:
-        """Whether estimates decide nothing but what is simulated first."""
+    def _most(self) -> float:
+        """What may be expected of what is simulated; infinite where estimates only say what comes first."""
         best = self._top_k.best
-        return best is None or not best.score.is_allowed or self._budget.is_tiny
+        if best is None or not best.score.is_allowed or self._budget.is_tiny:
+            return inf
+        return NEAR * best.score.wanted
 
     def peek(self) -> float | None:
         estimated = self._next()
@@ -379,8 +380,10 @@ class BestEstimates:
         return FIRST_SHARE if is_awaited else 1.0
 
     def _is_wanted(self, estimated: EstimatedCandidate) -> bool:
-        if self._budget.is_spent or self._takes_all:
-            return not self._budget.is_spent
+        if self._budget.is_spent:
+            return False
+        if self._most == inf:
+            return True
         assert self._least is not None, "something was simulated"
         is_better = estimated.score.wanted < self._least
         return self._num_done < MOST_SIMULATED or self._budget.is_little or is_better
