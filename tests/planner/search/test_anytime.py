@@ -17,7 +17,7 @@ from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search import search
 from zorselike.planner.search.budget import BudgetOverError, SearchBudget
 from zorselike.planner.search.choice import Choice
-from zorselike.planner.search.enumerator import Refinements
+from zorselike.planner.search.enumerator import NAMED_TURN, Refinements
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.paying import PAYS, choose_paying, describe_unused
 from zorselike.planner.search.score import Score
@@ -123,7 +123,7 @@ def test_devices_that_are_left_out_are_told_of():
     assert describe_unused(problem, fast, [fast, chosen]) == []
 
 
-def test_what_people_would_leave_out_is_looked_at_by_every_second_look():
+def test_what_people_would_leave_out_is_looked_at_now_and_then():
     sides = [
         device_problems.make_nodes(zone, device, 4, 4.0, region=zone, zone=zone)
         for zone, device in (("a", "A100-40"), ("b", "T4"))
@@ -134,7 +134,7 @@ def test_what_people_would_leave_out_is_looked_at_by_every_second_look():
     looking._looks.begin(search.propose_devices(problem, bounds=looking._bounds))
     named = [look for look in looking._looks.looks if look.devices.is_share]
     assert len(named) >= 3
-    for _ in range(2 * len(named)):
+    for _ in range(NAMED_TURN * len(named)):
         assert looking._looks.peek() is not None
         looking._looks.advance()
     assert all(look.num_looked for look in named)

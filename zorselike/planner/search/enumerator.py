@@ -31,6 +31,8 @@ MOST_ORDERS = 24
 MOST_REFINED = 6
 """Groupings of a set of devices that are refined, and half as many with few microbatches in flight,
 whose first estimates say less."""
+NAMED_TURN = 4
+"""Every so many looks, one is at what people would try first."""
 FEW_DEVICES = 8
 """Up to so many every set of them is refined."""
 LOOKED = 0.05
@@ -109,10 +111,10 @@ class CoarseLooks:
         return spent_s
 
     def _choose(self) -> SetLook | None:
-        """By turns what people would try first, one grouping each, and what promises most."""
+        """What promises most, and now and then a grouping of what people would try first."""
         possible = [look for look in self.looks if not look.is_over and not self._is_hopeless(look.devices)]
         named = (look for look in possible if look.devices.is_share and not look.num_looked)
-        if self._num_done % 2 == 0 and (first := next(named, None)) is not None:
+        if self._num_done % NAMED_TURN == 0 and (first := next(named, None)) is not None:
             return first
         reached = min(map(self._reach, (look for look in self.looks if look.coarse)), default=1.0)
 
