@@ -5,6 +5,7 @@ The search itself is in place only where a test says so: elsewhere `searched.py`
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -328,6 +329,9 @@ def test_the_page(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
         without = search_by_shares(problem).best.case.simulation.iteration_s
         assert f"{them} {without / with_all - 1:.1%}: without, a step takes {without:.4g} s" in shown
     assert "The next best plan (" in shown
+    share = re.search(r"share of the ideal: [\d.]+% \([\d.]+ s", shown)
+    assert main(("simulate", "plan.toml", *KNOWN)) == 0
+    assert share is not None and share[0] in " ".join(capsys.readouterr().out.split())
 
 
 def test_others_are_compared(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:

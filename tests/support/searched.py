@@ -13,7 +13,7 @@ from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.answer import Ending, NothingFitsError, OnProgress, PlanAnswer, Planned, Progress
 from zorselike.planner.by_shares import GroupBy, SharesJob, plan_shares
 from zorselike.planner.problem import PlanProblem
-from zorselike.simulator.report.ideal import measure_speeds
+from zorselike.simulator.report.speeds import measure_speeds
 
 LAYERS = tuple(f"layers.{i}" for i in range(4))
 WORKLOAD = Workload(

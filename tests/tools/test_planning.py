@@ -17,7 +17,7 @@ from zorselike.plan.plan import Estimates, Plan
 from zorselike.planner.answer import PlanAnswer, Planned, Progress
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import ONE_STEP
-from zorselike.simulator.report.ideal import measure_speeds
+from zorselike.simulator.report.speeds import measure_speeds
 
 from planner_oracle.clusters import WIDE, Limits, draw_cluster
 from planner_oracle.every_plan import Options, Shape, cut, divide, find_mirrors, list_shapes, make_plan

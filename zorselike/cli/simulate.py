@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,9 +83,11 @@ def simulate_plan(command: Simulate) -> str:
     """The page and the drawing as text; writes the requested files."""
     from zorselike.cost.layer_times import LayerTimeModel
     from zorselike.planner.baselines.even import compare_even
+    from zorselike.planner.devices.bounds import DeviceBounds
+    from zorselike.planner.problem import PlanProblem
     from zorselike.simulator.report.gantt import draw_gantt
-    from zorselike.simulator.report.ideal import measure_speeds
     from zorselike.simulator.report.page import format_report
+    from zorselike.simulator.report.speeds import measure_speeds
 
     if command.measured is not None and command.trace is None:
         raise ConfigError("simulate: --measured is written into the file of --trace; give that too")
@@ -106,7 +109,13 @@ def simulate_plan(command: Simulate) -> str:
     speeds = measure_speeds(plan, inputs.workload, inputs.cluster, clock)
     width = find_width()
     baselines = compare_even(simulated, inputs, speeds)
-    ideal_s = plan.global_batch / sum(speeds)
+    problem = PlanProblem(
+        workload=inputs.workload,
+        cluster=inputs.cluster,
+        profile=inputs.profile,
+        global_batch=plan.global_batch,
+    )
+    ideal_s = DeviceBounds(problem, clock).bound_types_s(Counter(simulated.device_types))
     notes = _list_notes(command, plan, inputs)
     page = format_report(simulated, baselines, ideal_s=ideal_s, notes=notes, width=width)
     drawing = draw_gantt(plan, simulated.simulation, device_types=simulated.device_types, width=width)

@@ -16,7 +16,7 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.baselines.even import compare_even, find_even, make_data_parallel_plan
 from zorselike.simulator.inputs import SimulationInputs
-from zorselike.simulator.report.ideal import measure_speeds
+from zorselike.simulator.report.speeds import measure_speeds
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 SOURCE = Source("given")

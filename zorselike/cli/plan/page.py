@@ -40,7 +40,7 @@ class PlanPage:
         """Writes it; without `baselines` with the fastest devices alone and even shares."""
         from zorselike.cost.layer_times import LayerTimeModel
         from zorselike.planner.baselines.even import compare_even
-        from zorselike.simulator.report.ideal import measure_speeds
+        from zorselike.simulator.report.speeds import measure_speeds
 
         best, setting, progress = answer.best, problem.setting, answer.progress
         case = setting.simulate(best.case.plan, best.case.costs, record=True)

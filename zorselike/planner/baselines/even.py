@@ -34,7 +34,7 @@ def compare_even(
     Args:
         simulated: the plan in question.
         inputs: with what it was simulated.
-        speeds: rows per second of each rank by itself (`simulator/report/ideal.py`), to know the fastest
+        speeds: rows per second of each rank by itself (`simulator/report/speeds.py`), to know the fastest
         type.
     """
     places = simulated.costs.places

@@ -9,8 +9,8 @@ from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.planner.answer import Planned
 from zorselike.planner.baselines.even import compare_even
 from zorselike.planner.problem import PlanProblem
-from zorselike.simulator.report.ideal import measure_speeds
 from zorselike.simulator.report.page import format_report
+from zorselike.simulator.report.speeds import measure_speeds
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.layout import align_columns
 

@@ -38,7 +38,7 @@ HOVER = (
 def list_cards(
     simulated: SimulatedPlan, ranks: Sequence[int], speeds: Sequence[float]
 ) -> dict[str, list[Any]]:
-    """Columns with what is known of each of these ranks; `speeds` of all (`simulator/report/ideal.py`)."""
+    """Columns with what is known of each of these ranks; `speeds` of all (`simulator/report/speeds.py`)."""
     plan, places = simulated.plan, simulated.costs.places
     rows = []
     for rank in ranks:

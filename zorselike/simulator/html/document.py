@@ -48,7 +48,7 @@ def save_page(
 
     Args:
         baselines: what others would do with the same devices.
-        speeds: rows per second of each rank (`simulator/report/ideal.py`).
+        speeds: rows per second of each rank (`simulator/report/speeds.py`).
         ideal_s: the step if all devices computed all the time.
         notes: what a reader must know before any number.
         search: how the plan was found, if it was.

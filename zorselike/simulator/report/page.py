@@ -27,7 +27,7 @@ def format_report(
     """The page, in lines of at most `width` characters where numbers allow it.
 
     Args:
-        ideal_s: the step if all devices computed all the time (`simulator/report/ideal.py`).
+        ideal_s: the step if all devices computed all the time.
         notes: what a reader must know before any number.
     """
     sections = [

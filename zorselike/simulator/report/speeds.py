@@ -1,4 +1,4 @@
-"""The compute-bound limit: how long a step would take if every device computed all the time."""
+"""How fast each rank of a plan would be by itself."""
 
 from __future__ import annotations
 
