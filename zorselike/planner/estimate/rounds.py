@@ -4,7 +4,7 @@ Microbatch `m` of a group is microbatch `m` of all of its devices, and the rows 
 (`candidate/deal_rows.py`): so which rounds of two groups share rows does not depend on who has them. In what
 order groups compute is found for rounds of equal rows, which many candidates have in common; those of a
 group's plan differ by a row, or by a last one that is smaller, and take longer back where layers are
-recomputed. Apart from that it is the schedule's order, by the same code (`schedule/orders/nominal_time.py`).
+recomputed. Apart from that it is the schedule's order, by the same code (`schedule/orders/regular.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zorselike.planner.candidate.candidate import CandidateGroup
 from zorselike.schedule.orders.in_flight import BACKWARD_PASSES, TRANSFER_PASSES
 from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
 from zorselike.schedule.orders.order import find_first_in_turn
+from zorselike.schedule.orders.regular import order_computations
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
@@ -141,7 +142,8 @@ def find_order(pipeline: Pipeline) -> Order:
     sizes = [[1] * own.number for own in rounds]
     stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
     bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
-    computations, most_in_flight = run_in_nominal_time(stages, needs, bounds)
+    order = run_in_nominal_time if transfer_passes else order_computations
+    computations, most_in_flight = order(stages, needs, bounds)
     steps: list[Step] = []
     positions: list[list[int]] = [[] for _ in range(2 * len(owners))]
     for position, (i, is_forward, m) in enumerate(computations):

@@ -11,7 +11,8 @@ the same collectives; a rank leaves out the microbatches that it does not have.
 
 Which computation comes first is found by running all groups side by side in nominal time, in which every
 group takes as long as any other for the whole batch, and as long for each of its ministages: a plan says
-nothing of speeds, and one that is worth running is balanced.
+nothing of speeds, and one that is worth running is balanced. Where groups would take longer so than by turns
+(`regular.py`) they go by turns.
 
 A group with several ministages could fill what it may hold with microbatches whose gradients wait for those
 that then find no room. So one goes forward only if room is left for every microbatch of the last ministage
@@ -28,6 +29,7 @@ from zorselike.plan.plan import Group, Plan
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
+from zorselike.schedule.orders.regular import order_computations
 from zorselike.schedule.spec import ScheduleSpec
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def order_in_flight(spec: ScheduleSpec) -> tuple[tuple[Action, ...], ...]:
     stages = make_stages(owners, rows, _list_passes(spec), needs)
     bounds = [group.max_in_flight for group in plan.groups]
     orders: list[list[Action]] = [[] for _ in plan.groups]
-    for i, is_forward, microbatch in run_in_nominal_time(stages, needs, bounds).computations:
+    for i, is_forward, microbatch in order_computations(stages, needs, bounds).computations:
         orders[owners[i]].append(Action(Kind.F if is_forward else Kind.B, i, microbatch))
     return tuple(map(tuple, orders))
 
