@@ -53,7 +53,9 @@ class Scenario:
     ministages: int = 1
     """Ministages of each group."""
     num_rows: int
-    num_microbatches: int
+    num_microbatches: int | tuple[int, ...]
+    in_flight: tuple[int, ...] = ()
+    """`max_in_flight` of each group; empty: not bounded."""
     zero: int | tuple[int, ...] = 2
     offload: tuple[str, ...] = ()
     recompute: Recompute = "none"
@@ -182,14 +184,16 @@ def make_scenario_plan(scenario: Scenario, workload: Workload) -> Plan:
         zero=scenario.zero,
     )
     names = iter(name for name, _ in workload.layers)
+    bounds = scenario.in_flight or [None] * len(replicas)
     groups = tuple(
         replace(
             group,
+            max_in_flight=bound,
             ranks=tuple(own[0] if len(own) == 1 else own for own in of_group),
             offload=scenario.offload,
             recompute=scenario.recompute,
         )
-        for group, of_group in zip(plan.groups, replicas, strict=True)
+        for group, of_group, bound in zip(plan.groups, replicas, bounds, strict=True)
     )
     ministages = tuple(
         Ministage(ministage.group, tuple(next(names) for _ in range(size)))
