@@ -55,7 +55,8 @@ def test_of_equal_rounds_it_is_the_schedules_order(counts, data):
     lowest = data.draw(st.integers(0, 1))
     trains = tuple(i >= lowest for i in range(len(owners)))
     spec = ScheduleSpec(make_plan(sizes, bounds, owners), trainable=trains)
-    found = find_order(Pipeline(tuple(map(Rounds, counts, bounds)), owners, lowest))
+    rounds = tuple(map(Rounds, map(tuple, sizes), bounds))
+    found = find_order(Pipeline(rounds, owners, lowest))
     for g, order in enumerate(order_in_flight(spec)):
         ways = [step.way for step in found.steps if step.group == g]
         assert ways == [2 * action.ministage + "FB".index(action.kind.name) for action in order]

@@ -1,23 +1,22 @@
 """The order of computations where microbatches in flight are bounded, without ranks: a group's rounds alone.
 
 Microbatch `m` of a group is microbatch `m` of all of its devices, and the rows of a round follow each other
-(`candidate/deal_rows.py`): so which rounds of two groups share rows does not depend on who has them. In what
-order groups compute is found for rounds of equal rows, which many candidates have in common; those of a
-group's plan differ by a row, or by a last one that is smaller, and take longer back where layers are
-recomputed. Apart from that it is the schedule's order, by the same code (`schedule/orders/regular.py`).
+(`candidate/deal_rows.py`): so which rounds of two groups share rows does not depend on who has them. It is
+the schedule's order, by the same code (`schedule/orders/regular.py`), but that backwards that recompute take
+as long as others here: so many candidates have one in common.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from zorselike.planner.candidate.candidate import CandidateGroup
+from zorselike.planner.candidate.candidate import CandidateGroup, Sizes
 from zorselike.schedule.orders.in_flight import BACKWARD_PASSES, TRANSFER_PASSES
 from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
 from zorselike.schedule.orders.order import find_first_in_turn
@@ -25,11 +24,11 @@ from zorselike.schedule.orders.regular import order_computations
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
-_Integers = npt.NDArray[np.int64]
 
 
-def _find_needs(ends: Sequence[_Integers], owners: Sequence[int]) -> StageNeeds:
-    """From the ends of the rounds of each group."""
+def _find_needs(rows: Sequence[Sequence[int]], owners: Sequence[int]) -> StageNeeds:
+    """From the rows of the rounds of each group."""
+    ends = [np.cumsum(own) for own in rows]
 
     def between(a: int, b: int) -> Needs:
         return Needs(np.searchsorted(ends[a], ends[b]).tolist(), np.searchsorted(ends[b], ends[a]).tolist())
@@ -42,19 +41,25 @@ def _list_owned(owners: Sequence[int]) -> list[list[int]]:
     return [[i for i, owner in enumerate(owners) if owner == g] for g in range(max(owners) + 1)]
 
 
-def _count_rows(group: CandidateGroup) -> _Integers:
-    """Of all devices in each round."""
-    rows = np.zeros(group.microbatches_per_device, dtype=np.int64)
-    for sizes, number in Counter(group.sizes).items():
+@lru_cache(MOST_KEPT)
+def _count_rows(all_sizes: tuple[Sizes, ...]) -> tuple[int, ...]:
+    """Of all replicas in each round."""
+    rows = np.zeros(max(map(len, all_sizes)), dtype=np.int64)
+    for sizes, number in Counter(all_sizes).items():
         rows[: len(sizes)] += number * np.array(sizes, dtype=np.int64)
-    return rows
+    return tuple(rows.tolist())
 
 
 class Rounds(NamedTuple):
     """Of one group."""
 
-    number: int
+    rows: tuple[int, ...]
+    """Of each, all replicas together."""
     max_in_flight: int
+
+    @classmethod
+    def of(cls, group: CandidateGroup, max_in_flight: int) -> Rounds:
+        return cls(_count_rows(group.sizes), max_in_flight)
 
 
 class Pipeline(NamedTuple):
@@ -112,19 +117,20 @@ class RoundOrders:
 
     def find_least(self, groups: Sequence[CandidateGroup], owners: Sequence[int]) -> tuple[int, ...]:
         """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages."""
-        ends = [np.cumsum(_count_rows(group)) for group in groups]
-        wanted = tuple(own.tobytes() for own in ends), tuple(owners)
+        rows = tuple(_count_rows(group.sizes) for group in groups)
+        wanted = rows, tuple(owners)
         if wanted not in self._least:
             if len(self._least) >= MOST_KEPT:
                 self._least.clear()
-            self._least[wanted] = _find_needs(ends, owners).find_least(_list_owned(owners), 0)
+            self._least[wanted] = _find_needs(rows, owners).find_least(_list_owned(owners), 0)
         return self._least[wanted]
 
     def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
         """Of how many of its rounds each group has gone forward and not backward through its last ministage,
         at most, where nothing is bounded (`schedule/orders/ours.py`); `numbers`: of all its rounds."""
         in_turn = owners[find_first_in_turn(owners) :]
-        rounds = tuple(Rounds(numbers[g], numbers[g]) for g in in_turn)
+        whole = lcm(*numbers)
+        rounds = tuple(Rounds((whole // numbers[g],) * numbers[g], numbers[g]) for g in in_turn)
         order = self.find(Pipeline(rounds, tuple(range(len(rounds))), transfer_passes=TRANSFER_PASSES))
         found = list(numbers)
         for g, number in zip(in_turn, order.num_in_flight, strict=True):
@@ -135,11 +141,10 @@ class RoundOrders:
 def find_order(pipeline: Pipeline) -> Order:
     """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
     rounds, owners, lowest, transfer_passes = pipeline
-    whole = lcm(*(own.number for own in rounds))
-    needs = _find_needs([whole // own.number * np.arange(1, own.number + 1) for own in rounds], owners)
+    sizes = [own.rows for own in rounds]
+    needs = _find_needs(sizes, owners)
     least = needs.find_least(_list_owned(owners), lowest)
     passes = [BACKWARD_PASSES["none"] if i >= lowest else 0 for i in range(len(owners))]
-    sizes = [[1] * own.number for own in rounds]
     stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
     bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
     order = run_in_nominal_time if transfer_passes else order_computations

@@ -125,8 +125,8 @@ class StepTimeEstimate:
         if not candidate.bounds_in_flight:
             return None
         rounds = tuple(
-            Rounds(
-                group.microbatches_per_device,
+            Rounds.of(
+                group,
                 group.max_in_flight or group.microbatches_per_device * candidate.owners.count(g),
             )
             for g, group in enumerate(candidate.groups)

@@ -260,7 +260,7 @@ class CandidateBuilder:
             # Through all ministages but its last a microbatch passes all groups.
             full = ((owners.count(g) - 1) * depths[0] + depth) * number
             bound = math.ceil(in_flight_factor * full - _ROUND_OFF)
-            rounds.append(Rounds(number, bound))
+            rounds.append(Rounds.of(group, bound))
         order = self._step_time.orders.find(Pipeline(tuple(rounds), owners))
         # Later groups never come to hold as many: a bound that is never met would only mislead.
         bounds = map(max, least, order.num_in_flight)
