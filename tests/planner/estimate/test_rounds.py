@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import count_in_flight
 
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
 from zorselike.planner.candidate.candidate import CandidateGroup
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.rounds import (
@@ -27,13 +27,19 @@ from zorselike.schedule.spec import ScheduleSpec
 numbers = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=2, max_size=6)
 
 
-def make_plan(all_sizes: list[list[int]], bounds: Sequence[int | None], owners: Sequence[int]) -> Plan:
+def make_plan(
+    all_sizes: list[list[int]],
+    bounds: Sequence[int | None],
+    owners: Sequence[int],
+    recompute: Sequence[Recompute] = (),
+) -> Plan:
     """A rank for each group."""
+    settings = recompute or ["none"] * len(all_sizes)
     groups = []
-    for g, (sizes, bound) in enumerate(zip(all_sizes, bounds, strict=True)):
+    for g, (sizes, bound, own) in enumerate(zip(all_sizes, bounds, settings, strict=True)):
         ends = [sum(sizes[: m + 1]) for m in range(len(sizes))]
         rows = tuple(Microbatch(g, end - size, end) for size, end in zip(sizes, ends, strict=True))
-        groups.append(Group((g,), rows, zero=1, max_in_flight=bound))
+        groups.append(Group((g,), rows, zero=1, max_in_flight=bound, recompute=own))
     ministages = tuple(Ministage(g, (str(i),)) for i, g in enumerate(owners))
     return Plan(sum(all_sizes[0]), tuple(groups), ministages)
 
@@ -46,16 +52,29 @@ def visit(counts, data):
     )
 
 
+def cut_rows(number, data, rows=24):
+    """Microbatches of any rows."""
+    if rows % number == 0 and data.draw(st.booleans()):
+        return [rows // number] * number
+    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), min_size=number - 1, max_size=number - 1)))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
 @given(numbers, st.data())
-def test_of_equal_rounds_it_is_the_schedules_order(counts, data):
-    owners, rows = visit(counts, data), math.lcm(*counts)
-    sizes = [[rows // number] * number for number in counts]
+def test_it_is_the_schedules_order(counts, data):
+    owners = visit(counts, data)
+    sizes = [cut_rows(number, data) for number in counts]
+    recompute = [data.draw(st.sampled_from(["none", "layer"])) for _ in counts]
     least = least_in_flight(make_plan(sizes, [1] * len(counts), owners))
     bounds = [data.draw(st.integers(own, own + number)) for own, number in zip(least, counts, strict=True)]
     lowest = data.draw(st.integers(0, 1))
     trains = tuple(i >= lowest for i in range(len(owners)))
-    spec = ScheduleSpec(make_plan(sizes, bounds, owners), trainable=trains)
-    rounds = tuple(map(Rounds, map(tuple, sizes), bounds))
+    spec = ScheduleSpec(make_plan(sizes, bounds, owners, recompute), trainable=trains)
+    groups = [
+        CandidateGroup((g,), Mode(recompute=setting), (tuple(own),))
+        for g, (own, setting) in enumerate(zip(sizes, recompute, strict=True))
+    ]
+    rounds = tuple(Rounds.of(group, bound) for group, bound in zip(groups, bounds, strict=True))
     found = find_order(Pipeline(rounds, owners, lowest))
     for g, order in enumerate(order_in_flight(spec)):
         ways = [step.way for step in found.steps if step.group == g]
@@ -78,11 +97,8 @@ def test_without_bounds_as_many_are_in_flight_of_last_ministages_as_in_the_sched
 
 @given(numbers, st.data())
 def test_least_bounds_are_those_of_the_schedule(counts, data):
-    owners, rows = visit(counts, data), 24
-    sizes = []
-    for number in counts:
-        cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), min_size=number - 1, max_size=number - 1)))
-        sizes.append([b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)])
+    owners = visit(counts, data)
+    sizes = [cut_rows(number, data) for number in counts]
     groups = [CandidateGroup((g,), Mode(), (tuple(own),)) for g, own in enumerate(sizes)]
     found = RoundOrders().find_least(groups, owners)
     assert found == least_in_flight(make_plan(sizes, [1] * len(counts), owners))

@@ -2,8 +2,7 @@
 
 Microbatch `m` of a group is microbatch `m` of all of its devices, and the rows of a round follow each other
 (`candidate/deal_rows.py`): so which rounds of two groups share rows does not depend on who has them. It is
-the schedule's order, by the same code (`schedule/orders/regular.py`), but that backwards that recompute take
-as long as others here: so many candidates have one in common.
+the schedule's order, by the same code (`schedule/orders/regular.py`).
 """
 
 from __future__ import annotations
@@ -56,10 +55,12 @@ class Rounds(NamedTuple):
     rows: tuple[int, ...]
     """Of each, all replicas together."""
     max_in_flight: int
+    backward_passes: int = BACKWARD_PASSES["none"]
+    """What a backward takes, in forwards."""
 
     @classmethod
     def of(cls, group: CandidateGroup, max_in_flight: int) -> Rounds:
-        return cls(_count_rows(group.sizes), max_in_flight)
+        return cls(_count_rows(group.sizes), max_in_flight, BACKWARD_PASSES[group.mode.recompute])
 
 
 class Pipeline(NamedTuple):
@@ -144,7 +145,7 @@ def find_order(pipeline: Pipeline) -> Order:
     sizes = [own.rows for own in rounds]
     needs = _find_needs(sizes, owners)
     least = needs.find_least(_list_owned(owners), lowest)
-    passes = [BACKWARD_PASSES["none"] if i >= lowest else 0 for i in range(len(owners))]
+    passes = [rounds[g].backward_passes if i >= lowest else 0 for i, g in enumerate(owners)]
     stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
     bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
     order = run_in_nominal_time if transfer_passes else order_computations
