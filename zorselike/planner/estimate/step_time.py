@@ -378,7 +378,11 @@ class StepTimeEstimate:
         return self._sends[wanted]
 
     def _find_send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
-        return self.network.time_alone(self._list_flows(source, target, row_bytes))
+        flows = self._list_flows(source, target, row_bytes)
+        number = max(source.microbatches_per_device, target.microbatches_per_device)
+        # Each microbatch is sent once the one before has arrived.
+        latency_s = (number - 1) * max((flow.latency_s for flow in flows), default=0.0)
+        return self.network.time_alone(flows) + latency_s
 
     def _list_flows(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> list[Flow]:
         senders, receivers = self._rows_by_node(source), self._rows_by_node(target)
