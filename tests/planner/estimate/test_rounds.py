@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from schedules import count_in_flight
@@ -17,6 +18,7 @@ from zorselike.planner.estimate.rounds import (
     Pipeline,
     RoundOrders,
     Rounds,
+    find_full,
     find_order,
 )
 from zorselike.schedule.actions import Kind
@@ -102,3 +104,46 @@ def test_least_bounds_are_those_of_the_schedule(counts, data):
     groups = [CandidateGroup((g,), Mode(), (tuple(own),)) for g, own in enumerate(sizes)]
     found = RoundOrders().find_least(groups, owners)
     assert found == least_in_flight(make_plan(sizes, [1] * len(counts), owners))
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.sampled_from([8, 12, 32]), st.sampled_from([1.0, 1.5, 2.0]))
+def test_of_rounds_that_match_a_pipeline_is_full_with_as_many_as_groups_follow(number, turns, rounds, factor):
+    groups = [CandidateGroup((g,), Mode(), ((1,) * rounds,)) for g in range(number)]
+    bounds = list(RoundOrders().find_bounds(groups, tuple(range(number)) * turns, factor))
+    full = [(turns - 1) * number + number - g for g in range(number)]
+    for bound, own in zip(bounds, full, strict=True):
+        assert bound <= math.ceil(factor * own)  # Or as many as the order comes to hold.
+        assert factor > 1 or bound == min(own, rounds * turns)
+
+
+@pytest.mark.parametrize(
+    ("counts", "full"),
+    [
+        ((24, 24, 24), (3, 2, 1)),
+        ((24, 24, 32, 32), (5, 4, 2, 1)),
+        ((32, 32, 16, 32, 32), (9, 8, 3, 2, 1)),
+        ((32, 16, 32), (6, 2, 1)),
+        ((6, 3), (4, 1)),
+    ],
+)
+def test_where_rounds_do_not_match_it_takes_more_until_hardly_one_waits(counts, full):
+    rows = [(96 // number,) * number for number in counts]
+    assert find_full(rows) == full
+    groups = [CandidateGroup((g,), Mode(), (own,)) for g, own in enumerate(rows)]
+    owners = tuple(range(len(counts)))
+    assert tuple(RoundOrders().find_bounds(groups, owners, 1.0)) == full
+
+    def measure(bounds):
+        rounds = tuple(Rounds.of(group, bound) for group, bound in zip(groups, bounds, strict=True))
+        order = find_order(Pipeline(rounds, owners))
+        ready, ended = [0.0] * len(counts), []
+        for group, way, awaited in order.steps:
+            begin = max(ready[group], ended[awaited] if awaited >= 0 else 0.0)
+            ready[group] = begin + (1 + way % 2) / 3 / counts[group]
+            ended.append(ready[group])
+        return max(ready)
+
+    assert measure(full) <= 1.03 * measure(counts)
+    if full[0] > len(counts):
+        fewer = [max(1, own - 1) for own in full]
+        assert measure(fewer) > 1.1 * measure(full)

@@ -7,10 +7,12 @@ the schedule's order, by the same code (`schedule/orders/regular.py`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import lcm
+from itertools import accumulate
+from math import ceil, lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ from zorselike.schedule.orders.regular import order_computations
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
+_ROUND_OFF = 1e-9
 
 
 def _find_needs(rows: Sequence[Sequence[int]], owners: Sequence[int]) -> StageNeeds:
@@ -100,6 +103,7 @@ class RoundOrders:
     def __init__(self) -> None:
         self._found: dict[Pipeline, Order] = {}
         self._least: dict[object, tuple[int, ...]] = {}
+        self._full: dict[object, tuple[int, ...]] = {}
 
     def find(self, pipeline: Pipeline) -> Order:
         """As `find_order`."""
@@ -126,6 +130,33 @@ class RoundOrders:
             self._least[wanted] = _find_needs(rows, owners).find_least(_list_owned(owners), 0)
         return self._least[wanted]
 
+    def find_bounds(
+        self, groups: Sequence[CandidateGroup], owners: tuple[int, ...], factor: float
+    ) -> Iterator[int]:
+        """For the rounds in flight of each group: what a pipeline of these groups is full with, or `factor`
+        times as many where the rows of all match, and at least what their rows need."""
+        least, full = self.find_least(groups, owners), self._find_full(groups)
+        depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
+        rounds = []
+        for g, (group, own, depth) in enumerate(zip(groups, full, depths, strict=True)):
+            number = group.microbatches_per_device
+            # Through all ministages but its last a microbatch passes all groups.
+            passes = owners.count(g) - 1
+            filled = passes * full[0] / groups[0].microbatches_per_device * number + own
+            more = (factor - 1) * (passes * depths[0] + depth) * number
+            rounds.append(Rounds.of(group, ceil(filled + more - _ROUND_OFF)))
+        order = self.find(Pipeline(tuple(rounds), owners))
+        # Later groups never come to hold as many: a bound that is never met would only mislead.
+        return map(max, least, order.num_in_flight)
+
+    def _find_full(self, groups: Sequence[CandidateGroup]) -> tuple[int, ...]:
+        rows = tuple(_count_rows(group.sizes) for group in groups)
+        if rows not in self._full:
+            if len(self._full) >= MOST_KEPT:
+                self._full.clear()
+            self._full[rows] = find_full(rows)
+        return self._full[rows]
+
     def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
         """Of how many of its rounds each group has gone forward and not backward through its last ministage,
         at most, where nothing is bounded (`schedule/orders/ours.py`); `numbers`: of all its rounds."""
@@ -139,6 +170,29 @@ class RoundOrders:
         return found
 
 
+def find_full(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Rounds of each group that are in flight where hardly one ever waits, with one ministage each, all of
+    which take as long as each other, and backward and forward by turns. Where rows do not match those are
+    more than there are groups from it to the last.
+
+    Args:
+        rows: of each group's rounds.
+    """
+    full = [1]
+    for needs in reversed(_find_needs(rows, range(len(rows))).between):
+        # Before its `m`th backward, which waits for `awaited` of the group behind it, that one goes forward
+        # with as many more as it has in flight; the rows of these must not be those that went last.
+        last, behind = len(needs.forward) - 1, full[-1]
+        ahead = max(
+            needs.forward[min(awaited + behind - 1, last)] - m for m, awaited in enumerate(needs.backward)
+        )
+        # Nor may it be without the rows of its next forward when it has gone backward.
+        back = (bisect_left(needs.backward, m) for m in range(last + 1))
+        supply = max(needs.forward[min(m + behind, last)] - own for m, own in enumerate(back))
+        full.append(min(max(ahead + 2, supply + 1), len(needs.backward)))
+    return tuple(reversed(full))
+
+
 def find_order(pipeline: Pipeline) -> Order:
     """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
     rounds, owners, lowest, transfer_passes = pipeline
@@ -149,7 +203,7 @@ def find_order(pipeline: Pipeline) -> Order:
     stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
     bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
     order = run_in_nominal_time if transfer_passes else order_computations
-    computations, most_in_flight = order(stages, needs, bounds)
+    computations, most_in_flight, _ = order(stages, needs, bounds)
     steps: list[Step] = []
     positions: list[list[int]] = [[] for _ in range(2 * len(owners))]
     for position, (i, is_forward, m) in enumerate(computations):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations
+from itertools import combinations
 
 from zorselike.cost.catalogue import CPU
 from zorselike.errors import PlanError
@@ -15,7 +15,6 @@ from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.communicators import Communicators
 from zorselike.planner.estimate.few_microbatches import add_largest
 from zorselike.planner.estimate.memory import RankMemory
-from zorselike.planner.estimate.rounds import Pipeline, Rounds
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import find_degrees
 from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
@@ -34,7 +33,6 @@ finds."""
 _FEW_WALKS, _MARGIN = 3, 0.12
 """From so many walks on, estimates are trusted that are by this share further from the limit than these
 say."""
-_ROUND_OFF = 1e-9
 _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
 MOST_ACTIONS_OF_REPLICAS = 200_000
@@ -97,7 +95,10 @@ class CandidateBuilder:
                     return None
                 groups.append(self._make_group(chosen, sizes))
             if choice.in_flight_factor is not None:
-                groups = self._bound(groups, choice.in_flight_factor, owners)
+                bounds = self._step_time.orders.find_bounds(groups, owners, choice.in_flight_factor)
+                groups = [
+                    replace(own, max_in_flight=bound) for own, bound in zip(groups, bounds, strict=True)
+                ]
             kept = self._memory.count_in_flight(groups, owners)
             costs = [
                 self._find_costs(group, share, owners.count(g), self._find_kept(g, kept[g], owners))
@@ -246,25 +247,6 @@ class CandidateBuilder:
         if max(cut) >= num_rows:
             return whole
         return self._share(group, most, cut, in_rounds)
-
-    def _bound(
-        self, groups: list[CandidateGroup], in_flight_factor: float, owners: tuple[int, ...]
-    ) -> list[CandidateGroup]:
-        """With bounds on microbatches in flight: what a pipeline of these groups is full with, times the
-        factor, and at least what their rows need."""
-        least = self._step_time.orders.find_least(groups, owners)
-        depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
-        rounds = []
-        for g, (group, depth) in enumerate(zip(groups, depths, strict=True)):
-            number = group.microbatches_per_device
-            # Through all ministages but its last a microbatch passes all groups.
-            full = ((owners.count(g) - 1) * depths[0] + depth) * number
-            bound = math.ceil(in_flight_factor * full - _ROUND_OFF)
-            rounds.append(Rounds.of(group, bound))
-        order = self._step_time.orders.find(Pipeline(tuple(rounds), owners))
-        # Later groups never come to hold as many: a bound that is never met would only mislead.
-        bounds = map(max, least, order.num_in_flight)
-        return [replace(own, max_in_flight=bound) for own, bound in zip(groups, bounds, strict=True)]
 
     def _share(
         self, group: GroupChoice, most: Mapping[Class, int], at_once: Sequence[int], in_rounds: bool

@@ -142,6 +142,8 @@ class Ordered(NamedTuple):
     computations: list[Computation]
     most_in_flight: tuple[int, ...]
     """Microbatches of each group that are forward and not backward, of all of its ministages, at most."""
+    time: int
+    """When all is done."""
 
 
 _Due = tuple[float, bool, int, bool]
@@ -218,7 +220,9 @@ def run_in_nominal_time(stages: Sequence[Stage], needs: StageNeeds, bounds: Sequ
     assert len(computations) == sum(len(times) for stage in stages for times in stage.times), (
         "bounds were checked before"
     )
-    return Ordered(computations, tuple(group.most_held for group in groups))
+    return Ordered(
+        computations, tuple(group.most_held for group in groups), max(group.free_at for group in groups)
+    )
 
 
 def _make_group(g: int, bound: int | None, stages: Sequence[Stage], needs: StageNeeds) -> _Group:

@@ -34,9 +34,8 @@ def order_computations(stages: Sequence[Stage], needs: StageNeeds, bounds: Seque
     regular = [_alternate(s, stage, first.most_in_flight[stage.group]) for s, stage in enumerate(stages)]
     if regular == by_stage:
         return first
-    time = max(chain.from_iterable(ends[-1:] for stage in stages for ends in stage.ends))
-    computations = _run(stages, regular, before=time)
-    return first if computations is None else Ordered(computations, first.most_in_flight)
+    found = _run(stages, regular, before=first.time)
+    return first if found is None else first._replace(computations=found[0], time=found[1])
 
 
 def _alternate(s: int, stage: Stage, num_held: int) -> list[Computation]:
@@ -52,9 +51,9 @@ def _alternate(s: int, stage: Stage, num_held: int) -> list[Computation]:
 
 def _run(
     stages: Sequence[Stage], lists: Sequence[Sequence[Computation]], before: int
-) -> list[Computation] | None:
-    """What these lists compute, everything after what it waits for; None where it is not done before a time,
-    or never: groups may wait for each other."""
+) -> tuple[list[Computation], int] | None:
+    """What these lists compute, everything after what it waits for, and when all is done; None where that is
+    not before a time, or never: groups may wait for each other."""
     computations: list[Computation] = []
     ends: list[tuple[list[int], list[int]]] = [([], []) for _ in stages]
     free_at, done = [0] * len(stages), [0] * len(stages)
@@ -76,4 +75,4 @@ def _run(
                 computations.append(computation)
         if len(computations) == num_before or max(free_at) >= before:
             return None
-    return computations
+    return computations, max(free_at)
