@@ -26,7 +26,6 @@ SIZES = MinistageBytes(
     boundary_bytes_per_row=1,
     largest_unit_bytes=10,
     largest_unit_gradient_bytes=20,
-    update_bytes=5,
 )
 
 
@@ -67,11 +66,11 @@ def test_everything_on_the_device() -> None:
         kept + 40 + 6 + 1 + 40 + 7 + 10,  # gradients: handed on, whole, and of a unit not yet added
         kept + 40 + 4 + 40 + 2 * 20 + 20,  # two buffers of a unit, rounded shards
         kept + 40 + 4 + 40,
-        kept + 20 + 4 + 40 + 5,
+        kept + 20 + 4 + 40,
         kept + 20 + 4 + 40 + 40 + 7 + 10,  # the gradients that 1STEP used up are still there
         kept + 20 + 40 + 2 * 20 + 20,
         kept + 20 + 40,
-        kept + 40 + 5,
+        kept + 40,
     ]
     assert list(found.device_bytes) == [1000 + num_bytes for num_bytes in expected]
     assert found.device_peak_bytes == 1000 + max(expected)
@@ -98,11 +97,11 @@ def test_offloaded_state_and_shards_leave_one_ministage_late() -> None:
     first = 20  # the shards of the first ministage
     assert list(found.device_bytes) == [
         first + 120,
-        first + 120 + 20 + 5,  # a step writes shards that are not there
+        first + 120 + 20,  # a step writes shards that are not there
         first + 120 + 20,
         first + 120 + 20,
         first + 120 + 20 + 120,
-        first + 120 + 20 + 120 + 20 + 5,
+        first + 120 + 20 + 120 + 20,
         first + 120 + 20 + 120 + 20,  # now the shards of ministage 2 are gone
         first + 120 + 20 + 120,
     ]
@@ -134,7 +133,7 @@ def test_deferred_gradients_wait_on_the_host() -> None:
     found = walk(
         plan,
         text,
-        replace(bare, masters=False, largest_unit_bytes=0, largest_unit_gradient_bytes=0, update_bytes=0),
+        replace(bare, masters=False, largest_unit_bytes=0, largest_unit_gradient_bytes=0),
     )
     # The offloaded gradients of ministage 1 are gone when those of 0 are reduced.
     assert list(found.device_bytes) == [40, 40, 40, 80, 40, 40, 40, 40, 80, 80, 80]
@@ -160,7 +159,7 @@ def test_activations_leave_late_and_come_back_as_copies() -> None:
 
 def test_zero_3_gathers_two_units_and_reduces_in_each_backward() -> None:
     bare = replace(SIZES, state_bytes=0, working_bytes_per_row=0, activation_bytes_per_row=0)
-    found = walk(make_plan(1, rows=2, zero=3), "0F0 0F1 0B1 0B0 0STEP", replace(bare, update_bytes=0))
+    found = walk(make_plan(1, rows=2, zero=3), "0F0 0F1 0B1 0B0 0STEP", replace(bare))
     first = 20 + 20 + 20 + 10 + 2 * 20 + 20  # shards, gathered, a unit's gradients, buffers, rounded shards
     assert list(found.device_bytes) == [40, 40, first, first + 40 + 40, 60]
     assert found.device["gathered parameters"] == 20 and found.device["gradients"] == 20
@@ -275,7 +274,6 @@ def random_sizes(rng: random.Random, *, trains: bool, masters: bool) -> Ministag
         boundary_bytes_per_row=rng.randint(0, 100),
         largest_unit_bytes=unit,
         largest_unit_gradient_bytes=unit * widening * trains,
-        update_bytes=rng.randint(0, 100) * trains,
     )
 
 

@@ -16,6 +16,7 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.workload import ITEMSIZES
 from zorselike.text.files import write_text
 from zorselike.text.layout import align_columns
+from zorselike.text.units import GIB
 from zorselike.text.wording import count
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 
 _LINE_LENGTH = 110
 
-_GIB = 2**30
 
-CONTEXT_BYTES = _GIB
+CONTEXT_BYTES = GIB
 """Memory of a device that the CUDA context and libraries take."""
 ALLOCATOR_SHARE = 0.05
 """Share of a device's memory lost to rounding and gaps in torch's allocator."""
@@ -250,7 +250,7 @@ def _find_devices() -> dict[str, int]:
 
 
 def _show_gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:,.1f} GiB"
+    return f"{num_bytes / GIB:,.1f} GiB"
 
 
 def _describe_job(command: Show) -> str:

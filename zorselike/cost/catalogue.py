@@ -15,11 +15,11 @@ from typing import NamedTuple
 from zorselike.errors import ClusterError
 from zorselike.plan.cluster.cluster import Cluster, Place
 from zorselike.plan.cluster.device_types import require_device_type, split_speed
+from zorselike.text.units import GIB
 
 CPU = "CPU"
 """The device type whose thread computes by itself."""
 
-_GIB = 2**30
 
 PCIE3, PCIE4, PCIE5 = 15.75, 31.5, 63.0
 """GB/s of 16 lanes, one way (PCI-SIG: 8, 16 and 32 GT/s a lane, 128b/130b code)."""
@@ -57,7 +57,7 @@ class DeviceSpec(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        return None if self.gib is None else int(self.gib * _GIB)
+        return None if self.gib is None else int(self.gib * GIB)
 
     @property
     def peak_flops(self) -> Mapping[str, float]:
@@ -165,7 +165,7 @@ def match_device_name(device_name: str, memory_bytes: int) -> str | None:
     if device_name.casefold() == "cpu":
         return CPU
     for row in _rows_named(device_name):
-        if row.gib and abs(memory_bytes / (row.gib * _GIB) - 1) <= _MEMORY_TOLERANCE:
+        if row.gib and abs(memory_bytes / (row.gib * GIB) - 1) <= _MEMORY_TOLERANCE:
             return row.name
     return None
 

@@ -343,7 +343,6 @@ class _Walk:
             case Kind.STEP:
                 self._put(Purpose.PARAMETER_SHARDS, i, self._size(Purpose.PARAMETER_SHARDS, i))
                 self._updated.add(i)
-                return sizes.update_bytes
             case Kind.LOAD if m is not None:
                 self._drop_all(self._leaving_microbatches.take_for_room())
                 self._put_activations(("kept", Kind.F, i, m), self._on_host.get((i, m), 0))

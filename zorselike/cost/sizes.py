@@ -49,8 +49,6 @@ class MinistageBytes:
     """Parameters of the largest FSDP unit, whole, in the compute dtype."""
     largest_unit_gradient_bytes: int = 0
     """Their gradients, as they are added up."""
-    update_bytes: int = 0
-    """What an update allocates beside the state; nothing with a fused optimizer."""
 
     @property
     def rounded_gradient_shard_bytes(self) -> int:

@@ -28,8 +28,8 @@ from zorselike.runtime.model.partition import Split
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype, computes_in_fp16
 from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
+from zorselike.text.units import GIB
 
-_GIB = 2**30
 MAX_DRAWN = 9
 """Plans that are drawn at a time; models on the meta device are small, but not nothing."""
 MAX_CUTS = 32
@@ -158,8 +158,8 @@ class Drawings:
         walk = walk_memory(compiled.plan, rank, compiled.step_actions[rank], sizes)
         if memory_bytes and walk.device_peak_bytes > memory_bytes:
             raise PlanError(
-                f"rank {rank} would hold {walk.device_peak_bytes / _GIB:.2f} GiB before activations, and its "
-                f"device has {memory_bytes / _GIB:.2f} GiB"
+                f"rank {rank} would hold {walk.device_peak_bytes / GIB:.2f} GiB before activations, and its "
+                f"device has {memory_bytes / GIB:.2f} GiB"
             )
 
     def build(self, plan: Plan, on_loss: OnLoss, *, skip_init: bool) -> HeteroPipeline:

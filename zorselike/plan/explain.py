@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from zorselike.plan.parts import Estimates, Group, Microbatch
 from zorselike.text.layout import align_columns
+from zorselike.text.units import GIB
 from zorselike.text.wording import count, list_few, show_modules, show_numbers
 
 if TYPE_CHECKING:
     from zorselike.plan.plan import Plan
-
-GIB = 2**30
 
 
 def explain_plan(plan: Plan) -> str:

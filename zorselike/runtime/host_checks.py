@@ -18,7 +18,7 @@ from zorselike.plan.pieces import pieces_of
 from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.comm.ranks import Ranks
 from zorselike.runtime.memory.host_room import HostRoom, find_host_room
-from zorselike.runtime.memory_report import GIB, expect_moments
+from zorselike.runtime.memory_report import expect_moments
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments, knows_moments
 from zorselike.runtime.ministage.sharding import local_tensor
@@ -26,6 +26,7 @@ from zorselike.runtime.model.boundaries import Trace
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.schedule.actions import Kind
+from zorselike.text.units import GIB
 
 
 def refuse_unfitting_plan(

@@ -17,8 +17,8 @@ from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments
 from zorselike.runtime.model.boundaries import Trace
 from zorselike.runtime.model.signature import Signature
+from zorselike.text.units import GIB
 
-GIB = 2**30
 _UNCOUNTED = (Purpose.GRADIENTS, Purpose.COMMUNICATION, Purpose.WORKING_SET)
 """Not in the ledger: FSDP2, autograd, torch's pinned pool and NCCL allocate and free it."""
 

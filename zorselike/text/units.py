@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from zorselike.errors import FileError
 from zorselike.text.wording import show_value
 
+GIB = 2**30
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": GIB, "Ti": 2**40}
 
 _SIZES: Mapping[str, float] = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
 _TIMES: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}

@@ -8,6 +8,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.assembly import CompiledPlan, count_parameters
 from zorselike.schedule.actions import Action
+from zorselike.text.units import GIB
 from zorselike.text.wording import count
 from zorselike.train.auto.files import AutoFiles
 from zorselike.train.auto.plan import MOST_ROWS
@@ -116,7 +117,7 @@ def _list_parameters(plan: Plan, compiled: CompiledPlan) -> list[str]:
         kept_share = "all" if share == whole else f"about {share:,}"
         lines.append(
             f"  rank {rank}: {'ministage' if len(ministages) == 1 else 'ministages'} {names}, "
-            f"{whole:,} parameters, keeps {kept_share}, {kept_bytes * share / max(1, whole) / 2**30:,.3f} GiB"
+            f"{whole:,} parameters, keeps {kept_share}, {kept_bytes * share / max(1, whole) / GIB:,.3f} GiB"
         )
     return lines
 

@@ -29,12 +29,12 @@ PIECES = st.lists(
 
 def test_every_rank_has_a_line_or_the_busiest_of_its_kind() -> None:
     case = make_case()
-    assert [(each.rank, each.stands_for) for each in choose_ranks(case)] == [(0, 1), (1, 1), (2, 1)]
+    assert [each.rank for each in choose_ranks(case)] == [0, 1, 2]
     times = list(case.simulation.ranks)
     times[2] = replace(times[2], busy_s=5.0)
     busier = replace(case, simulation=replace(case.simulation, ranks=tuple(times)))
     few = choose_ranks(busier, most=2)
-    assert [(each.rank, each.stands_for) for each in few] == [(0, 1), (2, 2)]
+    assert [each.rank for each in few] == [0, 2]
     assert few[1].label == "2  T4, busiest of 2 in group 1"
 
 

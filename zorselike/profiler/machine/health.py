@@ -13,9 +13,8 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime.memory.host_room import HOST_MEMORY_VARIABLE
 from zorselike.runtime.processes.world import ProcessInfo, find_mistakes
 from zorselike.text.layout import align_columns
+from zorselike.text.units import GIB
 from zorselike.text.wording import list_few
-
-GIB = 2**30
 
 LEAST_HOST_BYTES = 2 * GIB
 """Free host memory for each process: Python, torch and CUDA take about as much."""

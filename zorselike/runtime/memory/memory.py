@@ -21,6 +21,7 @@ from zorselike.errors import ConfigError
 from zorselike.runtime.memory.host_room import find_host_room
 from zorselike.runtime.memory.pinned import make_pinned, unpin, unpin_abandoned
 from zorselike.runtime.memory.streams import Streams
+from zorselike.text.units import GIB
 
 Place = Literal["device", "host"]
 
@@ -115,7 +116,7 @@ class HostPool:
         room = find_host_room()
         if num_bytes > room.num_bytes:
             raise ConfigError(
-                f"offloading needs {num_bytes / 2**30:.2f} GiB more host memory for {purpose}, and this "
+                f"offloading needs {num_bytes / GIB:.2f} GiB more host memory for {purpose}, and this "
                 f"machine has {room} left: offload less, or give this rank fewer layers or rows"
             )
         slab = make_pinned(purpose, num_bytes) if self._pin else torch.empty(num_bytes, dtype=torch.uint8)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.text.units import GIB
 
 _HUGE_PAGE_BYTES = 2**21
 _CHUNK_BYTES = 2**26
@@ -45,7 +46,7 @@ def make_pinned(purpose: str, num_bytes: int) -> Tensor:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
         raise ConfigError(
-            f"the driver does not lock {slab.numel() / 2**30:.2f} GiB of host memory for {purpose} "
+            f"the driver does not lock {slab.numel() / GIB:.2f} GiB of host memory for {purpose} "
             f"(CUDA error {code}; locked-memory limit: {allowed}): raise it with 'ulimit -l unlimited', "
             "or the container's memlock, or offload less"
         )

@@ -23,6 +23,7 @@ from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.memory.host_room import find_host_memory, find_host_room
 from zorselike.runtime.processes.identity import find_identity
+from zorselike.text.units import GIB
 from zorselike.text.wording import count, list_few
 from zorselike.version import __version__
 
@@ -261,7 +262,7 @@ def device_type(info: ProcessInfo) -> str:
     if found is None:
         raise ClusterError(
             f"node {info.node}: the device catalogue has no '{name}' with "
-            f"{info.memory_bytes / 2**30:.1f} GiB; measure on a card that it knows, or add it to "
+            f"{info.memory_bytes / GIB:.1f} GiB; measure on a card that it knows, or add it to "
             "zorselike/cost/catalogue.py"
         )
     return found

@@ -16,9 +16,9 @@ from zorselike.simulator.html.style import (
 )
 from zorselike.simulator.html.timeline import put_legend_above
 from zorselike.simulator.simulated_plan import SimulatedPlan
+from zorselike.text.units import GIB
 from zorselike.text.wording import show_numbers
 
-_GIB = 2**30
 _MAX_CURVES = 8
 """Of memory in one figure, the fullest."""
 _LEGEND_WIDE = 4
@@ -62,8 +62,8 @@ def list_cards(
                 "busy": keep_digits(
                     simulated.simulation.ranks[rank].busy_s / simulated.simulation.iteration_s
                 ),
-                "memory": keep_digits(peak / _GIB),
-                "limit": None if limit is None else keep_digits(limit / _GIB),
+                "memory": keep_digits(peak / GIB),
+                "limit": None if limit is None else keep_digits(limit / GIB),
                 "fullness": None if limit is None else keep_digits(peak / limit),
                 "color": group_color(plan.group_of_rank[rank]),
                 "ink": text_color(plan.group_of_rank[rank]),
@@ -134,7 +134,7 @@ def draw_memory(simulated: SimulatedPlan, x_range: Any) -> Any:
         seconds, sizes = follow_memory(simulated, rank)
         limit = simulated.limit_bytes(rank)
         name = f"rank {rank}, {device} of group {group}"
-        gib = None if limit is None else keep_digits(limit / _GIB)
+        gib = None if limit is None else keep_digits(limit / GIB)
         made.step(
             x="start",
             y="memory",
@@ -145,7 +145,7 @@ def draw_memory(simulated: SimulatedPlan, x_range: Any) -> Any:
             legend_label=name,
             source={
                 "start": [keep_digits(each) for each in seconds],
-                "memory": [keep_digits(size / _GIB) for size in sizes],
+                "memory": [keep_digits(size / GIB) for size in sizes],
                 "limit": [gib] * len(seconds),
             },
         )

@@ -26,8 +26,6 @@ class ShownRank:
 
     rank: int
     label: str
-    stands_for: int = 1
-    """Ranks of the same group with the same device, itself included."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def choose_ranks(simulated: SimulatedPlan, most: int = MAX_RANKS) -> tuple[Shown
     for (group, device), own in alike.items():
         busiest = max(own, key=lambda rank: times[rank].busy_s)
         label = f"{busiest}  {device}, busiest of {len(own)} in group {group}"
-        shown.append(ShownRank(busiest, label, len(own)))
+        shown.append(ShownRank(busiest, label))
     return tuple(shown[:most])
 
 

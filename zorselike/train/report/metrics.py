@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from zorselike.plan.plan import Plan
 from zorselike.runtime.result import StepResult
+from zorselike.text.units import GIB
 from zorselike.text.wording import count, first_line
 from zorselike.train.config.config import Metrics as MetricsConfig
 from zorselike.train.config.model import TrainedModel
@@ -32,7 +33,6 @@ from zorselike.train.report.writers import VALIDATION_LOSS, CsvWriter, Writer
 
 logger = logging.getLogger("zorselike")
 
-_GIB = 2**30
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ class MetricsLog:
             "time_metrics/end_to_end(s)": 1 / steps_per_s,
             "time_metrics/data_loading(s)": data_s / len(self._results),
             "time_metrics/data_loading(%)": 100 * data_s / interval_s,
-            "memory/max_reserved(GiB)": fullest.memory_bytes / _GIB,
+            "memory/max_reserved(GiB)": fullest.memory_bytes / GIB,
             "memory/max_reserved(%)": fullest.memory_percent,
             "memory/num_ooms": sum(report.num_ooms for report in reports),
         }
@@ -252,7 +252,7 @@ class MetricsLog:
             values["hetero/step_time_over_estimate"] = 1 / steps_per_s / self._estimated_step_s
         for report in reports:
             where = f"hetero/rank_{report.rank}"
-            values[f"{where}/memory(GiB)"] = report.memory_bytes / _GIB
+            values[f"{where}/memory(GiB)"] = report.memory_bytes / GIB
             values[f"{where}/data_loading(%)"] = 100 * report.data_s / interval_s
             values[f"{where}/busy(%)"] = report.busy_percent
         return values
