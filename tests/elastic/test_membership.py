@@ -73,8 +73,7 @@ def disturb(job: Job, rng: random.Random) -> None:
             if process.runs and process.generation is not None and not process.is_asleep:
                 other = rng.choice(process.generation.ranks)
                 if other != id and not job.reaches(id, other):
-                    certain = not job.processes[other].is_alive
-                    job.tell(process, e.Lost((other,), certain))
+                    job.tell(process, e.Lost((other,)))
 
 
 def play(seed: str) -> Job:

@@ -152,8 +152,8 @@ class Control(Protocol):
         answers, never for their steps. Raises `GenerationOver`."""
         ...
 
-    def lost(self, ids: Iterable[str], reason: str, *, certain: bool) -> None:
-        """Members that the alarm says are gone; certain: their process has ended, it is not just silent."""
+    def lost(self, ids: Iterable[str], reason: str) -> None:
+        """Members that the alarm says are gone; their nannies say whether their processes have ended."""
         ...
 
     def fail(self, error: BaseException, *, step: int, may_recur: bool = False) -> None:

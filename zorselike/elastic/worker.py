@@ -100,7 +100,7 @@ class ElasticWorker:
         membership sees on its own links, and who has raised says so itself."""
         for loss in running.losses:
             if loss.kind == "silent":
-                self.control.lost([running.generation.ranks[loss.rank]], loss.reason, certain=False)
+                self.control.lost([running.generation.ranks[loss.rank]], loss.reason)
         running.interrupt()
 
     # -- of the thread that trains ---------------------------------------------------------

@@ -179,11 +179,11 @@ class Meeting:
             if self._is_over():
                 raise GenerationOver
 
-    def lost(self, ids: Iterable[str], reason: str, *, certain: bool) -> None:
+    def lost(self, ids: Iterable[str], reason: str) -> None:
         """Members that the alarm says are gone."""
         ids = tuple(ids)
         self._note(f"the alarm: {', '.join(ids)}: {reason}")
-        self._post(e.Lost(ids, certain))
+        self._post(e.Lost(ids))
 
     def fail(self, error: BaseException, *, step: int, may_recur: bool = False) -> None:
         """This member's own exception ended the generation."""

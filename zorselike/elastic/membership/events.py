@@ -163,7 +163,6 @@ class Lost:
     """The alarm's word."""
 
     ids: tuple[str, ...]
-    certain: bool
 
 
 @dataclass(frozen=True)

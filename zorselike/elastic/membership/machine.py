@@ -106,8 +106,8 @@ class Membership:
                 self.answer(number, "prepare", attempt, msg.Results(refused=refused))
             case e.Gated(number, attempt, past):
                 self.answer(number, "stop", attempt, msg.Results(step=past))
-            case e.Lost(ids, certain):
-                self.say(msg.Report(dead=tuple(map(msg.Gone, ids))) if certain else msg.Report(silent=ids))
+            case e.Lost(ids):
+                self.say(msg.Report(silent=ids))
             case e.Failed(reason, step, may_recur):
                 self.ending.fail(reason, step, may_recur=may_recur)
             case e.Change():
