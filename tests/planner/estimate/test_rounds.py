@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import count_in_flight
 
-from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.planner.candidate.candidate import CandidateGroup
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.rounds import (
@@ -33,15 +33,13 @@ def make_plan(
     all_sizes: list[list[int]],
     bounds: Sequence[int | None],
     owners: Sequence[int],
-    recompute: Sequence[Recompute] = (),
 ) -> Plan:
     """A rank for each group."""
-    settings = recompute or ["none"] * len(all_sizes)
     groups = []
-    for g, (sizes, bound, own) in enumerate(zip(all_sizes, bounds, settings, strict=True)):
+    for g, (sizes, bound) in enumerate(zip(all_sizes, bounds, strict=True)):
         ends = [sum(sizes[: m + 1]) for m in range(len(sizes))]
         rows = tuple(Microbatch(g, end - size, end) for size, end in zip(sizes, ends, strict=True))
-        groups.append(Group((g,), rows, zero=1, max_in_flight=bound, recompute=own))
+        groups.append(Group((g,), rows, zero=1, max_in_flight=bound))
     ministages = tuple(Ministage(g, (str(i),)) for i, g in enumerate(owners))
     return Plan(sum(all_sizes[0]), tuple(groups), ministages)
 
@@ -62,20 +60,46 @@ def cut_rows(number, data, rows=24):
     return [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
 
 
+def deal(number, data):
+    """Rows of so many rounds to one to three replicas, some of which have no part in the last rounds: of each
+    its microbatches."""
+    lengths = [number, *data.draw(st.lists(st.integers(1, number), max_size=2))]
+    places = [j for m in range(number) for j, length in enumerate(lengths) if m < length]
+    sizes = [[] for _ in lengths]
+    for j, rows in zip(places, cut_rows(len(places), data, rows=48), strict=True):
+        sizes[j].append(rows)
+    return tuple(map(tuple, sizes))
+
+
+def make_plan_of(groups, bounds, owners):
+    """The rows of a round follow each other."""
+    made, first_rank = [], 0
+    for group, bound in zip(groups, bounds, strict=True):
+        rows, microbatches = 0, []
+        for m in range(max(map(len, group.sizes))):
+            for j, own in enumerate(group.sizes):
+                if m < len(own):
+                    microbatches.append(Microbatch(first_rank + j, rows, rows + own[m]))
+                    rows += own[m]
+        ranks = tuple(range(first_rank, first_rank + len(group.sizes)))
+        first_rank += len(ranks)
+        setting = group.mode.recompute
+        made.append(Group(ranks, tuple(microbatches), zero=1, max_in_flight=bound, recompute=setting))
+    return Plan(rows, tuple(made), tuple(Ministage(g, (str(i),)) for i, g in enumerate(owners))).validate()
+
+
 @given(numbers, st.data())
 def test_it_is_the_schedules_order(counts, data):
     owners = visit(counts, data)
-    sizes = [cut_rows(number, data) for number in counts]
-    recompute = [data.draw(st.sampled_from(["none", "layer"])) for _ in counts]
-    least = least_in_flight(make_plan(sizes, [1] * len(counts), owners))
+    groups = []
+    for number in counts:
+        mode, sizes = Mode(recompute=data.draw(st.sampled_from(["none", "layer"]))), deal(number, data)
+        groups.append(CandidateGroup(tuple(range(len(sizes))), mode, sizes))
+    least = least_in_flight(make_plan_of(groups, [None] * len(counts), owners))
     bounds = [data.draw(st.integers(own, own + number)) for own, number in zip(least, counts, strict=True)]
     lowest = data.draw(st.integers(0, 1))
     trains = tuple(i >= lowest for i in range(len(owners)))
-    spec = ScheduleSpec(make_plan(sizes, bounds, owners, recompute), trainable=trains)
-    groups = [
-        CandidateGroup((g,), Mode(recompute=setting), (tuple(own),))
-        for g, (own, setting) in enumerate(zip(sizes, recompute, strict=True))
-    ]
+    spec = ScheduleSpec(make_plan_of(groups, bounds, owners), trainable=trains)
     rounds = tuple(Rounds.of(group, bound) for group, bound in zip(groups, bounds, strict=True))
     found = find_order(Pipeline(rounds, owners, lowest))
     for g, order in enumerate(order_in_flight(spec)):
@@ -123,6 +147,10 @@ def test_of_rounds_that_match_a_pipeline_is_full_with_as_many_as_groups_follow(n
         ((24, 24, 32, 32), (5, 4, 2, 1)),
         ((32, 32, 16, 32, 32), (9, 8, 3, 2, 1)),
         ((32, 16, 32), (6, 2, 1)),
+        ((32, 48, 48), (4, 2, 1)),
+        ((48, 32, 32), (6, 2, 1)),
+        ((32, 48, 32, 32), (6, 6, 2, 1)),
+        ((24, 32, 48, 32, 96), (7, 6, 6, 2, 1)),
         ((6, 3), (4, 1)),
     ],
 )

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from math import ceil, lcm
+from itertools import accumulate, pairwise
+from math import ceil, inf, lcm
 from typing import NamedTuple
 
 import numpy as np
 
 from zorselike.planner.candidate.candidate import CandidateGroup, Sizes
 from zorselike.schedule.orders.in_flight import BACKWARD_PASSES, TRANSFER_PASSES
-from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
+from zorselike.schedule.orders.nominal_time import (
+    Needs,
+    Ordered,
+    Stage,
+    StageNeeds,
+    make_stages,
+    run_in_nominal_time,
+)
 from zorselike.schedule.orders.order import find_first_in_turn
 from zorselike.schedule.orders.regular import order_computations
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
 _ROUND_OFF = 1e-9
+_NEARLY, _MOST_MORE = 1.02, 4
+"""Times the least nominal time, in which a pipeline is full; rounds more that are tried for that."""
 
 
 def _find_needs(rows: Sequence[Sequence[int]], owners: Sequence[int]) -> StageNeeds:
@@ -44,12 +53,15 @@ def _list_owned(owners: Sequence[int]) -> list[list[int]]:
 
 
 @lru_cache(MOST_KEPT)
-def _count_rows(all_sizes: tuple[Sizes, ...]) -> tuple[int, ...]:
-    """Of all replicas in each round."""
+def _count_rows(all_sizes: tuple[Sizes, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of all replicas in each round, and of the one that has most."""
     rows = np.zeros(max(map(len, all_sizes)), dtype=np.int64)
+    most = rows.copy()
     for sizes, number in Counter(all_sizes).items():
-        rows[: len(sizes)] += number * np.array(sizes, dtype=np.int64)
-    return tuple(rows.tolist())
+        own = np.array(sizes, dtype=np.int64)
+        rows[: len(own)] += number * own
+        np.maximum(most[: len(own)], own, out=most[: len(own)])
+    return tuple(rows.tolist()), tuple(most.tolist())
 
 
 class Rounds(NamedTuple):
@@ -57,13 +69,15 @@ class Rounds(NamedTuple):
 
     rows: tuple[int, ...]
     """Of each, all replicas together."""
+    most_rows: tuple[int, ...]
+    """Likewise of the replica that has most: they compute side by side."""
     max_in_flight: int
     backward_passes: int = BACKWARD_PASSES["none"]
     """What a backward takes, in forwards."""
 
     @classmethod
     def of(cls, group: CandidateGroup, max_in_flight: int) -> Rounds:
-        return cls(_count_rows(group.sizes), max_in_flight, BACKWARD_PASSES[group.mode.recompute])
+        return cls(*_count_rows(group.sizes), max_in_flight, BACKWARD_PASSES[group.mode.recompute])
 
 
 class Pipeline(NamedTuple):
@@ -122,7 +136,7 @@ class RoundOrders:
 
     def find_least(self, groups: Sequence[CandidateGroup], owners: Sequence[int]) -> tuple[int, ...]:
         """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages."""
-        rows = tuple(_count_rows(group.sizes) for group in groups)
+        rows = tuple(_count_rows(group.sizes)[0] for group in groups)
         wanted = rows, tuple(owners)
         if wanted not in self._least:
             if len(self._least) >= MOST_KEPT:
@@ -150,19 +164,21 @@ class RoundOrders:
         return map(max, least, order.num_in_flight)
 
     def _find_full(self, groups: Sequence[CandidateGroup]) -> tuple[int, ...]:
-        rows = tuple(_count_rows(group.sizes) for group in groups)
+        rows = _shorten([_count_rows(group.sizes)[0] for group in groups])
         if rows not in self._full:
             if len(self._full) >= MOST_KEPT:
                 self._full.clear()
             self._full[rows] = find_full(rows)
-        return self._full[rows]
+        numbers = (group.microbatches_per_device for group in groups)
+        return tuple(map(min, self._full[rows], numbers))
 
     def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
         """Of how many of its rounds each group has gone forward and not backward through its last ministage,
         at most, where nothing is bounded (`schedule/orders/ours.py`); `numbers`: of all its rounds."""
         in_turn = owners[find_first_in_turn(owners) :]
         whole = lcm(*numbers)
-        rounds = tuple(Rounds((whole // numbers[g],) * numbers[g], numbers[g]) for g in in_turn)
+        rows = [(whole // numbers[g],) * numbers[g] for g in in_turn]
+        rounds = tuple(Rounds(own, own, len(own)) for own in rows)
         order = self.find(Pipeline(rounds, tuple(range(len(rounds))), transfer_passes=TRANSFER_PASSES))
         found = list(numbers)
         for g, number in zip(in_turn, order.num_in_flight, strict=True):
@@ -170,10 +186,18 @@ class RoundOrders:
         return found
 
 
+def _shorten(rows: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """A part of a step that is long enough to fill the pipeline, and goes on as it began."""
+    each = [own[0] for own in rows]
+    period = lcm(*each)
+    part = -(-3 * len(rows) * max(each) // period) * period
+    return tuple((own,) * (part // own) for own in each) if part < sum(rows[0]) else tuple(rows)
+
+
 def find_full(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Rounds of each group that are in flight where hardly one ever waits, with one ministage each, all of
-    which take as long as each other, and backward and forward by turns. Where rows do not match those are
-    more than there are groups from it to the last.
+    which take as long as each other. Where rows do not match those are more than there are groups from it to
+    the last.
 
     Args:
         rows: of each group's rounds.
@@ -190,20 +214,30 @@ def find_full(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         back = (bisect_left(needs.backward, m) for m in range(last + 1))
         supply = max(needs.forward[min(m + behind, last)] - own for m, own in enumerate(back))
         full.append(min(max(ahead + 2, supply + 1), len(needs.backward)))
-    return tuple(reversed(full))
+    full.reverse()
+    changes = [g for g, (own, behind_it) in enumerate(pairwise(rows)) if len(own) != len(behind_it)]
+
+    def measure(bounds: Iterable[int]) -> int:
+        rounds = tuple(Rounds(own, own, bound) for own, bound in zip(rows, bounds, strict=True))
+        return _order(Pipeline(rounds, tuple(range(len(rows)))))[0].time
+
+    # What that knows nothing of adds up over several groups.
+    most_time = _NEARLY * measure(map(len, rows)) if changes else inf
+    for _ in range(_MOST_MORE):
+        if not changes or measure(full) <= most_time:
+            break
+        more = [
+            [min(bound + (i <= g), len(own)) for i, (bound, own) in enumerate(zip(full, rows, strict=True))]
+            for g in changes
+        ]
+        full = min(more, key=measure)
+    return tuple(full)
 
 
 def find_order(pipeline: Pipeline) -> Order:
     """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
-    rounds, owners, lowest, transfer_passes = pipeline
-    sizes = [own.rows for own in rounds]
-    needs = _find_needs(sizes, owners)
-    least = needs.find_least(_list_owned(owners), lowest)
-    passes = [rounds[g].backward_passes if i >= lowest else 0 for i, g in enumerate(owners)]
-    stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
-    bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
-    order = run_in_nominal_time if transfer_passes else order_computations
-    computations, most_in_flight, _ = order(stages, needs, bounds)
+    (computations, most_in_flight, _), stages = _order(pipeline)
+    owners = pipeline.owners
     steps: list[Step] = []
     positions: list[list[int]] = [[] for _ in range(2 * len(owners))]
     for position, (i, is_forward, m) in enumerate(computations):
@@ -212,3 +246,15 @@ def find_order(pipeline: Pipeline) -> Order:
         steps.append(Step(owners[i], way, -1 if awaited is None else positions[sender][awaited[m]]))
         positions[way].append(position)
     return Order(tuple(steps), most_in_flight)
+
+
+def _order(pipeline: Pipeline) -> tuple[Ordered, list[Stage]]:
+    rounds, owners, lowest, transfer_passes = pipeline
+    needs = _find_needs([own.rows for own in rounds], owners)
+    least = needs.find_least(_list_owned(owners), lowest)
+    passes = [rounds[g].backward_passes if i >= lowest else 0 for i, g in enumerate(owners)]
+    sizes = [own.most_rows for own in rounds]
+    stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
+    bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
+    order = run_in_nominal_time if transfer_passes else order_computations
+    return order(stages, needs, bounds), stages

@@ -379,8 +379,9 @@ class StepTimeEstimate:
 
     def _find_send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
         flows = self._list_flows(source, target, row_bytes)
-        number = max(source.microbatches_per_device, target.microbatches_per_device)
-        # Each microbatch is sent once the one before has arrived.
+        # Each piece is sent once the one before it between the same two ranks has arrived.
+        pieces = max(sum(map(len, group.sizes)) for group in (source, target))
+        number = pieces / max(sum(map(bool, group.sizes)) for group in (source, target))
         latency_s = (number - 1) * max((flow.latency_s for flow in flows), default=0.0)
         return self.network.time_alone(flows) + latency_s
 
