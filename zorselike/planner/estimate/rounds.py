@@ -9,32 +9,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from math import ceil, inf, lcm
+from itertools import accumulate
+from math import ceil, lcm
 from typing import NamedTuple
 
 import numpy as np
 
 from zorselike.planner.candidate.candidate import CandidateGroup, Sizes
 from zorselike.schedule.orders.in_flight import BACKWARD_PASSES, TRANSFER_PASSES
-from zorselike.schedule.orders.nominal_time import (
-    Needs,
-    Ordered,
-    Stage,
-    StageNeeds,
-    make_stages,
-    run_in_nominal_time,
-)
+from zorselike.schedule.orders.nominal_time import Needs, StageNeeds, make_stages, run_in_nominal_time
 from zorselike.schedule.orders.order import find_first_in_turn
 from zorselike.schedule.orders.regular import order_computations
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
 _ROUND_OFF = 1e-9
-_NEARLY, _MOST_MORE = 1.02, 4
-"""Times the least nominal time, in which a pipeline is full; rounds more that are tried for that."""
 
 
 def _find_needs(rows: Sequence[Sequence[int]], owners: Sequence[int]) -> StageNeeds:
@@ -164,13 +155,12 @@ class RoundOrders:
         return map(max, least, order.num_in_flight)
 
     def _find_full(self, groups: Sequence[CandidateGroup]) -> tuple[int, ...]:
-        rows = _shorten([_count_rows(group.sizes)[0] for group in groups])
+        rows = tuple(_count_rows(group.sizes)[0] for group in groups)
         if rows not in self._full:
             if len(self._full) >= MOST_KEPT:
                 self._full.clear()
             self._full[rows] = find_full(rows)
-        numbers = (group.microbatches_per_device for group in groups)
-        return tuple(map(min, self._full[rows], numbers))
+        return self._full[rows]
 
     def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
         """Of how many of its rounds each group has gone forward and not backward through its last ministage,
@@ -186,18 +176,11 @@ class RoundOrders:
         return found
 
 
-def _shorten(rows: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """A part of a step that is long enough to fill the pipeline, and goes on as it began."""
-    each = [own[0] for own in rows]
-    period = lcm(*each)
-    part = -(-3 * len(rows) * max(each) // period) * period
-    return tuple((own,) * (part // own) for own in each) if part < sum(rows[0]) else tuple(rows)
-
-
 def find_full(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Rounds of each group that are in flight where hardly one ever waits, with one ministage each, all of
-    which take as long as each other. Where rows do not match those are more than there are groups from it to
-    the last.
+    """Rounds of each group that are in flight, with one ministage each, all of which take as long as each
+    other, so that between two of them none waits for the other. Where rows do not match those are more than
+    there are groups from it to the last; over three groups one more may be needed, which the factors of
+    `find_bounds` give.
 
     Args:
         rows: of each group's rounds.
@@ -214,41 +197,11 @@ def find_full(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         back = (bisect_left(needs.backward, m) for m in range(last + 1))
         supply = max(needs.forward[min(m + behind, last)] - own for m, own in enumerate(back))
         full.append(min(max(ahead + 2, supply + 1), len(needs.backward)))
-    full.reverse()
-    changes = [g for g, (own, behind_it) in enumerate(pairwise(rows)) if len(own) != len(behind_it)]
-
-    def measure(bounds: Iterable[int]) -> int:
-        rounds = tuple(Rounds(own, own, bound) for own, bound in zip(rows, bounds, strict=True))
-        return _order(Pipeline(rounds, tuple(range(len(rows)))))[0].time
-
-    # What that knows nothing of adds up over several groups.
-    most_time = _NEARLY * measure(map(len, rows)) if changes else inf
-    for _ in range(_MOST_MORE):
-        if not changes or measure(full) <= most_time:
-            break
-        more = [
-            [min(bound + (i <= g), len(own)) for i, (bound, own) in enumerate(zip(full, rows, strict=True))]
-            for g in changes
-        ]
-        full = min(more, key=measure)
-    return tuple(full)
+    return tuple(reversed(full))
 
 
 def find_order(pipeline: Pipeline) -> Order:
     """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
-    (computations, most_in_flight, _), stages = _order(pipeline)
-    owners = pipeline.owners
-    steps: list[Step] = []
-    positions: list[list[int]] = [[] for _ in range(2 * len(owners))]
-    for position, (i, is_forward, m) in enumerate(computations):
-        way = 2 * i + (not is_forward)
-        awaited, sender = stages[i].needs[is_forward], way - 2 if is_forward else way + 2
-        steps.append(Step(owners[i], way, -1 if awaited is None else positions[sender][awaited[m]]))
-        positions[way].append(position)
-    return Order(tuple(steps), most_in_flight)
-
-
-def _order(pipeline: Pipeline) -> tuple[Ordered, list[Stage]]:
     rounds, owners, lowest, transfer_passes = pipeline
     needs = _find_needs([own.rows for own in rounds], owners)
     least = needs.find_least(_list_owned(owners), lowest)
@@ -257,4 +210,12 @@ def _order(pipeline: Pipeline) -> tuple[Ordered, list[Stage]]:
     stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
     bounds = [max(own.max_in_flight, fewest) for own, fewest in zip(rounds, least, strict=True)]
     order = run_in_nominal_time if transfer_passes else order_computations
-    return order(stages, needs, bounds), stages
+    computations, most_in_flight, _ = order(stages, needs, bounds)
+    steps: list[Step] = []
+    positions: list[list[int]] = [[] for _ in range(2 * len(owners))]
+    for position, (i, is_forward, m) in enumerate(computations):
+        way = 2 * i + (not is_forward)
+        awaited, sender = stages[i].needs[is_forward], way - 2 if is_forward else way + 2
+        steps.append(Step(owners[i], way, -1 if awaited is None else positions[sender][awaited[m]]))
+        positions[way].append(position)
+    return Order(tuple(steps), most_in_flight)
