@@ -115,7 +115,9 @@ def simulate_plan(command: Simulate) -> str:
         profile=inputs.profile,
         global_batch=plan.global_batch,
     )
-    ideal_s = DeviceBounds(problem, clock).bound_types_s(Counter(simulated.device_types))
+    degree = max(group.degree for group in plan.groups)
+    bounds = DeviceBounds(problem, clock, degree=degree)
+    ideal_s = bounds.bound_types_s(Counter(simulated.device_types))
     notes = _list_notes(command, plan, inputs)
     page = format_report(simulated, baselines, ideal_s=ideal_s, notes=notes, width=width)
     drawing = draw_gantt(plan, simulated.simulation, device_types=simulated.device_types, width=width)

@@ -130,6 +130,8 @@ def test_a_row_must_pass_all_layers() -> None:
     """Of one row only one device computes at a time."""
     problem = make_problem(make_nodes("a", "A100-40 A100-40 A100-40 A100-40"), global_batch=1)
     assert DeviceBounds(problem).floor_s == pytest.approx(1 / 4)
+    # Plans by hand may have degrees that the planner has none of.
+    assert DeviceBounds(problem, degree=3).floor_s == pytest.approx(1 / 12)
 
 
 def test_every_layer_is_on_the_device_that_suits_it() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
+import device_problems
 import pytest
 from searched_problems import Bench, check_times, draw_problem, make_decoder, simulate_candidates
 
@@ -275,3 +276,30 @@ def test_what_groups_put_on_the_same_wires_takes_its_time(zero, num_ministages, 
     simulated_s = bench.problem.setting.simulate(plan).simulation.iteration_s
     estimated_s = bench.step_time.estimate_s(candidate)
     assert 0.85 < estimated_s / simulated_s < 1.1
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 12), (1, 48)), ((1, 16), (4, 4)), ((2, 12), (2, 12))])
+@pytest.mark.parametrize("in_flight", [None, 8])
+def test_each_piece_waits_for_the_latency_of_its_way(before, after, in_flight):
+    """Devices of two groups and microbatches of each: pairs of them send beside each other."""
+    link = Link(1e9, 0.02)
+    nodes = [
+        device_problems.make_nodes(name, " ".join([device] * number), nic=link)
+        for name, device, (number, _) in (("a", "A100-40", before), ("v", "V100-16", after))
+    ]
+    problem = device_problems.make_problem(
+        *nodes,
+        links={"default_link": link},
+        global_batch=48,
+        profile=device_problems.make_profile(**{"A100-40": 48.0, "V100-16": 48.0}),
+    )
+    groups, first = [], 0
+    for number, rounds in (before, after):
+        sizes = ((48 // number // rounds,) * rounds,) * number
+        most = None if in_flight is None else min(in_flight, rounds)
+        groups.append(CandidateGroup(tuple(range(first, first + number)), Mode(zero=0), sizes, most))
+        first += number
+    candidate, bench = CandidatePlan(tuple(groups), (0, 1), (4, 8)), Bench(problem)
+    plan = make_plan(candidate, problem, bench.table).validate()
+    simulated_s = problem.setting.simulate(plan).simulation.iteration_s
+    assert 0.93 < bench.step_time.estimate_s(candidate) / simulated_s < 1.07

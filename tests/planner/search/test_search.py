@@ -17,6 +17,7 @@ from zorselike.errors import ConfigError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.answer import NothingFitsError
+from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import budget as search_budget
 from zorselike.planner.search.search import search_plans
@@ -52,6 +53,19 @@ def test_plans_carry_estimates_and_come_best_first():
     plans = [own.case.plan for own in answer.plans]
     structures = {(plan.devices, plan.groups, plan.ministages) for plan in plans}
     assert len(structures) == len(answer.plans)
+
+
+def test_the_ideal_is_that_of_any_plan_whatever_is_fixed():
+    profile = device_problems.make_profile()
+    faster = [
+        replace(own, forward_s=own.forward_s[:1] * 3) for own in profile.layers
+    ]  # The more rows at once.
+    nodes = device_problems.make_nodes("a", "A100-40 A100-40")
+    problem = device_problems.make_problem(nodes, profile=replace(profile, layers=tuple(faster)))
+    fixed = replace(problem, fixed=Fixed(rows_per_microbatch=1))
+    best = search_plans(fixed, budget_s=2).best
+    devices = range(problem.cluster.num_devices)
+    assert best.ideal_s == DeviceBounds(problem).bound_s(devices) < DeviceBounds(fixed).bound_s(devices)
 
 
 def test_plans_of_devices_that_are_alike_take_the_time_of_all_of_them():

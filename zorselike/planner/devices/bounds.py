@@ -43,9 +43,11 @@ def _list_layers(workload: Workload) -> list[_Layer]:
 class DeviceBounds:
     """The bounds of one problem; layers are timed once for each type of device."""
 
-    def __init__(self, problem: PlanProblem, clock: LayerTimeModel | None = None) -> None:
-        """Raises `ProfileError` if the profile is for another workload."""
-        self._problem = problem
+    def __init__(self, problem: PlanProblem, clock: LayerTimeModel | None = None, *, degree: int = 1) -> None:
+        """`degree`: of replicas of a plan that the planner would not make.
+
+        Raises `ProfileError` if the profile is for another workload."""
+        self._problem, self._degree = problem, degree
         self.clock = LayerTimeModel(problem.profile, problem.workload) if clock is None else clock
         self._layers = _list_layers(problem.workload)
         self._kinds = [layer.name for layer in self._layers]
@@ -82,7 +84,8 @@ class DeviceBounds:
     @cached_property
     def _most_together(self) -> int:
         """Devices that may compute a row together, by tensor parallelism."""
-        return max(self._problem.replicas.most_by_type(self._problem.usable).values(), default=1)
+        planned = self._problem.replicas.most_by_type(self._problem.usable).values()
+        return max((self._degree, *planned))
 
     def chain_s(self, devices: Sequence[str]) -> float:
         """Seconds that one row takes through the whole model and back at least, every layer on the type of

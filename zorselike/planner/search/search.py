@@ -27,7 +27,7 @@ from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.choose import propose_devices
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
-from zorselike.planner.problem import PlanProblem
+from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.budget import FUTILE_S, BudgetOverError, SearchBudget
 from zorselike.planner.search.builder import CandidateBuilder
 from zorselike.planner.search.choice import Groups
@@ -314,7 +314,8 @@ class _Search:
     def _finish(self, found: SimulatedCandidate, case: SimulatedPlan) -> Planned:
         simulation = case.simulation
         devices = [device for group in found.estimated.candidate.groups for device in group.devices]
-        ideal_s = self._bounds.bound_s(devices)
+        # Of any plan of theirs, whatever settings are fixed.
+        ideal_s = DeviceBounds(replace(self._problem, fixed=Fixed()), self._clock).bound_s(devices)
         share = ideal_s / simulation.iteration_s
         estimates = Estimates(
             iteration_s=simulation.iteration_s,
