@@ -13,6 +13,7 @@ RanksEntry = Natural | Annotated[tuple[Natural, ...], Must(bool, "give the repli
 
 GradReduce = Literal["once", "microbatch"]
 Recompute = Literal["none", "layer"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
 OFFLOAD_KINDS = ("params", "optimizer", "activations")
 OFFLOAD_IN_FLIGHT = ("optimizer",)

@@ -16,6 +16,7 @@ from zorselike.plan.explain import explain_plan
 from zorselike.plan.parts import (
     OFFLOAD_IN_FLIGHT,
     OFFLOAD_KINDS,
+    RECOMPUTE,
     Device,
     Estimates,
     GradReduce,
@@ -34,6 +35,7 @@ from zorselike.text.document import Document
 __all__ = [
     "OFFLOAD_IN_FLIGHT",
     "OFFLOAD_KINDS",
+    "RECOMPUTE",
     "Device",
     "Estimates",
     "GradReduce",

@@ -15,7 +15,7 @@ import torch
 from zorselike.cost.profile import Profile
 from zorselike.models.llama import Llama
 from zorselike.models.workload import make_workload
-from zorselike.plan.plan import OFFLOAD_KINDS, Plan
+from zorselike.plan.plan import OFFLOAD_KINDS, RECOMPUTE, Plan
 from zorselike.plan.workload import Workload
 from zorselike.profiler import tasks as profiler
 from zorselike.profiler.layers.probes import find_probes
@@ -106,7 +106,7 @@ def run_profile(record: Record) -> None:
         most_rows=2 if small else 4,
         repeats=1 if small else 3,
         probes=find_probes(build, workload),
-        recompute=("none", "layer"),
+        recompute=RECOMPUTE,
         stages=(),
         parts=frozenset({"layers", "update", "host_link", "program"}),
         largest_message_bytes=2**20,

@@ -13,7 +13,7 @@ from zorselike.errors import ClusterError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.cluster.device_types import at_speed, split_speed
 from zorselike.plan.cluster.parts import Link, Node
-from zorselike.plan.plan import Plan
+from zorselike.plan.plan import RECOMPUTE, Plan
 from zorselike.planner.problem import PlanProblem
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -111,7 +111,7 @@ def _slow(
 ) -> Iterator[LayerTimes]:
     workload = problem.workload
     for kind in workload.kinds:
-        for recompute in ("none", "layer"):
+        for recompute in RECOMPUTE:
             most = model.max_rows(kind, device, recompute)
             rows = tuple(number for number in _ROWS if most is None or number <= most) or (1,)
             yield LayerTimes(

@@ -11,7 +11,7 @@ from zorselike.cost.memory import walk_memory
 from zorselike.cost.step_costs import StepCosts
 from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Place
-from zorselike.plan.plan import Group, Microbatch, Plan, Recompute
+from zorselike.plan.plan import RECOMPUTE, Group, Microbatch, Plan, Recompute
 from zorselike.plan.workload import Workload
 from zorselike.planner.candidate.to_plan import assemble_plan
 from zorselike.schedule.actions import Action
@@ -23,7 +23,6 @@ from zorselike.text.wording import count, show_bytes
 ORDER = "1f1b"
 """Of a single stage: each microbatch forward and at once backward, so that one's activations are kept."""
 _STAGES = (0, 1, 2, 3)
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
 
 def compare_even(
@@ -52,7 +51,7 @@ def find_even(
     places: Sequence[Place],
     global_batch: int,
     *,
-    recompute: Sequence[Recompute] = _RECOMPUTE,
+    recompute: Sequence[Recompute] = RECOMPUTE,
 ) -> Baseline:
     """Every device with as many rows, to within one; with fewer rows than devices as many as have one."""
     used = places[:global_batch]
@@ -67,7 +66,7 @@ def find_data_parallel(
     places: Sequence[Place],
     rows: Sequence[int],
     *,
-    recompute: Sequence[Recompute] = _RECOMPUTE,
+    recompute: Sequence[Recompute] = RECOMPUTE,
 ) -> Baseline:
     """One data-parallel group with one ministage, in the ZeRO stage that is fastest of those that fit, with
     the largest microbatches that fit.

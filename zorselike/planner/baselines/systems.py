@@ -13,7 +13,7 @@ from itertools import chain
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ClusterError, PlanError, ProfileError
-from zorselike.plan.plan import Recompute
+from zorselike.plan.plan import RECOMPUTE, Recompute
 from zorselike.plan.shares import apportion
 from zorselike.planner.baselines.cephalo import find_cephalo
 from zorselike.planner.baselines.even import find_data_parallel, find_even
@@ -72,7 +72,7 @@ class _Systems:
         self._problem, self._inputs = problem, problem.setting
         self._clock = LayerTimeModel(problem.profile, problem.workload)
         fixed = problem.fixed.recompute
-        self._recompute: tuple[Recompute, ...] = ("none", "layer") if fixed is None else (fixed,)
+        self._recompute: tuple[Recompute, ...] = RECOMPUTE if fixed is None else (fixed,)
         seconds = [self._clock.model_s(device) for device in problem.device_types]
         self._devices = sorted(problem.usable, key=lambda device: seconds[device])[: problem.max_devices]
         """The devices that may be used, the fastest type first; with a limit the first so many."""

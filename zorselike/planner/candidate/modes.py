@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, GradReduce, Recompute
+from zorselike.plan.plan import OFFLOAD_IN_FLIGHT, RECOMPUTE, GradReduce, Recompute
 from zorselike.planner.problem import Fixed
 
 
@@ -65,7 +65,6 @@ Family = tuple[Mode, ...]
 
 _OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("params",), ("optimizer",), ("params", "optimizer"))
 _STASHING = tuple((*kept, "activations") for kept in _OFFLOADS)
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
 
 def list_families(fixed: Fixed) -> tuple[Family, ...]:
@@ -78,7 +77,7 @@ def list_families(fixed: Fixed) -> tuple[Family, ...]:
     sets = (_OFFLOADS, _STASHING) if fixed.offload is None else ((fixed.offload,),)
     often: tuple[tuple[GradReduce, tuple[int, ...]], ...] = (("once", (0, 1, 2)), ("microbatch", (2, 3)))
     families = []
-    for (grad_reduce, stages), offloads, recompute in product(often, sets, _RECOMPUTE):
+    for (grad_reduce, stages), offloads, recompute in product(often, sets, RECOMPUTE):
         overlap = fixed.overlap_grad_reduce is not False
         modes = (
             Mode(zero, grad_reduce, recompute, offload, overlap or zero == 3)

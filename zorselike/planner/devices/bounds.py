@@ -15,14 +15,13 @@ from math import fsum
 from typing import NamedTuple
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.plan.plan import Recompute
+from zorselike.plan.plan import RECOMPUTE
 from zorselike.plan.workload import Workload
 from zorselike.planner.layers.split_layers import GroupCosts, bound_slowest_s
 from zorselike.planner.problem import PlanProblem
 
 _LEAST_S = 1e-30
 """For speeds where a profile says that layers take no time."""
-_SETTINGS: tuple[Recompute, ...] = ("none", "layer")
 
 
 class _Layer(NamedTuple):
@@ -136,7 +135,7 @@ class DeviceBounds:
         most = self._problem.most_rows_at_once
         if self._most_together > 1:
             return most
-        limits = [self.clock.max_rows(kind, device, recompute) for recompute in _SETTINGS]
+        limits = [self.clock.max_rows(kind, device, recompute) for recompute in RECOMPUTE]
         return min(most, max(most if limit is None else max(1, limit) for limit in limits))
 
     def _time(self, layer: _Layer, device: str, rows: int) -> float:

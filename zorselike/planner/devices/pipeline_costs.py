@@ -16,7 +16,7 @@ from math import ceil, inf, isfinite
 from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.parameter_bytes import ParameterBytes, largest_shard
-from zorselike.plan.plan import Recompute
+from zorselike.plan.plan import RECOMPUTE, Recompute
 from zorselike.plan.workload import Workload
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.devices.node_kinds import NodeKind
@@ -251,9 +251,7 @@ def make_problems(tables: ModelTables, problem: PlanProblem) -> Iterator[Problem
     for pool in tables.pools:
         number = pool.pool.num_devices
         degrees |= {number, pool.per_node, *(1 << i for i in range(number.bit_length()))}
-    settings: tuple[Recompute, ...] = ("none", "layer")
-    if problem.fixed.recompute is not None:
-        settings = (problem.fixed.recompute,)
+    settings = RECOMPUTE if problem.fixed.recompute is None else (problem.fixed.recompute,)
     most_rows = min(problem.fixed.rows_per_microbatch or MOST_ROWS, MOST_ROWS)
     for degree in sorted(degrees):
         for rows in [1 << i for i in range(most_rows.bit_length())]:
