@@ -147,9 +147,10 @@ class RoundOrders:
             number = group.microbatches_per_device
             # Through all ministages but its last a microbatch passes all groups.
             passes = owners.count(g) - 1
-            filled = passes * full[0] / groups[0].microbatches_per_device * number + own
-            more = (factor - 1) * (passes * depths[0] + depth) * number
-            rounds.append(Rounds.of(group, ceil(filled + more - _ROUND_OFF)))
+            matching = (passes * depths[0] + depth) * number - _ROUND_OFF
+            filled = passes * full[0] / groups[0].microbatches_per_device * number + own - _ROUND_OFF
+            more = max(0, ceil(filled) - ceil(matching))
+            rounds.append(Rounds.of(group, ceil(factor * matching) + more))
         order = self.find(Pipeline(tuple(rounds), owners))
         # Later groups never come to hold as many: a bound that is never met would only mislead.
         return map(max, least, order.num_in_flight)
