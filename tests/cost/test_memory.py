@@ -159,7 +159,7 @@ def test_activations_leave_late_and_come_back_as_copies() -> None:
 
 def test_zero_3_gathers_two_units_and_reduces_in_each_backward() -> None:
     bare = replace(SIZES, state_bytes=0, working_bytes_per_row=0, activation_bytes_per_row=0)
-    found = walk(make_plan(1, rows=2, zero=3), "0F0 0F1 0B1 0B0 0STEP", replace(bare))
+    found = walk(make_plan(1, rows=2, zero=3), "0F0 0F1 0B1 0B0 0STEP", bare)
     first = 20 + 20 + 20 + 10 + 2 * 20 + 20  # shards, gathered, a unit's gradients, buffers, rounded shards
     assert list(found.device_bytes) == [40, 40, first, first + 40 + 40, 60]
     assert found.device["gathered parameters"] == 20 and found.device["gradients"] == 20

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _LINE_LENGTH = 110
 
-
 CONTEXT_BYTES = GIB
 """Memory of a device that the CUDA context and libraries take."""
 ALLOCATOR_SHARE = 0.05

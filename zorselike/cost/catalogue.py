@@ -20,7 +20,6 @@ from zorselike.text.units import GIB
 CPU = "CPU"
 """The device type whose thread computes by itself."""
 
-
 PCIE3, PCIE4, PCIE5 = 15.75, 31.5, 63.0
 """GB/s of 16 lanes, one way (PCI-SIG: 8, 16 and 32 GT/s a lane, 128b/130b code)."""
 NVLINK_C2C = 450.0

@@ -13,6 +13,7 @@ from zorselike.errors import FileError
 from zorselike.text.wording import show_value
 
 GIB = 2**30
+"""Bytes."""
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": GIB, "Ti": 2**40}
 

@@ -19,6 +19,7 @@ from zorselike.planner.estimate.rounds import (
     RoundOrders,
     Rounds,
     find_full,
+    find_least,
     find_order,
 )
 from zorselike.schedule.actions import Kind
@@ -125,8 +126,7 @@ def test_without_bounds_as_many_are_in_flight_of_last_ministages_as_in_the_sched
 def test_least_bounds_are_those_of_the_schedule(counts, data):
     owners = visit(counts, data)
     sizes = [cut_rows(number, data) for number in counts]
-    groups = [CandidateGroup((g,), Mode(), (tuple(own),)) for g, own in enumerate(sizes)]
-    found = RoundOrders().find_least(groups, owners)
+    found = find_least(tuple(map(tuple, sizes)), owners)
     assert found == least_in_flight(make_plan(sizes, [1] * len(counts), owners))
 
 
@@ -151,7 +151,7 @@ def test_of_rounds_that_match_a_pipeline_is_full_with_as_many_as_groups_follow(n
     ],
 )
 def test_where_rounds_do_not_match_it_takes_more(counts, full):
-    rows = [(96 // number,) * number for number in counts]
+    rows = tuple((96 // number,) * number for number in counts)
     assert find_full(rows) == full
     groups = [CandidateGroup((g,), Mode(), (own,)) for g, own in enumerate(rows)]
     owners = tuple(range(len(counts)))

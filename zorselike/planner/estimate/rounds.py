@@ -107,8 +107,6 @@ class RoundOrders:
 
     def __init__(self) -> None:
         self._found: dict[Pipeline, Order] = {}
-        self._least: dict[object, tuple[int, ...]] = {}
-        self._full: dict[object, tuple[int, ...]] = {}
 
     def find(self, pipeline: Pipeline) -> Order:
         """As `find_order`."""
@@ -125,22 +123,13 @@ class RoundOrders:
                 self._found[pipeline._replace(rounds=met)] = order
         return self._found[pipeline]
 
-    def find_least(self, groups: Sequence[CandidateGroup], owners: Sequence[int]) -> tuple[int, ...]:
-        """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages."""
-        rows = tuple(_count_rows(group.sizes)[0] for group in groups)
-        wanted = rows, tuple(owners)
-        if wanted not in self._least:
-            if len(self._least) >= MOST_KEPT:
-                self._least.clear()
-            self._least[wanted] = _find_needs(rows, owners).find_least(_list_owned(owners), 0)
-        return self._least[wanted]
-
     def find_bounds(
         self, groups: Sequence[CandidateGroup], owners: tuple[int, ...], factor: float
     ) -> Iterator[int]:
         """For the rounds in flight of each group: what a pipeline of these groups is full with, or `factor`
         times as many where the rows of all match, and at least what their rows need."""
-        least, full = self.find_least(groups, owners), self._find_full(groups)
+        rows = tuple(_count_rows(group.sizes)[0] for group in groups)
+        least, full = find_least(rows, owners), find_full(rows)
         depths = list(accumulate(1 / group.microbatches_per_device for group in reversed(groups)))[::-1]
         rounds = []
         for g, (group, own, depth) in enumerate(zip(groups, full, depths, strict=True)):
@@ -154,14 +143,6 @@ class RoundOrders:
         order = self.find(Pipeline(tuple(rounds), owners))
         # Later groups never come to hold as many: a bound that is never met would only mislead.
         return map(max, least, order.num_in_flight)
-
-    def _find_full(self, groups: Sequence[CandidateGroup]) -> tuple[int, ...]:
-        rows = tuple(_count_rows(group.sizes)[0] for group in groups)
-        if rows not in self._full:
-            if len(self._full) >= MOST_KEPT:
-                self._full.clear()
-            self._full[rows] = find_full(rows)
-        return self._full[rows]
 
     def count_in_flight(self, numbers: Sequence[int], owners: Sequence[int]) -> list[int]:
         """Of how many of its rounds each group has gone forward and not backward through its last ministage,
@@ -177,7 +158,18 @@ class RoundOrders:
         return found
 
 
-def find_full(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+@lru_cache(MOST_KEPT)
+def find_least(rows: tuple[tuple[int, ...], ...], owners: tuple[int, ...]) -> tuple[int, ...]:
+    """As `schedule.orders.in_flight.least_in_flight`, of groups with these ministages.
+
+    Args:
+        rows: of each group's rounds.
+    """
+    return _find_needs(rows, owners).find_least(_list_owned(owners), 0)
+
+
+@lru_cache(MOST_KEPT)
+def find_full(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Rounds of each group that are in flight, with one ministage each, all of which take as long as each
     other, so that between two of them none waits for the other. Where rows do not match those are more than
     there are groups from it to the last; over three groups one more may be needed, which the factors of

@@ -33,7 +33,6 @@ from zorselike.train.report.writers import VALIDATION_LOSS, CsvWriter, Writer
 
 logger = logging.getLogger("zorselike")
 
-
 T = TypeVar("T")
 
 
