@@ -24,6 +24,9 @@ SLOTS_ON_THE_GPU = 6
 APART = pytest.StashKey[ranks.Apart]()
 
 budget.time = CountedTime()
+# A child need not look through all that its parent had made, and must not end a process group that is garbage
+# there: it would wait for threads that only the parent has.
+os.register_at_fork(after_in_child=gc.freeze)
 launcher._HEAD_START_S = 0.2  # No launcher here ends the others meanwhile.
 torch.set_num_threads(1)  # a child forked after OpenMP made its threads hangs where it uses them
 
@@ -53,6 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage need look through it again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # Of what tests make little is garbage: a twentieth of all time.
     if gpus.count_gpus():
         session.config.stash[APART] = ranks.Apart()
         gpus.hide_gpus()

@@ -57,7 +57,7 @@ def test_the_planner_counts_them_where_a_job_is_elastic() -> None:
     assert mirrored.host_bytes == dict(both)
     needed = mirrored.host_bytes[0]
     # Another plan, which leaves room there.
-    tight = find(needed * 4 // 5, is_mirrored=True, budget_s=5.0)
+    tight = find(needed * 4 // 5, is_mirrored=True, budget_s=2.0)
     assert tight.host_bytes.get(0, 0) <= needed * 4 // 5
     assert not any(map(tight.is_host_overfull, tight.host_bytes))
     little = (needed // 3,) * 3

@@ -33,14 +33,9 @@ def make_node(name: str, device: str, number: int, **changes: object) -> Node:
     return Node(name=name, devices=(device,) * number, fabric=Link(50e9, 5e-6), **changes)  # type: ignore[arg-type]
 
 
-def make_short_problem(device: str) -> PlanProblem:
-    """A search of this finishes in a second."""
-    nodes = (make_node("a", device, 1), make_node("b", "T4", 1))
-    return make_problem(*nodes, global_batch=8, workload=make_decoder(3))
-
-
 def test_plans_carry_estimates_and_come_best_first():
-    answer = search_plans(make_short_problem("A100-40"), budget_s=300)
+    nodes = (make_node("a", "A100-40", 1), make_node("b", "T4", 1))
+    answer = search_plans(make_problem(*nodes, global_batch=8, workload=make_decoder(3)), budget_s=300)
     assert answer.ending == "finished"
     times = [planned.case.simulation.iteration_s for planned in answer.plans]
     assert times == sorted(times) or times[0] < 1.01 * min(times)  # The first may be the simpler one.
@@ -151,12 +146,6 @@ def test_plans_that_differ_in_alike_devices_alone_are_shown_once():
     assert len({*kinds_shown}) == len(kinds_shown)
 
 
-def test_the_same_question_has_the_same_answer():
-    first, second = (search_plans(make_short_problem("A10G"), budget_s=300) for _ in range(2))
-    assert first.ending == second.ending == "finished"
-    assert [own.case.plan for own in first.plans] == [own.case.plan for own in second.plans]
-
-
 def test_what_is_fixed_is_kept():
     fixed = Fixed(groups=((2, 3), (0,)), ministages=4, zero=2, recompute="layer", rows_per_microbatch=3)
     problem = make_problem(make_node("a", "A100-40", 2), make_node("b", "T4", 2), fixed=fixed)
@@ -178,7 +167,7 @@ def test_microbatches_in_flight_are_bounded_where_memory_is_short():
     problem = make_problem(*small, global_batch=64, workload=make_decoder(8, tokens=1024), fixed=fixed)
     found = {
         bounds: search_plans(
-            replace(problem, fixed=replace(problem.fixed, bounds_in_flight=bounds)), budget_s=5, top=3
+            replace(problem, fixed=replace(problem.fixed, bounds_in_flight=bounds)), budget_s=2, top=3
         )
         for bounds in (None, False, True)
     }
@@ -208,7 +197,7 @@ def test_reductions_are_waited_for_where_memory_has_no_room_beside_them():
             overlap_grad_reduce=overlap,
         )
         problem = make_problem(*nodes, global_batch=16, workload=make_decoder(8), fixed=fixed)
-        case = search_plans(problem, budget_s=10).best.case
+        case = search_plans(problem, budget_s=2, top=1).best.case
         return [group.overlap_grad_reduce for group in case.plan.groups], case.simulation.iteration_s
 
     assert sorted(search(3.2, None)[0]) == [False, True]

@@ -449,7 +449,7 @@ def test_random_plans_with_replicas(num_ranks: int, run_ranks: RunRanks) -> None
     """Equal to the same run without offload, or to a single process."""
     drawn = map(draw_replica_run, range(NUM_RANDOM_REPLICAS))
     runs = [run for run in drawn if run.case.plan.num_ranks == num_ranks]
-    assert_no_mistake(run_ranks, num_ranks, volume.part(runs, share=20), alone=True)
+    assert_no_mistake(run_ranks, num_ranks, volume.part(runs, share=40), alone=True)
 
 
 def watch_reductions(

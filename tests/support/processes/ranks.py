@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import fcntl
 import functools
-import gc
 import io
 import multiprocessing
 import os
@@ -272,7 +271,6 @@ def _run_child(
 ) -> None:
     """The child's whole life; never returns."""
     code = 1
-    gc.freeze()  # A collection need not look through all that the parent had made; that takes 0.2 s.
     try:
         os.setsid()
         die_with_parent()

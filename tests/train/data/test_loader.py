@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import islice
 from multiprocessing import active_children
@@ -20,7 +22,7 @@ from ranks import RunRanks
 from zorselike import ConfigError
 from zorselike.train.config.config import DataLoader
 from zorselike.train.data.corpus import Corpus
-from zorselike.train.data.loader import RowLoader, StepDataset
+from zorselike.train.data.loader import RowLoader, StepDataset, _prepare_worker
 from zorselike.train.data.row_order import permute, row_at
 
 GLOBAL_BATCH = 6
@@ -161,3 +163,21 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def collect_in_a_worker(rank: int, world_size: int) -> bool:
+    """Whether what was garbage before is still there once a worker has looked for garbage."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.own = self
+
+    is_there = weakref.ref(Circle())
+    _prepare_worker(0)
+    gc.collect()
+    return is_there() is not None
+
+
+def test_a_worker_leaves_garbage_of_its_rank_alone(run_ranks: RunRanks) -> None:
+    """Of a process group it would wait for threads that were not forked."""
+    assert run_ranks(collect_in_a_worker, 1) == [True]

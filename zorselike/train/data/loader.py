@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import itertools
 import signal
 import sys
@@ -165,7 +166,9 @@ def _stack(rows: Sequence[np.ndarray]) -> Tensor | None:
 
 def _prepare_worker(worker: int) -> None:
     """Ties a worker's life to its rank's: signals are left to the rank, and a worker that outlived a killed
-    rank would keep its connections open, so that no peer would notice."""
+    rank would keep its connections open, so that no peer would notice. What is garbage in the rank is left to
+    it too: a process group's threads were not forked, and who ends the group waits for them forever."""
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
