@@ -14,8 +14,9 @@ profiling, Sailor's as measured on a machine of this class (128 + 384) and as in
 With `--degrees` five clusters of nodes of eight cards on slow networks are planned with tensor-parallel
 replicas and without.
 
-With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s: how much worse is
-the plan found in little time than the best, and is one ever worse with more time? With `--growth` one
+With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s on all cores, as
+`zorselike plan` does: how much worse is the plan found in little time than the best, and is one ever worse
+with more time? With `--growth` one
 question is asked of 100 to 10,000 cards of eight types in ten regions.
 """
 
@@ -73,6 +74,7 @@ from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.answer import NothingFitsError, Progress
 from zorselike.planner.problem import PlanProblem
+from zorselike.planner.search.helpers import count_cores
 from zorselike.planner.search.search import search_plans
 
 from planner_oracle.workloads import REAL_DECODERS, make_workload
@@ -139,6 +141,8 @@ def main() -> int:
     parser.add_argument(
         "--by-processor", action="store_true", help="budgets are seconds of the processor, on a busy machine"
     )
+    workers_help = "processes of a search with --budgets (default: a core each; one with --by-processor)"
+    parser.add_argument("--workers", type=int, metavar="N", help=workers_help)
     parser.add_argument("--degrees", action="store_true", help="what tensor-parallel degrees are worth")
     options = parser.parse_args()
     if options.degrees:
@@ -192,6 +196,7 @@ def follow_budgets(options: argparse.Namespace) -> int:
     """Searches with several budgets; the exit status says whether plans were near the best in little time,
     and never worse with more."""
     zorse = None if options.data is None else partial(make_zorse, find_folder(options.data))
+    workers = options.workers or (1 if options.by_processor else count_cores())
     questions = [own for own in list_questions(zorse) if options.only in own.name][: options.clusters]
     courses: list[Course] = []
     print(
@@ -200,7 +205,11 @@ def follow_budgets(options: argparse.Namespace) -> int:
     )
     for question in questions:
         try:
-            courses.append(follow(question, options.reference_seconds, by_processor=options.by_processor))
+            courses.append(
+                follow(
+                    question, options.reference_seconds, workers=workers, by_processor=options.by_processor
+                )
+            )
         except ProfileError as error:
             print(f"{question.name:<28} left out: {error}")
             continue

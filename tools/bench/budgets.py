@@ -6,6 +6,7 @@ import multiprocessing
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,16 +168,19 @@ def _make_paper(zorse: Callable[[str, str], PlanProblem] | None, cluster: str, m
 # -- with all budgets ---------------------------------------------------------------------
 
 
-def follow(question: Question, reference_s: float, *, by_processor: bool) -> Course:
-    """Searches with each budget in a fresh process on one core.
+def follow(question: Question, reference_s: float, *, workers: int, by_processor: bool) -> Course:
+    """Searches with each budget in a fresh process.
 
     Args:
-        by_processor: whether budgets are seconds of the processor, for a machine that others use as well.
+        workers: processes of a search, this one included.
+        by_processor: whether budgets are seconds of the processor, for a machine that others use as well;
+            of one process.
     """
     found = []
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         for budget_s in (*BUDGETS_S, reference_s):
-            found.append(pool.apply(_search, (question.make, budget_s, by_processor)))
+            found.append(pool.submit(_search, question.make, budget_s, workers, by_processor).result())
     _, num_devices, objective = found[0]
     return Course(question.name, num_devices, objective, tuple(own for own, *_ in found))
 
@@ -188,13 +192,13 @@ def count_processor_time() -> None:
 
 
 def _search(
-    make: Callable[[], PlanProblem], budget_s: float, by_processor: bool
+    make: Callable[[], PlanProblem], budget_s: float, workers: int, by_processor: bool
 ) -> tuple[Found, int, Objective]:
     warnings.simplefilter("ignore", CurveWarning)
     if by_processor:
         count_processor_time()
     problem = make()
-    answer = search_plans(problem, budget_s=budget_s, top=1, all_devices=True)
+    answer = search_plans(problem, budget_s=budget_s, top=1, all_devices=True, workers=workers)
     simulation = answer.best.case.simulation
     wanted = simulation.cost if problem.objective == "cost" else simulation.iteration_s
     found = Found(

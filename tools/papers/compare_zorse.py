@@ -30,6 +30,7 @@ from tools.papers.zorse.times import find_folder
 from tools.report import write_json
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed
+from zorselike.planner.search.helpers import count_cores
 from zorselike.planner.search.search import search_plans
 from zorselike.simulator.simulated_plan import SimulatedPlan
 from zorselike.text.wording import count
@@ -98,7 +99,9 @@ class Comparison:
         return flops / step_s / 1e12 / compute_bound_tflops(self.setup)
 
 
-def compare(study: Study, cluster: str, model: str, *, budget_s: float, seed: int) -> Comparison:
+def compare(
+    study: Study, cluster: str, model: str, *, budget_s: float, seed: int, workers: int = 1
+) -> Comparison:
     """The paper's plan and ours for one cell."""
     paper = study.clusters[cluster]
     setup = make_setup(study.folder, model, paper)
@@ -107,18 +110,18 @@ def compare(study: Study, cluster: str, model: str, *, budget_s: float, seed: in
         model,
         setup,
         study.fitting(paper, model),
-        _search(setup, recompute=True, budget_s=budget_s, seed=seed),
-        _search(setup, recompute=False, budget_s=budget_s, seed=seed),
+        _search(setup, recompute=True, budget_s=budget_s, seed=seed, workers=workers),
+        _search(setup, recompute=False, budget_s=budget_s, seed=seed, workers=workers),
     )
 
 
-def _search(setup: Setup, *, recompute: bool, budget_s: float, seed: int) -> Search:
+def _search(setup: Setup, *, recompute: bool, budget_s: float, seed: int, workers: int) -> Search:
     problem = make_problem(setup)
     if not recompute:
         problem = replace(problem, fixed=Fixed())
     start = time.perf_counter()
     try:
-        answer = search_plans(problem, budget_s=budget_s, top=1, seed=seed)
+        answer = search_plans(problem, budget_s=budget_s, top=1, seed=seed, workers=workers)
     except NothingFitsError as error:
         return Search(None, time.perf_counter() - start, str(error))
     return Search(answer, time.perf_counter() - start)
@@ -211,6 +214,8 @@ def main() -> int:
     parser = make_data_parser(__doc__, ZORSE)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each search (default: 10)")
     parser.add_argument("--seed", type=int, default=0)
+    workers_help = "processes of each search (default: as `zorselike plan`, a core each)"
+    parser.add_argument("--workers", type=int, default=count_cores(), metavar="N", help=workers_help)
     cells_help = "such as A:7b C:33b (default: all 10)"
     parser.add_argument("--cells", type=_read_cell, nargs="+", default=CELLS, help=cells_help)
     args = parser.parse_args()
@@ -218,7 +223,9 @@ def main() -> int:
     found: list[Comparison] = []
     print(format_header(), flush=True)
     for cluster, model in args.cells:
-        found.append(compare(study, cluster, model, budget_s=args.budget, seed=args.seed))
+        found.append(
+            compare(study, cluster, model, budget_s=args.budget, seed=args.seed, workers=args.workers)
+        )
         print("\n".join(format_comparison(found[-1])), flush=True)
     print("\n".join(format_summary(found)))
     write_json(args.json, found)
