@@ -1,18 +1,24 @@
-"""What a search leaves out, since it would not be better."""
+"""What a search leaves out, since it would not be better; and what it must not leave out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from math import ceil, log2
 
 import device_problems
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zorselike.planner.candidate.modes import Mode
+from zorselike.planner.candidate.modes import Mode, list_families
+from zorselike.planner.problem import Fixed
 from zorselike.planner.search import search
 from zorselike.planner.search.budget import TINY_ACTIONS
+from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
+from zorselike.planner.search.neighbours import move_groups
 from zorselike.planner.search.top_k import NEAR
 
 
@@ -104,3 +110,43 @@ def test_the_first_mode_that_fits_is_found_by_halves(
         found = coarse._find_fastest(family, 4, 1.0)
         assert (None if found is None else int(found.grouping)) == (first if first < len(family) else None)
         assert len(tried) <= 1 + ceil(log2(len(family)))
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6))
+def test_groups_are_moved_to_every_other_place_once(kinds: list[str]) -> None:
+    """Of those that are alike it makes no difference which comes where."""
+    mode = next(iter(list_families(Fixed())))[0]
+    choice = Choice.alike(tuple((device,) for device in range(len(kinds))), mode, 4, len(kinds))
+
+    def read(own: Choice) -> str:
+        return "".join(kinds[group.devices[0]] for group in own.groups)
+
+    def is_a_move(order: tuple[str, ...]) -> bool:
+        letters = [*"".join(kinds)]
+        return any(
+            [*letters[:i], *letters[i + 1 :]] == [*order[:j], *order[j + 1 :]] and letters[i] == order[j]
+            for i in range(len(kinds))
+            for j in range(len(kinds))
+        )
+
+    moved = [read(own) for own in move_groups(choice, kinds)]
+    expected = {"".join(order) for order in permutations(kinds) if is_a_move(order)} - {"".join(kinds)}
+    assert len(moved) == len({*moved}) and {*moved} == expected
+
+
+def test_a_refined_grouping_is_in_the_best_order_that_one_move_leads_to() -> None:
+    """Of five groups, which have more orders than are all tried. Those that come first keep the most
+    microbatches: not where there is little memory."""
+    kinds = ("T4", "A100-40 A100-40", "V100-16 V100-16", "T4 T4", "A100-40")
+    little = {"T4": 40_000_000, "V100-16": 80_000_000, "A100-40": 160_000_000}
+    nodes = [
+        device_problems.make_nodes(f"n{i}-", own, memory_bytes=tuple(little[kind] for kind in own.split()))
+        for i, own in enumerate(kinds)
+    ]
+    fixed = Fixed(bounds_in_flight=True, offload=())
+    problem = device_problems.make_problem(*nodes, global_batch=48, fixed=fixed)
+    evaluator = search._Search(problem, 100.0, 0, None)._evaluator
+    (start, *_) = CoarseSearch(evaluator, ((0,), (1, 2), (3, 4), (5, 6), (7,)), "by node").run()
+    best = [start, *evaluator.refine(start)][-1]
+    moved = [evaluator.try_choice(own, "") for own in move_groups(best.choice, evaluator.node_kinds)]
+    assert any(moved) and all(found is None or not found.score < best.score for found in moved)

@@ -27,7 +27,7 @@ ASSUMED_MICROBATCHES = 32
 FEW_ORDERS = 6
 """Up to so many orders are looked at where a grouping does not fit in the paper's."""
 MOST_ORDERS = 24
-"""Orders of groups, beyond which only the paper's is looked at."""
+"""Up to so many orders of groups are all tried once a grouping is refined."""
 MOST_REFINED = 6
 """Groupings of a set of devices that are refined, and half as many with few microbatches in flight,
 whose first estimates say less."""

@@ -15,7 +15,7 @@ from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
 from zorselike.planner.search.choice import Choice, Groups, list_microbatch_counts
-from zorselike.planner.search.neighbours import drop_nodes
+from zorselike.planner.search.neighbours import drop_nodes, move_groups
 from zorselike.planner.search.score import WORST, Score, score
 from zorselike.schedule.orders.in_flight import LowBoundError
 
@@ -52,7 +52,7 @@ class EstimatedCandidate:
         ]
 
 
-_Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
+Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
 """Yields the best after everything that is tried, and returns the last."""
 
 
@@ -268,6 +268,7 @@ class CandidateEvaluator:
             self._change_modes_of_kinds,
         )
         others = (
+            self._move_groups,
             self._change_in_flight,
             self._change_group_microbatches,
             self._change_modes,
@@ -285,7 +286,7 @@ class CandidateEvaluator:
             else:
                 return
 
-    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> _Refining:
+    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> Refining:
         for choice in choices:
             found = self.try_choice(choice, best.grouping, best.score)
             if found is not None and found.score < best.score:
@@ -293,7 +294,7 @@ class CandidateEvaluator:
             yield best
         return best
 
-    def _change_microbatches(self, best: EstimatedCandidate) -> _Refining:
+    def _change_microbatches(self, best: EstimatedCandidate) -> Refining:
         """Microbatches of all groups together, up and down from where they are while that helps."""
         groups = best.choice.groups
         fewest = min(self.count_replicas(group.devices, group.degrees) for group in groups)
@@ -310,7 +311,7 @@ class CandidateEvaluator:
             )
         )
 
-    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> _Refining:
+    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> Refining:
         """Up and down from a position, until so many in a row are no better."""
         for way in (1, -1):
             at, missed = position + way, 0
@@ -320,12 +321,12 @@ class CandidateEvaluator:
                 best, at = found, at + way
         return best
 
-    def _change_ministages(self, best: EstimatedCandidate) -> _Refining:
+    def _change_ministages(self, best: EstimatedCandidate) -> Refining:
         counts = self.list_num_ministages(len(best.choice.groups))
         choices = [Choice(best.choice.groups, number) for number in counts]
         return (yield from self._walk(best, choices, _nearest(counts, best.choice.num_ministages)))
 
-    def _change_in_flight(self, best: EstimatedCandidate) -> _Refining:
+    def _change_in_flight(self, best: EstimatedCandidate) -> Refining:
         """More or fewer microbatches in flight, with the fewest ministages; where that is worth while, with
         more ministages and the factor that was best."""
         num_groups = len(best.choice.groups)
@@ -343,7 +344,7 @@ class CandidateEvaluator:
         more = [now.bound(now.in_flight_factor, number) for number in counts]
         return (yield from self._walk(best, more, _nearest(counts, now.num_ministages)))
 
-    def _change_degrees(self, best: EstimatedCandidate) -> _Refining:
+    def _change_degrees(self, best: EstimatedCandidate) -> Refining:
         """Other tensor-parallel degrees of all groups, and of those that are alike."""
         if self._problem.fixed.tensor_parallel is not None:
             return best
@@ -400,19 +401,19 @@ class CandidateEvaluator:
             alike.setdefault((kinds, group.degrees), []).append(g)
         return [*alike.values()]
 
-    def _change_modes_of_kinds(self, best: EstimatedCandidate) -> _Refining:
+    def _change_modes_of_kinds(self, best: EstimatedCandidate) -> Refining:
         """The mode of all groups that are alike, to one that comes before the present one or soon after."""
         for own in self._list_alike(best.choice):
             best = yield from self._improve_mode(best, own)
         return best
 
-    def _change_modes(self, best: EstimatedCandidate) -> _Refining:
+    def _change_modes(self, best: EstimatedCandidate) -> Refining:
         """The same of each of several groups that are alike by itself; and without waiting for reductions."""
         for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
             best = yield from self._improve_mode(best, [g])
         return (yield from self._improve(best, list_without_waiting(best)))
 
-    def _improve_mode(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
+    def _improve_mode(self, best: EstimatedCandidate, own: Sequence[int]) -> Refining:
         """Modes of some groups: the first few of each family up to the next, and all of the present one; of
         each until so many in a row would be no better if they fitted."""
         now = best.choice.groups[own[0]].mode
@@ -431,19 +432,19 @@ class CandidateEvaluator:
                     break
         return best
 
-    def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> _Refining:
+    def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> Refining:
         """A few more or fewer microbatches of all groups that are alike."""
         for own in self._list_alike(best.choice):
             best = yield from self._improve_microbatches(best, own)
         return best
 
-    def _change_group_microbatches(self, best: EstimatedCandidate) -> _Refining:
+    def _change_group_microbatches(self, best: EstimatedCandidate) -> Refining:
         """The same of each of several groups that are alike by itself."""
         for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
             best = yield from self._improve_microbatches(best, [g])
         return best
 
-    def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
+    def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> Refining:
         group = best.choice.groups[own[0]]
         counts = self.list_microbatch_counts(self.count_replicas(group.devices, group.degrees))
         position = _nearest(counts, group.microbatches_per_device)
@@ -451,7 +452,14 @@ class CandidateEvaluator:
         choices = (best.choice.change_all(own, microbatches_per_device=number) for number in near)
         return (yield from self._improve(best, choices))
 
-    def _drop_nodes(self, best: EstimatedCandidate) -> _Refining:
+    def _move_groups(self, best: EstimatedCandidate) -> Refining:
+        """One group earlier or later: what holds most microbatches, or waits for large ones, makes more of a
+        difference than the bandwidth that the paper's order goes by."""
+        if self._problem.fixed.groups is not None:
+            return best
+        return (yield from self._improve(best, move_groups(best.choice, self.node_kinds)))
+
+    def _drop_nodes(self, best: EstimatedCandidate) -> Refining:
         """Without some nodes, or groups, that cost more than they add."""
         if self._problem.fixed.groups is not None:
             return best

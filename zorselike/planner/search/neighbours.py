@@ -207,6 +207,23 @@ def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
     yield from _swap_devices(choice)
 
 
+def move_groups(choice: Choice, kind_of: Sequence[object]) -> Iterator[Choice]:
+    """One group earlier or later in the pipeline; of orders that differ in which of several groups that are
+    alike comes when, one. `kind_of`: by device; those of nodes of a kind are alike."""
+    groups = choice.groups
+    kinds = [replace(group, devices=()) for group in groups]
+    alike = [(tuple(kind_of[d] for d in own.devices), kind) for own, kind in zip(groups, kinds, strict=True)]
+    seen = {tuple(alike)}
+    for moved in range(len(groups)):
+        others = [g for g in range(len(groups)) if g != moved]
+        for place in range(len(groups)):
+            order = (*others[:place], moved, *others[place:])
+            pattern = tuple(alike[g] for g in order)
+            if pattern not in seen:
+                seen.add(pattern)
+                yield replace(choice, groups=tuple(groups[g] for g in order))
+
+
 def drop_nodes(
     choice: Choice, node_of: Sequence[int], kind_of: Sequence[object], num_layers: int
 ) -> Iterator[Choice]:
