@@ -21,7 +21,7 @@ SCRIPT = """
     nodes = [Node(name=kind, devices=(kind,), fabric=Link(5e10)) for kind in ("A10G", "T4")]
     cluster = Cluster(nodes=tuple(nodes), default_link=Link(3e9, 2e-5))
     problem = draw_problem(random.Random(0), cluster=cluster, global_batch=3, workload=make_decoder(2))
-    for workers in (1, 1, 3):
+    for workers in (1, 3):
         answer = search_plans(problem, budget_s=600, workers=workers)
         assert answer.ending == "finished"
         case = answer.best.case
@@ -43,8 +43,8 @@ def run_without_torch(script: str) -> list[str]:
 
 
 def test_the_answer_is_the_same_each_time_however_many_help():
-    first, *others = run_without_torch(SCRIPT)
-    assert others == [first, first]
+    first, second = run_without_torch(SCRIPT)
+    assert first == second
 
 
 def test_helpers_answer_what_they_were_asked_and_end():

@@ -41,7 +41,7 @@ FAST_SHARE = 0.5
 """Up to this share of what all devices compute, gradients of the whole model are soon reduced."""
 REFINED = 0.02
 """The same of what is refined."""
-VAIN = 50
+VAIN = 20
 """Steps of refining that count as much as one refinement where none of them was better."""
 ASSUMED_S = 0.05
 """Nominal seconds of one grouping's first look, and of one step of refining, before any was done."""
