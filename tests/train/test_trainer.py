@@ -127,9 +127,12 @@ def test_a_degree_in_place_of_a_plan(
         assert found == pytest.approx(known, rel=1e-4)
     (run,) = (tmp_path / "run").glob("debug_cpu-*")
     assert [group.ranks for group in Plan.load(run / "plan.toml").groups] == [((0, 1), (2, 3))]
-    for recipe, plan in (("debug_cpu.toml", ["--hetero.plan", ""]), (str(run / "config.toml"), [])):
+    for recipe, plan, said in (
+        ("debug_cpu.toml", ["--hetero.plan", ""], "ranks (0, 1); tensor parallelism 2"),
+        (str(run / "config.toml"), [], "ranks (0, 1), (2, 3); tensor parallelism 2"),
+    ):
         (end,) = train(run_ranks, recipe, *degree, *plan, "--dry-run", folder=tmp_path, num_ranks=1)
-        assert end.code == 0 and "ranks (0, 1); tensor parallelism 2" in end.stdout, end.stdout + end.stderr
+        assert end.code == 0 and said in end.stdout, end.stdout + end.stderr
 
 
 def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: Path) -> None:
