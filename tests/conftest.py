@@ -56,7 +56,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage need look through it again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # Of what tests make little is garbage: a twentieth of all time.
     if gpus.count_gpus():
         session.config.stash[APART] = ranks.Apart()
         gpus.hide_gpus()

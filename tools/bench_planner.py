@@ -16,8 +16,7 @@ replicas and without.
 
 With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s on all cores, as
 `zorselike plan` does: how much worse is the plan found in little time than the best, and is one ever worse
-with more time? With `--growth` one
-question is asked of 100 to 10,000 cards of eight types in ten regions.
+with more time? With `--growth` one question is asked of 100 to 10,000 cards of eight types in ten regions.
 """
 
 from __future__ import annotations

@@ -116,23 +116,26 @@ def test_a_run_and_what_it_leaves(
 def test_a_degree_in_place_of_a_plan(
     run_ranks: RunRanks, resident: tuple[list[RankExit], Path], tmp_path: Path
 ) -> None:
-    """The same losses; and the run's folder, which has a plan, is a recipe of the same run."""
+    """The same losses; and the run's folder, which has a plan, repeats the run."""
     degree = ["--parallelism.tensor_parallel_degree", "2", "--training.global_batch_size", "16"]
-    few = ["--training.steps", "2", "--lr_scheduler.total_steps", "4"]
-    ends = train(
-        run_ranks, "debug_cpu.toml", *SHORT, *few, *degree, "--hetero.plan", "", folder=tmp_path / "run"
-    )
-    assert [end.code for end in ends] == [0] * 4, ends[0].stderr
-    for found, known in zip(read_losses(tmp_path / "run"), read_losses(resident[1])[:2], strict=True):
-        assert found == pytest.approx(known, rel=1e-4)
-    (run,) = (tmp_path / "run").glob("debug_cpu-*")
-    assert [group.ranks for group in Plan.load(run / "plan.toml").groups] == [((0, 1), (2, 3))]
-    for recipe, plan, said in (
-        ("debug_cpu.toml", ["--hetero.plan", ""], "ranks (0, 1); tensor parallelism 2"),
-        (str(run / "config.toml"), [], "ranks (0, 1), (2, 3); tensor parallelism 2"),
+    first, second = tmp_path / "first", tmp_path / "second"
+    expected = read_losses(resident[1])
+    for recipe, folder, plan, steps in (
+        ("debug_cpu.toml", first, ["--hetero.plan", ""], 2),
+        ("", second, ["--training.steps", "1"], 1),
     ):
-        (end,) = train(run_ranks, recipe, *degree, *plan, "--dry-run", folder=tmp_path, num_ranks=1)
-        assert end.code == 0 and said in end.stdout, end.stdout + end.stderr
+        path = recipe or str(next(first.glob("*/config.toml")))
+        few = ["--training.steps", str(steps), "--lr_scheduler.total_steps", "4"]
+        ends = train(run_ranks, path, *SHORT, *few, *degree, *plan, folder=folder)
+        assert [end.code for end in ends] == [0] * 4, ends[0].stderr
+        for found, known in zip(read_losses(folder), expected[:steps], strict=True):
+            assert found == pytest.approx(known, rel=1e-4)
+    made = Plan.load(next(first.glob("*/plan.toml")))
+    assert [group.ranks for group in made.groups] == [((0, 1), (2, 3))]
+    (end,) = train(
+        run_ranks, "debug_cpu.toml", *degree, "--hetero.plan", "", "--dry-run", folder=tmp_path, num_ranks=1
+    )
+    assert end.code == 0 and "ranks (0, 1); tensor parallelism 2" in end.stdout, end.stdout + end.stderr
 
 
 def test_sigterm_on_one_rank_ends_all_at_a_step(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class EstimatedCandidate:
         ]
 
 
-Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
+_Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
 """Yields the best after everything that is tried, and returns the last."""
 
 
@@ -286,7 +286,7 @@ class CandidateEvaluator:
             else:
                 return
 
-    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> Refining:
+    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> _Refining:
         for choice in choices:
             found = self.try_choice(choice, best.grouping, best.score)
             if found is not None and found.score < best.score:
@@ -294,7 +294,7 @@ class CandidateEvaluator:
             yield best
         return best
 
-    def _change_microbatches(self, best: EstimatedCandidate) -> Refining:
+    def _change_microbatches(self, best: EstimatedCandidate) -> _Refining:
         """Microbatches of all groups together, up and down from where they are while that helps."""
         groups = best.choice.groups
         fewest = min(self.count_replicas(group.devices, group.degrees) for group in groups)
@@ -311,7 +311,7 @@ class CandidateEvaluator:
             )
         )
 
-    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> Refining:
+    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> _Refining:
         """Up and down from a position, until so many in a row are no better."""
         for way in (1, -1):
             at, missed = position + way, 0
@@ -321,12 +321,12 @@ class CandidateEvaluator:
                 best, at = found, at + way
         return best
 
-    def _change_ministages(self, best: EstimatedCandidate) -> Refining:
+    def _change_ministages(self, best: EstimatedCandidate) -> _Refining:
         counts = self.list_num_ministages(len(best.choice.groups))
         choices = [Choice(best.choice.groups, number) for number in counts]
         return (yield from self._walk(best, choices, _nearest(counts, best.choice.num_ministages)))
 
-    def _change_in_flight(self, best: EstimatedCandidate) -> Refining:
+    def _change_in_flight(self, best: EstimatedCandidate) -> _Refining:
         """More or fewer microbatches in flight, with the fewest ministages; where that is worth while, with
         more ministages and the factor that was best."""
         num_groups = len(best.choice.groups)
@@ -344,7 +344,7 @@ class CandidateEvaluator:
         more = [now.bound(now.in_flight_factor, number) for number in counts]
         return (yield from self._walk(best, more, _nearest(counts, now.num_ministages)))
 
-    def _change_degrees(self, best: EstimatedCandidate) -> Refining:
+    def _change_degrees(self, best: EstimatedCandidate) -> _Refining:
         """Other tensor-parallel degrees of all groups, and of those that are alike."""
         if self._problem.fixed.tensor_parallel is not None:
             return best
@@ -401,19 +401,19 @@ class CandidateEvaluator:
             alike.setdefault((kinds, group.degrees), []).append(g)
         return [*alike.values()]
 
-    def _change_modes_of_kinds(self, best: EstimatedCandidate) -> Refining:
+    def _change_modes_of_kinds(self, best: EstimatedCandidate) -> _Refining:
         """The mode of all groups that are alike, to one that comes before the present one or soon after."""
         for own in self._list_alike(best.choice):
             best = yield from self._improve_mode(best, own)
         return best
 
-    def _change_modes(self, best: EstimatedCandidate) -> Refining:
+    def _change_modes(self, best: EstimatedCandidate) -> _Refining:
         """The same of each of several groups that are alike by itself; and without waiting for reductions."""
         for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
             best = yield from self._improve_mode(best, [g])
         return (yield from self._improve(best, list_without_waiting(best)))
 
-    def _improve_mode(self, best: EstimatedCandidate, own: Sequence[int]) -> Refining:
+    def _improve_mode(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
         """Modes of some groups: the first few of each family up to the next, and all of the present one; of
         each until so many in a row would be no better if they fitted."""
         now = best.choice.groups[own[0]].mode
@@ -432,19 +432,19 @@ class CandidateEvaluator:
                     break
         return best
 
-    def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> Refining:
+    def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> _Refining:
         """A few more or fewer microbatches of all groups that are alike."""
         for own in self._list_alike(best.choice):
             best = yield from self._improve_microbatches(best, own)
         return best
 
-    def _change_group_microbatches(self, best: EstimatedCandidate) -> Refining:
+    def _change_group_microbatches(self, best: EstimatedCandidate) -> _Refining:
         """The same of each of several groups that are alike by itself."""
         for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
             best = yield from self._improve_microbatches(best, [g])
         return best
 
-    def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> Refining:
+    def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
         group = best.choice.groups[own[0]]
         counts = self.list_microbatch_counts(self.count_replicas(group.devices, group.degrees))
         position = _nearest(counts, group.microbatches_per_device)
@@ -452,14 +452,14 @@ class CandidateEvaluator:
         choices = (best.choice.change_all(own, microbatches_per_device=number) for number in near)
         return (yield from self._improve(best, choices))
 
-    def _move_groups(self, best: EstimatedCandidate) -> Refining:
+    def _move_groups(self, best: EstimatedCandidate) -> _Refining:
         """One group earlier or later: what holds most microbatches, or waits for large ones, makes more of a
         difference than the bandwidth that the paper's order goes by."""
         if self._problem.fixed.groups is not None:
             return best
         return (yield from self._improve(best, move_groups(best.choice, self.node_kinds)))
 
-    def _drop_nodes(self, best: EstimatedCandidate) -> Refining:
+    def _drop_nodes(self, best: EstimatedCandidate) -> _Refining:
         """Without some nodes, or groups, that cost more than they add."""
         if self._problem.fixed.groups is not None:
             return best
