@@ -31,7 +31,7 @@ def write_readable(raw: Path, target: Path, *, rank: int) -> None:
     trace = json.loads(raw.read_text(encoding="utf-8"))
     name_tracks(trace["traceEvents"], rank=rank)
     with gzip.open(target, "wt", encoding="utf-8", compresslevel=5) as file:
-        json.dump(trace, file, separators=(",", ":"))
+        file.write(json.dumps(trace, separators=(",", ":")))  # `dump` would encode in Python.
 
 
 def name_tracks(events: Sequence[Event], *, rank: int) -> None:
