@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,10 +13,13 @@ import volume
 from odd_optimizers import ODD_OPTIMIZERS
 from offloaded import Factory, Setting, state_tensors
 from ranks import RunRanks
+from tiny import assert_same, train_planned, train_single
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS
+from zorselike.runtime.ministage.optimizer_state import ELEMENTWISE
 from zorselike.runtime.ministage.sharding import local_tensor
 
 NUM_STEPS = 5
@@ -87,3 +91,37 @@ def test_any_state_may_be_offloaded(settings: Sequence[Setting], run_ranks: RunR
     """In fp64, whether updates wait for all gradients or not."""
     for complaints in run_ranks(compare_all, settings[0].num_ranks, settings, timeout=240):
         assert not complaints, "\n".join(complaints)
+
+
+class Derived(torch.optim.SGD):
+    """May do with its parameters what it likes."""
+
+
+def compare_with_one_process(rank: int, world_size: int) -> None:
+    for optimizer in sorted(ELEMENTWISE | {Derived, torch.optim.Adagrad}, key=lambda kind: kind.__name__):
+        case = replace(Setting(world_size).case(()), optimizer=partial(optimizer, lr=0.01))
+        found = train_planned(case)
+        if rank == 0:
+            assert_same(found, train_single(case), case)
+
+
+def test_updates_are_those_of_one_process(run_ranks: RunRanks) -> None:
+    """Of 13 numbers and of 1, two ranks have different shares."""
+    run_ranks(compare_with_one_process, 2)
+
+
+def look_at_parameters(rank: int, world_size: int) -> None:
+    for dtype, optimizer in product((None, torch.bfloat16), (torch.optim.AdamW, Derived)):
+        pipe = Setting(world_size, dtype=dtype).build((), partial(optimizer, lr=0.01))
+        for number, ministage in pipe._assembly.ministages.items():
+            (group,) = pipe.optimizers[number].param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                shard = ministage.state.masters.get(name, ministage.sharded[name])
+                assert isinstance(parameter, DTensor) == (optimizer is Derived), name
+                assert local_tensor(parameter.detach()).data_ptr() == local_tensor(shard.detach()).data_ptr()
+        pipe.close()
+
+
+def test_only_elementwise_optimizers_are_given_plain_tensors(run_ranks: RunRanks) -> None:
+    """Others may want to know how a parameter is spread over the ranks."""
+    run_ranks(look_at_parameters, 2)

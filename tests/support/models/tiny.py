@@ -11,8 +11,6 @@ import torch
 import torch._dynamo  # FSDP2 imports it: here once, before ranks are forked, and not in every rank.
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from zorselike import HeteroPipeline, initialize
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
@@ -87,6 +85,10 @@ def with_groups(plan: Plan, change: Callable[[Group], Group]) -> Plan:
     return replace(plan, groups=tuple(change(group) for group in plan.groups))
 
 
+def adamw(named_parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named_parameters, lr=1e-2, weight_decay=0.1)
+
+
 @dataclass(frozen=True)
 class Case:
     """One training run: the same in a single process and over a plan."""
@@ -102,6 +104,7 @@ class Case:
     num_steps: int = 3
     counts: bool = False
     """Whether layers have a buffer that forwards change."""
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -130,15 +133,11 @@ class Outcome:
     state: dict[str, Tensor]
 
 
-def adamw(named_parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named_parameters, lr=1e-2, weight_decay=0.1)
-
-
 def train_single(case: Case) -> Outcome:
     """The reference: one process, the whole batch, plain torch."""
     model = initialize(case.model(), seed=case.seed)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(trained)
+    optimizer = case.optimizer(trained)
     losses, norms, evaluations = [], [], []
     for step in range(case.num_steps):
         inputs, targets = case.batch(step)
@@ -159,7 +158,9 @@ def train_single(case: Case) -> Outcome:
 
 def train_planned(case: Case) -> Outcome:
     """The same run through the pipeline; the state is on rank 0."""
-    pipe = HeteroPipeline(case.model(), case.plan, optimizer=adamw, max_norm=case.max_norm, seed=case.seed)
+    pipe = HeteroPipeline(
+        case.model(), case.plan, optimizer=case.optimizer, max_norm=case.max_norm, seed=case.seed
+    )
     results, evaluations = [], []
     for step in range(case.num_steps):
         inputs, targets = case.batch(step)
@@ -212,18 +213,3 @@ def warm_up() -> None:
     pipe.step_global(*case.batch(0))
     pipe.close()
     dist.destroy_process_group()
-    for world_size in (2, 3):
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
-        _update_shards(case)
-        dist.destroy_process_group()
-
-
-def _update_shards(case: Case) -> None:
-    """How each operation of an optimizer is spread over a mesh takes torch long to find out."""
-    model = initialize(case.model(), seed=0)
-    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("dp",)))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = adamw(model.parameters())
-    for _ in range(2):
-        optimizer.step()

@@ -62,7 +62,7 @@ class ZeroStep:
         self._ministage.warm_up()
         named = list(self._ministage.trained.items())
         self._optimizer = torch.optim.AdamW(named, lr=1e-5, fused=True)
-        self._ministage.state.attach(self._optimizer)
+        self._ministage.train_by(self._optimizer)
 
     def run(self, rows: int, memory: DeviceMemory) -> TrialResult:
         """The memory of a step that has optimizer state, with a microbatch of one row and then one of `rows`

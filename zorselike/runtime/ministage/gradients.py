@@ -99,7 +99,7 @@ class Gradients:
         """Gives the optimizer's parameters their gradients."""
         for name, parameter in parameters.items():
             if name in self._local and parameter.grad is None:
-                parameter.grad = like_sharded(self._local[name], self._sharded[name])
+                parameter.grad = like_sharded(self._local[name], parameter)
 
     def drop(self, parameters: Mapping[str, nn.Parameter], last_use: Event) -> None:
         """Gives the gradients up after `last_use`: a second reduction would add to them."""

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
 
 from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import MinistageBytes
 from zorselike.runtime.memory.streams import Event, Stream
 from zorselike.runtime.ministage.gradients import Gradients
-from zorselike.runtime.ministage.optimizer_state import OptimizerState
+from zorselike.runtime.ministage.optimizer_state import OptimizerState, take_local
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.sharded_units import ShardedUnits
 from zorselike.runtime.ministage.sharding import local_tensor
@@ -84,7 +85,8 @@ class ShardedMinistage:
             for name, p in unit
             if name not in settings.borrowed
         }
-        """Parameters of the optimizer, by global name in model order: fp32 masters where there are any."""
+        """Parameters of the optimizer, by global name in model order: fp32 masters where there are any; once
+        it is there (`train_by`), those that it has."""
         self._is_gathered = False
         self._has_unreduced = False
         """Whether a backward has left gradients whole."""
@@ -96,6 +98,11 @@ class ShardedMinistage:
         self.before_change: dict[str, Callable[[Stream], None]] = {}
         """Called before a stream changes values: each makes it wait for a copy that is being taken, of which
         there is one at a time for every purpose."""
+
+    def train_by(self, optimizer: Optimizer) -> None:
+        """The optimizer that was made with all of `trained`."""
+        self.trained = take_local(optimizer, self.trained)
+        self.state.attach(optimizer)
 
     def warm_up(self) -> None:
         """Gathers once and lets FSDP find its root, on every rank alike: afterwards a rank

@@ -210,7 +210,7 @@ class NamedState:
         assert self.optimizer is not None
         local = local_tensor(parameter.detach())
         for kind in kinds:
-            content = read(self._box(self._held, name, kind, parameter))
+            content = read(self._box(self._held, name, kind, self.ministage.sharded[name]))
             own = torch.empty_like(local, dtype=content.dtype)
             own.copy_(content)
             self.optimizer.state[parameter][kind] = like_sharded(own, parameter)
@@ -256,17 +256,19 @@ class NamedState:
         names = self._names()
         states = self.optimizer.state.items() if self.optimizer is not None else ()
         for number, (parameter, state) in enumerate(states):
-            name, shape = names[id(parameter)], tuple(parameter.shape)
+            name = names[id(parameter)]
+            sharded = self.ministage.sharded[name]
             for key, value in state.items():
                 if not isinstance(value, Tensor) or not value.dim():
                     continue
                 if local_tensor(value).shape != local_tensor(parameter.detach()).shape:
+                    shape = tuple(sharded.shape)
                     raise ConfigError(
                         f"the optimizer keeps '{key}' of {name} in the shape {tuple(value.shape)}, not as "
                         f"its rows {shape} are dealt to ranks; such a state cannot be saved for another "
                         "plan: save with model_only=True, or use an optimizer such as torch.optim.AdamW"
                     )
-                yield self._part(name, key, parameter, value, self.ministage.state, (number, key))
+                yield self._part(name, key, sharded, value, self.ministage.state, (number, key))
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.ministage.trained.items()}

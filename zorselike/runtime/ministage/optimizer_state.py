@@ -25,6 +25,22 @@ from zorselike.runtime.ministage.sharding import local_rows, local_tensor
 
 MOMENTS_OF_ADAM = 2
 
+ELEMENTWISE = frozenset(
+    (
+        torch.optim.Adadelta,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+)
+"""Optimizers to which no element of a parameter matters to another; not what is derived from them."""
+
 
 class OptimizerState(HostBackedParts):
     """The state of one ministage's optimizer.
@@ -135,6 +151,26 @@ class OptimizerState(HostBackedParts):
     @property
     def is_on_device(self) -> bool:
         return all(tensors.is_on_device for tensors in self.host_backed())
+
+
+def take_local(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Gives an optimizer this rank's rows of its parameters, as plain tensors of the same memory, and
+    returns them by name; `trained` as it is if the optimizer may look at whole parameters or has a state.
+
+    DTensors cost the host time with each operation of an update, most of it in the first one, which finds
+    out where results will be: of 100 parameters the first update took 220 ms in place of 2, others 3 ms in
+    place of 0.6 (fused; a loop 41 in place of 6).
+    """
+    if type(optimizer) not in ELEMENTWISE or optimizer.state:
+        return dict(trained)
+    local = {name: nn.Parameter(local_tensor(parameter.detach())) for name, parameter in trained.items()}
+    local_of = {id(parameter): local[name] for name, parameter in trained.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [local_of.get(id(parameter), parameter) for parameter in group["params"]]
+        # As for DTensors: what torch takes for plain tensors on a GPU needs as much memory again as these.
+        if group.get("foreach") is None and not group.get("fused"):
+            group["foreach"] = False
+    return local
 
 
 def count_moments(optimizer: Optimizer) -> int:

@@ -112,7 +112,7 @@ class Updates:
         }
         for i, optimizer in self.optimizers.items():
             _refuse_closure(optimizer)
-            ministages[i].state.attach(optimizer)
+            ministages[i].train_by(optimizer)
         self.begin()
 
     def begin(self) -> None:
