@@ -73,6 +73,6 @@ def chain(**changes: object) -> TableCosts:
 
 
 POOLS = [
-    Pool(name="fast", num_devices=1, dollars_per_device_s=1.0, devices_per_node=4),
-    Pool(name="slow", num_devices=1, dollars_per_device_s=0.25, devices_per_node=1),
+    Pool(num_devices=1, dollars_per_device_s=1.0, devices_per_node=4),
+    Pool(num_devices=1, dollars_per_device_s=0.25, devices_per_node=1),
 ]

@@ -79,12 +79,11 @@ def make_case(seed: int) -> tuple[list[Problem], list[Pool]]:
     problems = [make_problem(draw, num_layers) for _ in range(draw.choice((1, 1, 2)))]
     pools = [
         Pool(
-            name=name,
             num_devices=draw.randint(2, 10),
             dollars_per_device_s=draw.choice((0.0, 0.1, 0.25, 1.0)),
             devices_per_node=draw.choice((1, 4)),
         )
-        for name in ("fast", "slow")
+        for _ in range(2)
     ]
     return problems, pools
 
@@ -176,7 +175,7 @@ def test_idle_devices_of_a_rented_node_are_billed_unless_told_otherwise() -> Non
 
 def test_microbatches_round_up_and_a_lower_degree_may_be_faster() -> None:
     """12 rows on 7 replicas take 2 microbatches, as on 6: the seventh replica adds only its sync."""
-    pools = [Pool(name="fast", num_devices=7)]
+    pools = [Pool(num_devices=7)]
     problems = [
         Problem(d, 1, chain(uses=((d,), (d,)), num_microbatches=ceil(12 / d), sync=(d / 100, d / 100)))
         for d in range(1, 8)

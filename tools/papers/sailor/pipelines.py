@@ -40,12 +40,11 @@ class Quotas:
     def pools(self) -> tuple[Pool, ...]:
         return tuple(
             Pool(
-                name=f"{gpu} {zone}",
                 num_devices=count,
                 dollars_per_device_s=DOLLARS_PER_HOUR[gpu] / 3600,
                 devices_per_node=GPUS_PER_VM,
             )
-            for (gpu, zone), count in self.of.items()
+            for (gpu, _), count in self.of.items()
         )
 
 

@@ -376,7 +376,6 @@ class Membership:
             bases,
             bool(self.quiet),
             self.wants_to_leave,
-            self.wants_change,
             self.failed,
             self.fatal,
         )

@@ -38,7 +38,6 @@ class Vote:
     """Its last generation and those it agreed to since; empty if that is the one which the leader named."""
     in_doubt: bool = False
     leaving: bool = False
-    change: bool = False
     failed: str = ""
     fatal: str = ""
 

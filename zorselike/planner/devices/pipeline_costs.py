@@ -66,7 +66,6 @@ def list_pools(kinds: Sequence[NodeKind], max_devices: int | None = None) -> lis
         for device in dict.fromkeys(kind.types):
             per_node = kind.types.count(device)
             pool = Pool(
-                name=device,
                 num_devices=int(min(most, per_node * len(kind.nodes))),
                 dollars_per_device_s=kind.price_per_hour / len(kind.types) / 3600,
                 devices_per_node=per_node,

@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol
 class Pool:
     """Interchangeable devices: of one type in one zone."""
 
-    name: str
     num_devices: int
     """Quota, or what is available now."""
     dollars_per_device_s: float = 0.0
