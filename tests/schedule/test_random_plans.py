@@ -32,6 +32,7 @@ def test_what_build_makes_is_right(block: int) -> None:
             report = check(spec, lists)
             assert report.num_actions == sum(map(len, lists.values()))
             assert len(report.cycles) <= len(report.buffered_edges)
+            assert not report.early
             _assert_each_row_once(spec, lists)
             for own in lists.values():
                 assert parse_actions(format_actions(own)) == own

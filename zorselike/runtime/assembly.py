@@ -123,6 +123,7 @@ def compile_plan(
             report,
             buffered_edges=report.buffered_edges | evaluation.buffered_edges,
             cycles=report.cycles + evaluation.cycles,
+            early=report.early + evaluation.early,
         ),
         state=tuple(
             {name: t.detach().to("meta") for name, t in part.module.state_dict().items()} for part in parts
@@ -327,6 +328,8 @@ class Assembly:
             lines.append(f"  {source} -> {target}, {what}: {kind}")
         for cycle in compiled.report.cycles:
             lines.append(f"  a blocking send could close this cycle, so it goes over Gloo: {cycle}")
+        for receive in compiled.report.early:
+            lines.append(f"  a waiting GPU could hold up its own host, so this goes over Gloo: {receive}")
         return "\n".join(lines)
 
     def _goes_by_host(self, edge: Edge) -> bool:

@@ -76,6 +76,27 @@ def test_a_cycle_without_wrap_around_buffers_all_its_edges() -> None:
     assert len(report.cycles) == 1
 
 
+def test_edges_buffer_whose_receives_stand_before_what_their_senders_wait_for() -> None:
+    """A GPU that waits for rows may keep its host from computing what these are made of."""
+    plan = _plan(1, 1, ministages=1, rows=2, zero=0)
+    second = "1RECV_F0@0[0:1] 1RECV_F1@0[1:2] 1F0 1B0 1SEND_B0@0[0:1] 1F1 1B1 1SEND_B1@0[1:2]"
+    for first, early in (
+        ("0F0 0SEND_F0@1[0:1] 0RECV_B0@1[0:1] 0F1 0SEND_F1@1[1:2] 0RECV_B1@1[1:2] 0B0 0B1", ()),
+        (
+            "0F0 0RECV_B0@1[0:1] 0RECV_B1@1[1:2] 0SEND_F0@1[0:1] 0F1 0SEND_F1@1[1:2] 0B0 0B1",
+            ("rank 0 posts 0RECV_B0@1[0:1] before 0SEND_F0@1[0:1], for which rank 1 waits before it sends",),
+        ),
+        (
+            "0F0 0SEND_F0@1[0:1] 0RECV_B0@1[0:1] 0RECV_B1@1[1:2] 0F1 0SEND_F1@1[1:2] 0B0 0B1",
+            ("rank 0 posts 0RECV_B1@1[1:2] before 0SEND_F1@1[1:2], for which rank 1 waits before it sends",),
+        ),
+    ):
+        lists = [f"{text} {rank}REDUCE_GRAD {rank}STEP" for rank, text in enumerate((first, second))]
+        report = check(ScheduleSpec(plan), {rank: parse_actions(text) for rank, text in enumerate(lists)})
+        assert report.early == early
+        assert report.buffered_edges == ({(1, 0, "B")} if early else frozenset())
+
+
 # -- faults ------------------------------------------------------------------------------------
 
 

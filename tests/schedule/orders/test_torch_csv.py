@@ -88,7 +88,7 @@ def test_computations_alone_get_what_build_puts_around_them(seed: int) -> None:
 def test_by_hand() -> None:
     plan = _looped_plan(2, 1, 2, zero=1)
     assert to_torch_csv(plan, build(ScheduleSpec(plan))).split() == [
-        "0UNSHARD,0RECV_B0,0RECV_B1,0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1,0REDUCE_GRAD,0RESHARD",
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1,0REDUCE_GRAD,0RESHARD",
         "1UNSHARD,1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD",
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zorselike.schedule.actions import Action
 from zorselike.schedule.checker.channels import match_transfers
 from zorselike.schedule.checker.collectives import check_collectives
+from zorselike.schedule.checker.early import find_early
 from zorselike.schedule.checker.order import check_order
 from zorselike.schedule.checker.rendezvous import check_ends, find_buffered_edges
 from zorselike.schedule.checker.steps import flatten
@@ -20,9 +21,12 @@ class CheckReport:
     """What the checker found out about a correct schedule."""
 
     buffered_edges: frozenset[tuple[int, int, str]]
-    """(source rank, target rank, "F" or "B") on which a send must not wait for its receive."""
+    """(source rank, target rank, "F" or "B") on which a send must not wait for its receive, or whose receives
+    must not occupy a GPU."""
     cycles: tuple[str, ...]
     """The cycles of waiting ranks that made them so, one rank a line."""
+    early: tuple[str, ...]
+    """The receives that made them so, posted before what their senders wait for, one of an edge."""
     num_actions: int
 
 
@@ -34,14 +38,20 @@ def check(spec: ScheduleSpec, actions: Mapping[int, Sequence[Action]]) -> CheckR
     while they compute and no more ministages than the ZeRO stage allows; all ranks of a group
     issue the same collectives in the same order; what is offloaded is back before it is used;
     every send meets its receive; all lists end if sends buffer. Then it finds the edges on which
-    sends must buffer for them to end. Raises `ScheduleError` at the first fault, with a table of
-    the lists around it.
+    sends must buffer for them to end, and those whose receives are posted before what their senders
+    wait for. Raises `ScheduleError` at the first fault, with a table of the lists around it.
     """
     steps = flatten(spec.plan, actions)
     for rank, rank_steps in steps.items():
         check_order(spec, actions, rank, rank_steps)
     check_collectives(spec, actions, steps)
-    waits = find_waits(spec, steps, match_transfers(actions, steps))
-    check_ends(waits, actions)
-    buffered, cycles = find_buffered_edges(spec.plan, waits, actions)
-    return CheckReport(buffered, cycles, num_actions=sum(map(len, actions.values())))
+    matches = match_transfers(actions, steps)
+    waits = find_waits(spec, steps, matches)
+    early = [*find_early(waits, check_ends(waits, actions), matches)]
+    buffered, cycles = find_buffered_edges(spec.plan, waits, actions, [receive.edge for receive in early])
+    return CheckReport(
+        buffered,
+        cycles,
+        early=tuple(receive.describe(actions) for receive in early),
+        num_actions=sum(map(len, actions.values())),
+    )

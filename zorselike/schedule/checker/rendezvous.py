@@ -24,6 +24,8 @@ class Execution:
         """`rendezvous`: whether a send waits until its receive is posted, except on `buffered` edges."""
         self._waits, self._actions, self._rendezvous = waits, actions, rendezvous
         self.buffered: set[Channel] = set()
+        self.arrivals: list[Place] = []
+        """Actions in an order in which they may begin."""
         self._missing = [len(members) for members in waits.members]
         """Per event: arrivals still to come."""
         self._at = dict.fromkeys(actions, 0)
@@ -59,6 +61,7 @@ class Execution:
                 if before[at] and self._wait(rank, before[at]):
                     return
                 self._num_arrived[rank] = at + 1
+                self.arrivals.append((rank, at))
                 if arrives[at] != NONE:
                     self._arrive(arrives[at])
             if after[at] and self._wait(rank, after[at]):
@@ -149,8 +152,9 @@ def _walk_back(came_from: Mapping[int, int], start: int, last: int) -> list[int]
     return cycle[::-1]
 
 
-def check_ends(waits: Waits, actions: Mapping[int, Sequence[Action]]) -> None:
-    """Proves that all ranks end if sends buffer; raises `ScheduleError` with the cycle if not."""
+def check_ends(waits: Waits, actions: Mapping[int, Sequence[Action]]) -> list[Place]:
+    """Proves that all ranks end if sends buffer, and gives an order in which actions may begin; raises
+    `ScheduleError` with the cycle if not."""
     execution = Execution(waits, actions, rendezvous=False)
     execution.run()
     if stuck := execution.stuck():
@@ -161,18 +165,21 @@ def check_ends(waits: Waits, actions: Mapping[int, Sequence[Action]]) -> None:
             f"{execution.describe(cycle)}",
             *execution.places(cycle),
         )
+    return execution.arrivals
 
 
 def find_buffered_edges(
-    plan: Plan, waits: Waits, actions: Mapping[int, Sequence[Action]]
+    plan: Plan, waits: Waits, actions: Mapping[int, Sequence[Action]], buffered: Sequence[Channel] = ()
 ) -> tuple[frozenset[Channel], tuple[str, ...]]:
-    """The edges that must buffer where a send otherwise waits for its receive, and each cycle in words.
+    """The edges that must buffer where a send otherwise waits for its receive, beside those that do anyway,
+    and each cycle in words.
 
     Of a cycle the wrap-around edges are taken if there are any, that is forward to a group
     earlier in the pipeline or backward to a later one; else all edges on which its ranks send.
     `check_ends` must have passed.
     """
     execution = Execution(waits, actions, rendezvous=True)
+    execution.buffer(buffered)
     cycles = []
     execution.run()
     while stuck := execution.stuck():

@@ -1,4 +1,5 @@
-"""Sends right after the computation that they follow, receives some computations ahead of theirs.
+"""Sends right after the computation that they follow, receives some computations ahead of theirs, but behind
+all that their senders wait for (`reach.py`).
 
 A pass over an order: where each rank's transfers stand among its computations. A channel, from one rank
 to another in one direction, is posted in its sender's order: there are no tags to match by on NCCL.
@@ -6,12 +7,14 @@ to another in one direction, is posted in its sender's order: there are no tags 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zorselike.schedule.actions import Action, Kind
 from zorselike.schedule.contract import RECEIVES_AHEAD
+from zorselike.schedule.lowering.reach import find_reach
 from zorselike.schedule.orders.order import Around, Order
 from zorselike.schedule.spec import ScheduleSpec
 from zorselike.schedule.transfers import list_transfers
@@ -22,6 +25,8 @@ class _Channel:
     """Receives of one rank from one other in one direction, in the sender's order."""
 
     receives: list[Action] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    """Per receive, the last computation of the rank's group that its sender waits for; these never fall."""
     num_posted: int = 0
 
     def post(self, index: int) -> list[Action]:
@@ -41,6 +46,7 @@ def place_transfers(
         {(_RECEIVES[a.kind], a.ministage, a.microbatch): position for position, a in enumerate(in_order)}
         for in_order in computations
     ]
+    reach = find_reach(spec, computations)
     around: dict[int, list[Around]] = {}
     channels: defaultdict[tuple[int, int, Kind], _Channel] = defaultdict(_Channel)
     needs: defaultdict[int, defaultdict[int, list[tuple[_Channel, int]]]] = defaultdict(
@@ -61,15 +67,20 @@ def place_transfers(
         if needed_at is not None:
             needs[target][needed_at].append((channel, len(channel.receives)))
         channel.receives.append(receive)
+        channel.reached.append(reach[group_of_rank[source]][position][group_of_rank[target]])
     for rank, needed in needs.items():
         in_order = computations[group_of_rank[rank]]
         num_computed = spec.num_computed(rank)
         computed = [p for p, a in enumerate(in_order) if (a.microbatch or 0) < num_computed]
+        waiting: defaultdict[int, list[tuple[_Channel, int]]] = defaultdict(list)
         for position, ahead in zip(computed, _look_ahead(in_order, computed, order.alternating), strict=True):
             posts = around[rank][position].before
-            for later in ahead:
-                for channel, index in needed.get(later, ()):
+            for channel, index in (*waiting[position], *(one for p in ahead for one in needed.get(p, ()))):
+                if channel.reached[index] < position:
                     posts += channel.post(index)
+                else:
+                    after = bisect_right(computed, channel.reached[index])
+                    waiting[computed[after]].append((channel, index))
     return around
 
 
