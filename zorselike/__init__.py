@@ -7,6 +7,7 @@ environment when they start is set here, where the user has not.
 from __future__ import annotations
 
 import os
+import platform
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ __all__ = [
 
 # Streams share hardware queues: with the usual 8 a receive that waits for its sender holds back our copies.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # Its name until torch 2.9.
+# Its name until torch 2.9; and WSL's drivers refuse some of what these segments need.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "microsoft" not in platform.release().lower():
     # Segments of fixed size that no longer fit are given back with `cudaFree`, which waits for all streams.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

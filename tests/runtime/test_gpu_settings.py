@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,11 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import assembly
+from zorselike.runtime.assembly import Assembly
+from zorselike.runtime.comm import ranks
 from zorselike.runtime.comm.ranks import Groups, Ranks
 from zorselike.runtime.comm.transport import Transport
 from zorselike.runtime.memory.streams import make_streams
 from zorselike.runtime.ministage.updates import default_optimizer
 from zorselike.runtime.pipeline import find_patience
+from zorselike.runtime.processes.world import ProcessInfo, describe_process
 
 NAMES = module_names(3)
 CUTS = (NAMES[:2], NAMES[2:3], NAMES[3:])
@@ -52,6 +56,18 @@ def test_the_environment_is_set_before_cuda_starts_but_what_the_user_has_set_sta
     code = f"import os, zorselike; print(*(os.environ.get(name) for name in {names}))"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, env=environment | given, text=True).split() == settings.split()
+
+
+def test_under_wsl_the_allocator_keeps_its_default() -> None:
+    """Its drivers refuse some of what expandable segments need (pytorch/pytorch#192330)."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        "import os, platform; platform.release = lambda: '6.6.87.2-microsoft-standard-WSL2'; "
+        f"import zorselike; print(*(os.environ.get(name) for name in {names}))"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert found.split() == ["None", "None"]
 
 
 def find_contexts(rank: int, world_size: int, zero: int) -> list[tuple[int, list[int]]]:
@@ -133,12 +149,26 @@ def test_transfers_between_two_ranks_get_few_multiprocessors() -> None:
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
         mock.patch.object(dist, "new_group", new_group),
+        mock.patch.multiple(ranks, unbound_default_group=nullcontext, let_wait=mock.DEFAULT),
     ):
         groups.make_pair((1, 0))
         groups.make((0, 1, 2), "nccl")
     (pair, of_pair), (everyone, of_everyone) = made
     assert pair == [0, 1] and of_pair["backend"] == "nccl" and of_pair["pg_options"].config.max_ctas == 4
     assert everyone == [0, 1, 2] and of_everyone["pg_options"] is None
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_launches_that_block_leave_no_transfer_to_nccl(blocks: bool) -> None:
+    """A receive that is posted early would wait for what its own rank has not sent yet."""
+    pair = [
+        ProcessInfo(i, "node", i, "cuda", gpu=f"GPU-{i}", blocks_launches=blocks and i == 1) for i in (0, 1)
+    ]
+    own = SimpleNamespace(ranks=Ranks(0, (0, 1)), processes=pair)
+    own.compiled = SimpleNamespace(report=SimpleNamespace(buffered_edges=frozenset()))
+    assert Assembly._goes_by_host(own, (0, 1, "F")) is blocks  # type: ignore[arg-type]
+    with mock.patch.dict(os.environ, CUDA_LAUNCH_BLOCKING=str(int(blocks))):
+        assert describe_process("cpu", rank=0).blocks_launches is blocks
 
 
 @pytest.mark.parametrize(("devices", "seconds"), [(("cpu", "cpu"), 5), (("cpu", "cuda"), 30)])

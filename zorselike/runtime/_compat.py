@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +111,28 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Gloo between processes that need have no default group, with `send`, `recv` and `allgather` of lists of
     tensors; collective."""
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+@contextmanager
+def unbound_default_group() -> Iterator[None]:
+    """Inside, groups get communicators of their own even where `init_process_group` was given a `device_id`.
+
+    Else torch splits each from the default group's, which all ranks must do together; but it lets none of
+    the members split where a group is Gloo's, and no others where it synchronises locally.
+    """
+    default = distributed_c10d._get_default_group()
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def let_wait(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Operations of the group may take so long. A new group's limit is torch's constant, not that of the
+    default group, and counts from when an operation is issued."""
+    distributed_c10d._set_pg_timeout(limit, group)
 
 
 def release_groups(mesh: DeviceMesh) -> None:

@@ -335,7 +335,8 @@ class Assembly:
     def _goes_by_host(self, edge: Edge) -> bool:
         """Whether NCCL cannot serve an edge, or a blocking send on it could close a cycle."""
         is_buffered = edge in self.compiled.report.buffered_edges
-        return is_buffered or backend_for(edge[:2], self.ranks, self.processes) == "gloo"
+        blocks = any(self.processes[process].blocks_launches for process in self.ranks.processes(edge[:2]))
+        return is_buffered or blocks or backend_for(edge[:2], self.ranks, self.processes) == "gloo"
 
 
 def count_parameters(module: nn.Module) -> int:

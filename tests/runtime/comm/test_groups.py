@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import RunRanks
 
 from zorselike.runtime.comm import ranks
 from zorselike.runtime.comm.ranks import Groups, Ranks
@@ -38,3 +42,35 @@ def test_two_threads_abort_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_nothing_is_aborted_what_is_computed_counts() -> None:
     groups = Groups(Ranks(0, (0,)))
     assert groups.abort() and not groups.is_aborted
+
+
+def make_groups(rank: int, world_size: int, bound: torch.device | None) -> list[timedelta]:
+    """How long operations of groups may take: of all ranks, of two of them, and of each alone."""
+    default = dist.distributed_c10d._get_default_group()
+    default.bound_device_id = bound
+    groups = Groups(Ranks(rank, tuple(range(world_size))))
+    new_group = dist.new_group
+
+    def make(*args: Any, **options: Any) -> Any:
+        assert default.bound_device_id is None
+        return new_group(*args, **options)
+
+    dist.new_group = make
+    made = [groups.make(range(world_size), "gloo"), groups.make((0, 2), "gloo")]
+    made += [groups.make_own("gloo")] if rank else []
+    assert default.bound_device_id == bound
+    found = []
+    for group in filter(None, made):
+        dist.barrier(group)
+        found.append(group._get_backend(torch.device("cpu")).options._timeout)
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)])
+def test_groups_are_their_own_and_wait_as_long_as_a_step_may_take(
+    bound: torch.device | None, run_ranks: RunRanks
+) -> None:
+    """Also where `init_process_group` was given a device, from whose communicator torch would split them."""
+    day = timedelta(days=1)
+    assert run_ranks(make_groups, 3, bound) == [[day] * 2, [day] * 2, [day] * 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.comm import transport
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import Groups, Ranks
@@ -193,6 +195,44 @@ def train(rank: int, world_size: int, staged: bool) -> list[float]:
 
 def test_a_step_over_it_is_the_same_step(run_ranks: RunRanks) -> None:
     assert run_ranks(train, 3, True) == run_ranks(train, 3, False)
+
+
+def train_and_evaluate(rank: int, world_size: int, direct: bool) -> tuple[list[float], list[list[int]]]:
+    """Losses of evaluations and steps in turn; of each, how much this rank sends over the group of everyone
+    and over those of pairs. `direct`: channels have a pair's group as over NCCL."""
+    case = Case(plan(), 3)
+    losses: list[float] = []
+    counts: list[list[int]] = []
+    sizes: Counter[int] = Counter()
+    send = transport._Channel.send
+
+    def count(channel: transport._Channel, tensor: torch.Tensor) -> transport._Sent:
+        sizes[channel._group.size()] += 1
+        return send(channel, tensor)
+
+    with (
+        mock.patch.object(transport._Channel, "send", count),
+        mock.patch.object(Groups, "make_pair", lambda groups, ends: groups.make(ends, "gloo")),
+        mock.patch.object(Assembly, "_goes_by_host", lambda *_: not direct),
+        HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe,
+    ):
+        for step in range(2):
+            for run in (pipe.evaluate_global, pipe.step_global):
+                sizes.clear()
+                losses.append(run(*case.batch(step)).loss)
+                counts.append([sizes[3], sizes[2]])
+    return losses, counts
+
+
+def test_the_first_pass_of_each_kind_occupies_no_gpu(run_ranks: RunRanks) -> None:
+    """What the first launch of a kernel waits for is none of NCCL's."""
+    found = run_ranks(train_and_evaluate, 3, True)
+    for (losses, counts), (expected, by_host) in zip(
+        found, run_ranks(train_and_evaluate, 3, False), strict=True
+    ):
+        assert losses == expected
+        assert counts[:2] == by_host[:2] == by_host[2:] and by_host[0][1] == by_host[1][1] == 0
+        assert counts[2:] == [own[::-1] for own in by_host[2:]] and by_host[0][0] + by_host[1][0] > 0
 
 
 # -- threads -----------------------------------------------------------------------------------

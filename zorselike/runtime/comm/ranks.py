@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zorselike.runtime._compat import abort_groups, has_nccl, nccl_options, release_groups
+from zorselike.runtime._compat import (
+    abort_groups,
+    has_nccl,
+    let_wait,
+    nccl_options,
+    release_groups,
+    unbound_default_group,
+)
 
 ProcessGroup = dist.ProcessGroup
 
 _PAIR_BLOCKS = 4
 _ABORT_S = 10.0
+_PATIENCE = timedelta(days=1)
+"""A step may take hours, and receives are posted early in it; the alarm hears of ranks that are gone."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +66,20 @@ class Groups:
     def make(self, members: Sequence[int], backend: str, *, options: Any = None) -> ProcessGroup | None:
         """A group over ranks of the plan; every process calls, members get it."""
         processes = sorted(self.ranks.processes(members))
-        group = dist.new_group(processes, backend=backend, pg_options=options)
-        if self.ranks.rank not in members:
-            return None
-        assert isinstance(group, ProcessGroup)
-        self._made.append(group)
-        return group
+        with unbound_default_group():
+            group = dist.new_group(processes, backend=backend, pg_options=options)
+        return None if self.ranks.rank not in members else self._keep(group)
 
     def make_own(self, backend: str) -> ProcessGroup:
         """A group of this process alone, known to nobody else."""
         process = self.ranks.process_of[self.ranks.rank]
-        group = dist.new_group([process], backend=backend, use_local_synchronization=True)
+        with unbound_default_group():
+            group = dist.new_group([process], backend=backend, use_local_synchronization=True)
+        return self._keep(group)
+
+    def _keep(self, group: Any) -> ProcessGroup:
         assert isinstance(group, ProcessGroup)
+        let_wait(group, _PATIENCE)
         self._made.append(group)
         return group
 

@@ -5,6 +5,10 @@ send could close a cycle (Zorse 5.2; the schedule's checker finds them), such as
 first group, and on those that are too many for a rank's streams. So two ranks have two communicators, one for
 activations and one for gradients. They cannot have one: it runs what it is given in order, and a send behind
 a receive that is posted early would wait for what the other rank computes from that send.
+
+In its first step and its first evaluation a pipeline uses Gloo alone. A receive or send of NCCL that waits
+occupies the GPU, and launching a kernel for the first time waits for all that the GPU runs ("Lazy Loading" in
+the CUDA programming guide): two ranks that do so at once would wait for each other.
 """
 
 from __future__ import annotations
@@ -191,6 +195,10 @@ class Transport:
         """Of this step."""
         self._earlier_sends: list[_Sent] = []
         """Of the step before, on their way."""
+        self._detours: dict[Edge, _Channel] = {}
+        """What takes the place of channels over NCCL in a first pass."""
+        self._begun: set[bool] = set()
+        self._is_first = False
         everyone = range(groups.ranks.world_size)
         host = groups.make(everyone, "gloo")
         assert host is not None
@@ -207,12 +215,13 @@ class Transport:
             return
         process = self._ranks.process_of[target if self._ranks.rank == source else source]
         tag = 0 if direction == "F" else 1
-        if pair is not None:
-            channel = _Channel(process, pair, device)
-        elif device.type == "cpu":
+        if device.type == "cpu":
             channel = _Channel(process, host, device, tag=tag)
         else:
             channel = _StagedChannel(process, host, device, tag=tag, streams=self._streams)
+        if pair is not None:
+            self._detours[edge] = channel
+            channel = _Channel(process, pair, device)
         self._channels[edge], self.kinds[edge] = channel, channel.kind
 
     def _warm_up(self, device: torch.device) -> None:
@@ -227,12 +236,22 @@ class Transport:
 
     # -- one step --------------------------------------------------------------------------
 
+    def begin(self, *, train: bool) -> None:
+        """A step or an evaluation begins, on all ranks."""
+        self._is_first = train not in self._begun
+        self._begun.add(train)
+
+    def _find(self, action: Action) -> _Channel:
+        edge = edge_of(self._ranks.rank, action)
+        detour = self._detours.get(edge) if self._is_first else None
+        return detour or self._channels[edge]
+
     def post(self, action: Action, boundary: Signature) -> None:
         """Posts the receive of a `RECV_F` (of what enters a ministage) or `RECV_B` (of the
         gradients of what leaves it)."""
         assert action.kind in RECEIVES and action.start is not None and action.stop is not None
         assert action.ministage is not None and action.microbatch is not None
-        channel = self._channels[edge_of(self._ranks.rank, action)]
+        channel = self._find(action)
         first, last = action.positions or (0, 0)
         if action.positions is not None:
             boundary = boundary.at_positions(last - first)
@@ -255,7 +274,7 @@ class Transport:
     def send(self, action: Action, tensors: Tensors, boundary: Signature, begin: Place) -> None:
         """Sends an action's part of `tensors`, whose row 0 and position 0 are `begin` of the batch."""
         assert action.start is not None and action.stop is not None
-        channel = self._channels[edge_of(self._ranks.rank, action)]
+        channel = self._find(action)
         part: tuple[slice, ...] = (slice(action.start - begin[0], action.stop - begin[0]),)
         if action.positions is not None:
             part += (slice(action.positions[0] - begin[1], action.positions[1] - begin[1]),)
@@ -284,8 +303,9 @@ class Transport:
     def _forget(self) -> list[_Channel]:
         for held in (self._sends, self._earlier_sends, self._receives):
             held.clear()
-        channels = list(self._channels.values())
+        channels = [*self._channels.values(), *self._detours.values()]
         self._channels.clear()
+        self._detours.clear()
         return channels
 
 

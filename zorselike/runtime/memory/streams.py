@@ -2,7 +2,8 @@
 
 Compute is whatever stream the caller is on; gathers, reductions, copies each way and optimizer updates have
 their own.
-Rules that keep memory safe without `record_stream`, whose effect on memory depends on timing:
+Rules that keep memory safe without `record_stream`, whose effect on memory depends on timing (torch itself
+uses it for what NCCL sends and receives between two ranks):
 
 - Memory belongs to the stream on which it was allocated. It is given back (its storage resized to
   nothing, or the last reference dropped) only after that stream waits for its last use elsewhere.

@@ -66,6 +66,8 @@ class ProcessInfo:
     cuda: str = ""
     """The CUDA (or ROCm) version torch was built with; empty for a CPU build."""
     nccl: str = ""
+    blocks_launches: bool = False
+    """Whether each kernel that is launched is waited for (`CUDA_LAUNCH_BLOCKING`)."""
     python: str = ""
     zorselike: str = ""
 
@@ -120,6 +122,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         torch=str(torch.__version__),
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=_nccl_version() if num_gpus else "",
+        blocks_launches=os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0",
         python=platform.python_version(),
         zorselike=__version__,
     )
