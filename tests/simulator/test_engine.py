@@ -526,7 +526,7 @@ def test_a_receive_that_nobody_sends_is_found() -> None:
         run(plan, lists)
     message = str(caught.value)
     assert "rank 1 at action 1, 1RECV_F0@0[0:1] waits for a transfer from rank 0 to rank 1" in message
-    assert "rank 0 at action 1, 0RECV_B0@1[0:1] waits for" in message
+    assert "rank 0 at action 2, 0RECV_B0@1[0:1] waits for" in message
 
 
 def test_collectives_in_opposite_order_are_found() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.model.partition import (
+    BATCH_NORMS,
+    INSTANCE_NORMS,
+    refuse_batch_statistics,
+)
+from zorselike.runtime.model.pruning import is_above
 from zorselike.runtime.processes.device import ParamDtype
 from zorselike.runtime.processes.world import ProcessInfo
 
@@ -43,3 +51,91 @@ def refuse_with_replicas(plan: Plan, *, dynamic_shapes: bool) -> None:
             "positions of rows of the plan's sequence_length each rank sends; pad rows to that length, or "
             "list single ranks in the plan"
         )
+
+
+_EVERY_HOOK = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
+    """Raises `ConfigError` for what a model has that would not train as in a single process, or not at all.
+    `is_copied`: whether ministages get copies of the modules around those of the plan."""
+    planned = list(plan.ministage_of) if is_copied and plan.num_ministages > 1 else []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(name, module)
+        if is_above(name, planned) and any(getattr(module, hooks) for hooks in _EVERY_HOOK):
+            what = f"'{name}'" if name else f"the {type(module).__name__} itself"
+            raise ConfigError(
+                f"model: {what} has hooks, and every ministage has a copy of it, so that they would run once "
+                "in each; register them on modules that the plan names"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"model: '{name}' has a gradient hook, which would be lost when it is sharded; change "
+                "gradients in a step hook of the optimizer (register_step_pre_hook)"
+            )
+        if not parameter.dim():
+            raise ConfigError(
+                f"model: '{name}' is a scalar, which cannot be sharded; make it a tensor of one element"
+            )
+        if parameter.requires_grad and not parameter.numel():
+            raise ConfigError(
+                f"model: '{name}' is trained and has no elements; let it not require a gradient"
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"model: '{name}' is not contiguous in memory, and cannot be sharded; make it so "
+                "(of channels_last: model.to(memory_format=torch.contiguous_format))"
+            )
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    for setting, why in (
+        ("max_norm", "changes weights in a forward, of a gathered copy"),
+        ("scale_grad_by_freq", "counts within a microbatch, so that gradients would depend on the plan"),
+        ("sparse", "makes gradients that cannot be sharded"),
+    ):
+        if getattr(module, setting):
+            raise ConfigError(f"model: '{name}' is an embedding with {setting}, which {why}; leave it out")
+
+
+class Settled:
+    """What may not change once ministages are made."""
+
+    def __init__(self, ministages: Iterable[nn.Module]) -> None:
+        modules = {name: module for top in ministages for name, module in top.named_modules()}
+        self._norms = [
+            (name, module)
+            for name, module in modules.items()
+            if isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
+        ]
+        self._frozen = [
+            (module, name, key)
+            for name, module in modules.items()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad
+        ]
+
+    def check(self) -> None:
+        """Raises `ConfigError` if something did."""
+        refuse_batch_statistics(self._norms)
+        for module, name, key in self._frozen:
+            if module._parameters[key].requires_grad:  # type: ignore[union-attr]
+                raise ConfigError(
+                    f"'{name}.{key}' was frozen when this pipeline was made, and now requires a gradient: "
+                    "build another pipeline to train it"
+                )
+
+
+@contextmanager
+def apart_from_the_caller() -> Iterator[None]:
+    """A caller's no_grad or inference_mode around a call is no part of it. Its autocast is, but not the cache
+    of that, in which the cast of a gathered weight would outlive its microbatch."""
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
+from zorselike.runtime.arguments import check_model
 from zorselike.runtime.comm.agreement import check_same_plan
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
 from zorselike.runtime.comm.transport import Transport, edges_of
@@ -86,6 +87,7 @@ def compile_plan(
     """
     plan.validate()
     traces = traces or Traces()
+    check_model(model, plan, is_copied=not callable(split))
     parts = tuple(partition(model, plan, split=split, unpack=unpack, is_proven=traces.is_proven))
     traces.is_proven = parts[0].skeleton.takes_any_shape
     ties = tuple(find_ties(model, plan))

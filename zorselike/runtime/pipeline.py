@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from zorselike.errors import CheckpointError, ConfigError
 from zorselike.plan.plan import Plan
+from zorselike.runtime import arguments
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.alarm.watch import OnLoss
-from zorselike.runtime.arguments import check_arguments, find_patience, refuse_with_replicas
 from zorselike.runtime.assembly import Assembly, CompiledPlan, compile_plan, find_ranks
 from zorselike.runtime.auxiliary_loss import weighing
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
@@ -115,7 +115,7 @@ class HeteroPipeline(Stateful):
         compiled: CompiledPlan | None = None,
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        check_arguments(max_norm, clip, param_dtype, optimizer)
+        arguments.check_arguments(max_norm, clip, param_dtype, optimizer)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():
             raise ConfigError(
@@ -138,7 +138,7 @@ class HeteroPipeline(Stateful):
             param_dtype=dtype,
             tp_plan=tp_plan,
         )
-        refuse_with_replicas(self.plan, dynamic_shapes=dynamic_shapes)
+        arguments.refuse_with_replicas(self.plan, dynamic_shapes=dynamic_shapes)
         if any(group.offload for group in self.plan.groups):
             refuse_unfitting_plan(compiled, ranks, processes, param_dtype=dtype)
         if compile and not any(part.units for part in compiled.parts):
@@ -154,8 +154,7 @@ class HeteroPipeline(Stateful):
         self._forbid_nonfinite = forbid_nonfinite_loss
         self.param_dtype = dtype
         """Dtype in which layers compute; None: the model's own."""
-        if silence_s == "auto":
-            silence_s = find_patience(processes)
+        silence_s = arguments.find_patience(processes) if silence_s == "auto" else silence_s
         self._alarm = Alarm(
             ranks.rank, ranks.world_size, default_store(), silence_s=silence_s, on_loss=on_loss
         )
@@ -199,6 +198,7 @@ class HeteroPipeline(Stateful):
         self._checkpoints = Checkpoints(self._assembly, self._scale, seed, must_load=skip_init)
         self._totals = SumOverRanks(self._assembly.totals, self._assembly.resources.memory)
         self._crossing = Crossing(self._assembly, param_dtype=dtype, dynamic=dynamic_shapes)
+        self._settled = arguments.Settled(m.module for m in self._assembly.ministages.values())
         self._is_closed = False
         self.is_broken = False
         """Whether a call has failed in its middle, so that no other can follow."""
@@ -348,12 +348,12 @@ class HeteroPipeline(Stateful):
         train = call == "step"
         with self._locating(call):
             self._refuse_unusable()
+            self._settled.check()
             feeds = as_tensors(inputs, "inputs") if self.input_rows else None
             self._check_rows(feeds, targets, kwargs)
             check_kwargs(kwargs, self._assembly.compiled.parts)
         self._alarm.begin(call)
-        # A caller's no_grad or inference_mode around a call is no part of it.
-        with torch.inference_mode(False), torch.enable_grad(), self._failing_together():
+        with arguments.apart_from_the_caller(), self._failing_together():
             self._alarm.enter(f"{call}() (before its first action)")
             boundaries = self._crossing.find(feeds, kwargs).boundaries
             if self._assembly.positions is not None and self.target_rows:

@@ -183,6 +183,22 @@ def test_microbatches_in_flight_are_bounded_where_memory_is_short():
     assert costly[False] and not costly[True]
 
 
+def test_few_microbatches_in_flight_are_found_where_offload_leaves_no_room():
+    """Of few ministages the state that comes back to be updated takes more room than it had left."""
+    cards = make_node("a", "RTX3090", 1), make_node("b", "RTX3070", 1)
+    workload = make_decoder(22, tokens=1024)
+    fixed = Fixed(groups=((0,), (1,)), bounds_in_flight=True)
+    problem = make_problem(*cards, global_batch=16, workload=workload, fixed=fixed)
+    plan = search_plans(problem, budget_s=1).best.case.plan
+    assert plan.bounds_in_flight
+
+
+def test_devices_that_cost_nothing_are_the_cheapest():
+    nodes = (make_node("a", "A100-40", 2, price_per_hour=10.0), make_node("b", "T4", 1))
+    found = search_plans(make_problem(*nodes, objective="cost"), budget_s=2).best.case
+    assert found.simulation.cost == 0 and {device.node for device in found.plan.devices} == {"b"}
+
+
 def test_reductions_are_waited_for_where_memory_has_no_room_beside_them():
     """And only there: whole gradients of two ministages do not fit one of these groups, those of one do."""
 

@@ -252,18 +252,29 @@ class CoarseSearch:
         wanted = _MICROBATCHES_PER_GROUP * num_groups
         short_fill = min(self._microbatch_counts, key=lambda number: abs(number - wanted))
         # What needs least memory first: where that does not fit, nothing does.
-        least_memory = self._try_in_flight(plain[-1][-1], most, IN_FLIGHT_FACTORS[0])
-        if least_memory is None:
+        fits = self._find_least_memory(plain[-1], most)
+        if fits is None:
             return None
         tries = [*product(dict.fromkeys([short_fill, most]), (IN_FLIGHT_FACTORS[-1], IN_FLIGHT_FACTORS[0]))]
         for family in plain:
-            if self._try_in_flight(family[-1], most, IN_FLIGHT_FACTORS[0]) is None:
+            least = self._find_least_memory(family, most)
+            if least is None:
                 continue
             for per_device, factor in tries:
-                found = self._find_fastest(family, per_device, factor)
+                found = self._find_fastest(family[: least[0] + 1], per_device, factor)
                 if found is not None:
                     return found
-        return least_memory
+        return fits[1]
+
+    def _find_least_memory(self, family: Family, per_device: int) -> tuple[int, EstimatedCandidate] | None:
+        """What needs least memory of a family, and its number; where that does not fit, what offloads less: of
+        few ministages what comes back may take more room than it leaves."""
+        last_of = {mode.offload: number for number, mode in enumerate(family)}
+        for number in reversed(last_of.values()):
+            found = self._try_in_flight(family[number], per_device, IN_FLIGHT_FACTORS[0])
+            if found is not None:
+                return number, found
+        return None
 
     def _find_fastest(self, family: Family, per_device: int, factor: float) -> EstimatedCandidate | None:
         """The first of a family that fits, if each needs less memory than those before it."""

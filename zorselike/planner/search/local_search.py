@@ -261,7 +261,8 @@ class LocalSearch:
         is_better = found.score < before.score and self._top_k.fits(found)
         if is_better:
             descent.best = found
-        return is_better, _find_error(found) / _find_error(before)
+        error = _find_error(before)  # None where what is used costs nothing.
+        return is_better, _find_error(found) / error if error else 1.0
 
     def _simplify(self, descent: _Descent) -> Iterator[float]:
         """The end of the way with simpler modes where these cost nothing."""

@@ -17,6 +17,7 @@ from zorselike.runtime._compat import without_gradient
 from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.ministage.random_numbers import RandomNumbers
 from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
+from zorselike.runtime.model.nested import map_tensors, tensors_in
 
 Forward = Callable[..., Any]
 
@@ -128,10 +129,21 @@ class Unit:
         if anchors and self._is_nested:
             hidden = self._anchor(hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(args, kwargs, hidden)
-        outputs = self._enter(*args, **kwargs)
+        outputs = self._without_parameters(self._enter(*args, **kwargs))
         if anchors and not self._is_nested:
             return self._anchor(outputs)
         return outputs
+
+    def _without_parameters(self, outputs: Any) -> Any:
+        """The same, with copies of what shares memory with parameters, which is given back while others still
+        read what they were handed."""
+        shared = [t for t in tensors_in(outputs) if t._is_view() or isinstance(t, nn.Parameter)]
+        if not shared:
+            return outputs
+        own = {parameter.untyped_storage()._cdata for parameter in self.parameters()}
+        if not any(tensor.untyped_storage()._cdata in own for tensor in shared):
+            return outputs
+        return map_tensors(outputs, lambda t: t.clone() if t.untyped_storage()._cdata in own else t)
 
     def _anchor(self, x: Any, *, give: Callable[[], None] | None = None) -> Any:
         return anchor_zero_gradients(x, self.trainable_parameters(), give)

@@ -111,7 +111,7 @@ class Updates:
             if ministage.trained
         }
         for i, optimizer in self.optimizers.items():
-            _refuse_closure(optimizer)
+            _refuse(optimizer)
             ministages[i].train_by(optimizer)
         self.begin()
 
@@ -227,8 +227,13 @@ def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> 
     return scale is not None or (max_norm is not None and clip == "global")
 
 
-def _refuse_closure(optimizer: Optimizer) -> None:
-    """Raises `ConfigError` for an optimizer that evaluates the model itself."""
+def _refuse(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for an optimizer that evaluates the model itself, or cannot step on shards."""
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise ConfigError(
+            "optimizer: torch.optim.Adafactor does not step on sharded parameters; use torch.optim.AdamW, or "
+            "offload its state"
+        )
     parameters = inspect.signature(optimizer.step).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(p.default is p.empty and p.kind not in variadic for p in parameters):

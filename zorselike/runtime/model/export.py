@@ -9,7 +9,8 @@ begins where the first of its modules is called, marked with
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -127,7 +128,10 @@ class Exporter(Skeleton):
                 tensors = [t.to(param_dtype) if t.is_floating_point() else t for t in tensors]
         flat = _Flat(whole, len(inputs.tensors), kwargs, self._unpack)
         try:
-            program = torch.export.export(flat, tuple(tensors), strict=False)
+            with _refusing_own_backwards(whole):
+                program = torch.export.export(flat, tuple(tensors), strict=False)
+        except CannotCut as error:
+            raise self._refuse(str(error)) from error
         except ConfigError:
             raise
         except Exception as error:
@@ -206,6 +210,31 @@ class Exporter(Skeleton):
             f"torch.export cannot cut this model: {reason.rstrip('.')}; pass split=, a function that makes "
             f"each ministage's module{tried}"
         )
+
+
+@contextmanager
+def _refusing_own_backwards(model: nn.Module) -> Iterator[None]:
+    """Inside, what has a backward of its own raises `CannotCut`: export keeps the forward alone."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CannotCut(f"'{name}' has a backward hook, which would be lost")
+    function, register_hook = torch.autograd.Function, Tensor.register_hook
+    apply = vars(function)["apply"]
+
+    def apply_torchs(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise CannotCut(f"the backward of {cls.__qualname__}, an autograd.Function, would be lost")
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def refuse(*_: Any) -> None:
+        raise CannotCut("a tensor's gradient hook, registered in a forward, would be lost")
+
+    function.apply = classmethod(apply_torchs)  # type: ignore[method-assign, assignment]
+    Tensor.register_hook = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
 
 
 class ExportedForward:

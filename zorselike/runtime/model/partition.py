@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ def partition(
     """
     if not callable(split) and split not in (None, "decoder", "export"):
         raise ConfigError(f"split = {split!r} is neither 'decoder', 'export' nor a function")
-    refuse_batch_statistics(model)
+    refuse_batch_statistics(model.named_modules())
     if split is None and is_causal_lm(model):
         return _split_causal_lm(model, plan, unpack)
     loose = loose_parameters(model, plan)
@@ -130,20 +130,24 @@ def find_ties(model: nn.Module, plan: Plan) -> tuple[Tie, ...]:
     return tuple(ties)
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+
+
+def refuse_batch_statistics(named_modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises `ConfigError` for a layer whose result depends on how the batch is cut."""
-    for name, module in model.named_modules():
-        is_batch = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-        is_instance = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    for name, module in named_modules:
+        is_batch, is_instance = isinstance(module, BATCH_NORMS), isinstance(module, INSTANCE_NORMS)
+        kind = type(module).__name__.removeprefix("FSDP")
         mends = "put it in eval mode, or use GroupNorm or LayerNorm"
         if is_batch and (module.training or module.running_mean is None):
             raise ConfigError(
-                f"model: '{name}' is a {type(module).__name__} in training mode: its statistics are those "
+                f"model: '{name}' is a {kind} in training mode: its statistics are those "
                 f"of a microbatch, so results would depend on the plan; {mends}"
             )
         if is_instance and module.training and module.track_running_stats:
             raise ConfigError(
-                f"model: '{name}' is a {type(module).__name__} that tracks running statistics, which "
+                f"model: '{name}' is a {kind} that tracks running statistics, which "
                 f"would depend on the plan; set track_running_stats=False, {mends}"
             )
 

@@ -1,0 +1,294 @@
+"""What of a model and of a caller's context is refused, or made no part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from ranks import RunRanks
+from torch import Tensor, nn
+
+from zorselike import ConfigError, HeteroPipeline
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.assembly import compile_plan
+from zorselike.runtime.model import partition
+
+LEARNING_RATE = 0.1
+
+
+def make_plan(*modules: tuple[str, ...], zero: int = 2) -> Plan:
+    """Two ranks of one group, microbatches of one row."""
+    microbatches = tuple(Microbatch(row % 2, row, row + 1) for row in range(4))
+    return Plan(4, (Group((0, 1), microbatches, zero=zero),), tuple(Ministage(0, own) for own in modules))
+
+
+def sum_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum()
+
+
+def count_rows(targets: Tensor) -> int:
+    return len(targets)
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE)  # type: ignore[arg-type]
+
+
+def train(
+    rank: int, world_size: int, make: Callable[[], nn.Module], plan: Plan, cast: bool = False
+) -> dict[str, Tensor]:
+    """Three steps' weights; `cast`: inside a caller's autocast."""
+    model, (inputs, targets) = make(), batch(model_dtype=next(make().parameters()).dtype)
+    with (
+        torch.autocast("cpu", enabled=cast),
+        HeteroPipeline(model, plan, optimizer=sgd, loss_fn=sum_squares, count_fn=count_rows) as pipe,
+    ):
+        for _ in range(3):
+            pipe.step_global(inputs, targets)
+        return pipe.full_state_dict()
+
+
+def train_alone(
+    rank: int, world_size: int, make: Callable[[], nn.Module], cast: bool = False
+) -> dict[str, Tensor]:
+    """The same without a plan, microbatch by microbatch."""
+    model, (inputs, targets) = make(), batch(model_dtype=next(make().parameters()).dtype)
+    optimizer = sgd(model.parameters())
+    for _ in range(3):
+        for row in range(4):
+            with torch.autocast("cpu", enabled=cast, cache_enabled=False):
+                loss = sum_squares(model(inputs[row : row + 1]), targets[row : row + 1]) / 4
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def batch(model_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(4, 6, generator=generator, dtype=torch.float64).to(model_dtype),
+        torch.randn(4, 6, generator=generator, dtype=torch.float64).to(model_dtype),
+    )
+
+
+# -- memory that is given back -----------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """Hands on a view of a parameter beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.scale.expand(len(x), -1)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        hidden: Tensor = self.layer(pair[0] * pair[1])
+        return hidden
+
+
+def hands_on_a_view() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(Beside(), Scaled()).double()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("modules", [(("0", "1"),), (("0",), ("1",))])
+def test_a_view_of_a_parameter_outlasts_its_unit(
+    modules: tuple[tuple[str, ...], ...], zero: int, run_ranks: RunRanks
+) -> None:
+    """Gathered parameters are given back while the next layer still reads what it was handed."""
+    (expected,) = run_ranks(train_alone, 1, hands_on_a_view)
+    found = run_ranks(train, 2, hands_on_a_view, make_plan(*modules, zero=zero))[0]
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def in_float32() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_callers_autocast_casts_each_microbatch_s_weights(zero: int, run_ranks: RunRanks) -> None:
+    """Its cache would hand the first microbatch's casts, and where their gradients go, to the others."""
+    (expected,) = run_ranks(train_alone, 1, in_float32, True)
+    found = run_ranks(train, 2, in_float32, make_plan(("0", "1", "2"), zero=zero), True)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=5e-4)
+    assert torch.is_autocast_cache_enabled()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def hook_root(model: nn.Sequential) -> None:
+    model.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_weight(model: nn.Sequential) -> None:
+    model[1].weight.register_hook(lambda gradient: gradient * 0)
+
+
+def hook_accumulated(model: nn.Sequential) -> None:
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def set_embedding(model: nn.Sequential, **settings: object) -> None:
+    model[0] = nn.Embedding(5, 6, **settings)  # type: ignore[arg-type]
+
+
+def set_weight(model: nn.Sequential, value: Tensor) -> None:
+    model[1].extra = nn.Parameter(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (hook_root, "the Sequential itself has hooks"),
+        (hook_weight, "'1.weight' has a gradient hook"),
+        (hook_accumulated, "'1.weight' has a gradient hook"),
+        (partial(set_embedding, max_norm=1.0), "'0' is an embedding with max_norm"),
+        (partial(set_embedding, scale_grad_by_freq=True), "'0' is an embedding with scale_grad_by_freq"),
+        (partial(set_embedding, sparse=True), "'0' is an embedding with sparse"),
+        (partial(set_weight, value=torch.ones(())), "'1.extra' is a scalar"),
+        (partial(set_weight, value=torch.ones(0, 3)), "'1.extra' is trained and has no elements"),
+        (partial(set_weight, value=torch.ones(2, 3).t()), "'1.extra' is not contiguous"),
+    ],
+)
+def test_models_that_would_not_train_as_alone_are_refused(
+    change: Callable[[nn.Sequential], None], said: str
+) -> None:
+    model, plan = linears(), make_plan(("0",), ("1", "2"))
+    compile_plan(model, plan)
+    change(model)
+    with pytest.raises(ConfigError, match=said):
+        compile_plan(model, plan)
+
+
+def test_a_hook_of_the_model_runs_once_where_there_is_one_ministage() -> None:
+    model = linears()
+    hook_root(model)
+    compile_plan(model, make_plan(("0", "1", "2")))
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Net(nn.Module):
+    """Cut by export alone."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.what = what
+        if what == "module":
+            self.a.register_full_backward_hook(lambda module, given, taken: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.a(x) * 2
+        if self.what == "function":
+            hidden = Rounded.apply(hidden)  # type: ignore[no-untyped-call]
+        if self.what == "tensor" and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 2)
+        found: Tensor = self.b(hidden)
+        return found
+
+
+def refuse_alone(rank: int, world_size: int, what: str) -> str:
+    group = Group((0,), tuple(Microbatch(0, row, row + 1) for row in range(4)))
+    plan = Plan(4, (group,), (Ministage(0, ("a",)), Ministage(0, ("b",))))
+    apply, register = torch.autograd.Function.apply, Tensor.register_hook
+    with pytest.raises(ConfigError) as caught:
+        train(rank, world_size, partial(Net, what), plan)
+    assert torch.autograd.Function.apply == apply and Tensor.register_hook is register
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("function", "the backward of Rounded, an autograd.Function, would be lost"),
+        ("tensor", "a tensor's gradient hook, registered in a forward, would be lost"),
+        ("module", "'a' has a backward hook, which would be lost"),
+    ],
+)
+def test_backwards_that_export_would_lose_are_refused(what: str, said: str, run_ranks: RunRanks) -> None:
+    (message,) = run_ranks(refuse_alone, 1, what)
+    assert said in message and "torch.export cannot cut this model" in message
+
+
+def change_later(rank: int, world_size: int) -> list[str]:
+    """What two changes between steps say."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 6)).double()
+    model[0].requires_grad_(False)
+    group = Group((0,), (Microbatch(0, 0, 4),))
+    said = []
+    inputs, targets = batch(torch.float64)
+    with HeteroPipeline(
+        model,
+        Plan(4, (group,), (Ministage(0, ("0", "1", "2")),)),
+        optimizer=sgd,
+        loss_fn=sum_squares,
+        count_fn=count_rows,
+    ) as pipe:
+        for change, back in (
+            (model.train, model.eval),
+            (partial(model[0].requires_grad_, True), partial(model[0].requires_grad_, False)),
+        ):
+            pipe.step_global(inputs, targets)
+            change()
+            with pytest.raises(ConfigError) as caught:
+                pipe.step_global(inputs, targets)
+            said.append(str(caught.value))
+            back()
+        pipe.step_global(inputs, targets)
+    return said
+
+
+def test_what_may_not_change_between_steps(run_ranks: RunRanks) -> None:
+    ((norm, frozen),) = run_ranks(change_later, 1)
+    assert "'1' is a BatchNorm1d in training mode" in norm
+    assert "'0.weight' was frozen when this pipeline was made" in frozen
+
+
+def test_a_batch_norm_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'1' is a BatchNorm1d in training mode"):
+        partition.refuse_batch_statistics(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).named_modules())
+
+
+def refuse_optimizer(rank: int, world_size: int) -> str:
+    plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, ("0", "1", "2")),))
+    with pytest.raises(ConfigError) as caught:
+        HeteroPipeline(in_float32(), plan, optimizer=torch.optim.Adafactor)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_cannot_step_on_shards_is_refused(run_ranks: RunRanks) -> None:
+    for message in run_ranks(refuse_optimizer, 1):
+        assert "torch.optim.Adafactor does not step on sharded parameters" in message
