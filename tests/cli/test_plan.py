@@ -95,6 +95,7 @@ def test_a_hugging_face_folder_is_a_model(
     assert workload.ties == (("transformer.wte", "lm_head"),)
     assert "--hf tiny has no sequence length; give --seq-len" in fail(capsys, *sizes, "--hf", "tiny")
     assert "give its folder by --hf" in fail(capsys, *sizes, "--lora-rank", "4")
+    assert "tiny has 1024 positions" in fail(capsys, *sizes, "--hf", "tiny", "--seq-len", "1025")
     assert "at least 1" in fail(capsys, *sizes, "--hf", "tiny", "--lora-rank", "0")
     assert "give --lora-rank 16" in fail(capsys, *sizes, "--hf", "tiny", "--lora-targets", "c_attn")
     assert "leave out --family" in fail(capsys, *sizes, "--hf", "tiny", "--family", "gpt")

@@ -64,6 +64,12 @@ def test_who_has_read_enough_gets_no_traceback(path: str, asks_for_help: bool) -
     assert process.returncode == 141
 
 
+def test_who_has_no_output_gets_no_traceback(path: str) -> None:
+    command = [sys.executable, "-m", "zorselike.cli", "show", path]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=True)
+    assert done.stderr == b""
+
+
 # -- plans -----------------------------------------------------------------------------------
 
 

@@ -149,6 +149,12 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRa
     assert [end.code for end in ends] == [0] * 2, ends[0].stderr
     assert "nothing is left to train" in ends[0].stdout
     assert read_column(tmp_path / "3", "validation_metrics/loss") == pytest.approx(losses[3:])
+    # A best that is better takes the place of the one before.
+    falling = (*best, *keeps[:-1], "0.003", *at_once, "--checkpoint.folder", "../falling")
+    ends, _ = run(run_ranks, tmp_path, *falling, steps=3, number=4)
+    losses = read_column(tmp_path / "4", "validation_metrics/loss")
+    assert losses == sorted(losses, reverse=True)
+    assert [path.name for path in list_steps(tmp_path / "falling")] == [step_folder(3)]
     # No file may be as large as a checkpoint's.
     with files_no_larger_than(200_000):
         small = ("--training.dataset_path", str(held_out), "--checkpoint.folder", "../full")

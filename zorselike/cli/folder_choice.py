@@ -51,6 +51,12 @@ class FolderChoice:
         """Its workload; raises `ConfigError` where it does not run on such rows."""
         from zorselike.profiler.workload.module_workload import measure_causal_lm
 
+        model: Any = self._model
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and sequence_length > most:
+            raise ConfigError(
+                f"--seq-len {sequence_length}: {self.folder} has {most} positions; give that or less"
+            )
         name = f"{PREFIX}{self.folder.resolve().name}"
         return measure_causal_lm(self._model, sequence_length=sequence_length, dtype=dtype, name=name)
 

@@ -28,6 +28,7 @@ from zorselike.cli.simulate import Simulate
 from zorselike.errors import USER_ERRORS
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.launcher import is_first_of_node, parse_once, report_mistake
+from zorselike.text.files import open_closed_streams
 from zorselike.version import __version__
 
 _MAX_WARNINGS = 3
@@ -63,6 +64,7 @@ class Command(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (by default `sys.argv`); returns 2 after an error that the user can correct, 130
     after Ctrl-C, 141 if the output is no longer read."""
+    open_closed_streams()
     try:
         try:
             return _run(arguments)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import uuid
 from pathlib import Path
 
@@ -47,3 +49,11 @@ def hash_content(content: object) -> str:
     """Twelve hex digits of nested lists, tuples, dictionaries, strings and numbers."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def open_closed_streams() -> None:
+    """What a process prints goes nowhere where it was started without standard output or error, as some that
+    start jobs do; Python has None there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  To the end of the process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -237,7 +238,7 @@ class RunCheckpoints:
             extra={**self._facts, "best": best} if self._pipe.rank == 0 else {},
             wait=False,
             copy=not waits,
-            after=self._tidy,
+            after=partial(self._tidy, best=best),
         )
         if save is None:
             logger.warning(
@@ -298,17 +299,18 @@ class RunCheckpoints:
 
     # -- in the thread that saves ----------------------------------------------------------
 
-    def _tidy(self, path: Path) -> None:
-        """Deletes what need not be kept, and copies the new one to where it is wanted."""
+    def _tidy(self, path: Path, *, best: Mapping[str, Any]) -> None:
+        """Deletes what need not be kept, and copies the new one to where it is wanted. `best`: of what is
+        saved by now."""
         settings = self._settings
         if settings.keep_latest_k:
-            best = self._best.get("step")
+            step = best.get("step")
             holds_all = isinstance(examine(path), Checkpoint)  # Else nodes do not share a disk.
             prune(
                 self.folder,
                 keep_latest=settings.keep_latest_k,
                 keep_every=settings.keep_every or None,
-                keep=() if best is None else (self.folder / step_folder(best),),
+                keep=() if step is None else (self.folder / step_folder(step),),
                 check=check_all_files if holds_all else check_files_here,
             )
         if settings.upload:

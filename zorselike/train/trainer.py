@@ -169,6 +169,13 @@ def _run_steps(
         build_lr_scheduler_factory(config.lr_scheduler, steps=steps, steps_before=before)
     )
     rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
+    if rate.warmup_steps < config.lr_scheduler.warmup_steps:
+        logger.info(
+            "[lr_scheduler] warmup_steps = %d is shortened to the %d steps of the schedule ([training] "
+            "steps, or total_steps)",
+            config.lr_scheduler.warmup_steps,
+            rate.warmup_steps,
+        )
     if pipe.loss_scale is not None:
         # torch mistakes a skipped first step for a schedule that is ahead of its optimizer.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -17,7 +17,7 @@ from zorselike import ConfigError
 from zorselike.train.config.config import Config, Job, Model, Training
 from zorselike.train.data.corpus import Corpus
 from zorselike.train.data.sources import open_rows
-from zorselike.train.data.text_files import list_files, list_standard_library
+from zorselike.train.data.text_files import list_files, list_standard_library, read_pieces
 from zorselike.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
@@ -180,6 +180,19 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "x.txt").write_text(text, newline="")
     corpus = open_rows(make_config(tmp_path, tmp_path / "x.txt", seq_len=1), vocab_size=256)
     assert bytes(stream_of(corpus)) == text.encode() + b"\0"
+
+
+def test_text_that_is_not_utf_8_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes("für\n".encode("utf-8-sig"))
+    assert "".join(piece.text for piece in read_pieces(path)) == "für\n" and not caplog.messages
+    path.write_bytes("für\ndas\n".encode("latin-1"))
+    with caplog.at_level("WARNING", logger="zorselike"):
+        assert "".join(piece.text for piece in read_pieces(path)) == "f\ufffdr\ndas\n"
+    assert caplog.messages == [f"{path}: what is not UTF-8 is read as \ufffd; save it as UTF-8"]
+    path.write_bytes("für\n".encode("utf-16"))
+    with pytest.raises(ConfigError, match="is UTF-16; save it as UTF-8"):
+        list(read_pieces(path))
 
 
 def test_the_standard_library_is_the_default(tmp_path: Path) -> None:

@@ -73,6 +73,16 @@ def test_halves_of_characters_are_replaced(tmp_path: Path) -> None:
     assert found.example == Completion("\ufffd", "é😀 \\ud83d\ufffd")
 
 
+def test_files_in_other_encodings(tmp_path: Path) -> None:
+    path, line = tmp_path / "x.jsonl", '{"prompt": "für", "completion": "é"}\n'
+    path.write_bytes(line.encode("utf-8-sig"))
+    assert [found.example for found in read_examples(path, "completion")] == [Completion("für", "é")]
+    for encoding, said in (("latin-1", "line 2: is not UTF-8 .byte 13"), ("utf-16", "line 1: is UTF-16")):
+        path.write_bytes((b"\n" if encoding == "latin-1" else b"") + line.encode(encoding))
+        with pytest.raises(ConfigError, match=said):
+            list(read_examples(path, "completion"))
+
+
 def test_files_of_two_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "empty.jsonl", [])

@@ -267,8 +267,8 @@ class CoarseSearch:
         return fits[1]
 
     def _find_least_memory(self, family: Family, per_device: int) -> tuple[int, EstimatedCandidate] | None:
-        """What needs least memory of a family, and its number; where that does not fit, what offloads less: of
-        few ministages what comes back may take more room than it leaves."""
+        """What needs least memory of a family, and its number; where that does not fit, what offloads less:
+        of few ministages what comes back may take more room than it leaves."""
         last_of = {mode.offload: number for number, mode in enumerate(family)}
         for number in reversed(last_of.values()):
             found = self._try_in_flight(family[number], per_device, IN_FLIGHT_FACTORS[0])

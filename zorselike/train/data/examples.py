@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,14 +64,20 @@ class Located(NamedTuple):
 
 
 def read_lines(file: Path) -> Iterator[Line]:
-    """The JSON values of a file; raises `ConfigError` for a line that is none."""
+    """The JSON values of a file; raises `ConfigError` for a line that is none, or no text."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ConfigError(f"{where}: is UTF-16; save the file as UTF-8")
             try:
-                value = json.loads(line.decode("utf-8", errors="replace"))
+                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{where}: is not UTF-8 (byte {error.start} of it); save the file as UTF-8"
+                ) from error
             except ValueError as error:
                 raise ConfigError(f"{where}: is not JSON: {error}") from error
             has_surrogates = b"\\ud" in line.lower()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -11,12 +13,17 @@ from typing import NamedTuple
 from zorselike.errors import ConfigError
 from zorselike.train.data.examples import JSON_LINES, read_lines, text_of, value_of
 
+logger = logging.getLogger("zorselike")
+
 TEXT_SUFFIXES = (".txt", JSON_LINES)
 TOKEN_SUFFIX = ".bin"
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _PIECE_BYTES = 16 * 2**20
 """Large files are read and tokenized in pieces of about this size, cut at line ends."""
+
+_UNKNOWN = "\ufffd"
+"""What stands for bytes that are no characters."""
 
 
 class Piece(NamedTuple):
@@ -71,9 +78,17 @@ def read_pieces(file: Path) -> Iterator[Piece]:
     if file.suffix == JSON_LINES:
         yield from _read_json_lines(file)
         return
-    with file.open(encoding="utf-8", errors="replace", newline="") as stream:
+    with file.open("rb") as stream:
+        if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ConfigError(f"{file}: is UTF-16; save it as UTF-8")
+    is_clean = True
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
         while lines := stream.readlines(_PIECE_BYTES):
-            yield Piece("".join(lines), ends_document=False)
+            text = "".join(lines)
+            if is_clean and _UNKNOWN in text:
+                is_clean = False
+                logger.warning("%s: what is not UTF-8 is read as %s; save it as UTF-8", file, _UNKNOWN)
+            yield Piece(text, ends_document=False)
     yield Piece("", ends_document=True)
 
 
