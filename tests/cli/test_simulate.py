@@ -12,6 +12,7 @@ import pytest
 from searched import LAYERS, WORKLOAD
 
 from zorselike.cli import main
+from zorselike.cli.model_choice import choose_model
 from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
@@ -121,6 +122,27 @@ def test_a_plan_for_another_cluster_is_told(capsys: pytest.CaptureFixture[str], 
     assert "The plan was made for another cluster: 0123456789ab" in run(capsys, "moved.toml", *MEASURED)
     replace(PLAN, cluster_fingerprint=CLUSTER.fingerprint).save("own.toml")
     assert "another cluster" not in run(capsys, "own.toml", *MEASURED)
+
+
+def test_a_plan_that_leaves_out_who_decided_on_the_dtype(
+    capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """The T4s had no bfloat16, and are not used."""
+    workload = choose_model("gpt", "124m", ()).measure(sequence_length=256, dtype="float16")
+    plan = Plan(
+        global_batch=2,
+        groups=(Group(ranks=(0,), microbatches=(Microbatch(0, 0, 2),)),),
+        ministages=(Ministage(0, tuple(name for name, _ in workload.layers)),),
+        model=workload.model,
+        sequence_length=256,
+        devices=(Device(0, "a", 0),),
+        workload_fingerprint=workload.fingerprint,
+    )
+    plan.save(files / "half.toml")
+    simulated = ("simulate", str(files / "half.toml"), "--cluster", str(files / "cluster.toml"))
+    assert main(simulated) == 0
+    assert main((*simulated, "--dtype", "bfloat16")) == 2
+    assert "the plan was made for workload" in capsys.readouterr().err
 
 
 def test_a_page_in_one_file(capsys: pytest.CaptureFixture[str], files: Path) -> None:

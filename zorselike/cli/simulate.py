@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from zorselike.cli.model_choice import ModelOptions
+from zorselike.cli.model_choice import Dtype, ModelOptions
 from zorselike.cli.options import check_outputs, find_width
 from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
+from zorselike.plan.workload import Workload
 from zorselike.plan.write_estimates import write_estimates
 from zorselike.schedule.orders import ORDERS
 
@@ -152,14 +153,25 @@ def _load_inputs(command: Simulate, plan: Plan) -> SimulationInputs:
     cluster = Cluster.load(command.cluster)
     with _naming_files(command):
         devices = {cluster.device_type(place) for place in cluster.place_ranks(plan)}
-    workload = command.model.load_workload(
-        "simulate",
-        source=command.plan,
-        devices=devices,
-        model=plan.model,
-        sequence_length=plan.sequence_length,
-        profile=profile,
-    )
+
+    def load(model: ModelOptions) -> Workload:
+        return model.load_workload(
+            "simulate",
+            source=command.plan,
+            devices=devices,
+            model=plan.model,
+            sequence_length=plan.sequence_length,
+            profile=profile,
+        )
+
+    workload = load(command.model)
+    if command.model.dtype is None and plan.workload_fingerprint not in (None, workload.fingerprint):
+        # Devices that the planner could have used, and left out, may have decided on the dtype.
+        dtypes: tuple[Dtype, ...] = ("float16", "bfloat16")
+        for dtype in dtypes:
+            with suppress(ConfigError):
+                other = load(replace(command.model, dtype=dtype))
+                workload = other if other.fingerprint == plan.workload_fingerprint else workload
     return SimulationInputs(
         workload=workload,
         cluster=cluster,
