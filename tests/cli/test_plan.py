@@ -521,6 +521,7 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--min-throughput", "1", "--min-tokens-per-s", "1"], "both given; keep one"),
         ([*EIGHT, "--fix", "zero=4"], "--fix zero=4: give 0 to 3"),
         ([*EIGHT, "--fix", "zeroo=2"], "--fix 'zeroo=2' is not a setting; did you mean 'zero'?"),
+        ([*EIGHT, "--fix", "zero"], "--fix 'zero' is not a setting; write it as zero=2"),
         ([*EIGHT, "--fix", "zero"], "keys are groups, zero, recompute"),
         ([*EIGHT, "--fix", "zero=1", "--fix", "zero=2"], "--fix zero is given twice"),
         ([*EIGHT, "--fix", "recompute=some"], "--fix recompute=some: give none or layer"),

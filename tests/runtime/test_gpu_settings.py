@@ -20,13 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import assembly
+from zorselike.runtime.arguments import find_patience
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.comm import ranks
 from zorselike.runtime.comm.ranks import Groups, Ranks
 from zorselike.runtime.comm.transport import Transport
 from zorselike.runtime.memory.streams import make_streams
 from zorselike.runtime.ministage.updates import default_optimizer
-from zorselike.runtime.pipeline import find_patience
 from zorselike.runtime.processes.world import ProcessInfo, describe_process
 
 NAMES = module_names(3)

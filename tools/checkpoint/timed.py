@@ -15,7 +15,7 @@ from zorselike import HeteroPipeline
 from zorselike.models import module_names
 from zorselike.models.llama import Llama, LlamaConfig
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.runtime import pipeline
+from zorselike.runtime import arguments
 from zorselike.runtime.ministage.named_state import Part
 from zorselike.runtime.state.load import Loader
 
@@ -77,7 +77,7 @@ class Subject:
         with torch.device("meta"):
             model = Llama(self.config)
         # Beside other work a rank is late before it is lost.
-        with patch.object(pipeline, "find_patience", lambda processes: _PATIENCE_S):
+        with patch.object(arguments, "find_patience", lambda processes: _PATIENCE_S):
             pipe = HeteroPipeline(
                 model, plan, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4, foreach=False)
             )

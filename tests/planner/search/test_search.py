@@ -183,6 +183,18 @@ def test_microbatches_in_flight_are_bounded_where_memory_is_short():
     assert costly[False] and not costly[True]
 
 
+def test_one_card_offloads_where_that_costs_less_than_computing_twice():
+    """With few ministages of small microbatches, other numbers than those at which something fits first."""
+    card = make_node("a", "RTX4090", 1)
+    problem = make_problem(card, global_batch=16, workload=make_decoder(20, tokens=2048))
+    found = search_plans(problem, budget_s=5).best.case
+    (group,) = found.plan.groups
+    assert group.recompute == "none" and "activations" in group.offload
+    fixed = replace(problem, fixed=Fixed(recompute="layer"))
+    recomputed = search_plans(fixed, budget_s=5).best.case
+    assert found.simulation.iteration_s < 0.85 * recomputed.simulation.iteration_s
+
+
 def test_few_microbatches_in_flight_are_found_where_offload_leaves_no_room():
     """Of few ministages the state that comes back to be updated takes more room than it had left."""
     cards = make_node("a", "RTX3090", 1), make_node("b", "RTX3070", 1)

@@ -54,8 +54,9 @@ def read_fixed(
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in KEYS:
+            meant = "" if key in KEYS else suggest(key, KEYS)
             raise ConfigError(
-                f"plan: --fix '{word}' is not a setting{suggest(key, KEYS) or '; write it as zero=2'}; "
+                f"plan: --fix '{word}' is not a setting{meant or '; write it as zero=2'}; "
                 f"keys are {', '.join(KEYS)}"
             )
         if key in given:

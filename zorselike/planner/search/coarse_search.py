@@ -41,6 +41,8 @@ class CoarseSearch:
         self._degrees = [evaluator.limit_degrees(devices, degree) for devices in groups]
         self._has_waited = False
         """Whether something that was found waits for reductions."""
+        self._best_of: dict[tuple[bool, bool], EstimatedCandidate] = {}
+        """By `_find_trade`."""
         self._evaluator, self._groups, self._grouping = evaluator, groups, grouping
         self._ministage_counts = evaluator.list_num_ministages(len(groups))
         self._microbatch_counts = evaluator.list_microbatch_counts(
@@ -56,7 +58,9 @@ class CoarseSearch:
 
     def run(self) -> list[EstimatedCandidate]:
         """The best with all forward first; and with bounds on microbatches in flight, which is another trade
-        of memory for time. Where these wait for reductions, also the best that do not."""
+        of memory for time. Where these wait for reductions, also the best that do not; of one group also the
+        best of others that recompute or offload activations: what these gain shows once layers are moved.
+        """
         found = (
             self._try_forward_first(),
             self._try_all_in_flight(self._once) or self._try_all_in_flight(self._often),
@@ -68,6 +72,8 @@ class CoarseSearch:
             )
             beside = strict._try_once(), strict._try_all_in_flight(self._once)
             some += [estimated for estimated in beside if estimated is not None and estimated not in some]
+        if len(self._groups) == 1:
+            some += [estimated for estimated in self._best_of.values() if estimated not in some]
         return some
 
     def find_any(self, *, in_flight: bool) -> EstimatedCandidate | None:
@@ -111,7 +117,7 @@ class CoarseSearch:
         usual = self._at_least(max(_FIRST_MINISTAGES_PER_GROUP, per_group) * len(self._groups))
         twice, most = self._at_least(2 * usual), self._ministage_counts[-1]
         tries = [(usual, few), (usual, more), (twice, more), (twice, counts[-1]), (most, counts[-1])]
-        if self._has_few_layers:
+        if self._has_few_layers or len(self._groups) == 1:
             tries += [(number, counts[-1]) for number in self._ministage_counts]
         yield from dict.fromkeys(tries)
 
@@ -122,20 +128,24 @@ class CoarseSearch:
     def _try_in_turn(
         self, families: Sequence[Family], tries: Iterable[tuple[int, int]]
     ) -> EstimatedCandidate | None:
-        """The best at the first numbers of ministages and microbatches at which something fits."""
+        """The best at the first numbers of ministages and microbatches at which something fits; of one group
+        at any of them where it recomputes or offloads, as they decide on what to do for want of memory."""
         evaluator = self._evaluator
+        best: EstimatedCandidate | None = None
         if evaluator.is_doubtful and not self._may_fit(families):
             return None
         for number, (num_ministages, per_device) in enumerate(tries):
-            best = self._try_families(families, num_ministages, per_device)
-            if best is not None:
+            found = self._try_families(families, num_ministages, per_device)
+            if found is not None:
                 evaluator.is_doubtful = False
-                self._has_waited = self._has_waited or bool(best.waiting)
-                return best
-            if number == 0 and not evaluator.is_doubtful and not self._may_fit(families):
+                self._has_waited = self._has_waited or bool(found.waiting)
+                best = _take_better(best, found)
+                if len(self._groups) > 1 or not any(_find_trade(found)):
+                    break
+            elif number == 0 and not evaluator.is_doubtful and not self._may_fit(families):
                 evaluator.is_doubtful = True
-                return None
-        return None
+                break
+        return best
 
     def _may_fit(self, families: Sequence[Family]) -> bool:
         """Whether the mode that needs least memory fits at the most ministages or microbatches."""
@@ -180,6 +190,8 @@ class CoarseSearch:
                 if number == 0 and not self._fits_last(families, num_ministages, per_device):
                     return None
                 continue
+            trade = _find_trade(found)
+            self._best_of[trade] = _take_better(self._best_of.get(trade), found) or found
             best = _take_better(best, found)
             num_fitting += 1
             if num_fitting == _FITTING_FAMILIES:
@@ -292,6 +304,12 @@ class CoarseSearch:
     def _try_in_flight(self, mode: Mode, per_device: int, factor: float) -> EstimatedCandidate | None:
         choice = self._choose(mode, per_device, self._ministage_counts[0], factor)
         return self._evaluator.try_choice(choice, self._grouping)
+
+
+def _find_trade(found: EstimatedCandidate) -> tuple[bool, bool]:
+    """What time is given for memory: whether activations are offloaded, and whether layers are recomputed."""
+    mode = found.choice.groups[0].mode
+    return "activations" in mode.offload, mode.recompute != "none"
 
 
 def _take_better(
