@@ -25,20 +25,25 @@ def find_reach(spec: ScheduleSpec, computations: Sequence[Sequence[Action]]) -> 
     needs = _list_needs(spec, computations)
     found: list[list[Reach]] = [[] for _ in computations]
     nothing = (-1,) * len(computations)
-    to_do = {*range(len(computations))}
+    waiting: defaultdict[int, set[int]] = defaultdict(set)
+    to_do = [*range(len(computations))]
     while to_do:
         g = to_do.pop()
-        own = found[g]
+        own, begun = found[g], len(found[g])
         reach = own[-1] if own else nothing
-        for needed in needs[g][len(own) :]:
-            if any(position >= len(found[h]) for h, position in needed):
+        while len(own) < len(needs[g]):
+            needed = needs[g][len(own)]
+            missing = [h for h, position in needed if position >= len(found[h])]
+            if missing:
+                waiting[missing[0]].add(g)
                 break
             for h, position in needed:
                 if position > reach[h]:
                     reach = tuple(map(max, reach, found[h][position]))
             reach = (*reach[:g], len(own), *reach[g + 1 :])
             own.append(reach)
-            to_do |= {*range(len(computations))} - {g}
+        if len(own) > begun:
+            to_do += waiting.pop(g, ())
     for own, in_order in zip(found, computations, strict=True):
         own += [nothing] * (len(in_order) - len(own))
     return found
