@@ -13,7 +13,7 @@ from searched_problems import draw_problem, make_decoder
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.problem import PlanProblem
+from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import search
 from zorselike.planner.search.budget import BudgetOverError, SearchBudget
 from zorselike.planner.search.choice import Choice
@@ -121,6 +121,14 @@ def test_devices_that_are_left_out_are_told_of():
     (told,) = describe_unused(problem, chosen, [chosen])
     assert "no plan with more of them" in told
     assert describe_unused(problem, fast, [fast, chosen]) == []
+    # What has none of those that are used says nothing of what the others would add.
+    others = make_simulated("23", 10.5, 1.0)
+    (told,) = describe_unused(problem, chosen, [chosen, others])
+    assert "no plan with more of them" in told
+    (told,) = describe_unused(replace(problem, max_devices=2), chosen, [chosen, others])
+    assert told == "2 T4 of b left out: no more than 2 devices may be used"
+    (told,) = describe_unused(replace(problem, fixed=Fixed(groups=((0,), (1,)))), chosen, [chosen])
+    assert told == "2 T4 of b left out: the fixed groups have none of them"
 
 
 def test_what_people_would_leave_out_is_looked_at_now_and_then():

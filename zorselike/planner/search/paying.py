@@ -40,7 +40,7 @@ def describe_unused(
     problem: PlanProblem, chosen: SimulatedCandidate, simulated: Sequence[SimulatedCandidate]
 ) -> list[str]:
     """A sentence for each kind of devices (type and zone) of which the chosen plan leaves some out: what the
-    best plan found with more of them takes.
+    best plan found takes that has more of them beside what the chosen one has.
 
     Args:
         simulated: allowed, the best first.
@@ -57,11 +57,8 @@ def describe_unused(
         if not left:
             continue
         zone, device = kind
-        more = (
-            found
-            for found in simulated
-            if Counter(kinds[own] for own in list_devices(found))[kind] > used[kind]
-        )
+        wanted = used + Counter([kind])
+        more = (found for found in simulated if wanted <= Counter(kinds[own] for own in list_devices(found)))
         where = f" of {zone}" if zone and len(zones) > 1 else ""
         what = f"{left} {device}{where} left out"
         sentences.append(f"{what}: {_compare(problem, chosen, next(more, None))}")
@@ -73,7 +70,11 @@ def describe_unused(
 
 def _compare(problem: PlanProblem, chosen: SimulatedCandidate, other: SimulatedCandidate | None) -> str:
     if other is None:
-        return "no plan with more of them looked better by its estimate"
+        if problem.max_devices is not None and len(list_devices(chosen)) >= problem.max_devices:
+            return f"no more than {count(problem.max_devices, 'device')} may be used"
+        if problem.fixed.groups is not None:
+            return "the fixed groups have none of them"
+        return "no plan with more of them that keeps the limits looked better by its estimate"
     change = other.iteration_s / chosen.iteration_s - 1
     told = f"{-change:.2%} faster" if change < 0 else f"{change:.1%} slower"
     seconds = f"the best plan found with more of them takes {other.iteration_s:.4g} s a step, {told}"
