@@ -310,6 +310,16 @@ def test_nothing_fits_says_how_much_memory_would():
         search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
 
 
+def test_where_hosts_alone_are_too_small_nothing_is_asked_of_devices():
+    nodes = [make_node(name, "RTX4090", 1, host_memory_bytes=2**32) for name in ("a", "b")]
+    workload = make_decoder(20, tokens=2048)
+    problem = make_problem(*nodes, global_batch=16, workload=workload, is_mirrored=True)
+    with pytest.raises(NothingFitsError) as caught:
+        search_plans(problem, budget_s=5)
+    assert "more than the 4.0 GiB of host memory of node a" in str(caught.value)
+    assert "of each RTX4090" not in str(caught.value)
+
+
 def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(monkeypatch):
     ticks = count()
     clock = SimpleNamespace(monotonic=lambda: 0.0, process_time=lambda: 30.0 * next(ticks))

@@ -108,6 +108,8 @@ class RankMemory:
         self._describe_cuts = cache(self._find_description)
         self.scale = 1.0
         """Share of the memory of devices and hosts that is planned with; over 1 asks what would fit then."""
+        self.host_scale = 1.0
+        """Beside that, of hosts alone."""
 
     # -- what there is ---------------------------------------------------------------------
 
@@ -115,8 +117,8 @@ class RankMemory:
         """Memory of a device; None where it is not known."""
         return self._scaled(self._limits[device])
 
-    def _scaled(self, limit: int | None) -> int | None:
-        return limit if limit is None or self.scale == 1 else round(limit * self.scale)
+    def _scaled(self, limit: int | None, more: float = 1.0) -> int | None:
+        return limit if limit is None or self.scale * more == 1 else round(limit * self.scale * more)
 
     def known_limits(self, devices: Iterable[int]) -> list[int]:
         """Memory of those devices of which it is known."""
@@ -132,7 +134,7 @@ class RankMemory:
         if self._problem.is_mirrored and any(node.host_memory_bytes for node in self._problem.cluster.nodes):
             wanted += self._mirror(candidate)
         hosts = self._problem.cluster.nodes
-        limits = {node: self._scaled(hosts[node].host_memory_bytes) for node in wanted}
+        limits = {node: self._scaled(hosts[node].host_memory_bytes, self.host_scale) for node in wanted}
         return {
             node: (wanted[node], limit)
             for node, limit in limits.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.problem import PlanProblem
@@ -49,19 +50,39 @@ def describe_nothing(
                 low, high = high, high * 1.5
         if found is None:
             return f"{what}; not even with {_MOST:.0f} times the memory: {_ease(problem)}"
-        while high / low > 1 + _NEAR and not is_late():
-            middle = (low * high) ** 0.5
-            memory.scale = middle
-            nearer = find()
-            if nearer is None:
-                low = middle
-            else:
-                found, high = nearer, middle
+        found = _narrow(found, (low, high), partial(setattr, memory, "scale"), find, is_late)
         memory.scale = 1.0
+        if memory.overfull_hosts(found.candidate) and not is_late():
+            memory.host_scale = _MOST  # Is it these alone?
+            hosts_alone = find()
+            if hosts_alone is not None:
+                enlarge = partial(setattr, memory, "host_scale")
+                found = _narrow(hosts_alone, (1.0, _MOST), enlarge, find, is_late)
+            memory.host_scale = 1.0
         lack = _describe_lack(problem, memory, found)
         return f"{what}. The smallest change that would: {lack}; or {_ease(problem)}"
     finally:
-        memory.scale = 1.0
+        memory.scale = memory.host_scale = 1.0
+
+
+def _narrow(
+    found: EstimatedCandidate,
+    between: tuple[float, float],
+    enlarge: Callable[[float], None],
+    find: Callable[[], EstimatedCandidate | None],
+    is_late: Callable[[], bool],
+) -> EstimatedCandidate:
+    """What fits with nearly the least factor; `found` fits with the greater one, nothing with the other."""
+    low, high = between
+    while high / low > 1 + _NEAR and not is_late():
+        middle = (low * high) ** 0.5
+        enlarge(middle)
+        nearer = find()
+        if nearer is None:
+            low = middle
+        else:
+            found, high = nearer, middle
+    return found
 
 
 def _describe_lack(problem: PlanProblem, memory: RankMemory, found: EstimatedCandidate) -> str:
