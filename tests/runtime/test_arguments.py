@@ -292,3 +292,33 @@ def refuse_optimizer(rank: int, world_size: int) -> str:
 def test_an_optimizer_that_cannot_step_on_shards_is_refused(run_ranks: RunRanks) -> None:
     for message in run_ranks(refuse_optimizer, 1):
         assert "torch.optim.Adafactor does not step on sharded parameters" in message
+
+
+class Before(nn.Module):
+    """Activates what it is given in place."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        self.activate, self.layer = nn.SiLU(inplace=inplace), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(self.activate(x))
+        return hidden
+
+
+def refuse_in_place(rank: int, world_size: int) -> str:
+    group = Group((0,), tuple(Microbatch(0, row, row + 1) for row in range(4)))
+    plan = Plan(4, (group,), (Ministage(0, ("0", "1")), Ministage(0, ("2",))))
+
+    def make(inplace: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), Before(inplace=inplace), nn.Linear(6, 6))
+
+    train(rank, world_size, partial(make, False), plan)
+    with pytest.raises(ConfigError) as caught:
+        train(rank, world_size, partial(make, True), plan)
+    return str(caught.value)
+
+
+def test_a_layer_that_changes_its_input_in_place_is_refused(run_ranks: RunRanks) -> None:
+    (message,) = run_ranks(refuse_in_place, 1)
+    assert "'1' changes its input in place" in message and "inplace=True" in message

@@ -71,7 +71,8 @@ class SearchOptions:
     """How long the search runs, and what is printed and written."""
 
     budget: Annotated[str, tyro.conf.arg(metavar="TIME")] = "30s"
-    """Time for the search; Ctrl-C ends it early with the best plan so far."""
+    """Time for the search; Ctrl-C ends it early with the best plan so far. Where nothing fits, to find out
+    what would may take some times as long."""
 
     workers: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: one a core)")

@@ -224,6 +224,11 @@ def run_parts(
                     f"{where} uses '{parameter}' outside the forward of '{unit}', so it is not gathered "
                     f"there; call '{unit}', or name a module in the plan that contains all of its uses"
                 )
+            for unit in recorder.overwritten:
+                raise ConfigError(
+                    f"{where}: '{unit}' changes its input in place, of which sharding needs the gradient; "
+                    "write x = x + y instead of x += y, and leave out inplace=True"
+                )
             outputs.append(output)
             recorders.append(recorder)
             if part is parts[-1]:

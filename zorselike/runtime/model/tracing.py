@@ -174,6 +174,11 @@ class Recorder(TorchFunctionMode):
         """Operations outside all units whose result carries a gradient, by name."""
         self.strays: dict[str, str] = {}
         """Units of which a parameter was used outside their own forward, and which parameter."""
+        self.overwritten: list[str] = []
+        """Units with trainable parameters that changed in place what they were given, where that carries a
+        gradient."""
+        self._versions: list[tuple[Tensor, int]] = []
+        """Of what the unit that runs was given."""
         self._active: list[str] = []
         # A tied parameter has several owners: each has its own once units are sharded.
         self._owners: dict[int, dict[str, str]] = {}
@@ -209,12 +214,15 @@ class Recorder(TorchFunctionMode):
                 arguments = f"{_describe(args)} {_describe(kwargs)}"
                 carries_grad = any(tensor.requires_grad for tensor in tensors)
                 self.calls.append(UnitCall(name, arguments, given, carries_grad))
+                self._versions = [(t, t._version) for t in tensors if t.requires_grad]
             self._active.append(name)
 
         return enter
 
-    def _leave(self, *_: Any) -> None:
-        self._active.pop()
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        name = self._active.pop()
+        if not self._active and any(tensor._version != version for tensor, version in self._versions):
+            self.overwritten += [name] if any(p.requires_grad for p in module.parameters()) else []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
