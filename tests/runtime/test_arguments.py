@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from zorselike import ConfigError, HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
-from zorselike.runtime.model import partition
+from zorselike.runtime.model import export, partition
 
 LEARNING_RATE = 0.1
 
@@ -243,6 +245,63 @@ def test_backwards_that_export_would_lose_are_refused(what: str, said: str, run_
     assert said in message and "torch.export cannot cut this model" in message
 
 
+def train_by_export(rank: int, world_size: int) -> str:
+    """A function whose backward loses nothing, and another thread meanwhile."""
+    group = Group((0,), tuple(Microbatch(0, row, row + 1) for row in range(4)))
+    plan = Plan(4, (group,), (Ministage(0, ("a",)), Ministage(0, ("b",))))
+    name = f"{Rounded.__module__}.{Rounded.__qualname__}"
+    with mock.patch.object(export, "_SAME_BACKWARD", frozenset({name})):
+        train(rank, world_size, partial(Net, "function"), plan)
+    with export._refusing_own_backwards(nn.Linear(1, 1)), ThreadPoolExecutor(1) as thread:
+        x = torch.ones(2, requires_grad=True)
+        assert thread.submit(Rounded.apply, x).result().requires_grad
+        thread.submit(x.register_hook, lambda gradient: gradient).result()
+        with pytest.raises(export.CannotCut):
+            Rounded.apply(x)  # type: ignore[no-untyped-call]
+    with pytest.raises(export.CannotCut, match="the model has a backward hook"):
+        layer = nn.Linear(1, 1)
+        layer.register_full_backward_hook(lambda module, given, taken: None)
+        with export._refusing_own_backwards(layer):
+            pass
+    return "trained"
+
+
+def test_what_export_keeps_and_what_others_compute_meanwhile(run_ranks: RunRanks) -> None:
+    assert run_ranks(train_by_export, 1) == ["trained"]
+
+
+class Loose(nn.Module):
+    """Has a parameter beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(self.a(x) * self.scale)
+        return found
+
+
+def unfreeze_loose(rank: int, world_size: int) -> str:
+    group = Group((0,), (Microbatch(0, 0, 4),))
+    plan = Plan(4, (group,), (Ministage(0, ("a",)), Ministage(0, ("b",))))
+    inputs, targets = batch(torch.float32)
+    with HeteroPipeline(Loose(), plan, optimizer=sgd, loss_fn=sum_squares, count_fn=count_rows) as pipe:
+        pipe.step_global(inputs, targets)
+        for ministage in pipe._assembly.ministages.values():
+            if isinstance(ministage.module._parameters.get("scale"), nn.Parameter):
+                ministage.module.scale.requires_grad_(True)
+        with pytest.raises(ConfigError) as caught:
+            pipe.step_global(inputs, targets)
+        return str(caught.value)
+
+
+def test_parameters_beside_layers_stay_frozen_too(run_ranks: RunRanks) -> None:
+    (message,) = run_ranks(unfreeze_loose, 1)
+    assert message.startswith("'scale' was frozen")
+
+
 def change_later(rank: int, world_size: int) -> list[str]:
     """What two changes between steps say."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 6)).double()
@@ -257,6 +316,9 @@ def change_later(rank: int, world_size: int) -> list[str]:
         loss_fn=sum_squares,
         count_fn=count_rows,
     ) as pipe:
+        model.train()
+        pipe.evaluate_global(inputs, targets)  # In eval mode whatever it was.
+        model.eval()
         for change, back in (
             (model.train, model.eval),
             (partial(model[0].requires_grad_, True), partial(model[0].requires_grad_, False)),

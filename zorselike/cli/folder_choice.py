@@ -53,7 +53,7 @@ class FolderChoice:
 
         model: Any = self._model
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if most is not None and sequence_length > most:
+        if most is not None and 0 < most < sequence_length:
             raise ConfigError(
                 f"--seq-len {sequence_length}: {self.folder} has {most} positions; give that or less"
             )

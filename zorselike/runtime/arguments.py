@@ -16,7 +16,7 @@ from zorselike.runtime.model.partition import (
     INSTANCE_NORMS,
     refuse_batch_statistics,
 )
-from zorselike.runtime.model.pruning import is_above
+from zorselike.runtime.model.pruning import is_above, join
 from zorselike.runtime.processes.device import ParamDtype
 from zorselike.runtime.processes.world import ProcessInfo
 
@@ -91,12 +91,16 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
 
 
 def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    for setting, why in (
-        ("max_norm", "changes weights in a forward, of a gathered copy"),
-        ("scale_grad_by_freq", "counts within a microbatch, so that gradients would depend on the plan"),
-        ("sparse", "makes gradients that cannot be sharded"),
+    for setting, only_trained, why in (
+        ("max_norm", False, "changes weights in a forward, of a gathered copy"),
+        (
+            "scale_grad_by_freq",
+            True,
+            "counts within a microbatch, and gradients would depend on the plan",
+        ),
+        ("sparse", True, "makes gradients that cannot be sharded"),
     ):
-        if getattr(module, setting):
+        if getattr(module, setting) and (module.weight.requires_grad or not only_trained):
             raise ConfigError(f"model: '{name}' is an embedding with {setting}, which {why}; leave it out")
 
 
@@ -104,27 +108,25 @@ class Settled:
     """What may not change once ministages are made."""
 
     def __init__(self, ministages: Iterable[nn.Module]) -> None:
-        modules = {name: module for top in ministages for name, module in top.named_modules()}
+        modules = [named for top in ministages for named in top.named_modules()]
         self._norms = [
-            (name, module)
-            for name, module in modules.items()
-            if isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
+            (name, module) for name, module in modules if isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
         ]
         self._frozen = [
             (module, name, key)
-            for name, module in modules.items()
+            for name, module in modules
             for key, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad
         ]
 
-    def check(self) -> None:
-        """Raises `ConfigError` if something did."""
-        refuse_batch_statistics(self._norms)
+    def check(self, *, train: bool) -> None:
+        """Raises `ConfigError` if something did. An evaluation puts layers in eval mode itself."""
+        refuse_batch_statistics(self._norms if train else ())
         for module, name, key in self._frozen:
             if module._parameters[key].requires_grad:  # type: ignore[union-attr]
                 raise ConfigError(
-                    f"'{name}.{key}' was frozen when this pipeline was made, and now requires a gradient: "
-                    "build another pipeline to train it"
+                    f"'{join(name, key)}' was frozen when this pipeline was made, and now requires a "
+                    "gradient: build another pipeline to train it"
                 )
 
 

@@ -348,7 +348,7 @@ class HeteroPipeline(Stateful):
         train = call == "step"
         with self._locating(call):
             self._refuse_unusable()
-            self._settled.check()
+            self._settled.check(train=train)
             feeds = as_tensors(inputs, "inputs") if self.input_rows else None
             self._check_rows(feeds, targets, kwargs)
             check_kwargs(kwargs, self._assembly.compiled.parts)

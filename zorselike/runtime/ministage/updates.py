@@ -231,8 +231,8 @@ def _refuse(optimizer: Optimizer) -> None:
     """Raises `ConfigError` for an optimizer that evaluates the model itself, or cannot step on shards."""
     if isinstance(optimizer, torch.optim.Adafactor):
         raise ConfigError(
-            "optimizer: torch.optim.Adafactor does not step on sharded parameters; use torch.optim.AdamW, or "
-            "offload its state"
+            "optimizer: torch.optim.Adafactor does not step on sharded parameters; use torch.optim.AdamW, "
+            "whose state can be offloaded"
         )
     parameters = inspect.signature(optimizer.step).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -212,29 +213,40 @@ class Exporter(Skeleton):
         )
 
 
+_SAME_BACKWARD = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
+"""Functions whose backward is that of the operations of their forward, so that nothing is lost."""
+_capturing = Lock()
+
+
 @contextmanager
 def _refusing_own_backwards(model: nn.Module) -> Iterator[None]:
-    """Inside, what has a backward of its own raises `CannotCut`: export keeps the forward alone."""
+    """Inside, what has a backward of its own raises `CannotCut` in this thread: export keeps the forward
+    alone."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise CannotCut(f"'{name}' has a backward hook, which would be lost")
-    function, register_hook = torch.autograd.Function, Tensor.register_hook
+            what = f"'{name}'" if name else "the model"
+            raise CannotCut(f"{what} has a backward hook, which would be lost")
+    function, register_hook, own = torch.autograd.Function, Tensor.register_hook, get_ident()
     apply = vars(function)["apply"]
 
-    def apply_torchs(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
+    def apply_known(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if get_ident() == own and not name.startswith("torch.") and name not in _SAME_BACKWARD:
             raise CannotCut(f"the backward of {cls.__qualname__}, an autograd.Function, would be lost")
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    def refuse(*_: Any) -> None:
-        raise CannotCut("a tensor's gradient hook, registered in a forward, would be lost")
+    def refuse(tensor: Tensor, hook: Any) -> Any:
+        if get_ident() == own:
+            raise CannotCut("a tensor's gradient hook, registered in a forward, would be lost")
+        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
-    function.apply = classmethod(apply_torchs)  # type: ignore[method-assign, assignment]
-    Tensor.register_hook = refuse  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
+    with _capturing:
+        function.apply = classmethod(apply_known)  # type: ignore[method-assign, assignment]
+        Tensor.register_hook = refuse  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
 
 
 class ExportedForward:

@@ -41,7 +41,7 @@ def find_early(
 
     row_of = {rank: row for row, rank in enumerate(waits.arrives)}
     # Per rank: of each rank, the last position that its present action waits for.
-    reached = {rank: np.full(len(row_of), -1, np.int64) for rank in row_of}
+    reached = {rank: np.full(len(row_of), -1, np.int32) for rank in row_of}
     events: dict[int, np.ndarray] = {}
     receives = {
         (channel.source, pair.sent): (channel, pair.received)

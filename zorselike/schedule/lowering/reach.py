@@ -20,8 +20,8 @@ Reach = tuple[int, ...]
 
 def find_reach(spec: ScheduleSpec, computations: Sequence[Sequence[Action]]) -> list[list[Reach]]:
     """Per group and computation, how far each group has come once it is done, as far as that is certain. A
-    group counts as one: what any of its ranks waits for all wait for. Of what never comes, in an order that
-    no checker lets pass, nothing is certain."""
+    group counts as one: what any of its ranks waits for all wait for. Where groups, so taken, wait for each
+    other in a circle, nothing is certain; if its ranks do not, the checker finds what is early."""
     needs = _list_needs(spec, computations)
     found: list[list[Reach]] = [[] for _ in computations]
     nothing = (-1,) * len(computations)

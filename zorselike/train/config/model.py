@@ -112,11 +112,11 @@ def _find_hugging_face(config: Config) -> TrainedModel:
         attention = 4 * seq_len * text.hidden_size
         return {name: 2 * number + attention * (name in layers) for name, number in multiplied.items()}
 
+    most = getattr(text, "max_position_embeddings", None) or 0
     return TrainedModel(
         name=f"{HUGGING_FACE} {folder.resolve().name}",
         vocab_size=text.vocab_size,
-        # Some, such as BLOOM, have no limit.
-        max_seq_len=getattr(text, "max_position_embeddings", None) or 2**31,
+        max_seq_len=most if most > 0 else 2**31,  # Some, such as BLOOM (none) and XLNet (-1), have no limit.
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else None,
         frozen_flops=2 * num_frozen,
