@@ -23,6 +23,7 @@ from zorselike import list_modules
 from zorselike.checkpoint.export import export
 from zorselike.checkpoint.read import read_manifest
 from zorselike.errors import CheckpointError
+from zorselike.hf.folder import count_positions
 from zorselike.hf.names import make_namer
 from zorselike.plan import ConfigError
 from zorselike.plan.holdings import VALUE, Box
@@ -215,3 +216,11 @@ def test_weights_go_out_under_the_names_they_came_in(
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     before, after = (run_ranks(loss_alone, 1, family, folder)[0] for folder in (tmp_path, tmp_path / "out"))
     assert before == after
+
+
+@pytest.mark.parametrize(
+    ("config", "most"), [("GPT2Config", 1024), ("BloomConfig", 2**31), ("XLNetConfig", 2**31)]
+)
+def test_positions_of_a_model(config: str, most: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert count_positions(getattr(transformers, config)()) == most

@@ -49,11 +49,12 @@ class FolderChoice:
 
     def measure(self, *, sequence_length: int, dtype: str) -> Workload:
         """Its workload; raises `ConfigError` where it does not run on such rows."""
+        from zorselike.hf.folder import count_positions
         from zorselike.profiler.workload.module_workload import measure_causal_lm
 
         model: Any = self._model
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if most is not None and 0 < most < sequence_length:
+        most = count_positions(model.config)
+        if sequence_length > most:
             raise ConfigError(
                 f"--seq-len {sequence_length}: {self.folder} has {most} positions; give that or less"
             )

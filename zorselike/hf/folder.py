@@ -122,6 +122,13 @@ def find_parts(manifest: Manifest, folder: Path) -> dict[str, Part] | None:
     return list_parts(manifest, folder, make_namer(model))
 
 
+def count_positions(config: Any) -> int:
+    """Of a model's configuration: how many tokens a row may have. Some models, such as BLOOM (which says
+    nothing) and XLNet (which says -1), have no limit."""
+    most: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return most if most > 0 else 2**31
+
+
 def build_on_meta(
     folder: str | Path,
     *,

@@ -14,6 +14,7 @@ from torch import nn
 from zorselike.checkpoint.safetensors_file import holds_weights
 from zorselike.hf import Lora, build_on_meta
 from zorselike.hf.adapters import check_same_adapters
+from zorselike.hf.folder import count_positions
 from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
 from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
@@ -112,11 +113,10 @@ def _find_hugging_face(config: Config) -> TrainedModel:
         attention = 4 * seq_len * text.hidden_size
         return {name: 2 * number + attention * (name in layers) for name, number in multiplied.items()}
 
-    most = getattr(text, "max_position_embeddings", None) or 0
     return TrainedModel(
         name=f"{HUGGING_FACE} {folder.resolve().name}",
         vocab_size=text.vocab_size,
-        max_seq_len=most if most > 0 else 2**31,  # Some, such as BLOOM (none) and XLNet (-1), have no limit.
+        max_seq_len=count_positions(model.config),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else None,
         frozen_flops=2 * num_frozen,
