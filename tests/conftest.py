@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gpus
 import known_shapes
+import pool
 import pytest
 import ranks
 import torch
@@ -21,6 +22,7 @@ from zorselike.planner.search import budget
 from zorselike.runtime.processes import launcher
 
 SLOTS_ON_THE_GPU = 6
+MOST_POOLED = 8
 APART = pytest.StashKey[ranks.Apart]()
 
 budget.time = CountedTime()
@@ -107,7 +109,17 @@ def forks_inherit() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[pool.Pool]:
+    ranks_that_stay = pool.Pool(MOST_POOLED)
+    yield ranks_that_stay
+    ranks_that_stay.close()
+
+
 @pytest.fixture
-def run_ranks() -> ranks.RunRanks:
+def run_ranks(request: pytest.FixtureRequest, _pool: pool.Pool) -> ranks.RunRanks:
     """`run_ranks(fn, world_size, *args, timeout=120)`; see `tests/support/processes/ranks.py`."""
-    return ranks.run_ranks
+    if request.node.get_closest_marker("pooled") is None:
+        return ranks.run_ranks
+    _pool.start()  # Not in a test, whose patches would stay.
+    return _pool.run

@@ -13,6 +13,8 @@ from zorselike.elastic.replicas import Replicas
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 NAMES = module_names(2)
 NUM_STEPS = 3
 MARK = 7

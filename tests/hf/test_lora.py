@@ -15,6 +15,8 @@ from zorselike.errors import ConfigError
 from zorselike.hf.adapters import check_same_adapters
 from zorselike.hf.lora import Lora, add_lora, is_adapter, lora_layers
 
+pytestmark = pytest.mark.pooled
+
 peft = pytest.importorskip("peft")
 transformers = hf_families.transformers
 

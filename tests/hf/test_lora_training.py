@@ -31,6 +31,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.pipeline import HeteroPipeline
 
+pytestmark = pytest.mark.pooled
+
 peft = pytest.importorskip("peft")
 transformers = hf_families.transformers
 

@@ -13,6 +13,8 @@ from zorselike.models.gpt import TransformerBlock as GPTBlock
 from zorselike.models.llama import TransformerBlock as LlamaBlock
 from zorselike.runtime.loss import token_cross_entropy
 
+pytestmark = pytest.mark.pooled
+
 TOKENS = 256
 WIDTHS = {"dim": 128, "num_heads": 4, "ffn_hidden": 352}
 REST = {"num_layers": 1, "vocab_size": 1000, "max_seq_len": TOKENS}

@@ -13,6 +13,8 @@ from zorselike.errors import ConfigError
 from zorselike.models import Decoder, build_model
 from zorselike.runtime.model.initialize import initialize
 
+pytestmark = pytest.mark.pooled
+
 NAMES = ("llama", "gpt")
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+pytestmark = pytest.mark.pooled
+
 N = 8
 Found = list[tuple[str, str, str]]
 """Kind, earlier and later stream of each race."""

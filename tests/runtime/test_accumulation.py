@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zorselike.plan.plan import OFFLOAD_KINDS, GradReduce, Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 3
 COUNTS = ((3,), (3, 1), (1, 3, 0))
 """Microbatches of each rank, by the number of ranks."""

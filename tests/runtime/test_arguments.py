@@ -17,6 +17,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
 from zorselike.runtime.model import export, partition
 
+pytestmark = pytest.mark.pooled
+
 LEARNING_RATE = 0.1
 
 

@@ -15,6 +15,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime import auxiliary_loss
 from zorselike.runtime.loss import token_cross_entropy
 
+pytestmark = pytest.mark.pooled
+
 NAMES = module_names(4)
 ADDED_IN = ("layers.0.down", "layers.2.down", "layers.3.down")
 """Inside of layers: their own hooks are called when gradients are reduced too."""

@@ -15,6 +15,8 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, select_rows
 
+pytestmark = pytest.mark.pooled
+
 
 class Labels(NamedTuple):
     classes: Tensor

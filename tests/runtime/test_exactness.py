@@ -14,6 +14,8 @@ from tiny import Case, assert_same, train_all_planned, train_all_single, with_gr
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.schedule import ScheduleSpec, build
 
+pytestmark = pytest.mark.pooled
+
 
 def has_unequal_zero3(plan: Plan) -> bool:
     return any(

@@ -29,6 +29,8 @@ from zorselike import HeteroPipeline, list_modules
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 
+pytestmark = pytest.mark.pooled
+
 ROWS = 7
 NUM_STEPS = 3
 

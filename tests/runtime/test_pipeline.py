@@ -28,6 +28,8 @@ from zorselike.plan import ConfigError, PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 4
 NAMES = module_names(NUM_LAYERS)
 

@@ -9,6 +9,8 @@ from ranks import RunRanks
 
 from tools.bench_tensor_parallel import Job, Times, run
 
+pytestmark = pytest.mark.pooled
+
 
 def run_small(rank: int, world_size: int, job: Job) -> tuple[list[float], list[float]]:
     return run(rank, job)

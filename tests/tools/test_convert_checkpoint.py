@@ -25,6 +25,8 @@ from zorselike.checkpoint.folder import find_newest
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.loss import token_cross_entropy
 
+pytestmark = pytest.mark.pooled
+
 RANKS = 3
 STEPS = 2
 PLAN = Plan(

@@ -25,6 +25,8 @@ from zorselike.runtime.memory.streams import Streams
 from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.actions import COMPUTE, Action, Kind
 
+pytestmark = pytest.mark.pooled
+
 CPU = torch.device("cpu")
 KEY = (0, 0)
 Function = Callable[[Tensor, Tensor], Tensor]

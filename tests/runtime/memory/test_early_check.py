@@ -17,6 +17,8 @@ from zorselike.runtime.assembly import compile_plan
 from zorselike.runtime.memory.host_room import HostRoom
 from zorselike.runtime.processes import world
 
+pytestmark = pytest.mark.pooled
+
 NAMES = module_names(2)
 
 

@@ -29,6 +29,8 @@ from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Stream, Streams
 from zorselike.runtime.ministage.sharding import local_tensor
 
+pytestmark = pytest.mark.pooled
+
 CPU = torch.device("cpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ranks import RunRanks
 from tiny import DIM, SEQUENCE, Case, adamw, module_names
@@ -9,6 +10,8 @@ from tiny import DIM, SEQUENCE, Case, adamw, module_names
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.memory.memory import HostPool
+
+pytestmark = pytest.mark.pooled
 
 NAMES = module_names(5)
 ROWS = (Microbatch(1, 0, 2), Microbatch(1, 2, 4), Microbatch(1, 4, 6))

@@ -20,6 +20,8 @@ from zorselike.plan.plan import OFFLOAD_KINDS, Plan
 from zorselike.runtime.memory_report import MemoryLine
 from zorselike.runtime.ministage.sharding import local_tensor
 
+pytestmark = pytest.mark.pooled
+
 SUBSETS = list(chain.from_iterable(combinations(OFFLOAD_KINDS, n) for n in (1, 2, 3)))
 ALIGNMENT_BYTES = 64 * 200
 """Of at most so many host buffers."""

@@ -27,6 +27,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.schedule.actions import Action, Kind
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 5
 NAMES = module_names(NUM_LAYERS)
 NUM_MINISTAGES = 4

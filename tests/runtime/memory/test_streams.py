@@ -40,6 +40,8 @@ from zorselike.runtime.ministage.updates import Clip
 from zorselike.schedule import ScheduleSpec, build
 from zorselike.schedule.actions import Action, Kind
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
 CUTS = (NAMES[:2], NAMES[2:3], NAMES[3:4], NAMES[4:])

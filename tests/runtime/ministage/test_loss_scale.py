@@ -20,6 +20,8 @@ from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Pla
 from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.ministage.updates import GROWTH_INTERVAL, INITIAL, Clip, LossScale
 
+pytestmark = pytest.mark.pooled
+
 DIM = 6
 ROWS = 6
 NUM_LAYERS = 3

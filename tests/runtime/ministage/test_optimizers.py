@@ -22,6 +22,8 @@ from zorselike.plan.plan import OFFLOAD_KINDS
 from zorselike.runtime.ministage.optimizer_state import ELEMENTWISE
 from zorselike.runtime.ministage.sharding import local_tensor
 
+pytestmark = pytest.mark.pooled
+
 NUM_STEPS = 5
 
 

@@ -28,6 +28,8 @@ from zorselike.runtime.ministage.sharding import local_tensor
 from zorselike.runtime.processes.device import choose_dtype, computes_in_fp16
 from zorselike.runtime.processes.world import ProcessInfo
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
 CUTS = (NAMES[:2], NAMES[2:4], NAMES[4:])

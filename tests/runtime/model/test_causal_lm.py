@@ -38,6 +38,8 @@ from zorselike.runtime.model.export import Exporter
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.partition import partition
 
+pytestmark = pytest.mark.pooled
+
 ROWS = 3
 transformers = hf_families.transformers
 

@@ -20,6 +20,8 @@ from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.partition import find_ties, partition
 from zorselike.runtime.model.signature import Broadcast, TensorSpec
 
+pytestmark = pytest.mark.pooled
+
 LENGTH = 6
 VOCABULARY = 19
 ROWS = (1, 2, 3, 5)

@@ -17,6 +17,8 @@ from zorselike.errors import ConfigError
 from zorselike.models import Decoder, build_model, module_names
 from zorselike.runtime.model.initialize import initialize, initialize_unit, unit_seed
 
+pytestmark = pytest.mark.pooled
+
 
 def on_meta(build: Callable[[], Any]) -> Any:
     with torch.device("meta"):

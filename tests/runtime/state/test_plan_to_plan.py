@@ -22,6 +22,8 @@ from zorselike import HeteroPipeline
 from zorselike.checkpoint.layout import step_folder
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 NUM_PAIRS = 60
 NUM_REPLICA_PAIRS = 30
 STEPS_BEFORE, STEPS_AFTER = 1, 2

@@ -16,6 +16,8 @@ from zorselike.checkpoint.export import export
 from zorselike.errors import CheckpointError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 RANKS = 3
 BEFORE = Plan(
     4,

@@ -20,6 +20,8 @@ from zorselike.checkpoint.read import read_manifest
 from zorselike.plan.holdings import VALUE
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 RANKS = 4
 PLAN = Plan(
     4,

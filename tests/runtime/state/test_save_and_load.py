@@ -33,6 +33,8 @@ from zorselike.runtime.state import save, snapshot
 from zorselike.runtime.state.schedulers import LRSchedulers, merge_schedules
 from zorselike.runtime.state.snapshot import Snapshot
 
+pytestmark = pytest.mark.pooled
+
 RANKS = 3
 PLAN = Plan(
     4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from ranks import RunRanks
 from replica_cases import ReplicaCase
@@ -17,6 +18,8 @@ from zorselike.plan.workload import Workload
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.search import search_plans
 from zorselike.profiler.workload.module_workload import measure_workload
+
+pytestmark = pytest.mark.pooled
 
 NUM_LAYERS, TOKENS = 3, 16
 GIVEN = Source("given")

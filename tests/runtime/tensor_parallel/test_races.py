@@ -18,6 +18,8 @@ from watched import on
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
 

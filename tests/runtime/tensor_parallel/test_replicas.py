@@ -27,6 +27,8 @@ from zorselike.runtime.assembly import compile_plan
 from zorselike.runtime.host_checks import measure_parts
 from zorselike.runtime.meshes import Meshes
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 2
 NAMES = tuple(module_names(NUM_LAYERS))
 

@@ -106,7 +106,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 @dataclass
-class _Child:
+class Child:
     rank: int
     pid: int
     folder: Path
@@ -160,7 +160,7 @@ def run_ranks(
         sys.stdout.flush()
         sys.stderr.flush()
         wait_fd, release_fd = os.pipe()
-        children: list[_Child] = []
+        children: list[Child] = []
         try:
             for rank in range(world_size):
                 pid = os.fork()
@@ -169,13 +169,13 @@ def run_ranks(
                     _run_child(
                         fn, rank, world_size, args, folder, shapes, init, None if allow_exit else wait_fd
                     )
-                children.append(_Child(rank, pid, folder))
+                children.append(Child(rank, pid, folder))
             os.close(wait_fd)
             wait_fd = -1
             deadline = time.monotonic() + timeout
             if allow_exit:
                 return _await_exits(children, deadline, timeout)
-            values = _await_values(children, deadline, timeout)
+            values = await_values(children, deadline, timeout)
             os.close(release_fd)
             release_fd = -1
             _reap(children, time.monotonic() + 10)
@@ -217,12 +217,12 @@ def _call_in_fork(fn: Callable[..., object], arguments: dict[str, Any]) -> str |
         if (pid := os.fork()) == 0:
             die_with_parent()
             try:
-                _call(lambda rank, world_size: fn(**arguments), 0, 1, (), folder, init=False)
+                call(lambda rank, world_size: fn(**arguments), 0, 1, (), folder, init=False)
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:
                 os._exit(0)
-        child = _Child(0, pid, folder)
+        child = Child(0, pid, folder)
         _, status = os.waitpid(pid, 0)
         child.code = os.waitstatus_to_exitcode(status)
         if (report := child.report()) is None or not report["ok"]:
@@ -274,13 +274,11 @@ def _run_child(
     try:
         os.setsid()
         die_with_parent()
-        _redirect_output(rank, folder)
+        redirect_output(rank, folder)
         if not volume.is_full():
             known_shapes.share(shapes)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        code = _call(fn, rank, world_size, args, folder, init)
+        os.environ.update(environment(rank, world_size))
+        code = call(fn, rank, world_size, args, folder, init)
         if wait_fd is not None:
             os.read(wait_fd, 1)  # a rank that leaves early would break the connections of the others
     except BaseException:
@@ -292,7 +290,14 @@ def _run_child(
         os._exit(code)
 
 
-def _call(
+def environment(rank: int, world_size: int) -> dict[str, str]:
+    """What a launcher would tell it."""
+    told = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    loopback = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    return {"GLOO_SOCKET_IFNAME": loopback, **{name: str(value) for name, value in told.items()}}
+
+
+def call(
     fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, init: bool
 ) -> int:
     """Runs the function, writes the report, returns the exit code."""
@@ -340,7 +345,7 @@ def _picklable(error: BaseException) -> BaseException | None:
     return error if type(copy) is type(error) else None
 
 
-def _redirect_output(rank: int, folder: Path) -> None:
+def redirect_output(rank: int, folder: Path) -> None:
     for fd, name in ((1, "stdout"), (2, "stderr")):
         target = os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(target, fd)
@@ -357,7 +362,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _poll(children: list[_Child]) -> None:
+def _poll(children: list[Child]) -> None:
     """Notes which children ended or were stopped."""
     for child in children:
         if child.code is None:
@@ -373,7 +378,7 @@ def _poll(children: list[_Child]) -> None:
                 child.ended_s = time.monotonic()
 
 
-def _reap(children: list[_Child], deadline: float) -> None:
+def _reap(children: list[Child], deadline: float) -> None:
     while any(child.code is None for child in children):
         _poll(children)
         if time.monotonic() > deadline:
@@ -384,7 +389,7 @@ def _reap(children: list[_Child], deadline: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _await_values(children: list[_Child], deadline: float, timeout: float) -> list[Any]:
+def await_values(children: list[Child], deadline: float, timeout: float) -> list[Any]:
     while True:
         _poll(children)
         reports = [child.report() for child in children]
@@ -401,16 +406,16 @@ def _await_values(children: list[_Child], deadline: float, timeout: float) -> li
         time.sleep(_POLL_S)
 
 
-def _reap_for(children: list[_Child], seconds: float) -> None:
+def _reap_for(children: list[Child], seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         _poll(children)
         time.sleep(_POLL_S)
 
 
-def _raise_first(children: list[_Child]) -> None:
+def _raise_first(children: list[Child]) -> None:
     """Raises the first failure. A signal goes before errors: those are mostly its echo."""
-    failures: list[tuple[bool, float, _Child, dict[str, Any] | None]] = []
+    failures: list[tuple[bool, float, Child, dict[str, Any] | None]] = []
     for child in children:
         report = child.report()
         if report is not None and not report["ok"]:
@@ -435,7 +440,7 @@ def _describe_code(code: int) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _timeout_error(children: list[_Child], timeout: float) -> RankError:
+def _timeout_error(children: list[Child], timeout: float) -> RankError:
     waiting = [child for child in children if child.code is None and child.report() is None]
     for child in waiting:
         with contextlib.suppress(ProcessLookupError):
@@ -446,7 +451,7 @@ def _timeout_error(children: list[_Child], timeout: float) -> RankError:
     return RankError(f"rank(s) {names} of {len(children)} did not end in {timeout} s\n{stacks}")
 
 
-def _await_exits(children: list[_Child], deadline: float, timeout: float) -> list[RankExit]:
+def _await_exits(children: list[Child], deadline: float, timeout: float) -> list[RankExit]:
     while any(child.code is None for child in children):
         _poll(children)
         alive = [child for child in children if child.code is None]
