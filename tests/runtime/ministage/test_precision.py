@@ -113,27 +113,26 @@ def note_collectives(rank: int, world_size: int, zero: int, reduce: str) -> tupl
     gathered: set[str] = set()
     reduced: set[str] = set()
 
-    def watch(name: str, found: set[str]) -> None:
-        original = getattr(dist, name, None)
+    def watch(patch: pytest.MonkeyPatch, name: str, found: set[str]) -> None:
+        if (original := getattr(dist, name, None)) is None:
+            return
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
             if tensor.numel() > 3:  # The loss and norms are a few numbers.
                 found.add(str(tensor.dtype).removeprefix("torch."))
-            assert original is not None
             return original(*args, **kwargs)
 
-        if original is not None:
-            setattr(dist, name, watched)
+        patch.setattr(dist, name, watched)
 
     case = Case(one_group(zero, world_size, reduce=reduce), NUM_LAYERS)
     pipe = HeteroPipeline(case.model().float(), case.plan, optimizer=adamw, param_dtype=torch.bfloat16)
-    for name in ("all_gather_single", "all_gather_into_tensor"):
-        watch(name, gathered)
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
-        watch(name, reduced)
-    pipe.step_global(*case.batch(0))
-    pipe.close()
+    with pipe, pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            watch(patch, name, gathered)
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
+            watch(patch, name, reduced)
+        pipe.step_global(*case.batch(0))
     return gathered, reduced
 
 

@@ -173,24 +173,24 @@ def count_collectives(rank: int, world_size: int, plan: Plan) -> Counter[str]:
     counter: Counter[str] = Counter()
     inside = sorted(plan.replica_of(rank).ranks)
 
-    def patch(name: str, kind: str) -> None:
-        original = getattr(dist, name, None)
-        if original is None:
-            return
+    def count(patch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+        original = getattr(dist, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             ranks = dist.get_process_group_ranks(kwargs.get("group") or args[2])
             counter[kind, len(inside) > 1 and ranks == inside] += 1
             return original(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        patch.setattr(dist, name, counted)
 
-    patch("all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor", "gather")
-    patch(
-        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor", "sum"
-    )
+    has_single = hasattr(dist, "all_gather_single")  # torch 2.13 renamed what FSDP2 calls.
     case = ReplicaCase(plan, NUM_LAYERS)
-    with HeteroPipeline(case.model(), plan, optimizer=adamw) as pipe:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        HeteroPipeline(case.model(), plan, optimizer=adamw) as pipe,
+    ):
+        count(patch, "all_gather_single" if has_single else "all_gather_into_tensor", "gather")
+        count(patch, "reduce_scatter_single" if has_single else "reduce_scatter_tensor", "sum")
         pipe.step_global(*case.batch(0))
         counter.clear()
         pipe.step_global(*case.batch(1))

@@ -1,7 +1,7 @@
-"""Ranks that stay for the next function: to copy what a fork touches is half of what a small one costs.
+"""Ranks that stay for the next function: to copy what a fork touches is much of what a small one costs.
 
 For functions that leave a process as they found it, but for what they import: a rank that was killed, that
-exited, or whose patches or threads stay is for `run_ranks`.
+exited, or whose patches or threads stay is for `run_ranks`. Collectives that stay patched are an error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-import known_shapes
 import ranks
 import torch.distributed as dist
-import volume
-from ranks import Child
+from ranks import Child, RankError
+
+_LEAVING_S = 30
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,26 @@ class Pool:
     def run(
         self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **options: Any
     ) -> list[Any]:
-        """As `run_ranks`, which does it where it is given options of its own; after a failure the ranks are
-        others."""
-        if options:
+        """As `run_ranks`, which does it where it is given options of its own or more ranks than are here. After
+        a failure the ranks are others."""
+        if options or world_size > self._size:
             return ranks.run_ranks(fn, world_size, *args, timeout=timeout, **options)
         self.start()
         with tempfile.TemporaryDirectory(prefix="ranks") as name:
             folder = Path(name)
-            children = [Child(n, rank.pid, folder) for n, rank in enumerate(self._ranks[:world_size])]
+            used = self._ranks[:world_size]
+            children = [Child(number, rank.pid, folder) for number, rank in enumerate(used)]
             try:
-                for rank in self._ranks[:world_size]:
+                for rank in used:
                     rank.jobs.send(_Job(fn, world_size, args, folder))
                 values = ranks.await_values(children, time.monotonic() + timeout, timeout)
-                for rank in self._ranks[:world_size]:  # None leaves before all are done.
+                for rank in used:  # None leaves before all are done.
                     rank.jobs.send(None)
-                for rank in self._ranks[:world_size]:
-                    rank.jobs.recv()
+                for rank in used:
+                    if not rank.jobs.poll(_LEAVING_S):
+                        raise RankError(f"a rank of {fn.__name__} has not left its group in {_LEAVING_S} s")
+                    if patched := rank.jobs.recv():
+                        raise RankError(f"{fn.__name__} leaves torch.distributed patched: {patched}")
                 return values
             except BaseException:
                 self.close()
@@ -103,11 +107,8 @@ class Pool:
 def _live(rank: int, jobs: Connection) -> None:
     """A rank's whole life; never returns."""
     try:
-        os.setsid()
-        ranks.die_with_parent()
-        environment = dict(os.environ)
-        if not volume.is_full():
-            known_shapes.share(known_shapes.folder())
+        ranks.begin_life()
+        environment, distributed = dict(os.environ), dict(vars(dist))
         while True:
             job = jobs.recv()
             os.environ.update(ranks.environment(rank, job.world_size))
@@ -120,6 +121,6 @@ def _live(rank: int, jobs: Connection) -> None:
             os.environ.clear()
             os.environ.update(environment)
             gc.collect()
-            jobs.send(None)
+            jobs.send([name for name, known in distributed.items() if getattr(dist, name) is not known])
     finally:
         os._exit(1)

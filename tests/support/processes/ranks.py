@@ -154,7 +154,7 @@ def run_ranks(
     timeout and returns a `RankExit` per rank; a stopped rank is killed once all others ended.
     """
     warm_up()
-    shapes = known_shapes.folder()
+    known_shapes.folder()  # Ranks share it.
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -166,9 +166,7 @@ def run_ranks(
                 pid = os.fork()
                 if pid == 0:
                     os.close(release_fd)
-                    _run_child(
-                        fn, rank, world_size, args, folder, shapes, init, None if allow_exit else wait_fd
-                    )
+                    _run_child(fn, rank, world_size, args, folder, init, None if allow_exit else wait_fd)
                 children.append(Child(rank, pid, folder))
             os.close(wait_fd)
             wait_fd = -1
@@ -265,18 +263,14 @@ def _run_child(
     world_size: int,
     args: tuple[Any, ...],
     folder: Path,
-    shapes: Path,
     init: bool,
     wait_fd: int | None,
 ) -> None:
     """The child's whole life; never returns."""
     code = 1
     try:
-        os.setsid()
-        die_with_parent()
+        begin_life()
         redirect_output(rank, folder)
-        if not volume.is_full():
-            known_shapes.share(shapes)
         os.environ.update(environment(rank, world_size))
         code = call(fn, rank, world_size, args, folder, init)
         if wait_fd is not None:
@@ -288,6 +282,14 @@ def _run_child(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def begin_life() -> None:
+    """First in every process that is to be a rank."""
+    os.setsid()
+    die_with_parent()
+    if not volume.is_full():
+        known_shapes.share(known_shapes.folder())
 
 
 def environment(rank: int, world_size: int) -> dict[str, str]:

@@ -37,6 +37,19 @@ def end(rank: int, world_size: int, how: str) -> Any:
         dist.barrier() if rank else os.read(os.pipe()[0], 1)
 
 
+def patch(rank: int, world_size: int) -> None:
+    dist.all_reduce = dist.barrier  # type: ignore[assignment]
+
+
+def test_what_stays_patched_is_an_error(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"patch leaves torch\.distributed patched: \['all_reduce'\]"):
+        pool.run(patch, 1)
+
+
+def test_more_ranks_than_there_are(pool: Pool) -> None:
+    assert [found for _, found, _ in pool.run(meet, 4, 0)] == [6] * 4
+
+
 def test_they_are_the_same_and_their_groups_others(pool: Pool) -> None:
     (first, three, _), *_ = pool.run(meet, 3, 10)
     (again, two, after), *_ = pool.run(meet, 2, 20)
