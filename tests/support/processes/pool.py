@@ -66,8 +66,8 @@ class Pool:
     def run(
         self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **options: Any
     ) -> list[Any]:
-        """As `run_ranks`, which does it where it is given options of its own or more ranks than are here. After
-        a failure the ranks are others."""
+        """As `run_ranks`, which does it where it is given options, or more ranks than are here. After a
+        failure the ranks are others."""
         if options or world_size > self._size:
             return ranks.run_ranks(fn, world_size, *args, timeout=timeout, **options)
         self.start()
