@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.arguments import check_model
-from zorselike.runtime.comm.agreement import check_same_plan
 from zorselike.runtime.comm.ranks import Groups, ProcessGroup, Ranks
 from zorselike.runtime.comm.transport import Transport, edges_of
 from zorselike.runtime.loss import Unpack
@@ -200,7 +199,6 @@ def find_ranks(
     process = dist.get_rank()
     processes = tuple(gather_world(describe_process(device, rank=process)))
     rank_of = check_world(processes, plan, device=named_device)
-    check_same_plan(plan)
     process_of = {rank: other for other, rank in rank_of.items()}
     return Ranks(rank_of[process], tuple(process_of[rank] for rank in range(plan.num_ranks))), processes
 

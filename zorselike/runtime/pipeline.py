@@ -23,7 +23,7 @@ from zorselike.runtime.assembly import Assembly, CompiledPlan, compile_plan, fin
 from zorselike.runtime.auxiliary_loss import weighing
 from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
-from zorselike.runtime.comm.agreement import check_same_weights
+from zorselike.runtime.comm.agreement import check_same
 from zorselike.runtime.comm.connections import Connections
 from zorselike.runtime.comm.ranks import Groups
 from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
@@ -126,7 +126,7 @@ class HeteroPipeline(Stateful):
         self.device = use_device(device)
         named_device = None if device is None else self.device.type
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
-        check_same_weights(model)
+        check_same(self.plan, model)
         dtype = choose_dtype(param_dtype, processes)
         self._scale = LossScale() if computes_in_fp16(model, dtype) else None
         compiled = compiled or compile_plan(

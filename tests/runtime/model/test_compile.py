@@ -163,7 +163,7 @@ def count_graphs(rank: int, world_size: int, setting: Setting, depths: tuple[int
     counts = []
     for num_layers in depths:
         SIZES["num_layers"] = num_layers
-        train(setting, "aot_eager")
+        train(setting, "eager")
         counts.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     return counts
 

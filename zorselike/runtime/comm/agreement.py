@@ -14,9 +14,19 @@ _SAMPLED = 512
 """Elements of a sample, a row at least."""
 
 
-def check_same_plan(plan: Plan) -> None:
-    """Raises `PlanError` where processes run different plans (an old copy on one node, say)."""
-    everyone = _gather(torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64))
+def check_same(plan: Plan, model: nn.Module) -> None:
+    """Raises `PlanError` where processes run different plans (an old copy on one node, say) and `ConfigError`
+    where a model that has weights already has others on another rank; collective over all processes."""
+    group = dist.new_group(backend="gloo")
+    try:
+        _check_same_plan(plan, group)
+        _check_same_weights(model, group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
+    everyone = _gather(torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64), group)
     found = [format(int(value), "012x") for value in everyone[:, 0]]
     others = [process for process, fingerprint in enumerate(found) if fingerprint != found[0]]
     if others:
@@ -26,15 +36,12 @@ def check_same_plan(plan: Plan) -> None:
         )
 
 
-def check_same_weights(model: nn.Module) -> None:
-    """Raises `ConfigError` where a model that has weights already has others on another rank.
-
-    Compares the sum of a few elements of each tensor, so that weights that are mapped from a file are not
-    read whole; tensors on the meta device are initialised alike and skipped.
-    """
+def _check_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compares the sum of a few elements of each tensor, so that weights that are mapped from a file are not
+    read whole; tensors on the meta device are initialised alike and skipped."""
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     sums = torch.tensor([_sum_samples(p.detach()) for _, p in named], dtype=torch.float64)
-    counts = _gather(torch.tensor([len(named)]))[:, 0].tolist()
+    counts = _gather(torch.tensor([len(named)]), group)[:, 0].tolist()
     if len(set(counts)) > 1:
         raise ConfigError(
             f"the model has weights on some ranks and is on the meta device on others ({counts} tensors "
@@ -42,7 +49,7 @@ def check_same_weights(model: nn.Module) -> None:
         )
     if not named:
         return
-    everyone = _gather(sums)
+    everyone = _gather(sums, group)
     # Not bitwise: another kind of CPU may add in another order.
     differs = (everyone - everyone[0]).abs().amax(dim=0) > 1e-9 * everyone[0].abs().clamp_min(1.0)
     if differs.any():
@@ -62,10 +69,8 @@ def _sum_samples(tensor: Tensor) -> float:
     return sum(float(tensor[start : start + size].sum(dtype=torch.float64)) for start in sorted(starts))
 
 
-def _gather(own: Tensor) -> Tensor:
+def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`[processes, ...]`, one row a process."""
-    group = dist.new_group(backend="gloo")
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
-    dist.destroy_process_group(group)
     return torch.stack(everyone)
