@@ -199,10 +199,9 @@ class Transport:
         """What takes the place of channels over NCCL in a first pass."""
         self._begun: set[bool] = set()
         self._is_first = False
-        everyone = range(groups.ranks.world_size)
-        host = groups.make(everyone, "gloo")
-        assert host is not None
+        host = groups.make(range(groups.ranks.world_size), "gloo") if edges else None
         for edge in edges:
+            assert host is not None
             self._open(edge, groups, host, by_host=edge in by_host, device=device)
         self._warm_up(device)
 
