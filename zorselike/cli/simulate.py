@@ -18,7 +18,7 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
 from zorselike.plan.workload import Workload
 from zorselike.plan.write_estimates import write_estimates
-from zorselike.schedule.orders import ORDERS
+from zorselike.schedule.orders import DEFAULT_ORDER, ORDERS
 
 if TYPE_CHECKING:
     from zorselike.simulator.inputs import SimulationInputs
@@ -54,7 +54,7 @@ class Simulate:
     elastic: bool = False
     """Hosts also hold copies of the state, and mirrors of other nodes', as with [elastic]."""
 
-    schedule: Annotated[str, tyro.conf.arg(metavar="|".join((*ORDERS, "FILE.csv")))] = "ours"
+    schedule: Annotated[str, tyro.conf.arg(metavar="|".join((*ORDERS, "FILE.csv")))] = DEFAULT_ORDER
     """Order in which ranks compute: that of a run, a common pipeline schedule, or a file in the form of
     torch.distributed.pipelining, which has one rank a group."""
 
@@ -92,7 +92,7 @@ def simulate_plan(command: Simulate) -> str:
 
     if command.measured is not None and command.trace is None:
         raise ConfigError("simulate: --measured is written into the file of --trace; give that too")
-    if command.write_estimates and command.schedule != "ours":
+    if command.write_estimates and command.schedule != DEFAULT_ORDER:
         raise ConfigError(
             f"simulate: --write-estimates is for runs, which do not use --schedule {command.schedule}; leave "
             "one out"

@@ -9,14 +9,14 @@ from zorselike.schedule.actions import Action
 from zorselike.schedule.checker.check import check
 from zorselike.schedule.errors import ScheduleError
 from zorselike.schedule.lowering.lower import lower
-from zorselike.schedule.orders import ORDERS
+from zorselike.schedule.orders import DEFAULT_ORDER, ORDERS
 from zorselike.schedule.orders.torch_csv import read_torch_csv
 from zorselike.schedule.spec import ScheduleSpec
 from zorselike.text.files import read_text
 
 
 def build(
-    spec: ScheduleSpec, order: str = "ours", *, ranks: Collection[int] | None = None
+    spec: ScheduleSpec, order: str = DEFAULT_ORDER, *, ranks: Collection[int] | None = None
 ) -> dict[int, list[Action]]:
     """The actions of every rank for one optimizer step, or one evaluation if the spec is `forward_only`.
 

@@ -18,6 +18,7 @@ from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import Action
 from zorselike.schedule.build import build
 from zorselike.schedule.errors import ScheduleError
+from zorselike.schedule.orders import DEFAULT_ORDER
 from zorselike.schedule.spec import ScheduleSpec
 from zorselike.simulator.classes.class_actions import ActionsByClass, put_firsts_for_peers
 from zorselike.simulator.classes.rank_classes import NotAlikeError, RankClasses, find_rank_classes
@@ -59,7 +60,7 @@ class SimulationInputs:
 
     @without_collection()
     def list_actions(
-        self, plan: Plan, schedule: str = "ours", *, ranks: Collection[int] | None = None
+        self, plan: Plan, schedule: str = DEFAULT_ORDER, *, ranks: Collection[int] | None = None
     ) -> Mapping[int, Sequence[Action]]:
         """Each rank's actions in a step, or those of some ranks, in the order `schedule` (see `build`);
         raises `PlanError` if that cannot run the plan."""
@@ -91,7 +92,7 @@ class SimulationInputs:
         plan: Plan,
         costs: StepCosts | None = None,
         *,
-        schedule: str = "ours",
+        schedule: str = DEFAULT_ORDER,
         record: bool = False,
         num_steps: int | None = None,
         classes: RankClasses | None = None,
@@ -119,7 +120,7 @@ class SimulationInputs:
         )
 
     def find_classes(self, plan: Plan, costs: StepCosts) -> RankClasses | None:
-        """Ranks that are alike in the order "ours"; None where too few are."""
+        """Ranks that are alike in `DEFAULT_ORDER`; None where too few are."""
         return find_rank_classes(plan, costs, with_norm=self.defer_updates)
 
     def _simulate_firsts(

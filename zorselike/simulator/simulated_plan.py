@@ -13,6 +13,7 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.schedule.actions import Action
+from zorselike.schedule.orders import DEFAULT_ORDER
 from zorselike.simulator.mirrors import host_copies, list_states
 from zorselike.simulator.result import Simulation
 
@@ -27,7 +28,7 @@ class SimulatedPlan:
     actions: Mapping[int, Sequence[Action]]
     costs: StepCosts
     simulation: Simulation
-    schedule: str = "ours"
+    schedule: str = DEFAULT_ORDER
     is_mirrored: bool = False
     """As `SimulationInputs.is_mirrored`."""
 

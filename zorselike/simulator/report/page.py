@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from zorselike.schedule.orders import DEFAULT_ORDER
 from zorselike.simulator.report.limits import describe_limit
 from zorselike.simulator.simulated_plan import Baseline, SimulatedPlan
 from zorselike.text.layout import align_columns, wrap_prose
@@ -44,7 +45,7 @@ def format_report(
 def describe_job(simulated: SimulatedPlan) -> str:
     plan, workload, cluster = simulated.plan, simulated.workload, simulated.cluster
     where = f" on cluster {cluster.name}" if cluster.name else ""
-    order = "" if simulated.schedule == "ours" else f", schedule {simulated.schedule}"
+    order = "" if simulated.schedule == DEFAULT_ORDER else f", schedule {simulated.schedule}"
     frozen = f" ({told})" if (told := workload.describe_frozen()) else ""
     return (
         f"plan {plan.fingerprint}{where}: {workload.model}{frozen}, {workload.dtype}, "
