@@ -33,10 +33,11 @@ COMPILE = torch.compile
 @pytest.fixture(scope="module", autouse=True)
 def what_ranks_inherit() -> None:
     """Compilers import as much again as torch itself: here once, and not in every rank, nor in processes that
-    would help it to compile the few kernels there are."""
+    would help it to compile the few kernels there are. These are scalar: no trials of what the CPU can."""
     import torch._inductor.compile_fx
 
     torch._inductor.config.compile_threads = 1
+    torch._inductor.config.cpp.simdlen = 1
 
 
 Backend = str | Callable[..., Any]
