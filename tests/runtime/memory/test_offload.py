@@ -11,6 +11,7 @@ import pytest
 import torch
 import volume
 from cases import CASES
+from offloaded import IN_PLACE
 from ranks import RunRanks
 from tiny import Case, adamw, with_groups
 from torch import Tensor
@@ -178,3 +179,27 @@ def test_offloading_is_bit_equal(num_ranks: int, run_ranks: RunRanks) -> None:
     settings = volume.part([s for s in SETTINGS if s.case.plan.num_ranks == num_ranks])
     for differing in run_ranks(compare_all, num_ranks, settings, timeout=300):
         assert differing == []
+
+
+def replace_moments(rank: int, world_size: int) -> list[Tensor]:
+    """Between steps, by zeros with the ids of those that go, as a load may; then what they are."""
+    with IN_PLACE.build(("optimizer",)) as pipe:
+        pipe.step_global(*IN_PLACE.case(()).batch(0))
+        moments = []
+        with pipe.loaded():
+            for parameter, state in pipe.optimizers[0].state.items():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    old, others = id(state.pop(key)), [torch.zeros_like(parameter)]
+                    while id(others[-1]) != old and len(others) < 10_000:
+                        others.append(torch.zeros_like(parameter))
+                    assert id(others[-1]) == old, "the test needs an id that comes again"
+                    state[key] = others.pop()
+                    moments.append(state[key])
+        assert not any(moment.untyped_storage().nbytes() for moment in moments)
+        with pipe.loaded():
+            return [moment.clone() for moment in moments]
+
+
+def test_moments_that_take_the_place_of_others_are_offloaded_whatever_their_ids(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(replace_moments, 1)
+    assert found and not any(moment.any() for moment in found)

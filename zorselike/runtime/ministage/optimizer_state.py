@@ -8,6 +8,7 @@ moments, only for an update.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,8 @@ class OptimizerState(HostBackedParts):
         self._optimizer: Optimizer | None = None
         self._host_backed_masters = host_backed_masters
         self._moments: HostBackedTensors | None = None
-        self._moment_ids: frozenset[int] = frozenset()
+        self._known: dict[Hashable, ReferenceType[Tensor]] = {}
+        """The moments that were found last. Not their ids, which those that take their place may get."""
         self._memory, self._pending = resources.memory, resources.pending_state
         self.offloads = offload
         """Whether it is on the host between updates."""
@@ -102,18 +104,19 @@ class OptimizerState(HostBackedParts):
     def find_moments(self) -> None:
         """After an update: takes in moments that are new."""
         moments = dict(self._find())
-        ids = frozenset(map(id, moments.values()))
         if not self.offloads:
             num_bytes = sum(moment.nbytes for moment in moments.values())
             self._memory.ledger.hold(Purpose.OPTIMIZER_STATE, "device", num_bytes - self._entered_bytes)
             self._entered_bytes = num_bytes
             return
-        if ids == self._moment_ids:
+        if moments.keys() == self._known.keys() and all(
+            self._known[key]() is moments[key] for key in moments
+        ):
             return
         streams = self._memory.streams
         if self._moments is not None:
             self._moments.discard(streams.update.record())
-        self._moment_ids = ids
+        self._known = {key: ref(moment) for key, moment in moments.items()}
         # An update may have allocated them, or the optimizer's constructor, or an earlier load.
         self._moments = HostBackedTensors(
             moments,
