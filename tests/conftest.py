@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import frames
 import gpus
 import known_shapes
+import large_pages
 import pool
 import pytest
 import ranks
@@ -58,6 +60,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays: no collection of garbage need look through it again."""
     gc.collect()
     gc.freeze()
+    large_pages.use_large_pages()
     if gpus.count_gpus():
         session.config.stash[APART] = ranks.Apart()
         gpus.hide_gpus()
@@ -82,13 +85,14 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     """Those about GPUs are called by who may find some."""
     apart = pyfuncitem.config.stash.get(APART, None)
-    if apart is None or pyfuncitem.get_closest_marker("gpu") is None:
-        return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    apart.call(pyfuncitem.obj, arguments)
+    if apart is None or pyfuncitem.get_closest_marker("gpu") is None:
+        frames.in_one_chunk(pyfuncitem.obj, **arguments)
+    else:
+        apart.call(pyfuncitem.obj, arguments)
     return True
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import frames
 import gpus
 import known_shapes
 import pytest
@@ -309,7 +310,7 @@ def call(
         torch.set_num_threads(1)
         if init:
             _init_process_group(rank, world_size, folder)
-        report = {"ok": True, "value": fn(rank, world_size, *args)}
+        report = {"ok": True, "value": frames.in_one_chunk(fn, rank, world_size, *args)}
         code = 0
     except pytest.skip.Exception as error:
         report["skip"] = str(error.msg)

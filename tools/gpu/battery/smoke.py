@@ -25,6 +25,7 @@ from .part import Record
 from .training import TINY, Outcome, Training, be_deterministic, device_of, one_group, train
 
 ROOT = Path(__file__).parents[3]
+_HERE = str(Path(__file__).parent)
 _PLANS: dict[str, tuple[str, ...]] = {"resident": (), "all offloaded": OFFLOAD_KINDS}
 _ELSEWHERE = " in thread "
 _WORDS = "synchronizing CUDA operation"
@@ -43,7 +44,7 @@ def noting_waits(kind: str) -> Iterator[Counter[str]]:
             for frame in traceback.extract_stack()[:-1]
             if frame.filename.startswith(str(ROOT)) and not frame.filename.startswith(sys.prefix)
         ]
-        own = [frame for frame in frames if "battery" not in frame.filename] or frames
+        own = [frame for frame in frames if not frame.filename.startswith(_HERE)] or frames
         # A warning from the thread of backwards has no frame of ours.
         where = (
             f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno}" if own else f"{filename}:{lineno}"
