@@ -44,14 +44,14 @@ def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-def without_gradient(module: FSDPModule) -> list[Tensor]:
-    """The whole trainable parameters of an FSDP module's own for which backwards have left none."""
-    return [
-        parameter.unsharded_param
-        for parameter in _own_parameters(module)
-        if parameter.unsharded_param.requires_grad
-        and not any(map(torch.is_tensor, _held_gradients(parameter)))
-    ]
+def give_zero_gradients(module: FSDPModule) -> None:
+    """To the whole trainable parameters of an FSDP module's own for which backwards have left none, in the
+    dtype of those beside them: what backwards have added up may be in that of reductions."""
+    for parameter in _own_parameters(module):
+        whole = parameter.unsharded_param
+        if whole.requires_grad and not any(map(torch.is_tensor, _held_gradients(parameter))):
+            whole.grad = torch.zeros_like(whole)
+            parameter.to_accumulated_grad_if_needed()
 
 
 def _own_parameters(module: FSDPModule) -> list[Any]:
@@ -227,3 +227,8 @@ def grouped_products() -> tuple[Any, ...]:
     """Products of rows by one of several matrices, as experts have them."""
     names = ("_grouped_mm",)
     return tuple(getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before or after its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -278,6 +278,7 @@ class Assembly:
             clip=clip,
             scale=scale,
             counts_replicated=group.flat_ranks[0] == ranks.rank,
+            are_cut=self.plan.has_replicas,
             memory=self.resources.memory,
             world=NormGroup(norms, joined if len(group.flat_ranks) == self.plan.num_ranks else None),
             group=NormGroup(self.group_control, joined),

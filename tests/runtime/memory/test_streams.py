@@ -454,6 +454,16 @@ def test_random_plans_with_replicas(num_ranks: int, run_ranks: RunRanks) -> None
     assert_no_mistake(run_ranks, num_ranks, volume.part(runs, share=40), alone=True)
 
 
+def test_shards_stay_until_a_rank_without_rows_has_read_them(run_ranks: RunRanks) -> None:
+    """It gathers in its reduction, beside which what follows computes; updates wait for the norm."""
+    idle = Group((0, 1), (Microbatch(0, 0, 2), Microbatch(0, 2, 4)), zero=0)
+    plan = two_groups(2)
+    _, second = plan.groups
+    moved = [replace(own, rank=2) for own in second.microbatches]
+    plan = replace(plan, groups=(idle, replace(second, ranks=(2,), microbatches=tuple(moved))))
+    assert_no_mistake(run_ranks, 3, [make_run(plan, ("params",), max_norm=0.05, num_steps=3)])
+
+
 def watch_reductions(
     rank: int, world_size: int, zero: int, overlap: bool, max_norm: float | None = None
 ) -> dict[str, bool]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,33 @@ def look_at_parameters(rank: int, world_size: int) -> None:
 def test_only_elementwise_optimizers_are_given_plain_tensors(run_ranks: RunRanks) -> None:
     """Others may want to know how a parameter is spread over the ranks."""
     run_ranks(look_at_parameters, 2)
+
+
+def zero_by_hook(named: Any, *, given: bool) -> torch.optim.Optimizer:
+    """Its steps change nothing; `given`: by what the factory was given, else by what the hook is."""
+    named = list(named)
+    optimizer = torch.optim.SGD(named, lr=1.0)
+
+    def zero(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        own = (group["params"] for group in stepping.param_groups)
+        for parameter in [own for _, own in named] if given else chain(*own):
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    optimizer.register_step_pre_hook(zero)
+    return optimizer
+
+
+def train_hooked(rank: int, world_size: int) -> None:
+    for dtype, given, offload in product((None, torch.bfloat16), (True, False), ((), OFFLOAD_KINDS)):
+        setting = Setting(world_size, dtype=dtype)
+        pipe, case = setting.build(offload, partial(zero_by_hook, given=given)), setting.case(offload)
+        before = pipe.full_state_dict()
+        pipe.step_global(*case.batch(0))
+        after = pipe.full_state_dict()
+        assert all(torch.equal(after[name], own) for name, own in before.items()), (dtype, given, offload)
+        pipe.close()
+
+
+def test_hooks_of_a_step_may_change_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(train_hooked, 2)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import volume
 from cases import CASES
 from ranks import RunRanks
-from tiny import Case, adamw, module_names
+from tiny import Case, Decoder, Layer, adamw, module_names
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -342,6 +342,37 @@ def test_gradients_are_summed_in_fp32(num_ranks: int, run_ranks: RunRanks) -> No
     groups = volume.part(groups, least=3)
     for group, found in zip(groups, run_ranks(sums_of_many, num_ranks, groups)[0], strict=True):
         assert found == [1.0 - (256 + 23 * 0.5)] * 4, group
+
+
+class WithMore(Layer):
+    """Has a parameter that no row uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.empty(8))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.more)
+
+
+def train_with_more(rank: int, world_size: int, plan: Plan, dtype: torch.dtype) -> list[list[float]]:
+    losses = []
+    for kind in (Layer, WithMore):
+        with torch.device("meta"):
+            model = Decoder(NUM_LAYERS)
+            model.layers = nn.ModuleDict({name: kind() for name in model.layers})
+        with HeteroPipeline(model, plan, optimizer=sgd, param_dtype=dtype) as pipe:
+            losses.append([pipe.step_global(*Case(plan, NUM_LAYERS).batch(step)).loss for step in range(2)])
+            more = [own for name, own in masters_of(pipe).items() if name.endswith(".more")]
+            assert all(bool((own == 1).all()) for own in more)
+    return losses
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(0, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16)])
+def test_what_no_row_uses_has_a_gradient_of_zero(zero: int, dtype: torch.dtype, run_ranks: RunRanks) -> None:
+    """Beside it are gradients that backwards have added up in fp32."""
+    plain, more = run_ranks(train_with_more, 2, one_group(zero, 2), dtype)[0]
+    assert plain == more
 
 
 def creep(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[State, State, State]:

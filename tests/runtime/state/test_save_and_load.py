@@ -131,6 +131,35 @@ def test_a_save_that_fails_says_why_on_every_rank_and_changes_nothing(tmp_path: 
     assert steps == [step_folder(3), step_folder(1)]
 
 
+def leave_some_out(named: Any) -> torch.optim.Optimizer:
+    return adamw([(name, own) for name, own in named if not name.endswith(".bias")])
+
+
+def load_what_was_left_out(rank: int, size: int, folder: Path) -> None:
+    batches = [CASE.batch(step) for step in range(3)]
+
+    def train(folder: Path, steps: range, optimizer: Any) -> list[float]:
+        with HeteroPipeline(CASE.model(), CASE.plan, optimizer=optimizer) as pipe:
+            if steps.start:
+                pipe.load(folder)
+            losses = [pipe.step_global(*batches[step]).loss for step in steps]
+            if not steps.start:
+                pipe.save(folder)
+                losses += [pipe.step_global(*batches[step]).loss for step in (1, 2)]
+                pipe.load(folder)
+                losses += [pipe.step_global(*batches[step]).loss for step in (1, 2)]
+            return losses
+
+    _, *went_on = train(folder / "some", range(1), leave_some_out)
+    assert went_on[:2] == went_on[2:] == train(folder / "some", range(1, 3), leave_some_out)
+    train(folder / "all", range(1), adamw)
+    assert len(train(folder / "all", range(1, 3), leave_some_out)) == 2
+
+
+def test_an_optimizer_may_leave_parameters_out(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(load_what_was_left_out, RANKS, tmp_path)
+
+
 def save_twice(rank: int, size: int, folder: Path) -> list[bool]:
     goes_on = threading.Event()
     with build() as pipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tiny import adamw, assert_same, module_names, train_all_planned, train_all_
 
 from zorselike import HeteroPipeline
 from zorselike.cost.sizes import MinistageBytes
+from zorselike.errors import ConfigError
 from zorselike.plan.pieces import count_communicators
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
@@ -270,3 +272,57 @@ def test_a_checkpoint_goes_on_under_other_degrees(run_ranks: RunRanks, tmp_path:
     assert abs(loaded[1] - found[1]) <= 1e-12 * found[1]
     for name, values in found[2].items():
         assert (loaded[2][name] - values).abs().max() <= 1e-10 * values.abs().max()
+
+
+# -- optimizers -------------------------------------------------------------------------------------
+
+
+class LooksAtAll(torch.optim.SGD):
+    """May do with a weight what it likes."""
+
+
+class LooksAtEach(torch.optim.SGD):
+    is_elementwise = True
+
+
+def by_name(named: Any) -> torch.optim.Optimizer:
+    named = list(named)
+    still = [(name, own) for name, own in named if name.endswith("attention.wq.weight")]
+    moving = [pair for pair in named if not any(pair[1] is own for _, own in still)]
+    groups = [{"params": still, "lr": 0.0}] if still else []
+    return torch.optim.SGD([{"params": moving}, *groups], lr=0.1)
+
+
+def of_replicas(optimizer: Any) -> ReplicaCase:
+    """Ranks 0 and 1 have a piece of each cut weight, rank 2 both."""
+    return ReplicaCase(one_group(((0, 1), 2), 2), NUM_LAYERS, optimizer=optimizer)
+
+
+def test_optimizers_are_told_the_names_of_whole_weights(run_ranks: RunRanks) -> None:
+    cases = [of_replicas(by_name), of_replicas(partial(LooksAtEach, lr=0.1))]
+    (expected,), (found, *_) = run_ranks(train_all_single, 1, cases), run_ranks(train_all_planned, 3, cases)
+    for case, own, other in zip(cases, expected, found, strict=True):
+        assert_same(other, own, case)
+
+
+def build_with(rank: int, world_size: int, optimizer: Any) -> None:
+    case = of_replicas(optimizer)
+    HeteroPipeline(case.model(), case.plan, optimizer=optimizer).close()
+
+
+def from_a_dictionary(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(dict(named).values(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (partial(LooksAtAll, lr=0.1), "LooksAtAll may look at weights as a whole"),
+        (from_a_dictionary, "some pieces of 'layers.0.attention.wq.weight' and not others"),
+    ],
+)
+def test_optimizers_that_pieces_would_mislead_are_refused(
+    optimizer: Any, says: str, run_ranks: RunRanks
+) -> None:
+    with pytest.raises((ConfigError, ranks.RankError), match=says):
+        run_ranks(build_with, 3, optimizer)

@@ -136,8 +136,9 @@ class Outcome:
 def train_single(case: Case) -> Outcome:
     """The reference: one process, the whole batch, plain torch."""
     model = initialize(case.model(), seed=case.seed)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = case.optimizer(trained)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [p for _, p in named]
+    optimizer = case.optimizer(named)
     losses, norms, evaluations = [], [], []
     for step in range(case.num_steps):
         inputs, targets = case.batch(step)

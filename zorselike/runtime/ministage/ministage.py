@@ -338,6 +338,7 @@ class ShardedMinistage:
 
         Beside the backward that follows, if other ranks take part: what FSDP2 reads is compute's, and kept
         until the next reduction, before which compute waits for this one."""
+        gathers_itself = self._group.zero == 0 and not self._is_gathered  # On a rank without rows.
         self._prepare_backward(reduces=True)
         self._resources.reducing.settle()
         if self._units.reduces_beside:
@@ -346,7 +347,10 @@ class ShardedMinistage:
             reduce.wait(compute.record())
             with reduce.use():
                 self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
-            self._resources.reducing.add(compute, reduce.record(), whole)
+            reduced = reduce.record()
+            self._resources.reducing.add(compute, reduced, whole)
+            if gathers_itself:
+                compute.wait(reduced)  # The shards were read there, and may leave now.
         else:
             self._backward_of_nothing(self._units.anchor_forward(requires_grad=True))
         if self._group.zero == 0:
@@ -400,6 +404,11 @@ class ShardedMinistage:
     def part_of(self, name: str) -> PartOf | None:
         """What a parameter of this rank is a piece of; None for one that is not."""
         return self._units.parts_of.get(name)
+
+    def whole_name(self, name: str) -> str:
+        """Of the parameter that one of this rank is, or of which it is a piece."""
+        part = self.part_of(name)
+        return name if part is None else part.name
 
     def recover(self) -> None:
         """After an unfinished step on a rank alone: whole and reduced gradients go, parameters are freed,

@@ -112,7 +112,7 @@ class NamedState:
         """What the optimizer was given for each parameter; `ConfigError` for what JSON cannot say."""
         names = self._names()
         return {
-            self._whole(names[id(parameter)]): {
+            self.ministage.whole_name(names[id(parameter)]): {
                 key: to_plain(value, f"the optimizer's option {key}", advice=_ADVICE)
                 for key, value in group.items()
                 if key not in _MEMBERS
@@ -126,7 +126,7 @@ class NamedState:
         what JSON cannot say."""
         names, found = self._names(), Numbers({}, [])
         for parameter, state in self.optimizer.state.items() if self.optimizer is not None else ():
-            name = self._whole(names[id(parameter)])
+            name = self.ministage.whole_name(names[id(parameter)])
             own = found.plain[name] = {}
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
@@ -152,7 +152,7 @@ class NamedState:
         read at most once; options are left as they are. Only this ministage is on the device meanwhile."""
         with torch.no_grad(), self.ministage.on_device():
             for name, parameter, source in self._values():
-                owner = self._owner_of.get(name, self._whole(name))
+                owner = self._owner_of.get(name, self.ministage.whole_name(name))
                 if owner in kept:
                     continue
                 box = self._box(self._held, name, VALUE, parameter)
@@ -162,14 +162,14 @@ class NamedState:
                 buffer.copy_(read(Box.whole(name, VALUE, buffer.shape)))
             if facts is not None and self.optimizer is not None:
                 self._fill_numbers(facts)
-                for name, parameter in self.ministage.trained.items():
-                    kinds = [kind for kind in kinds_of(self._whole(name)) if kind != VALUE]
+                for name, parameter in self._optimized():
+                    kinds = [kind for kind in kinds_of(self.ministage.whole_name(name)) if kind != VALUE]
                     self._fill_moments(name, parameter, read, kinds)
 
     def fill_options(self, facts: OptimizerFacts) -> None:
         """Takes over what the optimizer was given: learning rates and the like."""
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            saved = [facts.options.get(self._whole(name)) for name in self._names_of(group)]
+            saved = [facts.options.get(self.ministage.whole_name(name)) for name in self._names_of(group)]
             known = [
                 {key: value for key, value in options.items() if key not in _OF_DEVICES}
                 for options in saved
@@ -196,12 +196,12 @@ class NamedState:
         for group, shown in zip(self.optimizer.param_groups, described["param_groups"], strict=True):
             numbers |= dict(zip(self._names_of(group), shown["params"], strict=True))
         for name, number in numbers.items():
-            numbered = facts.numbers.get(self._whole(name))
+            numbered = facts.numbers.get(self.ministage.whole_name(name))
             if numbered is not None:
                 state[number] = {key: from_plain(value) for key, value in numbered.items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
         # Of the counters it knows "step" alone: others it has cast to their parameter's dtype.
-        for name, parameter in self.ministage.trained.items():
+        for name, parameter in self._optimized():
             for key, value in state.get(numbers[name], {}).items():
                 if isinstance(value, Tensor) and key != "step":
                     self.optimizer.state[parameter][key] = value.to(parameter.device)
@@ -247,11 +247,6 @@ class NamedState:
             return box
         return boxes_of(part.name, kind, part.shape)[part.place]
 
-    def _whole(self, name: str) -> str:
-        """The name of the parameter that one of this rank is, or of which it is a piece."""
-        part = self.ministage.part_of(name)
-        return name if part is None else part.name
-
     def _moments(self) -> Iterator[Part]:
         names = self._names()
         states = self.optimizer.state.items() if self.optimizer is not None else ()
@@ -270,13 +265,20 @@ class NamedState:
                     )
                 yield self._part(name, key, sharded, value, self.ministage.state, (number, key))
 
+    def _optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those parameters that the optimizer has: its factory may leave some out."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        yield from ((name, own) for name, own in self.ministage.trained.items() if id(own) in held)
+
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.ministage.trained.items()}
 
     def group_names(self) -> list[list[str]]:
         """Names of the parameters of each of the optimizer's groups."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        return [list(dict.fromkeys(map(self._whole, self._names_of(group)))) for group in groups]
+        whole = self.ministage.whole_name
+        return [list(dict.fromkeys(map(whole, self._names_of(group)))) for group in groups]
 
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
         names = self._names()

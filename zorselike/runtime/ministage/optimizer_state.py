@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zorselike.cost.purposes import Purpose
 from zorselike.errors import ConfigError
+from zorselike.runtime._compat import has_step_hooks
 from zorselike.runtime.memory.host_backed import HostBackedParts, HostBackedTensors
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.memory.streams import Event
@@ -158,12 +159,13 @@ class OptimizerState(HostBackedParts):
 
 def take_local(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Gives an optimizer this rank's rows of its parameters, as plain tensors of the same memory, and
-    returns them by name; `trained` as it is if the optimizer may look at whole parameters or has a state.
+    returns them by name; `trained` as it is if the optimizer may look at whole parameters or has a state, and
+    if it has hooks, which may know the parameters that its factory was given.
 
     DTensors cost the host time with each operation of an update, most of it in the first one, which finds
     out where results will be (`STEP` of `tools/bench_runtime.py --only overhead`: 7.2 ms, without them 2.1).
     """
-    if type(optimizer) not in ELEMENTWISE or optimizer.state:
+    if type(optimizer) not in ELEMENTWISE or optimizer.state or has_step_hooks(optimizer):
         return dict(trained)
     local = {name: nn.Parameter(local_tensor(parameter.detach())) for name, parameter in trained.items()}
     local_of = {id(parameter): local[name] for name, parameter in trained.items()}

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from zorselike.errors import ConfigError
-from zorselike.runtime._compat import without_gradient
+from zorselike.runtime._compat import give_zero_gradients
 from zorselike.runtime.memory.activation_offload import ActivationOffload
 from zorselike.runtime.ministage.random_numbers import RandomNumbers
 from zorselike.runtime.model.decoder_probe import hidden_states, with_hidden_states
@@ -151,8 +151,7 @@ class Unit:
     def _give_zeros(self) -> None:
         """To parameters for which there is no gradient yet, on the stream of this moment. Autograd would do
         it on that of a forward whose graph still lives, for which who reads them does not wait."""
-        for parameter in without_gradient(as_fsdp(self.module)):
-            parameter.grad = torch.zeros_like(parameter)
+        give_zero_gradients(as_fsdp(self.module))
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         if self._random is not None:

@@ -21,6 +21,7 @@ from zorselike.errors import ConfigError
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.norm_sums import NormGroup, NormSums, Total
+from zorselike.runtime.ministage.optimizer_state import ELEMENTWISE
 
 Clip = Literal["global", "ministage"]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -87,13 +88,14 @@ class Updates:
         clip: Clip,
         scale: LossScale | None,
         counts_replicated: bool,
+        are_cut: bool,
         memory: Memory,
         world: NormGroup,
         group: NormGroup,
     ) -> None:
         """`counts_replicated`: whether this rank is the one of its group whose whole gradients
-        (ZeRO 0) enter the norm; `world` and `group`: all ranks, and those of this rank's group.
-        `scale`: what losses are multiplied by, with fp16."""
+        (ZeRO 0) enter the norm; `are_cut`: whether ranks have pieces of weights; `world` and `group`: all
+        ranks, and those of this rank's group. `scale`: what losses are multiplied by, with fp16."""
         self._ministages = ministages
         self._max_norm = max_norm
         self._clip = clip
@@ -106,12 +108,14 @@ class Updates:
         self._scale = scale
         self._defers = defers_updates(max_norm, clip, scale)
         self.optimizers: dict[int, Optimizer] = {
-            i: factory(list(ministage.trained.items()))
+            i: factory([(ministage.whole_name(name), own) for name, own in ministage.trained.items()])
             for i, ministage in ministages.items()
             if ministage.trained
         }
         for i, optimizer in self.optimizers.items():
             _refuse(optimizer)
+            if are_cut:
+                _refuse_for_pieces(optimizer, ministages[i])
             ministages[i].train_by(optimizer)
         self.begin()
 
@@ -241,6 +245,29 @@ def _refuse(optimizer: Optimizer) -> None:
             f"optimizer: {type(optimizer).__name__}.step needs a closure that evaluates the model again, "
             "which a pipeline cannot; use one that steps on gradients, such as torch.optim.AdamW"
         )
+
+
+def _refuse_for_pieces(optimizer: Optimizer, ministage: ShardedMinistage) -> None:
+    """Raises `ConfigError` for one that may look at a weight as a whole, of which ranks have pieces, and for
+    one that was given some pieces of a weight and not others."""
+    kind = type(optimizer)
+    if kind not in {*ELEMENTWISE, torch.optim.Adagrad} and not getattr(kind, "is_elementwise", False):
+        raise ConfigError(
+            f"optimizer: {kind.__name__} may look at weights as a whole, and ranks of tensor-parallel "
+            "replicas have pieces of them; use one such as torch.optim.AdamW, a plan without replicas, or, "
+            "if to its update no element of a weight matters to another, say so: "
+            f"{kind.__name__}.is_elementwise = True"
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    pieces: dict[str, set[bool]] = {}
+    for name, parameter in ministage.trained.items():
+        pieces.setdefault(ministage.whole_name(name), set()).add(id(parameter) in held)
+    for name, are_held in pieces.items():
+        if len(are_held) > 1:
+            raise ConfigError(
+                f"optimizer: it was given some pieces of '{name}' and not others; this rank has several, "
+                "each with that name: make groups of a list of pairs, not of a dictionary"
+            )
 
 
 def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
