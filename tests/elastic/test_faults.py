@@ -10,11 +10,10 @@ import pytest
 import volume
 from device_problems import make_nodes, make_profile
 
-from tools.elastic.faults import deal_cells, make_matrix_job, make_plan, make_replica_job
+from tools.elastic.faults import deal_cells, make_matrix_job, make_plan, make_replica_job, make_small
 from tools.elastic.jobs import Fault, Job, JobFailedError, Outcome, run, run_alone
 from zorselike.elastic.contingency import SearchPlanner
 from zorselike.plan.cluster.cluster import Cluster, Link
-from zorselike.plan.parts import Device
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 
@@ -56,15 +55,6 @@ def test_recoveries_across_degrees_lose_nothing(seed: int) -> None:
 
 def list_degrees(plan: Plan) -> list[list[int]]:
     return [[replica.degree for replica in group.replicas] for group in plan.groups]
-
-
-def make_small(*faults: Fault, num_steps: int = 6, seed: int = 7, num_nodes: int = 2) -> Job:
-    """Ranks 0 and 2 are of node 0, rank 1 of node 1; or each of its own."""
-    plan, num_layers = make_plan(random.Random(seed), (2, 1), offload=False)
-    devices = tuple(
-        Device(rank, f"node{rank % num_nodes}", rank // num_nodes) for rank in range(plan.num_ranks)
-    )
-    return Job(replace(plan, devices=devices), num_layers, num_steps, faults, num_nodes=num_nodes)
 
 
 def test_a_rank_that_leaves_gives_what_it_has() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch._dynamo  # FSDP2 imports it: here once, before ranks are forked.
 
+from zorselike.plan.parts import Device
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 
 from .injection import RECOVERY_PHASES, STEP_PHASES, Fault, FaultKind, Phase
@@ -145,3 +146,12 @@ def make_replica_job(seed: int, *, num_faults: int = 2) -> Job:
         seed=seed,
         patience_s=180.0,
     )
+
+
+def make_small(*faults: Fault, num_steps: int = 6, seed: int = 7, num_nodes: int = 2) -> Job:
+    """Ranks 0 and 2 are of node 0, rank 1 of node 1; or each of its own."""
+    plan, num_layers = make_plan(random.Random(seed), (2, 1), offload=False)
+    devices = tuple(
+        Device(rank, f"node{rank % num_nodes}", rank // num_nodes) for rank in range(plan.num_ranks)
+    )
+    return Job(replace(plan, devices=devices), num_layers, num_steps, faults, num_nodes=num_nodes)

@@ -77,7 +77,9 @@ class ElasticPipeline:
             is replaced by a spare, or else by the others of its group.
         payback_s: within which a better plan must have paid for the pause of going over to it.
         begin: fills a pipeline where nobody has a state to give, such as `lambda pipe:
-            pipe.load_pretrained(folder)`; with it, parameters are not initialised. Collective.
+            pipe.load_pretrained(folder)` or `lambda pipe: pipe.load(folder)`, whose `extra` is then this
+            one's; with it, parameters are not initialised. Collective; a job that goes back to a checkpoint
+            of its own calls it, too, before.
         mirror_share: share of the time in which mirrors may be on their way.
         mirror_every: steps from one mirror to the next, in place of that.
         replan_on_drift: with a planner: goes over to another plan where a card that has become slower makes
@@ -312,29 +314,9 @@ class ElasticPipeline:
                 raise
             self._recover(error)
             return None
-        if not model_only:
-            self.worker.checkpoint = str(Path(folder).expanduser().absolute())
+        if save is not None and not model_only:
+            self.worker.note_save(save)
         return save
-
-    def load(self, path: str | Path, *, model_only: bool = False, options: bool = True) -> Loaded | None:
-        """As `HeteroPipeline.load`, before the first step. None where ranks were lost in it: it was done all
-        the same."""
-        pipe, running = self._here()
-        if not model_only:
-            self.worker.checkpoint = str(Path(path).expanduser().absolute())
-        try:
-            with running.inside():
-                loaded = pipe.load(path, model_only=model_only, options=options)
-                self.worker.note_counts(pipe)
-                self.worker.forget_copies()
-                self.extra = dict(loaded.extra)
-                self._hold(running)
-        except Exception as error:
-            if running.is_the_callers(error):
-                raise
-            self._recover(error)
-            return None
-        return loaded
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """As `HeteroPipeline.full_state_dict`; asks again where ranks were lost meanwhile."""
@@ -484,10 +466,13 @@ class ElasticPipeline:
         self._schedulers.catch_up(pipe.assembly.control)
 
     def _begin_anew(self, pipe: HeteroPipeline, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.extra = dict(pipe.load(checkpoint).extra)
-        elif self._begin is not None:
-            self._begin(pipe)
+        begun = None if self._begin is None else self._begin(pipe)
+        if checkpoint is not None:  # One of adapters has no other weights: these `begin` brings.
+            begun = pipe.load(checkpoint)
+        if isinstance(begun, Loaded):
+            self.extra = dict(begun.extra)
+            if self.worker.checkpoint is None and begun.step == pipe.num_steps:  # Not of the model alone.
+                self.worker.checkpoint = str(begun.path)
         self._schedulers.begin_anew()
 
     def _hold(self, running: Running) -> None:

@@ -21,6 +21,7 @@ from zorselike.runtime.checkpoints import Stateful
 from zorselike.runtime.comm.connections import Connections
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.result import Sums
+from zorselike.runtime.state.save import Save
 
 logger = logging.getLogger("zorselike")
 
@@ -40,6 +41,8 @@ class ElasticWorker:
         """A step, and what all its ranks came to."""
         self.checkpoint: str | None = None
         """Where a state is that nobody need have in memory."""
+        self._saving: Save | None = None
+        """On its way there, or elsewhere."""
         self._lock = threading.Lock()
         self._over = -1
         """The last generation that has ended."""
@@ -74,7 +77,7 @@ class ElasticWorker:
             "step": self.num_steps,
             "has_state": self.num_steps > 0,
             "sums": None if self.sums is None else [self.sums[0], list(self.sums[1])],
-            "checkpoint": self.checkpoint,
+            "checkpoint": self._find_checkpoint(),
         }
 
     def decide(self, request: Request) -> tuple[tuple[str, ...], Json] | None:
@@ -133,6 +136,16 @@ class ElasticWorker:
     def note_counts(self, pipe: Stateful) -> None:
         """A step has ended, or a state was taken over."""
         self.num_steps, self.rows_seen = pipe.num_steps, pipe.rows_seen
+
+    def note_save(self, save: Save) -> None:
+        """One is on its way: once it is there the job can go back to it, and until then to the one before."""
+        self._find_checkpoint()
+        self._saving = save
+
+    def _find_checkpoint(self) -> str | None:
+        if (save := self._saving) is not None and save.path is not None:
+            self.checkpoint, self._saving = str(save.folder), None
+        return self.checkpoint
 
     def let_go(self) -> None:
         """Drops what remains of generations that all have left. Pipelines in a thread: the end of a Gloo

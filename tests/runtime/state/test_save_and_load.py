@@ -106,6 +106,11 @@ def fail_to_save(rank: int, size: int, folder: Path) -> list[str]:
         said.append(refused(lambda: pipe.save(folder)))
         for optimizer in pipe.optimizers.values():
             del optimizer.param_groups[0]["strange"]
+            optimizer.state["steps"] = 3 if rank == 1 else {"all": torch.ones(2)}
+        pipe.step_global(*CASE.batch(2))
+        said.append(refused(lambda: pipe.save(folder)))
+        for optimizer in pipe.optimizers.values():
+            del optimizer.state["steps"]
         assert sorted(path.name for path in folder.iterdir()) == ["file", "lease.json", step_folder(1)]
         said.append(refused(lambda: pipe.save(folder, model_only=rank == 2)))
         said.append(refused(lambda: pipe.save(folder, extra={"seen": rank + 1})))
@@ -119,7 +124,7 @@ def fail_to_save(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_a_save_that_fails_says_why_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
     for said in run_apart(fail_to_save, RANKS, tmp_path):
-        full, in_background, no_folder, strange, unlike, unlike_extra, no_json = said
+        full, in_background, no_folder, strange, of_none, unlike, unlike_extra, no_json = said
         assert "different extra" in unlike_extra and "extra.seen is a set" in no_json
         assert "different model_only" in unlike
         for error in (full, in_background):
@@ -127,8 +132,9 @@ def test_a_save_that_fails_says_why_on_every_rank_and_changes_nothing(tmp_path: 
             assert "rank-00001.safetensors" in error
         assert "file" in no_folder and "rank 0" in no_folder
         assert "option strange is a object" in strange
+        assert "a state under 'steps', which is no parameter" in of_none
     steps = [path.name for path in list_steps(tmp_path / "checkpoints")]
-    assert steps == [step_folder(3), step_folder(1)]
+    assert steps == [step_folder(4), step_folder(1)]
 
 
 def leave_some_out(named: Any) -> torch.optim.Optimizer:

@@ -124,9 +124,9 @@ class NamedState:
     def numbers(self) -> Numbers:
         """What the optimizer has counted for each parameter, as far as that is numbers. `ConfigError` for
         what JSON cannot say."""
-        names, found = self._names(), Numbers({}, [])
-        for parameter, state in self.optimizer.state.items() if self.optimizer is not None else ():
-            name = self.ministage.whole_name(names[id(parameter)])
+        found = Numbers({}, [])
+        for own_name, _, state in self._states():
+            name = self.ministage.whole_name(own_name)
             own = found.plain[name] = {}
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
@@ -248,10 +248,7 @@ class NamedState:
         return boxes_of(part.name, kind, part.shape)[part.place]
 
     def _moments(self) -> Iterator[Part]:
-        names = self._names()
-        states = self.optimizer.state.items() if self.optimizer is not None else ()
-        for number, (parameter, state) in enumerate(states):
-            name = names[id(parameter)]
+        for number, (name, parameter, state) in enumerate(self._states()):
             sharded = self.ministage.sharded[name]
             for key, value in state.items():
                 if not isinstance(value, Tensor) or not value.dim():
@@ -264,6 +261,18 @@ class NamedState:
                         "plan: save with model_only=True, or use an optimizer such as torch.optim.AdamW"
                     )
                 yield self._part(name, key, sharded, value, self.ministage.state, (number, key))
+
+    def _states(self) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
+        """What the optimizer keeps of each of its parameters. `ConfigError` for what is of none."""
+        names = self._names()
+        for parameter, state in self.optimizer.state.items() if self.optimizer is not None else ():
+            if id(parameter) not in names:
+                what = "a tensor" if isinstance(parameter, Tensor) else repr(parameter)
+                raise ConfigError(
+                    f"the optimizer keeps a state under {what}, which is no parameter that it was given, "
+                    f"and cannot be saved: keep such in its param_groups, or {_ADVICE}"
+                )
+            yield names[id(parameter)], parameter, state
 
     def _optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those parameters that the optimizer has: its factory may leave some out."""

@@ -145,7 +145,7 @@ class OptimizerState(HostBackedParts):
         }
         """Memory of parameters and gradients, which a state may refer to."""
         for number, state in enumerate(self._optimizer.state.values()):
-            for key, value in state.items():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(value, Tensor) and value.dim():
                     local = local_tensor(value)
                     is_own = local.untyped_storage().data_ptr() not in others
