@@ -454,16 +454,6 @@ def test_random_plans_with_replicas(num_ranks: int, run_ranks: RunRanks) -> None
     assert_no_mistake(run_ranks, num_ranks, volume.part(runs, share=40), alone=True)
 
 
-def test_shards_stay_until_a_rank_without_rows_has_read_them(run_ranks: RunRanks) -> None:
-    """It gathers in its reduction, beside which what follows computes; updates wait for the norm."""
-    idle = Group((0, 1), (Microbatch(0, 0, 2), Microbatch(0, 2, 4)), zero=0)
-    plan = two_groups(2)
-    _, second = plan.groups
-    moved = [replace(own, rank=2) for own in second.microbatches]
-    plan = replace(plan, groups=(idle, replace(second, ranks=(2,), microbatches=tuple(moved))))
-    assert_no_mistake(run_ranks, 3, [make_run(plan, ("params",), max_norm=0.05, num_steps=3)])
-
-
 def watch_reductions(
     rank: int, world_size: int, zero: int, overlap: bool, max_norm: float | None = None
 ) -> dict[str, bool]:
@@ -554,6 +544,14 @@ def test_whole_gradients_are_there_as_long_as_the_memory_model_says(zero: int, r
 
 # -- what is forgotten is found --------------------------------------------------------------
 
+
+def with_an_idle_rank() -> Plan:
+    """Rank 1 has no rows: it gathers in its reduction, beside which what follows computes."""
+    both = Group((0, 1), (Microbatch(0, 0, 2), Microbatch(0, 2, 4)), zero=0)
+    alone = Group((2,), (Microbatch(2, 0, 1), Microbatch(2, 1, 4)), zero=2)
+    return replace(two_groups(2), groups=(both, alone))
+
+
 SCENES: tuple[tuple[int, list[Run]], ...] = (
     (
         1,
@@ -572,6 +570,7 @@ SCENES: tuple[tuple[int, list[Run]], ...] = (
             make_run(one_group(2, 2), param_dtype=torch.bfloat16, max_norm=0.1),
         ],
     ),
+    (3, [make_run(with_an_idle_rank(), ("params",), max_norm=0.1)]),
 )
 """Numbers of ranks and runs, in which everything that orders work is needed."""
 
