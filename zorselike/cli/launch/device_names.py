@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from zorselike.cli.launch.job import Job
+from zorselike.cost.catalogue import find_device
 from zorselike.errors import ConfigError
 
 PRODUCTS: Mapping[str, str] = {
@@ -21,19 +22,17 @@ PRODUCTS: Mapping[str, str] = {
     "V100-32": "Tesla-V100-SXM2-32GB",
     "P100-PCIe": "Tesla-P100-PCIE-16GB",
     "P100": "Tesla-P100-SXM2-16GB",
+    "QuadroRTX6000": "Quadro-RTX-6000",
+    "QuadroRTX8000": "Quadro-RTX-8000",
+    "RTX4500Ada": "NVIDIA-RTX-4500-Ada-Generation",
+    "RTX5000Ada": "NVIDIA-RTX-5000-Ada-Generation",
     "RTX6000Ada": "NVIDIA-RTX-6000-Ada-Generation",
-    "A6000": "NVIDIA-RTX-A6000",
-    "RTX5090": "NVIDIA-GeForce-RTX-5090",
-    "RTX4090": "NVIDIA-GeForce-RTX-4090",
-    "RTX4080": "NVIDIA-GeForce-RTX-4080",
-    "RTX3090Ti": "NVIDIA-GeForce-RTX-3090-Ti",
-    "RTX3090": "NVIDIA-GeForce-RTX-3090",
-    "RTX3080": "NVIDIA-GeForce-RTX-3080",
-    "RTX3070": "NVIDIA-GeForce-RTX-3070",
-    "RTX2080Ti": "NVIDIA-GeForce-RTX-2080-Ti",
-    "TitanRTX": "NVIDIA-TITAN-RTX",
+    "PRO6000": "NVIDIA-RTX-PRO-6000-Blackwell-Workstation-Edition",
+    "PRO6000-MaxQ": "NVIDIA-RTX-PRO-6000-Blackwell-Max-Q-Workstation-Edition",
+    "PRO6000-Server": "NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition",
 }
-"""Where it is not `NVIDIA-` and our name: the most common of a type's names by its driver, with hyphens."""
+"""Where it is not `NVIDIA-` and the words by which the catalogue knows it, with `GeForce-` where these are a
+number alone: the most common of a type's names by its driver, with hyphens."""
 _SKYPILOT: Mapping[str, str] = {
     "H100-SXM": "H100",
     "H100-PCIe": "H100",
@@ -44,9 +43,13 @@ _SKYPILOT: Mapping[str, str] = {
     "V100-PCIe-16": "V100",
     "V100-PCIe-32": "V100-32GB",
     "P100-PCIe": "P100",
+    "A4000": "RTXA4000",
+    "A4500": "RTXA4500",
+    "A5000": "RTXA5000",
     "A6000": "RTXA6000",
 }
 """SkyPilot's names of device types, where they are not ours."""
+_GEFORCE = re.compile(r"[RG]TX \d+( Ti)?( SUPER)?")
 _RAY = re.compile(r"\w+-([A-Z0-9]+)")
 """The part of a driver's name that a Ray node takes for its `accelerator_type`
 (`python/ray/_private/accelerators/nvidia_gpu.py`)."""
@@ -56,7 +59,9 @@ def name_product(device: str) -> str:
     """The value of a Kubernetes node's label `nvidia.com/gpu.product` (NVIDIA's GPU feature discovery)."""
     if device.upper().startswith("MI"):
         raise ConfigError(f"launch: {device} is no NVIDIA GPU; start by torchrun or slurm")
-    return PRODUCTS.get(device, f"NVIDIA-{device}")
+    words = find_device(device).words
+    brand = "GeForce-" if _GEFORCE.fullmatch(words) else ""
+    return PRODUCTS.get(device, f"NVIDIA-{brand}{words.replace(' ', '-')}")
 
 
 def name_for_skypilot(device: str) -> str:

@@ -12,10 +12,19 @@ from zorselike.text.wording import suggest
 
 DEVICE_TYPES = (
     *("T4", "P100", "P100-PCIe", "V100-16", "V100-32", "V100-PCIe-16", "V100-PCIe-32"),
-    *("RTX2080Ti", "TitanRTX", "RTX3070", "RTX3080", "RTX3090", "RTX3090Ti", "RTX4080", "RTX4090", "RTX5090"),
-    *("A10", "A10G", "A30", "A40", "A6000", "L4", "L40", "L40S", "RTX6000Ada"),
-    *("A100-40", "A100-80", "A800-80", "H100-PCIe", "H100-NVL", "H100-SXM", "H200", "H200-NVL", "GH200"),
-    *("B200", "MI250", "MI300X", "CPU"),
+    *("GTX1080Ti", "RTX2060", "RTX2070", "RTX2070Super", "RTX2080", "RTX2080Super", "RTX2080Ti", "TitanRTX"),
+    *("QuadroRTX6000", "QuadroRTX8000"),
+    *("RTX3060", "RTX3060Ti", "RTX3070", "RTX3070Ti", "RTX3080", "RTX3080-12", "RTX3080Ti"),
+    *("RTX3090", "RTX3090Ti"),
+    *("RTX4060", "RTX4060Ti-8", "RTX4060Ti-16", "RTX4070", "RTX4070Super", "RTX4070Ti", "RTX4070TiSuper"),
+    *("RTX4080", "RTX4080Super", "RTX4090"),
+    *("RTX5060Ti-8", "RTX5060Ti-16", "RTX5070", "RTX5070Ti", "RTX5080", "RTX5090"),
+    *("A2", "A10", "A10G", "A30", "A40", "A4000", "A4500", "A5000", "A5500", "A6000"),
+    *("L4", "L20", "L40", "L40S", "RTX4500Ada", "RTX5000Ada", "RTX6000Ada"),
+    *("PRO6000", "PRO6000-MaxQ", "PRO6000-Server"),
+    *("A100-40", "A100-80", "A800-80", "H20", "H100-PCIe", "H100-NVL", "H100-SXM", "H800-PCIe", "H800-SXM"),
+    *("H200", "H200-NVL", "GH200", "B200", "B300"),
+    *("MI210", "MI250", "MI300X", "MI325X", "MI355X", "CPU"),
 )
 
 
