@@ -127,9 +127,22 @@ def test_a_run_goes_on_under_another_plan(
         assert exported.get_slice("output.weight").get_dtype() == "BF16"
     ends, losses = run(run_ranks, tmp_path, *only, steps=4, number=2)
     assert not losses and "nothing is left to train" in ends[0].stdout
+    assert len(list(folder.glob("model-*"))) == 1
     # It can be prolonged all the same.
     ends, losses = run(run_ranks, tmp_path, steps=5, number=3)
     assert losses == pytest.approx(expected[3:], rel=1e-5)
+
+
+def test_the_model_is_handed_on_by_the_next_run_where_the_last_one_did_not(
+    run_ranks: RunRanks, tmp_path: Path, begun: Path
+) -> None:
+    """As after a signal in the last step, or a kill between the last save and the export."""
+    only = ("--checkpoint.last_save_model_only",)
+    ends, losses = run(run_ranks, tmp_path, *only, steps=3, number=1)
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    assert not losses and (begun / f"model-{step_folder(3)}" / "model.safetensors").exists()
+    ends, _ = run(run_ranks, tmp_path, *only, steps=3, number=2)
+    assert [end.code for end in ends] == [0] * 2 and "exported" not in ends[0].stdout
 
 
 def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -383,3 +383,20 @@ def test_configuration_needs_no_torch() -> None:
         "parse_command_line(['--hetero.plan', 'p']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_home_folder_is_one_wherever_the_path_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "x.toml").write_text(
+        '[job]\ndump_folder = "~/runs"\n[hetero]\nplan = "x.plan.toml"\n'
+        '[checkpoint]\nenable = true\ninitial_load_path = "begun"\n'
+    )
+    config = parse_command_line(["--config", str(tmp_path / "x.toml")]).config
+    assert config.job.dump_folder == str(tmp_path / "home" / "runs")
+    assert config.checkpoint.initial_load_path == str(tmp_path / "begun")
+    given = parse_command_line(["--hetero.plan", "x", "--job.dump_folder=~/y"]).config
+    assert given.job.dump_folder == str(tmp_path / "home" / "y")
+    with pytest.raises(ConfigError, match=r"\[job\] dump_folder = '~nobody_here/x': there is no such home"):
+        parse_command_line(["--hetero.plan", "x", "--job.dump_folder=~nobody_here/x"])

@@ -13,7 +13,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.processes.processes import Peers
 from zorselike.train.config.config import Checkpoint, Config, Hetero, Job, Lora, Model, Training, Validation
 from zorselike.train.config.file import load_config
-from zorselike.train.processes import set_up_logging
+from zorselike.train.elastic.known import Alone
+from zorselike.train.processes import agree_on_data, set_up_logging
 from zorselike.train.report.run_folder import log_into, open_run_folder
 
 PLAN = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, ("output",)),))
@@ -57,6 +58,14 @@ def test_where_nothing_can_be_written_is_said_with_the_key(tmp_path: Path) -> No
     config = Config(job=Job(dump_folder=str(tmp_path / "file")))
     with pytest.raises(ConfigError, match=r"\[job\] dump_folder: nothing can be written into .*/file"):
         open_run_folder(config, PLAN, First(), recipe=None, beside_plan={})
+
+
+def test_data_that_may_not_be_read_are_an_error_of_all_ranks() -> None:
+    def read() -> int:
+        raise PermissionError(13, "Permission denied", "/data/a.txt")
+
+    with pytest.raises(ConfigError, match=r"^/data/a.txt: cannot be read: Permission denied$"):
+        agree_on_data(Alone(), read, describe=str)
 
 
 def test_the_log_has_what_was_said_before_there_was_a_folder(tmp_path: Path) -> None:

@@ -150,8 +150,11 @@ def build_on_meta(
         raise ConfigError(
             f"hf: transformers cannot be imported ({first_line(error)}); pip install 'zorselike[hf]'"
         ) from error
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(_describe_missing_config(Path(folder)))
+    try:
+        if not (Path(folder) / "config.json").is_file():
+            raise ConfigError(_describe_missing_config(Path(folder)))
+    except OSError as error:
+        raise ConfigError(f"hf: {error.filename}: cannot be read: {error.strerror}") from error
     built_in = dtype
     if lora is not None:
         built_in = frozen_dtype or _find_dtype(Path(folder))

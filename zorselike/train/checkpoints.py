@@ -129,7 +129,7 @@ class RunCheckpoints:
                 raise CheckpointError(
                     f"[checkpoint] load_step = {settings.load_step}, but {self.folder} has newer ones (step "
                     f"{newer[0]}): move them away, or branch off into another [checkpoint] folder with "
-                    f'initial_load_path = "{self.folder / step_folder(settings.load_step)}" and '
+                    f'initial_load_path = "{self.folder.absolute() / step_folder(settings.load_step)}" and '
                     "initial_load_model_only = false"
                 )
             self._take(self._pipe.load(self.folder / step_folder(settings.load_step), options=False))
@@ -215,16 +215,27 @@ class RunCheckpoints:
         if is_new:
             self._begin(waits=True)
             self._report(must_succeed=True)
-        if is_finished and self._settings.last_save_model_only:
+        if is_finished and self._settings.last_save_model_only and not self.is_finished():
             alone = is_new and self._best.get("step") != self._pipe.num_steps
             alone = alone and not self._config.lora.enable  # It is small, and more can be made of it.
             self._world.from_first(lambda: self._export(alone=alone))
 
+    def hand_on(self) -> None:
+        """Exports the model of the last step, if it is wanted and the run that saved that step was ended
+        before it did; collective.
+
+        Raises:
+            CheckpointError: It could not be exported; on every rank alike.
+        """
+        if self._saved_step == self._config.training.steps:
+            self.save_last(is_finished=True)
+
     def is_finished(self) -> bool:
-        """Whether an earlier run has taken all steps and kept the model alone."""
+        """Whether a run has taken all steps and handed the model on; collective."""
         settings = self._settings
-        path = self._exported_at(self._config.training.steps)
-        return settings.enable and settings.last_save_model_only and path.is_dir()
+        if not (settings.enable and settings.last_save_model_only):
+            return False
+        return any(self._world.gather(self._exported_at(self._config.training.steps).is_dir()))
 
     def _begin(self, *, waits: bool) -> None:
         step = self._pipe.num_steps

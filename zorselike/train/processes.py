@@ -108,6 +108,8 @@ def agree_on_data(processes: Peers, read: Callable[[], T], *, describe: Callable
         said = ("", describe(found))
     except ConfigError as error:
         said = (str(error), "")
+    except OSError as error:
+        said = (f"{error.filename}: cannot be read: {error.strerror}", "")
     everyone = processes.gather(said)
     for rank, (error_text, _) in enumerate(everyone):
         if error_text:

@@ -148,6 +148,7 @@ def _run_steps(
             "" if before >= steps else f", whose model is handed on; more steps would follow step {before}"
         )
         logger.info("all of [training] steps = %d are taken%s; nothing is left to train", steps, after)
+        checkpoints.hand_on()
         if before >= steps and held_out is not None:
             return _validate(config, pipe, held_out, keywords, model, world, folder)
         return 0

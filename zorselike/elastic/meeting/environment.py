@@ -33,6 +33,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,11 @@ NANNY_FD = "ZORSELIKE_NANNY_FD"
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _STORE_KEY = "zorselike/elastic/founder"
+RETURNS = "ZORSELIKE_RETURNS"
+"""Set by a nanny for a worker that comes in the place of a lost one: whom it joins has answered just now."""
 _START_LIMIT = timedelta(minutes=10)
+_RETURN_LIMIT_S = 30.0
+"""So long such a worker looks for its job, which may have ended while it started."""
 
 
 def make_token() -> str:
@@ -99,6 +104,8 @@ def from_environment(
     if found is not None and join is not None:
         raise ConfigError(f"{FOUND} and {JOIN} are both set; a process founds a job or joins one")
     contact = [read_address(JOIN, text) for text in (join or "").split(",")] if found is None else []
+    if environment.get(RETURNS):
+        settings = replace(settings, start_limit_s=min(settings.start_limit_s, _RETURN_LIMIT_S))
     host, port = read_address(FOUND, found) if found is not None else contact[0]
     num_members = None
     if found is not None:

@@ -30,6 +30,7 @@ from zorselike.elastic.meeting.environment import (
     JOIN,
     MEMBERS,
     NANNY_FD,
+    RETURNS,
     TOKEN,
     read_address,
     read_settings,
@@ -106,6 +107,7 @@ class Nanny:
                 self._environment.pop(name, None)
             others = [address for address in self._members if address != contact]
             self._environment[JOIN] = ",".join(f"{host}:{port}" for host, port in (contact, *others))
+            self._environment[RETURNS] = "1"
             time.sleep(_FIRST_WAIT_S * 2**num_soon - _FIRST_WAIT_S)
             if self._leaves:
                 return code

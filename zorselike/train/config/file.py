@@ -33,6 +33,7 @@ PATH_KEYS = (
     ("model", "path"),
     ("model", "hf_assets_path"),
     ("lora", "initial_load_path"),
+    ("checkpoint", "initial_load_path"),
 )
 """What a recipe names relative to itself."""
 
@@ -91,6 +92,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Request:
             print(f"zorselike {__version__}")
         raise SystemExit(0)
     config = Config(**{field.name: getattr(parsed, field.name) for field in fields(Config)})
+    config = _expand_home(config)
     check_config(config)
     return Request(config=config, config_path=path, dry_run=parsed.dry_run)
 
@@ -118,7 +120,10 @@ def load_config(path: str | Path) -> Config:
             sections[name] = read_dataclass(type(section), table, f"[{name}] ")
     except FileError as error:
         raise ConfigError(f"{path}: {error}") from None
-    config = Config(**sections)
+    try:
+        config = _expand_home(Config(**sections))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return _resolve_paths(config, path.parent)
 
 
@@ -193,6 +198,23 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     for section, key in PATH_KEYS:
         value = getattr(getattr(config, section), key)
         if value and (section, key, value) != ("hetero", "plan", AUTO):
-            resolved = str(folder / Path(value).expanduser())
-            config = replace(config, **{section: replace(getattr(config, section), **{key: resolved})})
+            config = _replace(config, section, key, str(folder / value))
     return config
+
+
+def _expand_home(config: Config) -> Config:
+    """`~` and `~name` at the beginning of a path stand for a home folder, wherever the path is used."""
+    for section, key in (("job", "dump_folder"), *PATH_KEYS):
+        value = getattr(getattr(config, section), key)
+        if value.startswith("~"):
+            try:
+                config = _replace(config, section, key, str(Path(value).expanduser()))
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"[{section}] {key} = {value!r}: there is no such home folder; write the whole path"
+                ) from error
+    return config
+
+
+def _replace(config: Config, section: str, key: str, value: str) -> Config:
+    return replace(config, **{section: replace(getattr(config, section), **{key: value})})

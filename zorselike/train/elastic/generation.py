@@ -164,13 +164,9 @@ class GenerationRun:
             return str(number)
         if self._vote.is_alone:
             self._run.notice.leave()
-        if step >= steps or (step == self._known.first_step and self._is_handed_on()):
+        if step >= steps or (step == self._known.first_step and self._checkpoints.is_finished()):
             return "finished"
         return "short" if self._inner.plan.num_ranks < elastic.min_ranks else ""
-
-    def _is_handed_on(self) -> bool:
-        """Whether an earlier run has taken all steps and kept the model alone."""
-        return any(self._ranks.gather(self._checkpoints.is_finished()))
 
     def _log(self, step: int) -> None:
         pipe, inner, metrics = self._pipe, self._inner, self._metrics

@@ -37,7 +37,7 @@ def open_run_folder(
             (folder / file).write_text(text, encoding="utf-8")
         plan.save(folder / "plan.toml")
         effective = config
-        for section, key in (*PATH_KEYS, ("checkpoint", "initial_load_path")):
+        for section, key in PATH_KEYS:
             own = getattr(effective, section)
             changed = replace(own, **{key: _absolute(getattr(own, key))})
             effective = replace(effective, **{section: changed})
