@@ -24,6 +24,7 @@ from zorselike.checkpoint.export import export
 from zorselike.checkpoint.read import read_manifest
 from zorselike.errors import CheckpointError
 from zorselike.hf.folder import count_positions
+from zorselike.hf.lora import Lora, base_name, is_adapter
 from zorselike.hf.names import make_namer
 from zorselike.plan import ConfigError
 from zorselike.plan.holdings import VALUE, Box
@@ -106,6 +107,31 @@ def test_every_rank_reads_its_own_part(family: str, tmp_path: Path, run_ranks: R
     is_tied = len(distinct) < len(saved)
     assert sum(read for _, read, _ in found) == whole + (saved["lm_head.weight"].nbytes if is_tied else 0)
     assert max(read for _, read, _ in found) < 0.6 * whole
+
+
+def load_in_replicas(rank: int, world_size: int, folder: Path, lora: Lora | None) -> dict[str, Tensor]:
+    """The state without adapters, under the names that it has without them."""
+    names = names_with(folder, lora)
+    group = Group(((0, 1), 2), (Microbatch(0, 0, 1), Microbatch(2, 1, 4)), zero=2)
+    ministages = (Ministage(0, names[:3]), Ministage(0, names[3:]))
+    plan = Plan(ROWS, (group,), ministages, sequence_length=hf_families.LENGTH)
+    with zorselike.hf.pipeline(folder, plan, dtype=torch.float64, lora=lora) as pipe:
+        state = pipe.full_state_dict()
+    return {base_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
+
+
+@cache
+def names_with(folder: Path, lora: Lora | None) -> tuple[str, ...]:
+    return tuple(list_modules(zorselike.hf.build_on_meta(folder, lora=lora)))
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_ranks_of_a_replica_read_their_pieces(lora: Lora | None, tmp_path: Path, run_ranks: RunRanks) -> None:
+    (saved,) = run_ranks(save, 1, "qwen2", tmp_path, "20KB")
+    assert names_with(tmp_path, lora)
+    state = run_ranks(load_in_replicas, 3, tmp_path, lora)[0]
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
 
 
 def test_one_file_without_an_index_and_names_without_the_prefix(tmp_path: Path, run_ranks: RunRanks) -> None:

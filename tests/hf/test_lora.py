@@ -98,6 +98,28 @@ def test_shared_experts_are_left_out_by_default() -> None:
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_routers_that_are_linear_layers_are_left_out_by_default() -> None:
+    """What they give is no product to which an adapter could add."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=19,
+        hidden_size=16,
+        intermediate_size=8,
+        intermediate_size_mlp=24,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+    )
+    with torch.device("meta"):
+        model, other = (transformers.Llama4ForCausalLM(config) for _ in range(2))
+    add_lora(model, Lora(rank=2))
+    assert not any("router" in name for name in lora_layers(model))
+    assert len(list_modules(model)) == 5
+    with pytest.raises(ConfigError, match=r"feed_forward.router' is of class Llama4Router; name linear"):
+        add_lora(other, Lora(rank=2, target_modules=("q_proj", "router")))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_layers_of_two_kinds_are_refused() -> None:
     """`peft` notes for all of them at once whether weights are transposed, and a merge goes by that."""

@@ -172,6 +172,7 @@ def set_weight(model: nn.Sequential, value: Tensor) -> None:
         (partial(set_embedding, scale_grad_by_freq=True), "'0' is an embedding with scale_grad_by_freq"),
         (partial(set_embedding, sparse=True), "'0' is an embedding with sparse"),
         (partial(set_weight, value=torch.ones(())), "'1.extra' is a scalar"),
+        (partial(set_weight, value=torch.ones(2, dtype=torch.complex64)), "'1.extra' is of torch.complex64"),
         (partial(set_weight, value=torch.ones(0, 3)), "'1.extra' is trained and has no elements"),
         (partial(set_weight, value=torch.ones(2, 3).t()), "'1.extra' is not contiguous"),
     ],

@@ -162,9 +162,23 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or _is_transposed(module))
-        and (name.startswith(layers) if layers else module is not head)
+        if _is_linear(module) and (name.startswith(layers) if layers else module is not head)
     }
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it gives its product with its weight, to which an adapter adds: a router may be a subclass and
+    give something else."""
+    if not isinstance(module, nn.Linear):
+        return _is_transposed(module)
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            given = module(module.weight.new_zeros(1, module.in_features))
+    except Exception:
+        return False
+    return isinstance(given, torch.Tensor) and given.shape == (1, module.out_features)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -179,7 +193,7 @@ def _check_targets(model: nn.Module) -> None:
     layers = lora_layers(model)
     for name, layer in layers.items():
         base = layer.base_layer
-        if not (isinstance(base, nn.Linear) or _is_transposed(base)):
+        if not _is_linear(base):
             raise ConfigError(
                 f"lora: target_modules: '{name}' is of class {type(base).__name__}; name linear layers only, "
                 "such as q_proj"

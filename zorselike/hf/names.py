@@ -13,6 +13,7 @@ from typing import Any
 from zorselike.errors import CheckpointError
 from zorselike.hf.lora import base_name, is_adapter
 from zorselike.plan.holdings import VALUE, Box
+from zorselike.runtime.tensor_parallel.pieces import whole_shapes
 
 
 def make_namer(model: Any) -> Callable[[str], str | Box]:
@@ -24,9 +25,9 @@ def make_namer(model: Any) -> Callable[[str], str | Box]:
     rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    known = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    known = {name: shape for name, shape in whole_shapes(model).items() if not is_adapter(name)}
     names = {base_name(name): name for name in known}
-    state = {base_name(name): tensor for name, tensor in known.items()}
+    state = {base_name(name): shape for name, shape in known.items()}
 
     def rename(name: str, *rules: Any) -> tuple[str, str | None]:
         found: tuple[str, str | None] = loading.rename_source_key(
@@ -42,7 +43,7 @@ def make_namer(model: Any) -> Callable[[str], str | Box]:
         if pattern is None or found not in state:
             return own
         (rule,) = (rule for rule in converters if pattern in rule.source_patterns)
-        box = _find_part(own, tuple(state[found].shape), rule, pattern, rename(name, renamings, [])[0])
+        box = _find_part(own, state[found], rule, pattern, rename(name, renamings, [])[0])
         if box is None:
             raise CheckpointError(
                 f"hf: {name} is a part of {found} in the model, and parts are put together here only where "

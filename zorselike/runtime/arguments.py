@@ -79,6 +79,11 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
             raise ConfigError(
                 f"model: '{name}' is a scalar, which cannot be sharded; make it a tensor of one element"
             )
+        if parameter.is_complex():
+            raise ConfigError(
+                f"model: '{name}' is of {parameter.dtype}, which no checkpoint can hold; let it be real, of "
+                "shape [..., 2], and use torch.view_as_complex in the forward"
+            )
         if parameter.requires_grad and not parameter.numel():
             raise ConfigError(
                 f"model: '{name}' is trained and has no elements; let it not require a gradient"

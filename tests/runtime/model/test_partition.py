@@ -247,6 +247,14 @@ def test_using_a_weight_without_calling_its_module_is_refused() -> None:
         trace(parts, plan, TOKENS)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_a_hook_that_uses_weights_before_the_forward_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 4), torch.nn.utils.weight_norm(nn.Linear(4, 4)))
+    plan = plan_over(["0", "1"])
+    with pytest.raises(ConfigError, match=r"a hook before '1' may do it, .*: use torch.nn.utils.parametr"):
+        trace(partition(model, plan), plan, TOKENS)
+
+
 def test_asking_for_a_weights_dtype_is_no_use_of_it() -> None:
     class Asks(Decoder):
         def forward(self, x: Tensor) -> Tensor:

@@ -89,6 +89,12 @@ def with_head_dim(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_inner_rows(model: nn.Module) -> nn.Module:
+    """As Doge has them: a product of values that its attention itself needs, of all positions."""
+    model.layers["0"].attention.dt = nn.Linear(12, 6, dtype=torch.float64)
+    return model
+
+
 FUSED = {**FEED_FORWARD, "layers.*.attention.wqkv": "colwise", "layers.*.attention.wo": "rowwise"}
 
 
@@ -177,6 +183,11 @@ def test_layers_that_mix_positions_outside_of_what_is_cut_are_refused(
             r"wqkv' gives 24 numbers, .* takes 8: a fused",
         ),
         (lambda: with_head_count(llama()), None, r"'layers.0.attention' counts heads and has no attribute"),
+        (
+            lambda: with_inner_rows(llama()),
+            {**llama().tp_plan, "layers.*.attention.dt": "rowwise"},
+            r"'layers.0.attention.dt' gives 6 numbers and '.*wo' 24, and what is rowwise gives hidden",
+        ),
         (lambda: with_dropout(llama()), None, r"'layers.0.attention.dropout.p' drops out 0.1"),
         (lambda: llama(2), {k.replace("*", "0"): v for k, v in llama().tp_plan.items()}, r"cuts 'layers.1'"),
         (lambda: with_shared_weights(llama(2)), None, r"'layers.0' shares a weight with another"),

@@ -220,9 +220,15 @@ def run_parts(
             recorder = Recorder({name: module.get_submodule(name) for name in part.units})
             output = run_module(module, tensors, kwargs, where, recorder)
             for unit, parameter in recorder.strays.items():
+                mend = f"call '{unit}', or name a module in the plan that contains all of its uses"
+                if unit == parameter.rpartition(".")[0] and module.get_submodule(unit)._forward_pre_hooks:
+                    mend = (
+                        f"a hook before '{unit}' may do it, as that of torch.nn.utils.weight_norm: use "
+                        f"torch.nn.utils.parametrizations, or {mend}"
+                    )
                 raise ConfigError(
                     f"{where} uses '{parameter}' outside the forward of '{unit}', so it is not gathered "
-                    f"there; call '{unit}', or name a module in the plan that contains all of its uses"
+                    f"there; {mend}"
                 )
             for unit in recorder.overwritten:
                 raise ConfigError(

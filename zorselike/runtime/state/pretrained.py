@@ -106,13 +106,14 @@ class PretrainedWeights:
         for place in places:
             common = place.box.intersect(box) if box.starts else box
             if common is not None:
+                read = place.around(common)
                 # A place of its own where the part is not all that is read.
-                is_all = common == box
-                part = values if is_all else torch.empty(common.shape, dtype=values.dtype)
-                place.file.read_rows(place.one, *place.rows_of(common), bytes_of(part))
+                is_all = read == box
+                part = values if is_all else torch.empty(read.shape, dtype=values.dtype)
+                place.file.read_rows(place.one, *place.rows_of(read), bytes_of(part))
                 self.num_bytes_read += part.nbytes
                 if not is_all:
-                    part_of(common, box, values).copy_(part)
+                    part_of(common, box, values).copy_(part_of(common, read, part))
         return values
 
 
@@ -124,6 +125,13 @@ class _Place:
     file: SafetensorsFile
     one: Slice
     """Of the same shape, or without the first dimension, of which the part has one entry."""
+
+    def around(self, part: Box) -> Box:
+        """The least that can be read with a part of it: whole rows."""
+        rows = slice(1 if len(self.one.shape) == len(self.box.shape) else 0)
+        starts = (*part.starts[rows], *self.box.starts[len(part.starts[rows]) :])
+        stops = (*part.stops[rows], *self.box.stops[len(part.stops[rows]) :])
+        return replace(part, starts=starts, stops=stops)
 
     def rows_of(self, part: Box) -> tuple[int, int]:
         """The rows there of some rows of the part."""

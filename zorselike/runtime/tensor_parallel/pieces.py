@@ -126,6 +126,17 @@ def cut_layer(layer: nn.Module, name: str, parallel: TensorParallel) -> list[Pie
     return pieces
 
 
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of what a model's state has, by name: weights that were taken out of layers as they were."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, Piece):
+            for key in module.state_dict():
+                del shapes[f"{name}.{key}"]
+            shapes |= {part.name: part.shape for part in module.parts.values()}
+    return shapes
+
+
 def blocks_of(blocks: Blocks, layers: Iterable[str]) -> list[Block]:
     """All blocks of some layers."""
     return [block for layer in layers for block in blocks.get(layer, ())]

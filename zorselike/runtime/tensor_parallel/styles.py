@@ -159,6 +159,13 @@ def _make_block(
     if not columns or not rows:
         there, missing = ("colwise", "rowwise") if columns else ("rowwise", "colwise")
         raise ConfigError(f"tp_plan: '{name}' has {there} layers and no {missing} one; a cut needs both ends")
+    given = {linear.width(modules, "columns"): linear.name for linear in rows}
+    if len(given) > 1:
+        (narrow, inner), (wide, last) = min(given.items()), max(given.items())
+        raise ConfigError(
+            f"tp_plan: '{inner}' gives {narrow} numbers and '{last}' {wide}, and what is rowwise gives "
+            "hidden states, of which a rank of a replica has its own positions; use single ranks in the plan"
+        )
     widths = {linear.name: linear.width(modules, "columns") for linear in columns}
     widths |= {linear.name: linear.width(modules, "rows") for linear in rows}
     found = (getattr(modules[name], key, None) for key in _WIDTHS_OF_HEADS)
