@@ -303,3 +303,19 @@ def test_each_piece_waits_for_the_latency_of_its_way(before, after, in_flight):
     plan = make_plan(candidate, problem, bench.table).validate()
     simulated_s = problem.setting.simulate(plan).simulation.iteration_s
     assert 0.93 < bench.step_time.estimate_s(candidate) / simulated_s < 1.07
+
+
+@pytest.mark.parametrize("num_ministages", [2, 3])
+def test_tied_weights_go_from_card_to_card_of_one_machine(num_ministages):
+    """Estimated as if that took no time, which hid what is gained where the first group has the last
+    ministage too."""
+    nodes = (Node(name="desk", devices=("A100-40",) * 2, fabric=Link(1e9)),)
+    cluster = Cluster(nodes=nodes, default_link=Link(1e9))
+    workload = make_decoder(14, tokens=256, ties=True)
+    bench = Bench(draw_problem(random.Random(0), cluster=cluster, global_batch=8, workload=workload))
+    choice = Choice.alike(((0,), (1,)), Mode(zero=0), 8, num_ministages)
+    candidate = bench.builder.build(choice)
+    assert candidate is not None and candidate.num_ministages == num_ministages
+    plan = make_plan(candidate, bench.problem, bench.table).validate()
+    simulated_s = bench.problem.setting.simulate(plan).simulation.iteration_s
+    assert 0.9 < bench.step_time.estimate_s(candidate) / simulated_s < 1.1

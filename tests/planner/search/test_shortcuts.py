@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import permutations
 from math import ceil, log2
@@ -10,7 +11,9 @@ import device_problems
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from searched_problems import draw_problem, make_decoder
 
+from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.problem import Fixed
 from zorselike.planner.search import search
@@ -150,3 +153,20 @@ def test_a_refined_grouping_is_in_the_best_order_that_one_move_leads_to() -> Non
     best = [start, *evaluator.refine(start)][-1]
     moved = [evaluator.try_choice(own, "") for own in move_groups(best.choice, evaluator.node_kinds)]
     assert any(moved) and all(found is None or not found.score < best.score for found in moved)
+
+
+def test_what_is_tied_stays_with_one_group_where_the_wires_are_slow() -> None:
+    """More ministages were found in whole rounds of all groups alone, so that the last had the head."""
+    nodes = (Node(name="desk", devices=("A100-40",) * 2, fabric=Link(1e9)),)
+    problem = draw_problem(
+        random.Random(0),
+        cluster=Cluster(nodes=nodes, default_link=Link(1e9)),
+        workload=make_decoder(22, tokens=1024, ties=True),
+        global_batch=16,
+    )
+    evaluator = search._Search(problem, 100.0, 0, None)._evaluator
+    (best, *_) = CoarseSearch(evaluator, ((0,), (1,)), "two").run()
+    for best in evaluator.refine(best):
+        pass
+    owners = best.candidate.owners
+    assert {*owners} == {0, 1} and owners[0] == owners[-1]

@@ -410,15 +410,14 @@ class StepTimeEstimate:
     def _tie_s(self, source: CandidateGroup, target: CandidateGroup, num_bytes: int) -> float:
         """A weight from one group to another; with ZeRO 0 every device takes all of it."""
         givers, takers = (Counter(self._nodes[d] for d in own.devices) for own in (source, target))
-        first = {self._nodes[d]: d for d in (*source.devices, *target.devices)}
+        senders, receivers = ({self._nodes[d]: d for d in own.devices} for own in (source, target))
         copies = 1.0 if target.mode.zero == 0 else 1 / len(target.devices)
         flows = [
             self.network.transfer(
-                first[a], first[b], num_bytes * copies * taken * given / len(source.devices)
+                senders[a], receivers[b], num_bytes * copies * taken * given / len(source.devices)
             )
             for a, given in givers.items()
             for b, taken in takers.items()
-            if a != b
         ]
         return self.network.time_alone(flows)
 

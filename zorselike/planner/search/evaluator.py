@@ -232,6 +232,9 @@ class CandidateEvaluator:
         if self.has_few_layers:
             return [*range(num_groups, num_layers + 1)]
         counts = [per_group * num_groups for per_group in _MINISTAGES_PER_GROUP]
+        if num_groups > 1 and self._problem.workload.ties:
+            # The last is the first group's as well, so that what is tied need not go from one to another.
+            counts = sorted([*counts, *(number + 1 for number in counts)])
         return [number for number in counts if number <= num_layers] or [num_layers]
 
     def limit_degrees(self, devices: tuple[int, ...], degree: int) -> Degrees:
