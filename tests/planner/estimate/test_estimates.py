@@ -211,6 +211,28 @@ def test_layers_of_one_group_are_cut_for_the_logits_of_one_microbatch():
     assert bench.builder.build(Choice((GroupChoice((0,), mode, 32),), 8)) is not None
 
 
+def test_layers_move_one_by_one_where_sums_of_them_say_that_nothing_fits():
+    """The largest ministage, which comes and goes, decides on a card that keeps no other: shares of its
+    memory were made smaller six times and the cut stayed the same."""
+    node = Node(
+        name="desk",
+        devices=("RTX3090", "RTX3070"),
+        fabric=Link(6e9),
+        host_link=Link(12e9),
+        host_memory_bytes=2**38,
+    )
+    workload = make_decoder(22, tokens=2048)
+    cluster = Cluster(nodes=(node,))
+    bench = Bench(draw_problem(random.Random(0), cluster=cluster, global_batch=8, workload=workload))
+    offload = ("params", "optimizer", "activations")
+    modes = Mode(0, recompute="layer"), Mode(0, recompute="layer", offload=offload)
+    choice = Choice(tuple(GroupChoice((g,), mode, 8) for g, mode in enumerate(modes)), 4)
+    candidate = bench.builder.build(choice)
+    assert candidate is not None
+    case = bench.problem.setting.simulate(make_plan(candidate, bench.problem, bench.table).validate())
+    assert case.fits
+
+
 def test_several_ministages_a_group_shorten_the_fill_of_a_pipeline_with_few_in_flight():
     """Estimated and simulated, where the microbatches are few and memory is not."""
     nodes = tuple(Node(name=name, devices=("A100-40",), fabric=Link(50e9)) for name in "ab")

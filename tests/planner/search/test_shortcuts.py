@@ -16,7 +16,7 @@ from searched_problems import draw_problem, make_decoder
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.problem import Fixed
-from zorselike.planner.search import search
+from zorselike.planner.search import local_search, search
 from zorselike.planner.search.budget import TINY_ACTIONS
 from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.coarse_search import CoarseSearch
@@ -165,8 +165,28 @@ def test_what_is_tied_stays_with_one_group_where_the_wires_are_slow() -> None:
         global_batch=16,
     )
     evaluator = search._Search(problem, 100.0, 0, None)._evaluator
-    (best, *_) = CoarseSearch(evaluator, ((0,), (1,)), "two").run()
-    for best in evaluator.refine(best):
-        pass
+    (first, *_) = CoarseSearch(evaluator, ((0,), (1,)), "two").run()
+    *_, best = evaluator.refine(first)
     owners = best.candidate.owners
     assert {*owners} == {0, 1} and owners[0] == owners[-1]
+
+
+def test_worse_structures_are_changed_too_once_all_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, until so many in a row led to nothing better."""
+    nodes = tuple(Node(name=name, devices=(device,)) for name, device in (("a", "A100-40"), ("b", "V100-16")))
+    problem = draw_problem(
+        random.Random(0),
+        cluster=Cluster(nodes=nodes, default_link=Link(3e9)),
+        workload=make_decoder(2, tokens=256),
+        global_batch=2,
+    )
+    monkeypatch.setattr(local_search, "MOST_VAIN", 3)
+    looking = search._Search(problem, 300.0, 0, None)
+    looking._look()
+    local, top_k = looking._local_search, looking._top_k
+    begun = [own for own in local._more if len(own) == 3 and isinstance(own[2], bool)]
+    described = {local_search._describe_structure(found) for found in top_k.sort()}
+    assert len(begun) >= 3 and {*begun} < described
+    assert not local.begin_another() and local.peek() is None
+    monkeypatch.setattr(local_search, "MOST_VAIN", 1000)
+    assert local.begin_another() and local.peek() is not None

@@ -25,6 +25,7 @@ from zorselike.plan.workload import LayerKind
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes
 from zorselike.planner.candidate.computers import list_computers
 from zorselike.planner.candidate.layer_table import LayerTable
+from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.forward_first import (
     Clock,
     Copies,
@@ -139,20 +140,19 @@ class StepTimeEstimate:
         return candidate.ministage_of(lowest)
 
     def _make_worker(self, group: CandidateGroup) -> Worker:
-        is_cpu = self._types[group.devices[0]] == CPU
         return Worker(
-            is_cpu=is_cpu,
+            is_cpu=self._types[group.devices[0]] == CPU,
             zero=group.mode.zero,
             microbatches_per_device=group.microbatches_per_device,
             num_reductions=group.microbatches_per_device if group.mode.reduces_per_microbatch else 1,
             overlap_slowdown=self._overheads.overlap_slowdown,
-            reduces_beside=reduces_beside(
-                group.mode.zero,
-                len(group.devices),
-                overlap=group.mode.overlap_grad_reduce,
-                on_gpu=not is_cpu,
-            ),
+            reduces_beside=self.reduces_beside(group.mode, group.devices),
         )
+
+    def reduces_beside(self, mode: Mode, devices: Sequence[int]) -> bool:
+        """Whether reductions run beside backwards, and are no part of them."""
+        is_cpu = self._types[devices[0]] == CPU
+        return reduces_beside(mode.zero, len(devices), overlap=mode.overlap_grad_reduce, on_gpu=not is_cpu)
 
     # -- a ministage -----------------------------------------------------------------------
 

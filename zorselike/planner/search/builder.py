@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from zorselike.cost.catalogue import CPU
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes, list_largest
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.communicators import Communicators
-from zorselike.planner.estimate.few_microbatches import add_largest
+from zorselike.planner.estimate.layer_costs import LayerCosts
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import find_degrees
-from zorselike.planner.layers.split_layers import GroupCosts, split_layers, visit_in_turn
+from zorselike.planner.layers.split_layers import split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
 from zorselike.planner.search.choice import Choice, GroupChoice
-from zorselike.schedule.contract import reduces_beside
 
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
@@ -37,11 +35,16 @@ _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
 MOST_ACTIONS_OF_REPLICAS = 200_000
 """Of a step with tensor-parallel replicas, whose ranks are all simulated, that nobody asked for."""
+_NEARLY, _FEW_DEVICES = 1.5, 8
+"""Up to so many times its memory may be asked of a device, and of so many devices in all, for single layers
+to be moved."""
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
 
 Class = tuple[str, int, int]
 """Replicas that are alike: their type of device, its bytes of memory, and how many there are."""
+Overfull = Mapping[int, Mapping[Class, tuple[int, int]]]
+"""By group and class of devices that are too small: bytes that are needed, and that there are."""
 
 
 class CandidateBuilder:
@@ -53,7 +56,7 @@ class CandidateBuilder:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
         self._communicators = Communicators(problem, table)
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
-        self._costs: dict[object, GroupCosts] = {}
+        self._layer_costs = LayerCosts(problem, table, step_time, memory)
         self._ratios: dict[object, tuple[float, float, int]] = {}
         """By what devices have in common, the least and the most that walks found, by their estimates, and
         how many did."""
@@ -87,6 +90,7 @@ class CandidateBuilder:
             return None
         choice = self._normalise(choice)
         num_repairs = 0
+        nearest: tuple[float, CandidatePlan] | None = None
         while num_repairs < _MAX_REPAIRS:
             groups = []
             for chosen, most in zip(choice.groups, most_rows, strict=True):
@@ -101,7 +105,7 @@ class CandidateBuilder:
                 ]
             kept = self._memory.count_in_flight(groups, owners)
             costs = [
-                self._find_costs(group, share, owners.count(g), self._find_kept(g, kept[g], owners))
+                self._layer_costs.find(group, share, owners.count(g), self._find_kept(g, kept[g], owners))
                 for g, (group, share) in enumerate(zip(groups, room, strict=True))
             ]
             if by_bytes:
@@ -122,7 +126,12 @@ class CandidateBuilder:
                     choice = choice.change(g, mode=_waiting(choice.groups[g].mode))
                 continue
             num_repairs += 1
-            full = 0
+            full, excess = 0, _find_excess(over)
+            if candidate.num_devices <= _FEW_DEVICES:
+                if nearest is not None and nearest[1] == candidate:
+                    break  # Less room for layers changes nothing.
+                if excess < (_NEARLY if nearest is None else nearest[0]):
+                    nearest = excess, candidate
             for g, classes in over.items():
                 if not self._take_rows(candidate, g, classes, most_rows[g]):
                     excess = max(need / limit for need, limit in classes.values())
@@ -132,7 +141,8 @@ class CandidateBuilder:
                 if by_bytes or len(owners) == 1:
                     break
                 by_bytes, room = True, [1.0] * len(choice.groups)
-        return self._try_all_cuts(tuple(groups), owners)
+        moved = None if nearest is None else self._move_until_it_fits(*nearest)
+        return moved or self._try_all_cuts(tuple(groups), owners)
 
     def _make_group(self, chosen: GroupChoice, sizes: tuple[Sizes, ...]) -> CandidateGroup:
         if not chosen.degrees:
@@ -147,14 +157,14 @@ class CandidateBuilder:
         """Without settings that make no difference to a group, so that equal candidates are equal."""
         for g, group in enumerate(choice.groups):
             beside = replace(group.mode, overlap_grad_reduce=True)
-            if beside != group.mode and not self._reduces_beside(beside, group.devices):
+            if beside != group.mode and not self._step_time.reduces_beside(beside, group.devices):
                 choice = choice.change(g, mode=beside)
         return choice
 
     def _may_wait(self, group: GroupChoice) -> bool:
         """Whether its reductions, now beside what follows, may be waited for instead."""
         is_free = self._problem.fixed.overlap_grad_reduce is None
-        return is_free and group.may_wait and self._reduces_beside(group.mode, group.devices)
+        return is_free and group.may_wait and self._step_time.reduces_beside(group.mode, group.devices)
 
     def _overlap(self, candidate: CandidatePlan) -> CandidatePlan:
         """A candidate that fits, with reductions beside what follows wherever these find room after all."""
@@ -192,6 +202,23 @@ class CandidateBuilder:
             room += max(known) * max((degree for _, degree in group.degrees), default=1)
         return self._whole_bytes <= room
 
+    def _move_until_it_fits(self, excess: float, candidate: CandidatePlan) -> CandidatePlan | None:
+        """With single layers moved out of groups that are too full, each time as leaves least too much: what
+        else is in a device's memory than the sum over its layers, the largest ministage above all, shows in
+        walks alone."""
+        over = self.find_overfull(candidate)
+        while over:
+            moved = [(self.find_overfull(own), own) for own in _give_layers(candidate, [*over])]
+            if fits := [own for its_over, own in moved if not its_over]:
+                candidate, over = min(fits, key=self._step_time.estimate_s), {}
+            else:
+                over, candidate = min(moved, key=lambda own: _find_excess(own[0]), default=(over, candidate))
+                before, excess = excess, _find_excess(over)
+                if excess >= before:
+                    return None
+        self.host_was_full = bool(self._memory.overfull_hosts(candidate))
+        return None if self.host_was_full or not self.may_run(candidate) else self._overlap(candidate)
+
     def _try_all_cuts(
         self, groups: tuple[CandidateGroup, ...], owners: tuple[int, ...]
     ) -> CandidatePlan | None:
@@ -224,7 +251,7 @@ class CandidateBuilder:
         waits = (group.mode.zero == 3) + group.mode.reduces_per_microbatch
         in_rounds = in_rounds or group.mode.reduces_per_microbatch
         limits = tuple(sorted(most.items()))
-        beside = self._reduces_beside(group.mode, group.devices)
+        beside = self._step_time.reduces_beside(group.mode, group.devices)
         settings = group.mode.recompute, waits, in_rounds, beside and group.mode.reduces_per_microbatch
         key = (group.devices, settings, group.microbatches_per_device, limits, group.degrees)
         if key not in self._shares:
@@ -275,16 +302,15 @@ class CandidateBuilder:
         replicas = self._problem.replicas.cut(group.devices, group.degrees)
         reduced_s = sum(n * collect_s("reduce_scatter", replicas, key) for key, n in counts)
         if group.mode.zero != 3:
-            return (0.0, reduced_s) if self._reduces_beside(group.mode, group.devices) else (reduced_s, 0.0)
+            return (
+                (0.0, reduced_s)
+                if self._step_time.reduces_beside(group.mode, group.devices)
+                else (reduced_s, 0.0)
+            )
         gathered_s = sum(2 * n * collect_s("all_gather", replicas, key) for key, n in counts)
         # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
         total_s = reduced_s + gathered_s
         return total_s / len(self._table.keys), total_s
-
-    def _reduces_beside(self, mode: Mode, devices: Sequence[int]) -> bool:
-        """Whether reductions run beside backwards, and are no part of them."""
-        is_cpu = self._problem.device_types[devices[0]] == CPU
-        return reduces_beside(mode.zero, len(devices), overlap=mode.overlap_grad_reduce, on_gpu=not is_cpu)
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -295,63 +321,6 @@ class CandidateBuilder:
             return dict.fromkeys(self._table.counts, kept)
         last = self._table.keys[-1]
         return {last: kept} if g == owners[-1] and self._table.counts[last] == 1 else {}
-
-    def _find_costs(
-        self, group: CandidateGroup, room: float, num_ministages: int, kept: Mapping[str, int]
-    ) -> GroupCosts:
-        """What layers cost a group: its computation and the reductions that nothing hides, or its copies
-        from the host where these take longer; and what they hold."""
-        returns = num_ministages if group.max_in_flight is not None else 1
-        key = group, returns, tuple(kept.items()), self._memory.scale
-        if key not in self._costs:
-            self._costs[key] = self._find_whole_costs(group, returns, kept)
-        return replace(self._costs[key], max_bytes=room * self._costs[key].max_bytes)
-
-    def _find_whole_costs(self, group: CandidateGroup, returns: int, kept: Mapping[str, int]) -> GroupCosts:
-        times = self._step_time.group_seconds(group)
-        times_reduced = group.microbatches_per_device if group.mode.reduces_per_microbatch else 1
-        is_beside = self._reduces_beside(group.mode, group.devices)
-        seconds: dict[str, float] = {}
-        for key, (forward, backward) in times.items():
-            one_s = self._step_time.collect_one_s(group.mode.reduction, group, key)
-            reduce_s = times_reduced * one_s
-            seconds[key] = forward + (max(backward, reduce_s) if is_beside else backward + reduce_s)
-        if group.mode.offload:
-            seconds = {key: max(own, self._step_time.copied_s(group, key)) for key, own in seconds.items()}
-        tightest = self._tightest(group, returns)
-        limit = self._memory.limit_bytes(group.firsts[tightest])
-        if limit is None:
-            return GroupCosts(seconds)
-        sizes = group.held_sizes(tightest, returns) or (0,)
-        rows = {key: add_largest(sizes, kept.get(key, len(sizes))) for key in seconds}
-        device = self._problem.device_types[group.firsts[tightest]]
-        degree = group.degree_of(tightest)
-        held = {key: self._held_bytes(key, group, rows[key], degree) for key in seconds}
-        return GroupCosts(seconds, held, limit - self._problem.setting.context_bytes(device))
-
-    def _tightest(self, group: CandidateGroup, num_ministages: int) -> int:
-        """The replica whose devices have the least memory for a row."""
-
-        def room(position: int) -> float:
-            limit = self._memory.limit_bytes(group.firsts[position])
-            held = sum(group.held_sizes(position, num_ministages))
-            return math.inf if limit is None else limit * group.degree_of(position) / (1 + held)
-
-        return min(range(len(group.sizes)), key=room)
-
-    def _held_bytes(self, key: str, group: CandidateGroup, rows: int, degree: int) -> float:
-        """What stays on a device of a replica of so many for one layer from the forward to the backward."""
-        kind, each = self._table.kind(key), self._problem.parameter_bytes
-        whole, state = kind.num_parameters * each.weight, kind.trainable * each.state
-        is_cut = bool(group.degrees) and self._table.is_cut(key)
-        num_shards = group.count_shards_of(is_cut=is_cut, degree=degree)
-        held = 0.0 if "params" in group.mode.offload else whole / num_shards
-        held += 0.0 if "optimizer" in group.mode.offload else state / num_shards
-        if group.mode.zero < 2:
-            held += whole / degree if is_cut else whole
-        if "activations" not in group.mode.offload:
-            held += rows * self._table.kept_bytes(key, group.mode.recompute, degree)
-        return held
 
     def count_ministages_per_group(self, groups: Sequence[tuple[int, ...]], degree: int = 1) -> int:
         """How often each group must be visited at least, so that two ministages, whole, and the gradients of
@@ -399,11 +368,8 @@ class CandidateBuilder:
             and not self._memory.overfull_hosts(candidate)
         )
 
-    def find_overfull(
-        self, candidate: CandidatePlan, *, only: int | None = None
-    ) -> dict[int, dict[Class, tuple[int, int]]]:
-        """By group (all, or `only` this one) and class of devices that are too small: what is needed, and
-        what there is."""
+    def find_overfull(self, candidate: CandidatePlan, *, only: int | None = None) -> Overfull:
+        """Of all groups, or `only` this one."""
         over: dict[int, dict[Class, tuple[int, int]]] = {}
         for g, group in enumerate(candidate.groups):
             if only not in (None, g):
@@ -479,3 +445,21 @@ class CandidateBuilder:
 
 def _waiting(mode: Mode) -> Mode:
     return replace(mode, overlap_grad_reduce=False)
+
+
+def _find_excess(over: Overfull) -> float:
+    """Times its memory that is asked of the fullest device; 0 where all fits."""
+    needs = (need / limit for classes in over.values() for need, limit in classes.values())
+    return max(needs, default=0.0)
+
+
+def _give_layers(candidate: CandidatePlan, groups: Collection[int]) -> Iterator[CandidatePlan]:
+    """A layer from a ministage of one of these groups to the one before or after it."""
+    starts = (0, *candidate.ends[:-1])
+    for i, (start, end) in enumerate(zip(starts, candidate.ends, strict=True)):
+        if candidate.owners[i] not in groups or end - start == 1:
+            continue
+        for boundary, place in ((i - 1, start + 1), (i, end - 1)):
+            if 0 <= boundary < len(candidate.ends) - 1:
+                ends = (*candidate.ends[:boundary], place, *candidate.ends[boundary + 1 :])
+                yield replace(candidate, ends=ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush, nsmallest
@@ -32,12 +32,15 @@ MOST_STARTS = 3
 """Simulated candidates that are changed step by step; more where simulations are short."""
 WORTH_CHANGING = 1.15
 """Up to so many times what the best takes others are changed where simulations are short."""
+MOST_VAIN = 32
+"""Ways in a row that led to nothing better, after which a search ends."""
 CHUNK = 16
 """Small changes whose estimates are compared before the best of them are simulated; where simulations are
 long, as many as take as long to estimate before one of them is."""
 MOST_OFFERED = 16
 """To processes that simulate beforehand."""
 _LEAST = 1e-30
+_Describe = Callable[[SimulatedCandidate], Hashable]
 
 
 @dataclass
@@ -124,6 +127,10 @@ class LocalSearch:
         """By the way in which a candidate was changed, as `_Waiting` learns them."""
         self._num_seen = 0
         """Starts that were looked at."""
+        self._best: Score | None = None
+        """When the last began once all else was done."""
+        self._num_vain = 0
+        """Those since the last that led to something better."""
 
     # -- whose turn it is --------------------------------------------------------------------
 
@@ -162,15 +169,31 @@ class LocalSearch:
     def _begin_one_more(self) -> None:
         """From the best of other groups and numbers of ministages; of all that were simulated where that
         takes next to no time."""
+        simulated = self._top_k.sort() if self._budget.is_tiny else sorted(self._starts)
+        self._begin_first(simulated, _describe_alike)
+
+    def begin_another(self) -> bool:
+        """Whether there is one more, once all else was done: the best that was simulated of each structure,
+        as worse modes are on the way to better ones; until so many in a row led to nothing better."""
         best = self._top_k.best
-        for found in self._top_k.sort() if self._budget.is_tiny else sorted(self._starts):
+        if best is None or self._num_vain >= MOST_VAIN:
+            return False
+        self._num_vain = self._num_vain + 1 if self._best == best.score else 0
+        self._best = best.score
+        return self._begin_first(self._top_k.sort(), _describe_structure)
+
+    def _begin_first(self, simulated: Iterable[SimulatedCandidate], describe: _Describe) -> bool:
+        """From the first of these that is like none from which something began."""
+        best = self._top_k.best
+        for found in simulated:
             if best is not None and found.score.wanted > WORTH_CHANGING * best.score.wanted:
-                return
-            key = _describe_alike(found)
+                break
+            key = describe(found)
             if key not in self._more:
                 self._more.add(key)
                 self._begin(key, found)
-                return
+                return True
+        return False
 
     def _find_starts(self) -> None:
         """The best that were simulated because of their estimates, first one of all with the same groups;
@@ -381,7 +404,14 @@ class LocalSearch:
         return self._problem.read_bandwidths(self._problem.usable)
 
 
-def _describe_alike(found: SimulatedCandidate) -> object:
+def _describe_structure(found: SimulatedCandidate) -> Hashable:
+    """All but rows and layers."""
+    candidate = found.estimated.candidate
+    groups = tuple((group.replicas, group.mode) for group in candidate.groups)
+    return groups, candidate.num_ministages, candidate.bounds_in_flight
+
+
+def _describe_alike(found: SimulatedCandidate) -> Hashable:
     """Sizes of groups, the number of ministages and the time: other devices that are alike make no difference
     to these."""
     candidate = found.estimated.candidate

@@ -224,7 +224,10 @@ class _Search:
         ending: Ending = "finished"
         self._budget.may_end = True
         try:
-            Turns(works).run()
+            turns = Turns(works)
+            turns.run()
+            while self._local_search.begin_another():
+                turns.run()
         except BudgetOverError:
             ending = "budget"
         except KeyboardInterrupt:
