@@ -120,3 +120,13 @@ def test_workers_of_one_node_do_not_each_take_all_cores(
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert main(["run", "--ranks", ranks, "--", "program"]) == 0
     assert [each.get("OMP_NUM_THREADS") for each in started] == [expected] * int(ranks)
+
+
+def test_who_joins_hears_at_once_that_nobody_answers_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    assert run.find_members("127.0.0.1", port, TOKEN) == [f"127.0.0.1:{port}"]
+    said = capsys.readouterr().err
+    assert said.startswith(f"no member of a job answers at 127.0.0.1:{port}: ")
+    assert said.endswith("; workers wait up to 10 min for one\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -133,16 +132,21 @@ def check_token(command: str, environment: Mapping[str, str]) -> str:
 
 
 def find_members(host: str, port: int, token: str) -> list[str]:
-    """Addresses of a job's members, the given one first; that alone where the job has yet to start.
+    """Addresses of a job's members, the given one first; that alone, with a word on stderr, where the job has
+    yet to start.
 
     Raises `ClusterError` if who listens there is no member of a job with this token.
     """
     from zorselike.elastic.meeting.asking import NobodyThere, ask
+    from zorselike.elastic.membership.round import Settings
 
-    with contextlib.suppress(NobodyThere):
+    members = []
+    try:
         members = ask(host, port, token, {"ask": "status"})["status"]["members"]
-        return list(dict.fromkeys([f"{host}:{port}", *(f"{m['host']}:{m['port']}" for m in members)]))[:16]
-    return [f"{host}:{port}"]
+    except NobodyThere as error:
+        wait_s = Settings().start_limit_s
+        print(f"{error}; workers wait up to {wait_s / 60:g} min for one", file=sys.stderr, flush=True)
+    return list(dict.fromkeys([f"{host}:{port}", *(f"{m['host']}:{m['port']}" for m in members)]))[:16]
 
 
 def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
