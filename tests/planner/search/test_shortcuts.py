@@ -190,3 +190,19 @@ def test_worse_structures_are_changed_too_once_all_else_is_done(monkeypatch: pyt
     assert not local.begin_another() and local.peek() is None
     monkeypatch.setattr(local_search, "MOST_VAIN", 1000)
     assert local.begin_another() and local.peek() is not None
+
+
+def test_modes_of_few_devices_change_with_the_same_layers_and_rows(looking: search._Search) -> None:
+    """Cut anew for another mode, what was cut well for the present one is lost."""
+    start = looking._found.best
+    assert start is not None
+    kept = []
+    for (way, _), found in looking._local_search._neighbours(start):
+        if way == "mode":
+            kept.append(found)
+            pairs = [*zip(found.candidate.groups, start.candidate.groups, strict=True)]
+            assert found.candidate.ends == start.candidate.ends
+            assert all(own.sizes == before.sizes for own, before in pairs)
+            assert sum(own.mode != before.mode for own, before in pairs) == 1
+            assert [own.mode for own in found.choice.groups] == [own.mode for own, _ in pairs]
+    assert len(kept) > 5

@@ -34,7 +34,7 @@ whose first estimates say less."""
 NAMED_TURN = 4
 """Every so many looks, one is at what people would try first."""
 FEW_DEVICES = 8
-"""Up to so many every set of them is refined."""
+"""Up to so many every set of them is refined, and modes are changed with all else as it is."""
 LOOKED = 0.05
 """By this share more promising must be another grouping of devices that were looked at, for each time."""
 FAST_SHARE = 0.5

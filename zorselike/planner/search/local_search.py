@@ -18,13 +18,19 @@ from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
 from zorselike.planner.search.choice import Choice, Groups
-from zorselike.planner.search.enumerator import WORTH_SIMULATING
+from zorselike.planner.search.enumerator import FEW_DEVICES, WORTH_SIMULATING
 from zorselike.planner.search.evaluator import (
     CandidateEvaluator,
     EstimatedCandidate,
     list_without_waiting,
 )
-from zorselike.planner.search.neighbours import change_choice, drop_nodes, move_layers, move_rows
+from zorselike.planner.search.neighbours import (
+    change_choice,
+    change_modes,
+    drop_nodes,
+    move_layers,
+    move_rows,
+)
 from zorselike.planner.search.score import Score
 from zorselike.planner.search.top_k import SimulatedCandidate, TopK
 
@@ -313,42 +319,49 @@ class LocalSearch:
                     break
 
     def _neighbours(self, estimated: EstimatedCandidate) -> Iterator[tuple[Hashable, EstimatedCandidate]]:
-        """Those that fit, each with the way in which it was changed: layers moved, rows moved, or what other
-        choices lead to; in an order that is the seed's."""
+        """Those that fit, each with the way in which it was changed: layers moved, rows moved, another mode
+        with the same layers and rows, or what other choices lead to; in an order that is the seed's."""
+        start, now = estimated.candidate, estimated.choice
         changed = change_choice(
-            estimated.choice,
+            now,
             self._evaluator.modes,
             num_layers=len(self._problem.workload.layers),
             most_rows=[
                 -(-self._problem.global_batch // self._evaluator.count_replicas(own.devices, own.degrees))
-                for own in estimated.choice.groups
+                for own in now.groups
             ],
             regroup=self._problem.fixed.groups is None,
         )
-        ways: list[tuple[str, CandidatePlan | Choice]] = [
-            *(("layers", candidate) for candidate in move_layers(estimated.candidate)),
-            *(("rows", candidate) for candidate in self._move_rows(estimated.candidate)),
-            *(("choice", choice) for choice in changed),
-            *(("choice", choice) for choice in self._drop_nodes(estimated.choice)),
-            *(("choice", choice) for choice in list_without_waiting(estimated)),
-            *(("choice", choice) for choice in self._change_degrees(estimated.choice)),
+        ways: list[tuple[str, CandidatePlan | None, Choice]] = [
+            *(("layers", candidate, now) for candidate in move_layers(start)),
+            *(("rows", candidate, now) for candidate in self._move_rows(start)),
+            *(("choice", None, choice) for choice in changed),
+            *(("choice", None, choice) for choice in self._drop_nodes(now)),
+            *(("choice", None, choice) for choice in list_without_waiting(estimated)),
+            *(("choice", None, choice) for choice in self._change_degrees(now)),
         ]
+        if start.num_devices <= FEW_DEVICES:
+            for g, choice in change_modes(now, self._evaluator.modes):
+                ways.append(("mode", start.with_mode(g, choice.groups[g].mode), choice))
         self._random.shuffle(ways)
-        for way, own in ways:
-            found = self._try_choice(own, estimated) if isinstance(own, Choice) else self._fit(own, estimated)
+        for way, candidate, choice in ways:
+            if candidate is None:
+                found = self._try_choice(choice, estimated.grouping)
+            else:
+                found = self._fit(candidate, choice, estimated.grouping)
             if found is not None and found.candidate not in self._top_k:
                 yield (way, found.candidate.bounds_in_flight), found
 
-    def _fit(self, candidate: CandidatePlan, start: EstimatedCandidate) -> EstimatedCandidate | None:
+    def _fit(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
         if candidate in self._top_k:
             return None
-        fitted = self._builder.fit(candidate, start.choice)
+        fitted = self._builder.fit(candidate, choice)
         if fitted is None or fitted in self._top_k:
             return None
-        return self._evaluator.estimate(fitted, start.choice, start.grouping)
+        return self._evaluator.estimate(fitted, choice, grouping)
 
-    def _try_choice(self, choice: Choice, start: EstimatedCandidate) -> EstimatedCandidate | None:
-        return self._evaluator.try_choice(choice, start.grouping) if self._is_possible(choice) else None
+    def _try_choice(self, choice: Choice, grouping: str) -> EstimatedCandidate | None:
+        return self._evaluator.try_choice(choice, grouping) if self._is_possible(choice) else None
 
     def _deal_otherwise(self, estimated: EstimatedCandidate) -> EstimatedCandidate | None:
         """The same with rows dealt in blocks, or no longer; None where there is one way."""

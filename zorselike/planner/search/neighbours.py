@@ -170,11 +170,17 @@ def change_choice(
         for number in (own.microbatches_per_device - 1, own.microbatches_per_device + 1, *microbatch_counts):
             if 1 <= number <= microbatch_counts[-1] and number != own.microbatches_per_device:
                 yield choice.change(g, microbatches_per_device=number)
-        for mode in modes:
-            if mode != own.mode and mode.complexity <= own.mode.complexity + MOST_COMPLEX:
-                yield choice.change(g, mode=mode)
+    yield from (changed for _, changed in change_modes(choice, modes))
     if regroup:
         yield from _regroup(choice, num_layers)
+
+
+def change_modes(choice: Choice, modes: Sequence[Mode]) -> Iterator[tuple[int, Choice]]:
+    """Another mode of one group, whose number comes with it."""
+    for g, own in enumerate(choice.groups):
+        for mode in modes:
+            if mode != own.mode and mode.complexity <= own.mode.complexity + MOST_COMPLEX:
+                yield g, choice.change(g, mode=mode)
 
 
 def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:
