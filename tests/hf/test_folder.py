@@ -173,6 +173,69 @@ def test_other_weights_are_refused(tmp_path: Path, run_ranks: RunRanks) -> None:
     assert "model.safetensors.index.json: is no index" in said
 
 
+def test_an_index_that_an_older_save_left_is_passed_over(tmp_path: Path, run_ranks: RunRanks) -> None:
+    """As `transformers` does, which deletes the older files and not their index."""
+    run_ranks(save, 1, "llama", tmp_path, "20KB")
+    (saved,) = run_ranks(save, 1, "llama", tmp_path, "1GB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert plan_of(tmp_path).num_ranks == 3
+    state = run_ranks(load, 3, "llama", tmp_path)[0][0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+
+
+def test_buffers_that_older_files_have_are_passed_over(tmp_path: Path, run_ranks: RunRanks) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (saved,) = run_ranks(save, 1, "llama", tmp_path, "1GB")
+    (path,) = tmp_path.glob("*.safetensors")
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(5)}
+    save_file({**load_file(path), **old}, path)
+    assert plan_of(tmp_path).num_ranks == 3
+    state = run_ranks(load, 3, "llama", tmp_path)[0][0]
+    assert state.keys() == saved.keys()
+
+
+def test_a_tied_weight_under_both_names_is_one(tmp_path: Path, run_ranks: RunRanks) -> None:
+    """`transformers` does not tie what differs, and trains two weights."""
+    from safetensors.torch import load_file, save_file
+
+    (saved,) = run_ranks(save, 1, "llama, tied", tmp_path, "1GB")
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, path)
+    assert plan_of(tmp_path).num_ranks == 3
+    state = run_ranks(load, 3, "llama, tied", tmp_path)[0][0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, path)
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "model.embed_tokens.weight and lm_head.weight differ there, and are one weight here" in said
+    save_file({**tensors, "lm_head.weight": torch.ones(19, 17)}, path)
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert "lm_head.weight is (19, 17) there" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"num_attention_heads": 3}, r"Error: .*: ValueError: The hidden size \(16\) is not a multiple"),
+        ({"vocab_size": "19"}, "expected int, got str"),
+        ({"dtype": "nothing"}, "has no attribute 'nothing'"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}, "contains custom code"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(
+    settings: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"hidden_size": 16, "num_attention_heads": 4, "model_type": "llama", **settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked"))
+    with pytest.raises(ConfigError, match=f"transformers builds no causal LM of .*{why}"):
+        zorselike.hf.build_on_meta(tmp_path)
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json; give a folder that save_pretrained wrote"):
         zorselike.hf.build_on_meta(tmp_path)

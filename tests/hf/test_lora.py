@@ -129,6 +129,14 @@ def test_layers_of_two_kinds_are_refused() -> None:
         add_lora(model, Lora(rank=2, target_modules=("attn.c_proj", "lm_head")))
 
 
+def test_alpha_is_what_was_asked_for(tmp_path: Path) -> None:
+    """16 / 49 * 49 is a little less than 16, and 16 is what peft wrote."""
+    model = make_model("llama")
+    add_lora(model, Lora(rank=49, alpha=16.0))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 49, "lora_alpha": 16}')
+    check_same_adapters(model, tmp_path)
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"alora_invocation_tokens": [1]}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,8 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
         assert torch.allclose(merged[name], tensor, rtol=1e-4, atol=1e-6)
         assert torch.equal(tensor, begun[name]) is ("_proj" not in name)
 
+    # They may be in the folder of their model.
+    shutil.copy(next(model.glob("*.safetensors")), adapters / "model.safetensors")
     begins = ("--lora.initial_load_path", str(adapters), "--training.steps", "1", "--optimizer.lr", "0")
     said = train_adapters(run_ranks, model, tmp_path / "next", CUTS[1], *begins)
     assert f"begins with the adapters of {adapters}" in said
@@ -185,6 +188,7 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
         (("--lora.enable", "--model.name", "llama", "--model.path", ""), 'say name = "hf"'),
         (("--model.path", "{adapters}"), "holds adapters of peft and no model"),
         (("--lora.enable", "--lora.initial_load_path", "{adapters}"), "have rank 4 and alpha 8, and these"),
+        (("--lora.enable", "--model.path", "{bare}"), "holds no weights, beside which adapters train"),
     ],
 )
 def test_what_is_wrong_with_adapters_is_said(
@@ -194,6 +198,10 @@ def test_what_is_wrong_with_adapters_is_said(
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    given = (*("--model.path", str(tmp_path / "tiny")), *(a.format(adapters=adapters) for a in arguments))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((tmp_path / "tiny" / "config.json").read_bytes())
+    named = (argument.format(adapters=adapters, bare=bare) for argument in arguments)
+    given = (*("--model.path", str(tmp_path / "tiny")), *named)
     ends = train(run_ranks, "finetune_cpu.toml", *given, folder=tmp_path / "out", num_ranks=1)
     assert ends[0].code == 2 and why in ends[0].stderr

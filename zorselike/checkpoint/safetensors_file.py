@@ -104,8 +104,10 @@ def list_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _list_folder(folder: Path) -> list[Path]:
-    """Those of the index, else `model.safetensors`, else all: the same weights may be there in another form
-    too."""
+    """`model.safetensors`, else those of the index, else all: the same weights may be there in another form
+    too. In the order of `transformers`, which leaves an index behind where it writes one file later."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     index = folder / INDEX
     if index.is_file():
         try:
@@ -115,7 +117,7 @@ def _list_folder(folder: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index}: is no index of safetensors files: {error}") from None
         return [folder / name for name in names]
-    found = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob("*.safetensors"))
+    found = sorted(folder.glob("*.safetensors"))
     if not found:
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
         why = f"; {pickles[0]} is a pickle, which is not read: save it as safetensors" if pickles else ""
@@ -124,12 +126,12 @@ def _list_folder(folder: Path) -> list[Path]:
 
 
 def open_folder(folder: Path) -> list[SafetensorsFile]:
-    """The files of a model's folder.
+    """The files of a model's folder, or the one that is named.
 
     Raises:
         CheckpointError: There is none, or one is missing or damaged.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise CheckpointError(f"{folder}: there is no such folder")
     return [SafetensorsFile(path) for path in list_files([folder])]
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from zorselike.checkpoint.adapters import ADAPTER, ADAPTER_CONFIG, FILE_PREFIX
+from zorselike.checkpoint.adapters import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_PREFIX
 from zorselike.errors import ConfigError
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.text.wording import list_few
@@ -36,7 +36,14 @@ def load_adapters(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) ->
         CheckpointError: On every rank: files are missing or damaged, or of adapters of another model.
     """
     check_same_adapters(model, Path(folder))
-    pipe.load_pretrained(folder, name_of=name_in_model, only_trained=True)
+    take_adapters(pipe, Path(folder))
+
+
+def take_adapters(pipe: HeteroPipeline, folder: Path) -> None:
+    """The same, where it is known that they are the model's."""
+    weights = folder / ADAPTER_WEIGHTS
+    # The folder may be that of the model too, or have other files beside.
+    pipe.load_pretrained(weights if weights.is_file() else folder, name_of=name_in_model, only_trained=True)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

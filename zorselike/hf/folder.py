@@ -30,6 +30,9 @@ from zorselike.text.wording import first_line
 _HALF_BYTES = 2
 """Of one number in half precision; of smaller ones several share a scale, which plain layers do not know."""
 
+_ONCE_SAVED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""By how the names of buffers end of which files of older models have some: patterns of the names there."""
+
 
 class PipelineOptions(TypedDict, total=False):
     """What `HeteroPipeline` takes besides model and plan; what each means is said there."""
@@ -102,9 +105,17 @@ def load_weights(pipe: HeteroPipeline, model: nn.Module, folder: str | Path) -> 
         CheckpointError: On every rank: files are missing or damaged, or of another model.
     """
     own: Any = model
-    ignored = [str(pattern) for pattern in own._keys_to_ignore_on_load_unexpected or ()]
     adapter = describe_adapter(own, folder)
-    pipe.load_pretrained(folder, name_of=make_namer(own), ignored=ignored, adapter=adapter)
+    pipe.load_pretrained(folder, name_of=make_namer(own), ignored=_list_ignored(own), adapter=adapter)
+
+
+def _list_ignored(model: Any) -> list[str]:
+    """Patterns of names in files that `transformers` passes over: buffers that were saved once."""
+    buffers = [name for name, _ in model.named_buffers()]
+    told = [str(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return told + [
+        pattern for end, pattern in _ONCE_SAVED.items() if any(name.endswith(end) for name in buffers)
+    ]
 
 
 def find_parts(manifest: Manifest, folder: Path) -> dict[str, Part] | None:
@@ -159,12 +170,15 @@ def build_on_meta(
     if lora is not None:
         built_in = frozen_dtype or _find_dtype(Path(folder))
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Code of the folder's own is not run, nor is a terminal asked whether to.
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=built_in, attn_implementation=attention
+                config, dtype=built_in, attn_implementation=attention, trust_remote_code=False
             )
-    except (ValueError, OSError, ImportError, KeyError) as error:
+    except Exception as error:  # What is wrong with a config it says by errors of any kind.
         raise ConfigError(f"hf: transformers builds no causal LM of {folder}: {first_line(error)}") from error
     if lora is not None:
         add_lora(model, lora, dtype=dtype)

@@ -113,7 +113,7 @@ def peft_config(model: nn.Module, lora: Lora) -> Any:
     """
     linear = _linear_layers(model)
     _refuse_unknown(lora.target_modules, model, linear)
-    alpha = lora.scale * lora.rank
+    alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
     make = partial(
         _import_peft().LoraConfig,
         r=lora.rank,

@@ -240,7 +240,10 @@ class Assembly:
         meshes = Meshes(self.plan, groups, processes, device)
         mesh = meshes.of_group()
         self.resources = RankResources.of(
-            device, offloads_activations="activations" in group.offload, seed=seed
+            device,
+            offloads_activations="activations" in group.offload,
+            compiles=compiles,
+            seed=seed,
         )
         parallel = meshes.of_replicas(compiled.cut, self.resources.busy.waiting)
         self.positions = None if parallel is None else parallel.positions

@@ -115,6 +115,8 @@ def split_runs(items: Iterable[T], follows: Callable[[T, T], bool]) -> list[list
 
 
 def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    """An error's type and the first line of its message, with the next where it ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines[0] = f"{lines[0]} {lines[1]}"
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -28,7 +28,7 @@ from zorselike.checkpoint.read import read_manifest
 from zorselike.checkpoint.upload import check_target, upload
 from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.hf import find_parts
-from zorselike.hf.adapters import name_in_model
+from zorselike.hf.adapters import take_adapters
 from zorselike.runtime.checkpoints import Loaded
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Peers
@@ -156,7 +156,7 @@ class RunCheckpoints:
         """Begins with adapters that peft has saved, if the run is told to."""
         if self._config.lora.initial_load_path:
             path = Path(self._config.lora.initial_load_path).expanduser()
-            self._pipe.load_pretrained(path, name_of=name_in_model, only_trained=True)
+            take_adapters(self._pipe, path)
             logger.info("begins with the adapters of %s", path)
 
     def _take(self, loaded: Loaded) -> None:

@@ -79,9 +79,9 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-def make_offload() -> tuple[ActivationOffload, Memory]:
+def make_offload(*, keeps_strides: bool = False) -> tuple[ActivationOffload, Memory]:
     memory = Memory.of(CPU, Streams())
-    return ActivationOffload(memory), memory
+    return ActivationOffload(memory, keeps_strides=keeps_strides), memory
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -123,6 +123,40 @@ def compare_functions(rank: int, world_size: int) -> list[str]:
             if memory.ledger.device_bytes:
                 found.append(f"{name}: {memory.ledger.device_bytes} bytes stay on the device")
     return found
+
+
+class Strict(torch.autograd.Function):
+    """What a compiled layer does: it takes what was saved with the strides that it had alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.strides = x.stride()
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        assert x.stride() == ctx.strides
+        return grad
+
+
+def keep_strides(rank: int, world_size: int) -> None:
+    """Of a third of each row, in two parts and transposed, as of fused projections; and of whole rows."""
+    offload, _ = make_offload(keeps_strides=True)
+    with offload.keeping(KEY):
+        z = torch.arange(48.0).view(4, 12).requires_grad_() * 1
+        total = Strict.apply(z[:1].T).sum() + Strict.apply(z[:, :4].view(4, 2, 2).transpose(0, 1)).sum()
+    offload.offload(KEY)
+    offload.finish()
+    offload.load(KEY)
+    offload.arrive(KEY)
+    total.backward()
+    offload.drop(KEY)
+
+
+def test_strides_are_kept_for_compiled_layers(run_ranks: RunRanks) -> None:
+    run_ranks(keep_strides, 1, init=False)
 
 
 def test_gradients_are_bit_equal(run_ranks: RunRanks) -> None:

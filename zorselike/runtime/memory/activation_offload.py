@@ -94,7 +94,9 @@ class _Microbatch:
 class ActivationOffload:
     """Activations of one rank's microbatches, from their forwards to their backwards."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, *, keeps_strides: bool = False) -> None:
+        """`keeps_strides`: what is saved comes back with those that it had, as compiled layers demand."""
+        self._keeps_strides = keeps_strides
         self._device = memory.device
         self._pool, self._ledger, self._streams = memory.pool, memory.ledger, memory.streams
         self.device_marker = torch.zeros((), device=memory.device)
@@ -164,8 +166,9 @@ class ActivationOffload:
             return tensor
         kept = self._recording.kept.get(address)
         if kept is None:
-            if view.numel() * view.itemsize < _WHOLE_SHARE * view.untyped_storage().nbytes():
-                view = view.clone(memory_format=torch.contiguous_format)
+            is_small = view.numel() * view.itemsize < _WHOLE_SHARE * view.untyped_storage().nbytes()
+            if is_small and not (self._keeps_strides and _has_gaps(view)):
+                view = view.clone()
             kept = self._keep(view)
         offset = int(view.storage_offset())
         size, stride = tuple(view.size()), tuple(view.stride())
@@ -266,6 +269,11 @@ class ActivationOffload:
             self.arrive(key)  # Host memory that is still read on its way back is not written again.
             self.drop(key)
         self.finish()
+
+
+def _has_gaps(view: Tensor) -> bool:
+    """Whether a copy would have other strides."""
+    return torch.empty_like(view, device="meta").stride() != view.stride()
 
 
 def _unpack(saved: Any) -> Any:

@@ -41,13 +41,18 @@ class RankResources:
 
     @classmethod
     def of(
-        cls, device: torch.device, *, offloads_activations: bool = False, seed: int | None = None
+        cls,
+        device: torch.device,
+        *,
+        offloads_activations: bool = False,
+        compiles: bool = False,
+        seed: int | None = None,
     ) -> RankResources:
         memory = Memory.of(device, make_streams(device))
         return cls(
             memory,
             BusyClock(device),
-            ActivationOffload(memory) if offloads_activations else None,
+            ActivationOffload(memory, keeps_strides=compiles) if offloads_activations else None,
             random=None if seed is None else RandomNumbers(seed, device),
         )
 

@@ -61,6 +61,8 @@ class PretrainedWeights:
         self._state, self._folder, self._kept = state, folder, kept
         self._places: dict[str, list[_Place]] = {}
         """Of a tensor of the model, in parts that are apart from each other."""
+        self._again: dict[str, list[list[_Place]]] = {}
+        """The same of a tied weight, where files have it under more of its names."""
         self.num_bytes_read = 0
         do_together(state, folder, lambda: self._open(name_of, ignored))
 
@@ -84,12 +86,15 @@ class PretrainedWeights:
                 self._places.setdefault(box.name, []).append(_Place(box, file, one))
         tensors, aliases = self._state.inventory.all_tensors, self._state.inventory.aliases
         facts = {name: known for name, known in tensors.items() if name not in self._kept}
-        for alias, name in aliases.items():  # Of a tied weight a file has one name, whichever.
+        for alias, name in aliases.items():  # Of a tied weight a file has one name, whichever, or several.
             if alias in self._places:
                 of_alias = [
                     replace(place, box=replace(place.box, name=name)) for place in self._places[alias]
                 ]
-                self._places.setdefault(name, of_alias)
+                if name in self._places:
+                    self._again.setdefault(name, []).append(of_alias)
+                else:
+                    self._places[name] = of_alias
         where = f"{self._folder}: is of another model: "
         if missing := [name for name in facts if name not in self._places]:
             raise OtherCheckpointError(f"{where}it holds no {list_few(missing)}")
@@ -97,11 +102,23 @@ class PretrainedWeights:
         if unknown := [name for name in others if not any(re.search(p, name) for p in ignored)]:
             raise OtherCheckpointError(f"{where}this one has no {list_few(unknown)}")
         for name, known in facts.items():
-            if wrong := _find_fault(self._places[name], Box.whole(name, VALUE, known.shape)):
-                raise OtherCheckpointError(f"{where}{wrong}")
+            for places in (self._places[name], *self._again.get(name, ())):
+                if wrong := _find_fault(places, Box.whole(name, VALUE, known.shape)):
+                    raise OtherCheckpointError(f"{where}{wrong}")
 
     def _read(self, box: Box) -> Tensor:
         places = self._places[box.name]
+        values = self._read_from(places, box)
+        for others in self._again.get(box.name, ()):
+            if not _are_equal(values, self._read_from(others, box)):
+                names = f"{places[0].one.box.name} and {others[0].one.box.name}"
+                raise OtherCheckpointError(
+                    f"{self._folder}: is of another model: {names} differ there, and are one weight here; "
+                    "where both were trained, its config.json should have tie_word_embeddings = false"
+                )
+        return values
+
+    def _read_from(self, places: Sequence[_Place], box: Box) -> Tensor:
         values = torch.empty(box.shape, dtype=named_dtype(places[0].one.dtype))
         for place in places:
             common = place.box.intersect(box) if box.starts else box
@@ -139,6 +156,13 @@ class _Place:
             return 0, self.one.shape[0]
         first = self.box.starts[0] if self.box.starts else 0
         return (part.starts[0] - first, part.stops[0] - first) if part.starts else (0, 1)
+
+
+def _are_equal(values: Tensor, others: Tensor) -> bool:
+    """Whether two names have one weight; of NaNs too."""
+    if values.dtype != others.dtype:
+        values, others = values.double(), others.double()
+    return torch.allclose(values, others, rtol=0, atol=0, equal_nan=True)
 
 
 def _find_fault(places: Sequence[_Place], whole: Box) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zorselike.checkpoint.safetensors_file import holds_weights
+from zorselike.errors import ConfigError
 from zorselike.hf import Lora, build_on_meta
 from zorselike.hf.adapters import check_same_adapters
 from zorselike.hf.folder import count_positions
@@ -90,6 +91,11 @@ def _build_ours(name: str, flavor: str, overrides: Mapping[str, Any]) -> nn.Modu
 def _find_hugging_face(config: Config) -> TrainedModel:
     folder, own = Path(config.model.path).expanduser(), config.lora
     lora = Lora(own.rank, own.alpha or None, own.dropout, own.target_modules) if own.enable else None
+    if own.enable and not holds_weights(folder):
+        raise ConfigError(
+            f"[lora] enable = true: {folder} holds no weights, beside which adapters train; train all of the "
+            "model, or name the folder of one that is trained"
+        )
     # What is frozen has the dtype in which it computes, and where that is half precision there is no other.
     frozen_dtype = torch.float32 if find_param_dtype(config) is None else None
     model: Any = build_on_meta(folder, lora=lora, frozen_dtype=frozen_dtype)
