@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searched_problems import draw_problem, make_decoder
 
+from zorselike.cli.assumed_profile import assume_profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.modes import Mode, list_families
-from zorselike.planner.problem import Fixed
+from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import local_search, search
 from zorselike.planner.search.budget import TINY_ACTIONS
 from zorselike.planner.search.choice import Choice
@@ -23,6 +24,8 @@ from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.neighbours import move_groups
 from zorselike.planner.search.top_k import NEAR
+
+from planner_oracle.workloads import Decoder, make_workload
 
 
 @pytest.fixture
@@ -206,3 +209,35 @@ def test_modes_of_few_devices_change_with_the_same_layers_and_rows(looking: sear
             assert sum(own.mode != before.mode for own, before in pairs) == 1
             assert [own.mode for own in found.choice.groups] == [own.mode for own, _ in pairs]
     assert len(kept) > 5
+
+
+def test_some_groups_offload_where_hosts_have_no_room_for_all() -> None:
+    """Nothing fitted, it was said: with the optimizer's state of all cards on the host, or of none."""
+    node = Node(
+        name="desk",
+        devices=("RTX4060Ti-16",) * 3,
+        fabric=Link(3e9),
+        host_link=Link(4.5e9),
+        host_memory_bytes=2**35,
+    )
+    shape = Decoder(
+        name="decoder",
+        num_layers=32,
+        width=2560,
+        inner=10240,
+        num_words=50272,
+        num_matrices=2,
+        ties_head=True,
+    )
+    workload = make_workload(shape, sequence_length=2048, dtype="bfloat16")
+    problem = PlanProblem(
+        workload=workload,
+        cluster=Cluster(nodes=(node,)),
+        profile=assume_profile(workload),
+        global_batch=1,
+        defer_updates=True,
+    )
+    evaluator = search._Search(problem, 100.0, 0, None)._evaluator
+    (found, *_) = CoarseSearch(evaluator, ((0,), (1,), (2,)), "three").run()
+    assert len({group.mode.offload for group in found.candidate.groups}) == 2
+    assert evaluator.builder.has_room(found.candidate)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from heapq import nsmallest
 from itertools import combinations
 
 from zorselike.errors import PlanError
@@ -38,6 +40,9 @@ MOST_ACTIONS_OF_REPLICAS = 200_000
 _NEARLY, _FEW_DEVICES = 1.5, 8
 """Up to so many times its memory may be asked of a device, and of so many devices in all, for single layers
 to be moved."""
+MOST_WALKED, MOST_MOVED = 6, 8
+"""Layers whose moves are walked, of which one is moved; and how often that would have to be done at most, by
+what it took away of what is too much."""
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
 
@@ -208,16 +213,33 @@ class CandidateBuilder:
         walks alone."""
         over = self.find_overfull(candidate)
         while over:
-            moved = [(self.find_overfull(own), own) for own in _give_layers(candidate, [*over])]
+            guess = partial(self._guess_excess, candidate)
+            likely = nsmallest(MOST_WALKED, _give_layers(candidate, [*over]), key=guess)
+            moved = [(self.find_overfull(own), own) for own in likely]
             if fits := [own for its_over, own in moved if not its_over]:
                 candidate, over = min(fits, key=self._step_time.estimate_s), {}
             else:
                 over, candidate = min(moved, key=lambda own: _find_excess(own[0]), default=(over, candidate))
                 before, excess = excess, _find_excess(over)
-                if excess >= before:
+                if (before - excess) * MOST_MOVED <= before - 1:
                     return None
         self.host_was_full = bool(self._memory.overfull_hosts(candidate))
         return None if self.host_was_full or not self.may_run(candidate) else self._overlap(candidate)
+
+    def _guess_excess(self, known: CandidatePlan, changed: CandidatePlan) -> float:
+        """Times its memory that the fullest device of a candidate needs, about: by estimates, which err as
+        they do where as much is known of one that differs in a few layers."""
+        most = 0.0
+        for g, group in enumerate(known.groups):
+            for position in list_largest(group.sizes, self._list_classes(group)):
+                limit = self._memory.limit_bytes(group.firsts[position])
+                if limit is not None:
+                    before, after = (
+                        self._memory.estimate_bytes(own, g, position) for own in (known, changed)
+                    )
+                    need = self._need_bytes(known, g, position, limit)
+                    most = max(most, need * after / before / limit)
+        return most
 
     def _try_all_cuts(
         self, groups: tuple[CandidateGroup, ...], owners: tuple[int, ...]

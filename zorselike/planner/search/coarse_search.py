@@ -66,6 +66,8 @@ class CoarseSearch:
             self._try_all_in_flight(self._once) or self._try_all_in_flight(self._often),
         )
         some = [estimated for estimated in found if estimated is not None]
+        if not some and (partly := self._try_partly()) is not None:
+            some.append(partly)
         if self._may_wait and (self._has_waited or any(estimated.waiting for estimated in some)):
             strict = CoarseSearch(
                 self._evaluator, self._groups, self._grouping, may_wait=False, degree=self._degree
@@ -81,7 +83,7 @@ class CoarseSearch:
         if in_flight:
             return self._try_all_in_flight(self._often) or self._try_all_in_flight(self._once)
         may_fit = any(self._may_fit(families) for families in (self._often, self._once))
-        return self._evaluator.first_found() if may_fit else None
+        return self._evaluator.first_found() if may_fit else self._try_partly()
 
     # -- all forward first -----------------------------------------------------------------
 
@@ -161,6 +163,26 @@ class CoarseSearch:
             # Of one microbatch the copy on its way to the host may take more room than staying would.
             for family in (families if self._has_few_layers or self._evaluator.host_full else families[-1:])
         )
+
+    def _try_partly(self) -> EstimatedCandidate | None:
+        """What fits first where hosts have no room for what all groups offload, and devices none for all of
+        it: with as little as may be offloaded by the first or the last groups."""
+        evaluator, num_groups = self._evaluator, len(self._groups)
+        if num_groups == 1 or not evaluator.host_full:
+            return None
+        tries = dict.fromkeys((number, self._microbatch_counts[-1]) for number, _ in self._first_tries())
+        for family, (num_ministages, per_device) in product(self._once, tries):
+            least_memory = [*{mode.offload: mode for mode in family}.values()]
+            for mode in least_memory[1:]:
+                choice = self._choose(mode, per_device, num_ministages)
+                if (found := evaluator.try_choice(choice, self._grouping)) is not None:
+                    return found
+                for number in range(1, num_groups) if choice in evaluator.host_full else ():
+                    for stays in (range(number), range(num_groups - number, num_groups)):
+                        partly = choice.change_all(stays, mode=least_memory[0])
+                        if (found := evaluator.try_choice(partly, self._grouping)) is not None:
+                            return found
+        return None
 
     def _fits_at_least(self, family: Family, num_ministages: int, per_device: int) -> bool:
         """Whether a family's mode that needs least memory fits, or where it asks too much of hosts, those
