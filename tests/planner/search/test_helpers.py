@@ -20,7 +20,7 @@ SCRIPT = """
 
     nodes = [Node(name=kind, devices=(kind,), fabric=Link(5e10)) for kind in ("A10G", "T4")]
     cluster = Cluster(nodes=tuple(nodes), default_link=Link(3e9, 2e-5))
-    problem = draw_problem(random.Random(0), cluster=cluster, global_batch=3, workload=make_decoder(2))
+    problem = draw_problem(random.Random(0), cluster=cluster, global_batch=2, workload=make_decoder(1))
     for workers in (1, 3):
         answer = search_plans(problem, budget_s=600, workers=workers)
         assert answer.ending == "finished"
