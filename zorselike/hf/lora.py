@@ -48,11 +48,6 @@ class Lora:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora: dropout is {self.dropout}; it is at least 0 and below 1")
 
-    @property
-    def scale(self) -> float:
-        """What B A is multiplied by."""
-        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
-
 
 def add_lora(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) -> None:
     """Gives a model adapters, in place and on its device (`meta` too), and freezes all else.

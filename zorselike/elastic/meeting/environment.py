@@ -15,6 +15,8 @@
   after SIGTERM, unless the process has a handler of its own.
 - `ZORSELIKE_NOTICE_URL`: page of the cloud's metadata server, asked every 5 s; once it says that the machine
   will be taken back, the member leaves likewise (`notice_url`).
+- `ZORSELIKE_RETURNS`: a nanny sets it for a worker that takes the place of a lost one, which then looks for
+  its job for half a minute only: whom it joins has answered just now.
 - `ZORSELIKE_NANNY_FD`: where this process tells its nanny that it lives, and whom to tell of its death.
 
 Under torchrun with a static rendezvous (`--master-addr`, `--master-port`, `--max-restarts 0`), srun or mpirun
@@ -55,14 +57,13 @@ SILENCE = "ZORSELIKE_SILENCE_S"
 NOTICE_FILE = "ZORSELIKE_NOTICE_FILE"
 NOTICE_URL = "ZORSELIKE_NOTICE_URL"
 NANNY_FD = "ZORSELIKE_NANNY_FD"
+RETURNS = "ZORSELIKE_RETURNS"
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _STORE_KEY = "zorselike/elastic/founder"
-RETURNS = "ZORSELIKE_RETURNS"
-"""Set by a nanny for a worker that comes in the place of a lost one: whom it joins has answered just now."""
 _START_LIMIT = timedelta(minutes=10)
 _RETURN_LIMIT_S = 30.0
-"""So long such a worker looks for its job, which may have ended while it started."""
+"""So long a worker that takes the place of a lost one looks for its job, which may have ended meanwhile."""
 
 
 def make_token() -> str:

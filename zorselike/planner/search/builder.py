@@ -37,9 +37,11 @@ _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
 MOST_ACTIONS_OF_REPLICAS = 200_000
 """Of a step with tensor-parallel replicas, whose ranks are all simulated, that nobody asked for."""
-_NEARLY, _FEW_DEVICES = 1.5, 8
-"""Up to so many times its memory may be asked of a device, and of so many devices in all, for single layers
-to be moved."""
+FEW_DEVICES = 8
+"""Of up to so many single layers are moved until a choice fits, modes are changed with all else as it is, and
+every set is refined."""
+_NEARLY = 1.5
+"""Up to so many times its memory may be asked of a device for layers to be moved."""
 MOST_WALKED, MOST_MOVED = 6, 8
 """Layers whose moves are walked, of which one is moved; and how often that would have to be done at most, by
 what it took away of what is too much."""
@@ -131,12 +133,13 @@ class CandidateBuilder:
                     choice = choice.change(g, mode=_waiting(choice.groups[g].mode))
                 continue
             num_repairs += 1
-            full, excess = 0, _find_excess(over)
-            if candidate.num_devices <= _FEW_DEVICES:
+            full = 0
+            if candidate.num_devices <= FEW_DEVICES:
                 if nearest is not None and nearest[1] == candidate:
                     break  # Less room for layers changes nothing.
-                if excess < (_NEARLY if nearest is None else nearest[0]):
-                    nearest = excess, candidate
+                times = _find_excess(over)
+                if times < (_NEARLY if nearest is None else nearest[0]):
+                    nearest = times, candidate
             for g, classes in over.items():
                 if not self._take_rows(candidate, g, classes, most_rows[g]):
                     excess = max(need / limit for need, limit in classes.values())
@@ -324,11 +327,8 @@ class CandidateBuilder:
         replicas = self._problem.replicas.cut(group.devices, group.degrees)
         reduced_s = sum(n * collect_s("reduce_scatter", replicas, key) for key, n in counts)
         if group.mode.zero != 3:
-            return (
-                (0.0, reduced_s)
-                if self._step_time.reduces_beside(group.mode, group.devices)
-                else (reduced_s, 0.0)
-            )
+            is_beside = self._step_time.reduces_beside(group.mode, group.devices)
+            return (0.0, reduced_s) if is_beside else (reduced_s, 0.0)
         gathered_s = sum(2 * n * collect_s("all_gather", replicas, key) for key, n in counts)
         # Only the first unit's gather and the last one's reduction wait for nothing to hide behind.
         total_s = reduced_s + gathered_s

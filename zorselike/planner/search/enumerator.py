@@ -14,6 +14,7 @@ from zorselike.planner.groups.candidates import Grouping, count_useful_groups, f
 from zorselike.planner.groups.order import order_by_bandwidth, order_groups
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
+from zorselike.planner.search.builder import FEW_DEVICES
 from zorselike.planner.search.choice import Groups
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
@@ -33,8 +34,6 @@ MOST_REFINED = 6
 whose first estimates say less."""
 NAMED_TURN = 4
 """Every so many looks, one is at what people would try first."""
-FEW_DEVICES = 8
-"""Up to so many every set of them is refined, and modes are changed with all else as it is."""
 LOOKED = 0.05
 """By this share more promising must be another grouping of devices that were looked at, for each time."""
 FAST_SHARE = 0.5

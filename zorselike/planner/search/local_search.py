@@ -17,8 +17,9 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
+from zorselike.planner.search.builder import FEW_DEVICES
 from zorselike.planner.search.choice import Choice, Groups
-from zorselike.planner.search.enumerator import FEW_DEVICES, WORTH_SIMULATING
+from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import (
     CandidateEvaluator,
     EstimatedCandidate,
