@@ -22,7 +22,7 @@ from zorselike.planner.search.budget import TINY_ACTIONS
 from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
-from zorselike.planner.search.neighbours import move_groups
+from zorselike.planner.search.neighbours import change_choice, move_groups
 from zorselike.planner.search.top_k import NEAR
 
 from planner_oracle.workloads import Decoder, make_workload
@@ -241,3 +241,10 @@ def test_some_groups_offload_where_hosts_have_no_room_for_all() -> None:
     (found, *_) = CoarseSearch(evaluator, ((0,), (1,), (2,)), "three").run()
     assert len({group.mode.offload for group in found.candidate.groups}) == 2
     assert evaluator.builder.has_room(found.candidate)
+
+
+def test_all_groups_are_cut_finer_together_with_all_else_as_it_is() -> None:
+    """One by one their rows no longer match; with bounds on microbatches in flight that is never better."""
+    choice = Choice.alike(((0,), (1,)), Mode(0), 16, 5, 1.5)
+    changed = change_choice(choice, (), num_layers=24, most_rows=[32, 32], regroup=False)
+    assert Choice.alike(((0,), (1,)), Mode(0), 32, 5, 1.5) in [*changed]

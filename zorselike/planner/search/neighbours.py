@@ -161,6 +161,8 @@ def change_choice(
             yield choice.bound(choice.in_flight_factor, choice.num_ministages + number)
     for together in list_microbatch_counts(max(most_rows)):
         cut = tuple(replace(group, microbatches_per_device=together) for group in groups)
+        if cut != groups:
+            yield replace(choice, groups=cut)
         steps = dict.fromkeys((len(groups), 1) if num_layers <= FEW_LAYERS else (len(groups),))
         for number in (choice.num_ministages + way * step for step in steps for way in (-1, 1)):
             if len(groups) <= number <= num_layers:
