@@ -195,6 +195,23 @@ def test_what_has_changed_since_is_one_error_with_the_mend(first: tuple[str, Pat
     assert "was made for another workload (llama debug, " in said and said.endswith(mend)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "mend"),
+    [
+        ("plan.toml", b"", "or remove {}/plan.toml, and a plan is made for what runs"),
+        ("cluster.toml", b"version = 1\n[[no", "or remove {}/plan.toml, and a plan is made for what runs"),
+        ("profile.json", b"\xff", "(byte 0); a profile is text in UTF-8; mend or remove it"),
+    ],
+)
+def test_a_damaged_file_is_one_error_with_the_mend(
+    first: tuple[str, Path], tmp_path: Path, name: str, content: bytes, mend: str
+) -> None:
+    kept = copy_of(first[1], tmp_path)
+    (kept / name).write_bytes(content)
+    said = one_error(run(tmp_path))
+    assert said.startswith(f"error: {kept / name}: ") and said.endswith(mend.format(kept))
+
+
 def test_files_of_something_else_are_put_aside(first: tuple[str, Path], tmp_path: Path) -> None:
     kept = copy_of(first[1], tmp_path)
     (kept / "plan.toml").unlink()

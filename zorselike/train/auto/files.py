@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zorselike.cost.profile import Profile
-from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
+from zorselike.errors import ClusterError, ConfigError, FileError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.profiler.machine.found_cluster import list_machines
+from zorselike.text.files import read_text
 from zorselike.train.config.checks import check_against_plan
 from zorselike.train.config.config import Config
 
@@ -52,9 +53,17 @@ class AutoFiles:
                 raise ConfigError(f"{path.parent}: cannot be made: {error.strerror}") from error
 
     def read(self) -> dict[str, str]:
-        """The text of those that are there, by the names that they have in a run's folder."""
+        """The text of those that are there, by the names that they have in a run's folder; raises
+        `ConfigError` where one has none."""
         named = {"plan.toml": self.plan, "profile.json": self.profile, "cluster.toml": self.cluster}
-        return {name: path.read_text(encoding="utf-8") for name, path in named.items() if path.exists()}
+        texts = {}
+        for name, path in named.items():
+            try:
+                if path.exists():
+                    texts[name] = read_text(path, Path(name).stem)
+            except FileError as error:
+                raise ConfigError(f"{path}: {error}; mend or remove it") from None
+        return texts
 
 
 def name_written_plan(config: Config, files: AutoFiles) -> Config:
@@ -67,23 +76,24 @@ def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here
 
     Raises:
         PlanError: It is malformed, or for another model or other machines; names the mend.
+        ClusterError: The cluster file beside it is malformed; names the mend.
         ConfigError: The recipe has changed and contradicts it.
     """
     if not files.plan.exists():
         return None
     mend = f"or remove {files.plan}, and a plan is made for what runs"
-    plan = Plan.load(files.plan)
     try:
+        plan = Plan.load(files.plan)
+        planned = _planned_machines(plan, files)
         check_against_plan(name_written_plan(config, files), plan)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; {mend}") from None
+    except (PlanError, ClusterError, ConfigError) as error:
+        raise type(error)(f"{error}; {mend}") from None
     if plan.workload_fingerprint != workload.fingerprint:
         raise PlanError(
             f"{files.plan} was made for another workload ({plan.model}, {plan.workload_fingerprint}) than "
             f"the recipe's ({workload.model} in {workload.dtype}, {workload.fingerprint}): undo what has "
             f"changed, {mend}"
         )
-    planned = _planned_machines(plan, files)
     if planned != here:
         raise PlanError(
             f"{files.plan} was made for other machines ({list_machines(planned)}) than run here "
