@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import replace
 from itertools import combinations, count
@@ -310,13 +311,29 @@ def test_nothing_fits_says_how_much_memory_would():
         search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
 
 
+@pytest.mark.parametrize("types", [("T4",), ("RTX3070", "T4"), ("T4", "L4", "V100-16", "RTX3090")])
+def test_what_would_fit_is_enough(types):
+    """A node a type, each with little memory: what each lacks is told, and with it a plan is found."""
+    nodes = {name: make_node(name, name, 1, memory_bytes=(2**28,)) for name in types}
+    fixed = Fixed(groups=tuple((device,) for device in range(len(types))), offload=())
+    known = {"workload": make_decoder(4, tokens=2048), "fixed": fixed, "global_batch": 8}
+    with pytest.raises(NothingFitsError) as caught:
+        search_plans(make_problem(*nodes.values(), **known), budget_s=2)
+    told = re.findall(r"([\d.]+) ([MG])iB more than the 256.0 MiB of each ([\w-]+)", str(caught.value))
+    assert len(told) == len(types)
+    for lack, unit, name in told:
+        size = 2**28 + int(float(lack) * {"M": 2**20, "G": 2**30}[unit])
+        nodes[name] = replace(nodes[name], memory_bytes=(size,))
+    assert search_plans(make_problem(*nodes.values(), **known), budget_s=1).plans
+
+
 def test_where_hosts_alone_are_too_small_nothing_is_asked_of_devices():
     nodes = [make_node(name, "RTX4090", 1, host_memory_bytes=2**32) for name in ("a", "b")]
     workload = make_decoder(20, tokens=2048)
     problem = make_problem(*nodes, global_batch=16, workload=workload, is_mirrored=True)
     with pytest.raises(NothingFitsError) as caught:
         search_plans(problem, budget_s=5)
-    assert "more than the 4.0 GiB of host memory of node a" in str(caught.value)
+    assert "more than the 4.0 GiB of host memory of each of nodes a and b" in str(caught.value)
     assert "of each RTX4090" not in str(caught.value)
 
 

@@ -354,6 +354,7 @@ class _Search:
             self._problem,
             self._memory,
             lambda: self._find_any(end_s),
+            lambda found: self._top_k.walk(found.candidate),
             lambda: self._budget.worked_s > end_s,
             is_certain=is_certain,
         )

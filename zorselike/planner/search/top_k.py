@@ -283,6 +283,14 @@ class TopK:
             return self._simulate(_Task.of(found.estimated.candidate, self._problem, self._table))
         return self._complete(found, kept)
 
+    def walk(self, candidate: CandidatePlan) -> SimulatedPlan | None:
+        """All of a candidate, whether it fits or not; None where its ranks are not joined."""
+        task = self._prepare(candidate)
+        try:
+            return None if task is None else self._simulate(task)
+        except _UNKNOWN:
+            return None
+
     def _complete(self, found: SimulatedCandidate, case: SimulatedPlan | Simulation) -> SimulatedPlan:
         """With actions and memory."""
         if isinstance(case, SimulatedPlan):
