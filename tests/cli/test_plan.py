@@ -526,6 +526,7 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--fix", "zero=1", "--fix", "zero=2"], "--fix zero is given twice"),
         ([*EIGHT, "--fix", "recompute=some"], "--fix recompute=some: give none or layer"),
         ([*EIGHT, "--fix", "offload=weights"], "give none, or any of params, optimizer, activations"),
+        ([*EIGHT, "--fix", "offload=params,params"], "--fix offload=params,params: name each once"),
         ([*EIGHT, "--fix", "ministages=many"], "--fix ministages=many: give a whole number"),
         ([*EIGHT, "--fix", "ministages=9"], "9 ministages are fixed; chain has 4 layers"),
         ([*EIGHT, "--fix", "zero=3", "grad_reduce=once"], "ZeRO 3 reduces after every microbatch"),

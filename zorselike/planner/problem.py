@@ -122,6 +122,11 @@ class PlanProblem:
             yield f"tensor parallelism of {fixed.tensor_parallel} ranks; layers of {model} {can}"
         if fixed.zero == 3 and fixed.grad_reduce == "once":
             yield "ZeRO 3 reduces after every microbatch; grad_reduce = once needs ZeRO 0-2"
+        if fixed.zero in (0, 1) and fixed.grad_reduce == "microbatch":
+            yield (
+                f"ZeRO {fixed.zero} keeps whole gradients until the end of a step; grad_reduce = microbatch "
+                "needs ZeRO 2 or 3"
+            )
         if fixed.bounds_in_flight:
             what = "microbatches in flight are bounded in pipelines"
             yield from (f"{what} {fault}" for fault in self._list_faults_in_flight())

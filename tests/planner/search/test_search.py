@@ -403,6 +403,7 @@ def test_contradictions_are_refused_before_work():
         ({"fixed": Fixed(ministages=99)}, "99 ministages are fixed"),
         ({"fixed": Fixed(groups=((0,), (0,)))}, "a device twice"),
         ({"fixed": Fixed(zero=3, grad_reduce="once")}, "ZeRO 3 reduces after every microbatch"),
+        ({"fixed": Fixed(zero=1, grad_reduce="microbatch")}, "ZeRO 1 keeps whole gradients"),
     ):
         with pytest.raises(ConfigError, match=message):
             search_plans(make_problem(node, **changes))

@@ -105,6 +105,8 @@ def _read_offload(text: str) -> tuple[str, ...]:
             raise ConfigError(
                 f"plan: --fix offload={text}: give none, or any of {', '.join(OFFLOAD_KINDS)} with commas"
             )
+    if len({*kinds}) < len(kinds):
+        raise ConfigError(f"plan: --fix offload={text}: name each once")
     return kinds
 
 
