@@ -286,6 +286,9 @@ def test_a_dry_run_says_what_would_be_done(first: tuple[str, Path], tmp_path: Pa
     kept = copy_of(first[1], tmp_path)
     said = fine(run(tmp_path, "--dry-run", nodes=("a",)))
     assert f"{kept / 'plan.toml'} exists from an earlier run" in said and "checked: " in said
+    (kept / "plan.toml").write_text("")
+    said = one_error(run(tmp_path, "--dry-run", nodes=("a",)))
+    assert said.endswith(f"or remove {kept / 'plan.toml'}, and a plan is made for what runs")
 
 
 def save_model(rank: int, size: int, folder: Path) -> None:

@@ -23,10 +23,9 @@ from zorselike.runtime.ministage.updates import defers_updates
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.processes import Processes
-from zorselike.train.auto.files import AutoFiles, name_written_plan
+from zorselike.train.auto.files import AutoFiles, load_plan, name_written_plan
 from zorselike.train.auto.plan import find_auto_plan
 from zorselike.train.checkpoints import RunCheckpoints, will_load
-from zorselike.train.config.checks import check_against_plan
 from zorselike.train.config.config import Config
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
@@ -264,9 +263,8 @@ def _describe_dry_run(request: Request, plan: Plan | None, model: TrainedModel) 
         if not files.plan.exists():
             return describe_planning(config, model, files)
         lines = [f"{files.plan} exists from an earlier run and is used again, if the same devices run"]
+        plan = load_plan(config, files)
         config = name_written_plan(config, files)
-        plan = Plan.load(files.plan)
-        check_against_plan(config, plan)
     with _naming_plan_file(config):
         compiled = _compile(config, plan, model.build())
     return "\n".join([*lines, describe_run(config, plan, compiled, model)])

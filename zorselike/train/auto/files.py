@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def name_written_plan(config: Config, files: AutoFiles) -> Config:
     return replace(config, hetero=replace(config.hetero, plan=str(files.plan), profile="", cluster=""))
 
 
+def load_plan(config: Config, files: AutoFiles) -> Plan:
+    """The plan of an earlier run of this recipe; raises as `load_written_plan` does."""
+    with _telling_mend(files):
+        plan = Plan.load(files.plan)
+        check_against_plan(name_written_plan(config, files), plan)
+    return plan
+
+
 def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here: Machines) -> Plan | None:
     """The plan of an earlier run of this recipe, None if there is none.
 
@@ -81,13 +90,10 @@ def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here
     """
     if not files.plan.exists():
         return None
-    mend = f"or remove {files.plan}, and a plan is made for what runs"
-    try:
-        plan = Plan.load(files.plan)
+    plan = load_plan(config, files)
+    with _telling_mend(files):
         planned = _planned_machines(plan, files)
-        check_against_plan(name_written_plan(config, files), plan)
-    except (PlanError, ClusterError, ConfigError) as error:
-        raise type(error)(f"{error}; {mend}") from None
+    mend = _mend(files)
     if plan.workload_fingerprint != workload.fingerprint:
         raise PlanError(
             f"{files.plan} was made for another workload ({plan.model}, {plan.workload_fingerprint}) than "
@@ -124,6 +130,19 @@ def put_unfitting_aside(files: AutoFiles, workload: Workload, here: Machines) ->
             )
         told.append(_put_aside(files.cluster, mistake))
     return told
+
+
+@contextmanager
+def _telling_mend(files: AutoFiles) -> Iterator[None]:
+    """Errors about what an earlier run left say what to do."""
+    try:
+        yield
+    except (PlanError, ClusterError, ConfigError) as error:
+        raise type(error)(f"{error}; {_mend(files)}") from None
+
+
+def _mend(files: AutoFiles) -> str:
+    return f"or remove {files.plan}, and a plan is made for what runs"
 
 
 def _planned_machines(plan: Plan, files: AutoFiles) -> Machines:
