@@ -211,6 +211,20 @@ def test_with_money_as_the_aim_devices_save() -> None:
     )
 
 
+def test_where_some_nodes_are_free_no_share_of_nothing_is_asked_for() -> None:
+    problem = replace(PROBLEM, objective="cost")
+    priced, free = BY_TYPE, change(BY_TYPE, dearer=0.0)
+    slower = change(free, slower=1.4)
+    for best, without, start in (
+        (free, priced, "The 2 T4 save all that a step costs: without, "),
+        (free, slower, "The 2 T4 add 40.0%: without, "),
+        (priced, free, "The 2 T4 are not worth it: without, "),
+    ):
+        addition = Addition(device="T4", num_usable=2, num_used=2, without=without)
+        (said,) = describe_additions(problem, best, [addition])
+        assert said.startswith(start) and ("USD in place of" in said) == (without is not slower)
+
+
 def test_devices_without_which_nothing_fits_are_needed() -> None:
     def search(problem: PlanProblem, what: str) -> PlanAnswer:
         if what == "without A100-40":

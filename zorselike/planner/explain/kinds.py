@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from zorselike.errors import ConfigError
 from zorselike.planner.answer import NothingFitsError, PlanAnswer, Planned
@@ -105,11 +106,17 @@ def _describe(problem: PlanProblem, best: Planned, addition: Addition) -> str:
         return f"{them} {are} not worth it: the best plan found goes without."
     if addition.without is None:
         return f"{them} {are} needed: without, {addition.reason.removeprefix('plan: ')}."
-    gain = _measure(problem, addition.without) / _measure(problem, best) - 1
+    first, second = best.case.simulation, addition.without.case.simulation
+    is_money = problem.objective == "cost" and (first.cost or second.cost)  # Else both are free.
+    if is_money and not first.cost:
+        gain, share = inf, "all that a step costs"
+    else:
+        gain = second.cost / first.cost - 1 if is_money else second.iteration_s / first.iteration_s - 1
+        share = f"{gain:.1%}"
     change = _describe_change(best, addition.without)
     if gain <= 0:
         return f"{them} {are} not worth it: without, {change}. Leave out: --quota {addition.device}=0."
-    told = f"{them} {'save' if problem.objective == 'cost' else 'add'}{s} {gain:.1%}: without, {change}."
+    told = f"{them} {'save' if is_money else 'add'}{s} {share}: without, {change}."
     if gain < WORTH:
         return f"{told} Not worth it, unless idle anyway: without, the run is simpler."
     return told
@@ -124,7 +131,7 @@ def _measure(problem: PlanProblem, planned: Planned) -> float:
 def _describe_change(best: Planned, without: Planned) -> str:
     first, second = best.case.simulation, without.case.simulation
     parts = [f"a step takes {second.iteration_s:.4g} s in place of {first.iteration_s:.4g} s"]
-    if first.cost and second.cost:
+    if first.cost or second.cost:
         currency = best.case.costs.currency
         parts.append(f"costs {second.cost:.4g} {currency} in place of {first.cost:.4g}")
     parts.append(
