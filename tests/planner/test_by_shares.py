@@ -196,3 +196,19 @@ def test_any_cluster_has_a_valid_plan(
     assert plan.num_ranks == machines.num_devices
     assert [name for m in plan.ministages for name in m.modules] == [name for name, _ in WORKLOAD.layers]
     assert all(m.num_rows <= rows for group in plan.groups for m in group.microbatches)
+
+
+def test_where_no_kind_is_more_common_speed_is_that_of_the_layer_that_computes_most() -> None:
+    """Such as a model of its own kinds only, whose first one computes nothing."""
+    known = replace(KNOWN, layers=tuple(times for times in KNOWN.layers if times.kind != "embedding"))
+    free = LayerKind(name="free", num_parameters=1000, forward_flops_per_row=0)
+    names = ("free", "norm", "layer", "head")
+    kinds = {**WORKLOAD.kinds, "free": free}
+    workload = replace(
+        WORKLOAD,
+        layers=tuple((name, name) for name in names),
+        kinds={name: kinds[name] for name in names},
+    )
+    job = SharesJob(global_batch=24, group_by="node")
+    plan = plan_shares(workload, cluster(odd="T4 A100-40"), LayerTimeModel(known, workload), job)
+    assert sorted(rows_of(plan)) == [5, 19]

@@ -84,8 +84,10 @@ class _Speed:
 
     def __init__(self, table: LayerTable, job: SharesJob) -> None:
         self.table, self._job = table, job
-        self._typical = max(table.counts, key=table.counts.__getitem__)
-        """The layer of which the model has most."""
+        self._typical = max(
+            table.counts, key=lambda key: (table.counts[key], table.kind(key).forward_flops_per_row)
+        )
+        """The layer of which the model has most; of as many, that which computes most."""
 
     def rows_at_once(self, keys: Iterable[str], device: str) -> int:
         """What is asked for, or fewer where the profile found that fewer fit through one of the layers."""
