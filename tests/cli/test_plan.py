@@ -494,6 +494,8 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         (["--cluster", "c", "--global-batch", "8"], "c: there is no such file"),
         (["--cluster", "c", "--global-batch", "8", "-o", "no/plan.toml"], "in a folder that does not exist"),
         (["--cluster", "c", "--global-batch", "8", "-o", "."], "a folder; name a file"),
+        (["--cluster", "c", "--global-batch", "8", "-o", "./c"], "--output is ./c, which is read too; name"),
+        (["--from-profile", "p", "--global-batch", "8", "-o", "cluster.toml"], "which is read too"),
         (["--cluster", "cluster.toml", "--global-batch", "8"], "cluster.toml names no model; give --family"),
         (
             ["--cluster", "cluster.toml", "--global-batch", "8", "--family", "llama", "--flavor", "debug"],

@@ -279,6 +279,7 @@ def test_a_file_of_torchs_is_simulated_as_the_order_that_wrote_it(
         ),
         (["plan.toml", *MEASURED, "--measured", "folder"], "is written into the file of --trace"),
         (["plan.toml", *MEASURED, "--trace", "no/a.json"], "--trace is no/a.json, in a folder that does not"),
+        (["plan.toml", *MEASURED, "--trace", "plan.toml"], "--trace is plan.toml, which is read too; name"),
         (["plan.toml", *MEASURED, "--png", "no/a.png"], "--png is no/a.png, in a folder that does not exist"),
         (["plan.toml", *MEASURED, "--trace", "a.json", "--measured", "nowhere"], "there is no such folder"),
     ],

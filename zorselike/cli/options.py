@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from zorselike.errors import ConfigError
@@ -13,8 +13,12 @@ _WIDTHS = (60, 160)
 """Least and largest width of printed text, whatever the terminal's."""
 
 
-def check_outputs(command: str, paths: Mapping[str, str | None]) -> None:
-    """Raises `ConfigError` if a file, given by its flag, is a folder or in a folder that does not exist."""
+def check_outputs(
+    command: str, paths: Mapping[str, str | None], *, inputs: Iterable[str | Path | None] = ()
+) -> None:
+    """Raises `ConfigError` if a file, given by its flag, is a folder, in a folder that does not exist, or one
+    of `inputs`, which would be lost."""
+    read = {Path(path).resolve() for path in inputs if path is not None}
     for flag, path in paths.items():
         if path is None:
             continue
@@ -22,6 +26,8 @@ def check_outputs(command: str, paths: Mapping[str, str | None]) -> None:
             raise ConfigError(f"{command}: {flag} is {path}, in a folder that does not exist; make it first")
         if Path(path).is_dir():
             raise ConfigError(f"{command}: {flag} is {path}, a folder; name a file")
+        if Path(path).resolve() in read:
+            raise ConfigError(f"{command}: {flag} is {path}, which is read too; name another file")
 
 
 def check_at_least(command: str, least: int, numbers: Mapping[str, int]) -> None:

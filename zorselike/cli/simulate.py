@@ -97,7 +97,11 @@ def simulate_plan(command: Simulate) -> str:
             f"simulate: --write-estimates is for runs, which do not use --schedule {command.schedule}; leave "
             "one out"
         )
-    check_outputs("simulate", {"--trace": command.trace, "--png": command.png, "--html": command.html})
+    check_outputs(
+        "simulate",
+        {"--trace": command.trace, "--png": command.png, "--html": command.html},
+        inputs=(command.plan, command.cluster, command.profile, command.model.workload),
+    )
     if command.html is not None:
         from zorselike.simulator.html.document import check_bokeh
 

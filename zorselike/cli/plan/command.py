@@ -189,14 +189,15 @@ class PlanCommand:
 
     def _check(self) -> None:
         """Raises `ConfigError` for contradictory options, before files are read."""
-        from zorselike.cli.plan.inputs import check_files
+        from zorselike.cli.plan.inputs import check_files, list_files
 
         check_files("plan", self)
         if self.global_batch < 1:
             raise ConfigError(
                 f"plan: --global-batch is {self.global_batch}; give the number of rows of a step"
             )
-        check_outputs("plan", {"--output": self.search.output, "--html": self.search.html})
+        outputs = {"--output": self.search.output, "--html": self.search.html}
+        check_outputs("plan", outputs, inputs=list_files(self))
         if self.proportional.shares:
             planned = SearchOptions(output=self.search.output)
             if self.problem != ProblemOptions() or self.search != planned:

@@ -50,12 +50,22 @@ def check_files(name: str, command: Files) -> None:
         )
 
 
+def list_files(command: Files) -> list[str | Path | None]:
+    """What is read; None for what is not given."""
+    beside = None if command.from_profile is None else _cluster_beside(command.from_profile)
+    return [command.cluster or beside, command.profile, command.from_profile, command.model.workload]
+
+
+def _cluster_beside(profile: str) -> Path:
+    return Path(profile).parent / "cluster.toml"
+
+
 def load_cluster(name: str, command: Files) -> Cluster:
     """The given cluster, or the one beside the profile; raises `ClusterError` and `ConfigError`."""
     if command.cluster is not None:
         return Cluster.load(command.cluster)
     assert command.from_profile is not None
-    path = Path(command.from_profile).parent / "cluster.toml"
+    path = _cluster_beside(command.from_profile)
     if not path.exists():
         raise ConfigError(
             f"{name}: --from-profile {command.from_profile}: {path}, which `zorselike profile` writes beside "
