@@ -65,6 +65,7 @@ def test_a_fit_is_held_at_its_ends_and_cut_at_its_maximum() -> None:
         (FIT, 1e9, 1e6, "give the smallest size that was fitted and then the largest"),
         (FIT, 0, 1e6, "has no range"),
         ((-1, 0, 1), 1e6, 1e9, "narrow its range to the sizes that were fitted"),
+        ((float("nan"), 0, 1), 1e6, 1e9, "narrow its range to the sizes that were fitted"),
     ],
 )
 def test_a_fit_that_cannot_be_is_refused(

@@ -57,7 +57,7 @@ def tabulate_fit(
     for size in sizes:
         x = math.log2(size / _MEGABYTE)
         rate = min((a * x * x + b * x + c) * _GIGABYTE, max_bytes_per_s)
-        if rate < 1:
+        if not rate >= 1:  # Or no number.
             raise ClusterError(
                 f"the fit {a:g} x^2 + {b:g} x + {c:g} gives {rate:g} bytes/s for {size:g} bytes; "
                 "narrow its range to the sizes that were fitted"
