@@ -387,3 +387,29 @@ def refuse_in_place(rank: int, world_size: int) -> str:
 def test_a_layer_that_changes_its_input_in_place_is_refused(run_ranks: RunRanks) -> None:
     (message,) = run_ranks(refuse_in_place, 1)
     assert "'1' changes its input in place" in message and "inplace=True" in message
+
+
+def lose(rank: int, world_size: int) -> list[str]:
+    """What is said of losses that are more than a number, or none."""
+    said = []
+    plan = Plan(4, (Group((0,), (Microbatch(0, 0, 4),)),), (Ministage(0, ("0",)),))
+    for given in (lambda loss: (loss, 0), lambda loss: {"loss": loss}, lambda loss: loss.repeat(2), float):
+        with HeteroPipeline(
+            nn.Sequential(nn.Linear(6, 6)),
+            plan,
+            optimizer=sgd,
+            loss_fn=lambda outputs, targets, given=given: given(sum_squares(outputs, targets)),
+            count_fn=count_rows,
+        ) as pipe:
+            with pytest.raises(ConfigError) as caught:
+                pipe.step_global(*batch(torch.float32))
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_loss_that_is_no_number_is_refused(run_ranks: RunRanks) -> None:
+    (said,) = run_ranks(lose, 1)
+    for text, given in zip(said, ("a tuple", "a dict", "a tensor of shape [2]", "a float"), strict=True):
+        assert text == (
+            "loss_fn must return one number, the sum of the losses (reduction='sum'); it returned " + given
+        )
