@@ -314,6 +314,7 @@ def make_token_files(folder: Path) -> str:
         ("little to validate", 4, "do not fill the plan's global batch of 16; give more"),
         ("too long", 1, "has 2048 positions"),
         ("other data", 4, "reads other data than the others"),
+        ("other seed", 4, "[debug] seed is 1 in process 1 and 0 in process 0: start every node with"),
         ("no such model", 1, "llama has no flavor 'debgu': did you mean 'debug'?"),
         ("no gpu", 4, '[hetero] device = "cuda", but torch finds no GPU here'),
         ("no module", 4, "layers.9"),
@@ -343,6 +344,7 @@ def test_bad_input_ends_all_ranks_with_the_mend(
         "little to validate": ["--validation.enable", "--validation.dataset_path", str(little)],
         "too long": ["--training.seq_len", "4096"],
         "other data": ["--training.dataset_path", make_token_files(tmp_path)],
+        "other seed": ["--debug.seed", "{rank}"],
         "no such model": ["--model.flavor", "debgu"],
         "no gpu": ["--hetero.device", "cuda"],
     }.get(kind, [])

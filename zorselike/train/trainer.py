@@ -49,6 +49,7 @@ from zorselike.train.report.profiling import profiler
 from zorselike.train.report.run_folder import open_run_folder
 from zorselike.train.report.writers import check_writers, open_writers
 from zorselike.train.stop import WHAT_TORCHRUN_PRINTS, SignalWatch, StopVote
+from zorselike.train.traits import check_same_recipe
 from zorselike.train.validation import Validation
 
 logger = logging.getLogger("zorselike")
@@ -74,6 +75,7 @@ def run(request: Request, plan: Plan | None) -> int:
     check_writers(config)
     choose_kernels(config)
     with join_job(config, plan) as world:
+        check_same_recipe(config, model, world)
         if plan is not None:
             return _train(request, config, plan, model, world)
         # Wrong data is said before devices are measured; what is read here is read from the cache later.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.processes.processes import Peers
-from zorselike.train.config.config import Config
-from zorselike.train.config.model import TrainedModel
-from zorselike.train.data.rows import Rows
 from zorselike.train.elastic.pipeline import Change
 
 Last = tuple[int, float, float]
@@ -89,32 +86,6 @@ def agree(said: Sequence[Known], rank: int) -> Known:
         last=max((one for k in said if (one := k.last) and not math.isnan(one[1])), default=None),
         change=change,
     )
-
-
-def find_traits(config: Config, model: TrainedModel, rows: Rows, held_out: Rows | None) -> dict[str, str]:
-    """What the losses depend on, and when all do something together."""
-    training, validation, checkpoint = config.training, config.validation, config.checkpoint
-    found: dict[str, Any] = {
-        "the model": f"{model.name}, {model.size}",
-        "the training data": rows.fingerprint(),
-        "the validation data": None if held_out is None else held_out.fingerprint(),
-        "[training] seq_len": training.seq_len,
-        "[training] steps": training.steps,
-        "[training] max_norm": training.max_norm,
-        "[training] mixed_precision_param": training.mixed_precision_param,
-        "[hetero] clip": config.hetero.clip,
-        "[validation] freq": validation.freq,
-        "[validation] steps": validation.steps,
-        "[metrics] log_freq": config.metrics.log_freq,
-        "[checkpoint] enable": checkpoint.enable,
-        "[checkpoint] interval": checkpoint.interval,
-        "[debug] seed": config.debug.seed,
-        "[profiling] enable_profiling": config.profiling.enable_profiling,
-        "[elastic] min_ranks": config.elastic.min_ranks,
-    }
-    found |= {f"[optimizer] {key}": value for key, value in asdict(config.optimizer).items()}
-    found |= {f"[lr_scheduler] {key}": value for key, value in asdict(config.lr_scheduler).items()}
-    return {name: str(value) for name, value in found.items()}
 
 
 def describe_change(change: Change, step: int, summary: str) -> str:

@@ -29,7 +29,7 @@ from zorselike.train.checkpoints import RunCheckpoints, checkpoint_folder, will_
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
 from zorselike.train.elastic.generation import GenerationRun
-from zorselike.train.elastic.known import Alone, Known, RanksOfGeneration, agree, find_traits
+from zorselike.train.elastic.known import Alone, Known, RanksOfGeneration, agree
 from zorselike.train.elastic.notice import Notice, name_signal
 from zorselike.train.elastic.pipeline import ProgramPipeline
 from zorselike.train.elastic.planning import find_plan, refuse_launcher
@@ -44,6 +44,7 @@ from zorselike.train.parts import (
 from zorselike.train.processes import set_up_logging
 from zorselike.train.report.run_folder import log_into, open_run_folder
 from zorselike.train.report.writers import check_writers
+from zorselike.train.traits import find_data_traits, find_traits
 
 logger = logging.getLogger("zorselike")
 
@@ -92,7 +93,7 @@ class ElasticRun:
         )
         self.keywords = find_keywords(self._module, self.rows, self.held_out)
         self.known = Known(
-            find_traits(config, model, self.rows, self.held_out),
+            find_traits(config, model) | find_data_traits(self.rows, self.held_out),
             process=f"{os.getpid()} of {find_identity().node}",
         )
         self._processes: list[str] = []
