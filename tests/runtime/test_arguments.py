@@ -413,3 +413,21 @@ def test_a_loss_that_is_no_number_is_refused(run_ranks: RunRanks) -> None:
         assert text == (
             "loss_fn must return one number, the sum of the losses (reduction='sum'); it returned " + given
         )
+
+
+def count(rank: int, world_size: int) -> str:
+    """What is said of targets in a dictionary, with a loss of the caller's own."""
+    inputs, targets = batch(torch.float32)
+    plan = Plan(4, (Group((0,), (Microbatch(0, 0, 4),)),), (Ministage(0, ("0",)),))
+    model, loss_fn = nn.Sequential(nn.Linear(6, 6)), lambda outputs, own: sum_squares(outputs, own["y"])
+    with HeteroPipeline(model, plan, optimizer=sgd, loss_fn=loss_fn) as pipe:
+        with pytest.raises(ConfigError) as caught:
+            pipe.step_global(inputs, {"y": targets})
+        return str(caught.value)
+
+
+def test_targets_in_a_dictionary_ask_for_a_count(run_ranks: RunRanks) -> None:
+    (said,) = run_ranks(count, 1)
+    assert said.startswith("targets is a dict, ") and said.endswith(
+        "pass count_fn, which returns how many targets loss_fn sums over"
+    )

@@ -33,7 +33,12 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_valid_tokens(targets: Tensor) -> Tensor:
-    """Number of targets that are not ignored."""
+    """Number of targets that are not ignored; raises `ConfigError` for what is no tensor."""
+    if not isinstance(targets, Tensor):
+        raise ConfigError(
+            f"targets is a {type(targets).__name__}, in which valid targets are not counted by themselves; "
+            "pass count_fn, which returns how many targets loss_fn sums over"
+        )
     return (targets != IGNORE_INDEX).sum()
 
 
