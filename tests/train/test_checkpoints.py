@@ -133,6 +133,16 @@ def test_a_run_goes_on_under_another_plan(
     assert losses == pytest.approx(expected[3:], rel=1e-5)
 
 
+def test_a_model_alone_takes_the_place_of_no_checkpoint(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Of those that are kept; a run that is prolonged needs one."""
+    keeps = ("--checkpoint.keep_latest_k", "1", "--checkpoint.interval", "1")
+    only = ("--checkpoint.last_save_model_only", "--checkpoint.async_mode", "disabled")
+    ends, _ = run(run_ranks, tmp_path, *keeps, *only, steps=3, number=0)
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
+    assert left == {step_folder(2), f"model-{step_folder(3)}"}
+
+
 def test_the_model_is_handed_on_by_the_next_run_where_the_last_one_did_not(
     run_ranks: RunRanks, tmp_path: Path, begun: Path
 ) -> None:

@@ -212,12 +212,13 @@ class RunCheckpoints:
         if self._on_its_way is not None:
             self._report()
         is_new = self._saved_step != self._pipe.num_steps
+        hands_on = is_finished and self._settings.last_save_model_only and not self.is_finished()
+        alone = hands_on and is_new and self._lowest.get("step") != self._pipe.num_steps
+        alone = alone and not self._config.lora.enable  # It is small, and more can be made of it.
         if is_new:
-            self._begin(waits=True)
+            self._begin(waits=True, prunes=not alone)
             self._report(must_succeed=True)
-        if is_finished and self._settings.last_save_model_only and not self.is_finished():
-            alone = is_new and self._best.get("step") != self._pipe.num_steps
-            alone = alone and not self._config.lora.enable  # It is small, and more can be made of it.
+        if hands_on:
             self._world.from_first(lambda: self._export(alone=alone))
 
     def hand_on(self) -> None:
@@ -237,7 +238,8 @@ class RunCheckpoints:
             return False
         return any(self._world.gather(self._exported_at(self._config.training.steps).is_dir()))
 
-    def _begin(self, *, waits: bool) -> None:
+    def _begin(self, *, waits: bool, prunes: bool = True) -> None:
+        """`prunes`: the new one is to stay, in place of an older one."""
         step = self._pipe.num_steps
         best = self._lowest if self._lowest.get("step") == step else self._best
         path = self.folder / step_folder(step)
@@ -249,7 +251,7 @@ class RunCheckpoints:
             extra={**self._facts, "best": best} if self._pipe.rank == 0 else {},
             wait=False,
             copy=not waits,
-            after=partial(self._tidy, best=best),
+            after=partial(self._tidy, best=best, prunes=prunes),
         )
         if save is None:
             logger.warning(
@@ -310,11 +312,11 @@ class RunCheckpoints:
 
     # -- in the thread that saves ----------------------------------------------------------
 
-    def _tidy(self, path: Path, *, best: Mapping[str, Any]) -> None:
-        """Deletes what need not be kept, and copies the new one to where it is wanted. `best`: of what is
-        saved by now."""
+    def _tidy(self, path: Path, *, best: Mapping[str, Any], prunes: bool) -> None:
+        """Deletes what need not be kept, if it `prunes`, and copies the new one to where it is wanted.
+        `best`: of what is saved by now."""
         settings = self._settings
-        if settings.keep_latest_k:
+        if settings.keep_latest_k and prunes:
             step = best.get("step")
             holds_all = isinstance(examine(path), Checkpoint)  # Else nodes do not share a disk.
             prune(
