@@ -139,7 +139,9 @@ def find(baselines: tuple[Baseline, ...], name: str) -> Baseline:
 
 
 def test_all_are_planned_and_none_beats_what_the_devices_can_do() -> None:
-    baselines = plan_baselines(make_problem())
+    told: list[str] = []
+    baselines = plan_baselines(make_problem(), told.append)
+    assert told == [own.name for own in baselines]
     assert tuple(own.name for own in baselines) == NAMES
     check_sound(baselines, 48)
     rows_per_s = sum(

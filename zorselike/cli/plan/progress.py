@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -35,6 +35,22 @@ def show_progress(budget_s: float, what: str) -> Iterator[OnProgress]:
             shown_s = progress.best_s
 
         yield show
+
+
+@contextmanager
+def show_count(what: str, unit: str) -> Iterator[Callable[[str], None]]:
+    """The number of things begun and the name of the last, on standard error, if that is a terminal; removed
+    afterwards."""
+    with tqdm(
+        desc=what, unit=f" {unit}", file=sys.stderr, disable=None, leave=False, dynamic_ncols=True
+    ) as bar:
+
+        def tell(name: str) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+            bar.refresh()
+
+        yield tell
 
 
 def describe_progress(progress: Progress) -> str:

@@ -11,7 +11,7 @@ from zorselike.cli.options import find_width
 from zorselike.cli.plan.fixed import read_fixed
 from zorselike.cli.plan.inputs import load_cluster, load_inputs
 from zorselike.cli.plan.page import PlanPage
-from zorselike.cli.plan.progress import show_progress
+from zorselike.cli.plan.progress import show_count, show_progress
 from zorselike.cli.plan.quotas import choose_devices, read_quotas
 from zorselike.errors import ConfigError, FileError
 from zorselike.planner.answer import OnProgress, PlanAnswer, Progress
@@ -213,10 +213,11 @@ def _plan_baselines(
     from zorselike.planner.baselines.subsets import plan_best_on_subsets
     from zorselike.planner.baselines.systems import plan_baselines
 
-    baselines = plan_baselines(problem)
     places = problem.cluster.places
     used = [places.index(place) for place in answer.best.case.costs.places]
-    return *baselines, plan_best_on_subsets(problem, baselines, used)
+    with show_count("comparing", "systems") as tell:
+        baselines = plan_baselines(problem, tell)
+        return *baselines, plan_best_on_subsets(problem, baselines, used, tell)
 
 
 def _compare(answer: PlanAnswer, baselines: Sequence[Baseline] | None) -> Iterator[str]:

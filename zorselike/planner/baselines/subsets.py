@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from zorselike.errors import ClusterError, ConfigError, PlanError, ProfileError
 from zorselike.planner.baselines.systems import plan_baselines
@@ -20,7 +21,10 @@ name."""
 
 
 def plan_best_on_subsets(
-    problem: PlanProblem, baselines: Sequence[Baseline], used: Sequence[int] = ()
+    problem: PlanProblem,
+    baselines: Sequence[Baseline],
+    used: Sequence[int] = (),
+    tell: Callable[[str], None] = lambda name: None,
 ) -> Baseline:
     """The best baseline, by what is asked for, with all devices that may be used, with those of a type, a
     region, a zone or a kind of nodes or all but those, and with those that our own plan uses.
@@ -28,13 +32,15 @@ def plan_best_on_subsets(
     Args:
         baselines: of all devices.
         used: devices of our plan.
+        tell: as of `plan_baselines`, with the devices.
     """
     found = [(baseline, "all devices") for baseline in baselines]
     for devices in _list_subsets(problem, tuple(sorted(used))):
         counts = Counter(problem.device_types[device] for device in devices)
         whose = list_few([f"{number} {device}" for device, number in counts.items()])
         try:
-            found += [(own, whose) for own in plan_baselines(replace(problem, devices=devices))]
+            planned = plan_baselines(replace(problem, devices=devices), partial(_tell, tell, whose))
+            found += [(own, whose) for own in planned]
         except (ClusterError, ConfigError, PlanError, ProfileError):
             continue
     fitting = [(own.simulated, own, whose) for own, whose in found if own.simulated is not None]
@@ -42,6 +48,10 @@ def plan_best_on_subsets(
         return Baseline(name=NAME, how="", simulated=None, reason="nothing fits on any of them")
     case, best, whose = min(fitting, key=lambda each: _measure(problem, each[0]))
     return Baseline(name=NAME, how=f"{best.name} on {whose}: {best.how}", simulated=case)
+
+
+def _tell(tell: Callable[[str], None], whose: str, name: str) -> None:
+    tell(f"{name} on {whose}")
 
 
 def _list_subsets(problem: PlanProblem, used: tuple[int, ...]) -> list[tuple[int, ...]]:

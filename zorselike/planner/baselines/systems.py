@@ -32,11 +32,14 @@ _BY_SPEED = Rules()
 """Layers to stages for speed, ZeRO 2."""
 
 
-def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
+def plan_baselines(
+    problem: PlanProblem, tell: Callable[[str], None] = lambda name: None
+) -> tuple[Baseline, ...]:
     """The fastest type of device alone (where there are several), even shares, Whale, Megatron-LM,
     TorchTitan-Het, HexiScale and Cephalo, for the throughput of the devices that may be used.
 
-    Of what the user fixed only `recompute` is heeded: it belongs to the task, the rest to our plan.
+    Of what the user fixed only `recompute` is heeded: it belongs to the task, the rest to our plan. `tell` is
+    called with the name of each before it is planned.
 
     Raises:
         ConfigError: As `PlanProblem.check`.
@@ -58,6 +61,7 @@ def plan_baselines(problem: PlanProblem) -> tuple[Baseline, ...]:
         ways = {alone: lambda name: systems.plan_even(name, len(fast)), **ways}
     found = []
     for name, plan in ways.items():
+        tell(name)
         try:
             found.append(plan(name))
         except (ClusterError, PlanError, ProfileError) as error:  # Such as devices that nothing joins.
