@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from random import Random
 
 import pytest
@@ -18,6 +18,7 @@ from zorselike.planner.layers.split_layers import (
     GroupCosts,
     LayerSplit,
     bound_slowest_s,
+    shorten_first,
     split_layers,
     visit_in_turn,
 )
@@ -148,6 +149,27 @@ def test_ministages_of_a_group_are_even() -> None:
     split = llama(8, costs(1), costs(3))
     assert split.group_s == pytest.approx(llama(2, costs(1), costs(3)).group_s)
     assert split.sizes == (7, 2, 7, 2, 7, 2, 6, 2)
+
+
+@given(st.data())
+def test_first_ministages_are_shortened_and_the_others_of_their_groups_are_longer(
+    data: st.DataObject,
+) -> None:
+    num_groups = data.draw(st.integers(1, 4))
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=num_groups, max_size=4 * num_groups))
+    shares = data.draw(
+        st.lists(st.sampled_from([0.2, 0.5, 0.8, 1.0]), min_size=num_groups, max_size=num_groups)
+    )
+    owners = visit_in_turn(num_groups, len(sizes))
+    ends = shorten_first([*accumulate(sizes)], owners, shares)
+    found = [b - a for a, b in pairwise((0, *ends))]
+    for g, share in enumerate(shares):
+        before, after = (own[g::num_groups] for own in (sizes, found))
+        assert sum(before) == sum(after)
+        first = max(1, round(share * before[0])) if len(before) > 1 else before[0]
+        assert after[0] == first and all(a >= b for a, b in zip(after[1:], before[1:], strict=True))
+        longer = [a for a, b in zip(after[1:], before[1:], strict=True) if a > b]
+        assert max(longer, default=0) <= min(after[1:], default=0) + 1
 
 
 def test_what_one_group_has_no_room_for_goes_to_the_other() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import permutations
+from itertools import accumulate, pairwise, permutations
 from math import ceil, log2
 
 import device_problems
@@ -15,15 +15,25 @@ from searched_problems import draw_problem, make_decoder
 
 from zorselike.cli.assumed_profile import assume_profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.modes import Mode, list_families
+from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import local_search, search
 from zorselike.planner.search.budget import TINY_ACTIONS
 from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
-from zorselike.planner.search.neighbours import change_choice, move_groups
-from zorselike.planner.search.top_k import NEAR
+from zorselike.planner.search.neighbours import (
+    MOST_ROUNDS,
+    LayerMove,
+    change_choice,
+    list_first_moves,
+    list_layer_moves,
+    move_groups,
+    move_layer,
+)
+from zorselike.planner.search.top_k import NEAR, _Task
 
 from planner_oracle.workloads import Decoder, make_workload
 
@@ -248,3 +258,81 @@ def test_all_groups_are_cut_finer_together_with_all_else_as_it_is() -> None:
     choice = Choice.alike(((0,), (1,)), Mode(0), 16, 5, 1.5)
     changed = change_choice(choice, (), num_layers=24, most_rows=[32, 32], regroup=False)
     assert Choice.alike(((0,), (1,)), Mode(0), 32, 5, 1.5) in [*changed]
+
+
+@given(st.integers(2, 4), st.data())
+def test_layers_move_between_all_ministages_of_a_group(num_groups: int, data: st.DataObject) -> None:
+    sizes = data.draw(
+        st.lists(st.integers(1, 4), min_size=num_groups + 1, max_size=(MOST_ROUNDS + 1) * num_groups)
+    )
+    mode = next(iter(list_families(Fixed())))[0]
+    groups = tuple(CandidateGroup((g,), mode, ((1,),)) for g in range(num_groups))
+    owners = visit_in_turn(num_groups, len(sizes))
+    candidate = CandidatePlan(groups, owners, tuple(accumulate(sizes)))
+
+    def find_changes(moves: list[LayerMove]) -> set[tuple[int, int]]:
+        """From which ministage to which a layer goes."""
+        found = set()
+        for move in moves:
+            if (moved := move_layer(candidate, move)) is not None:
+                pairs = zip(pairwise((0, *moved.ends)), sizes, strict=True)
+                change = [end - start - size for (start, end), size in pairs]
+                assert sorted(change)[:: len(change) - 1] == [-1, 1] and sum(map(abs, change)) == 2
+                found.add((change.index(-1), change.index(1)))
+        return found
+
+    numbers = range(len(sizes))
+    of_a_group = {
+        (a, b) for a in numbers for b in numbers if a != b and owners[a] == owners[b] and sizes[a] > 1
+    }
+    next_to = {(a, b) for a in numbers for b in numbers if abs(a - b) == 1 and sizes[a] > 1}
+    assert find_changes(list_layer_moves(candidate)) >= of_a_group | next_to
+    firsts = {(a, b) for a, b in of_a_group if a < num_groups}
+    assert find_changes(list_first_moves(candidate)) == firsts
+
+
+def make_rounds(num_rounds: int) -> PlanProblem:
+    """A fast, a slower and a slow node, one row a microbatch, and 24 layers in so many rounds."""
+    workload = replace(device_problems.WORKLOAD, layers=tuple((f"layers.{i}", "layer") for i in range(24)))
+    nodes = [
+        device_problems.make_nodes(device, f"{device} {device}", 1, 4.0)
+        for device in ("A100-40", "V100-16", "T4")
+    ]
+    fixed = Fixed(
+        groups=((0, 1), (2, 3), (4, 5)),
+        ministages=3 * num_rounds,
+        rows_per_microbatch=1,
+        bounds_in_flight=False,
+        zero=1,
+        recompute="none",
+        offload=(),
+        grad_reduce="once",
+    )
+    profile = device_problems.make_profile(workload)
+    return device_problems.make_problem(
+        *nodes, workload=workload, profile=profile, global_batch=16, fixed=fixed
+    )
+
+
+def test_first_ministages_are_shortened_before_anything_is_simulated() -> None:
+    """Else that of the fast group, even with its others, makes all others wait."""
+    looking = search._Search(make_rounds(3), 100.0, 0, None)
+    looking._looks.begin(search.propose_devices(looking._problem, bounds=looking._bounds))
+    assert looking._looks.peek() is not None
+    looking._looks.advance()
+    even = looking._found.best
+    assert even is not None and looking._estimates.peek() is not None
+    looking._estimates.advance()
+    (simulated,) = looking._estimates.simulated
+    before_s = looking._top_k._simulate(_Task.of(even.candidate, looking._problem, looking._table))
+    assert simulated.estimated.candidate != even.candidate
+    assert simulated.iteration_s < 0.98 * before_s.simulation.iteration_s
+    moves = list_first_moves(simulated.estimated.candidate)
+    assert looking._evaluator.move_layers(simulated.estimated, moves) is simulated.estimated
+
+
+@pytest.mark.parametrize(("num_rounds", "most_s"), [(3, 1.225), (4, 1.37)])
+def test_ministages_of_a_group_become_as_uneven_as_it_takes(num_rounds: int, most_s: float) -> None:
+    """With layers that go to neighbours alone 1.261 and 1.396 s are the end."""
+    answer = search.search_plans(make_rounds(num_rounds), budget_s=60.0, top=1)
+    assert answer.ending == "finished" and answer.best.case.simulation.iteration_s < most_s

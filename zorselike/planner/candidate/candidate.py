@@ -125,6 +125,11 @@ class CandidatePlan:
         """As `Plan.bounds_in_flight`."""
         return any(group.max_in_flight is not None for group in self.groups)
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether some of several groups have several ministages."""
+        return len(self.owners) > len(self.groups) > 1
+
     @cached_property
     def num_actions(self) -> int:
         """About how many actions its schedule has: computations, and the transfers between groups that follow

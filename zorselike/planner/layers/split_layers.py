@@ -129,6 +129,19 @@ def _split_by_bytes(
     return None if found is None else _describe(kinds, owners, groups, found.sizes, is_exact=False)
 
 
+def shorten_first(ends: Sequence[int], owners: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
+    """The same with so large a share, by group, of the layers of its first ministage, and the others in its
+    shortest later ones: a group waits for the first microbatch to pass the first ministages of those before
+    it, and in the end for gradients to pass them back."""
+    sizes = [end - start for start, end in zip((0, *ends), ends, strict=False)]
+    for g, share in enumerate(shares):
+        first, *later = (i for i, owner in enumerate(owners) if owner == g)
+        for _ in range(sizes[first] - max(1, round(share * sizes[first])) if later else 0):
+            sizes[first] -= 1
+            sizes[min(later, key=sizes.__getitem__)] += 1
+    return tuple(accumulate(sizes))
+
+
 def bound_slowest_s(kinds: Sequence[str], groups: Sequence[GroupCosts]) -> float:
     """Seconds that the slowest group takes at least, however layers are cut and ministages visited.
 

@@ -18,7 +18,7 @@ from zorselike.planner.estimate.layer_costs import LayerCosts
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import find_degrees
-from zorselike.planner.layers.split_layers import split_layers, visit_in_turn
+from zorselike.planner.layers.split_layers import shorten_first, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
 from zorselike.planner.search.choice import Choice, GroupChoice
@@ -120,7 +120,8 @@ class CandidateBuilder:
             split = split_layers(self._table.keys, owners, costs)
             if split is None:
                 break
-            candidate = CandidatePlan(tuple(groups), owners, split.ends)
+            ends = shorten_first(split.ends, owners, [group.first_share for group in choice.groups])
+            candidate = CandidatePlan(tuple(groups), owners, ends)
             if not self.may_run(candidate) or (is_worth is not None and not is_worth(candidate)):
                 return None
             over = self.find_overfull(candidate)

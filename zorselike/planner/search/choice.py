@@ -25,6 +25,8 @@ class GroupChoice:
     """Whether reductions are waited for where memory has no room for them beside what follows."""
     degrees: Degrees = ()
     """Into which tensor-parallel replicas its devices are cut."""
+    first_share: float = 1.0
+    """Layers of the first of its several ministages, in those that it has if all are about even."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -32,7 +34,8 @@ class GroupChoice:
     @cached_property
     def _hash(self) -> int:
         """Kept, as of `CandidateGroup`."""
-        return hash((self.devices, self.mode, self.microbatches_per_device, self.may_wait))
+        numbers = self.microbatches_per_device, self.may_wait, self.first_share
+        return hash((self.devices, self.mode, *numbers))
 
 
 @dataclass(frozen=True)
@@ -97,3 +100,8 @@ def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:
     rows into microbatches of other sizes, ever wider apart."""
     sizes = {-(-most_rows // wanted) for wanted in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)}
     return tuple(sorted({-(-most_rows // size) for size in sizes}))
+
+
+def find_nearest(numbers: Sequence[float], wanted: float) -> int:
+    """Position of the number nearest to the one that is wanted."""
+    return min(range(len(numbers)), key=lambda i: abs(numbers[i] - wanted))

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle
 
 from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
 from zorselike.planner.candidate.modes import list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
-from zorselike.planner.groups.replicas import DEGREES, Degrees, with_degree
+from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
-from zorselike.planner.search.choice import Choice, Groups, list_microbatch_counts
-from zorselike.planner.search.neighbours import drop_nodes, move_groups
+from zorselike.planner.search.choice import Choice, Groups, find_nearest, list_microbatch_counts
+from zorselike.planner.search.neighbours import (
+    LayerMove,
+    change_degrees,
+    drop_nodes,
+    move_groups,
+    move_layer,
+)
 from zorselike.planner.search.score import WORST, Score, score
 from zorselike.schedule.orders.in_flight import LowBoundError
 
@@ -25,6 +32,8 @@ ESTIMATING_SHARE = 0.4
 """Of these where memory is not looked at."""
 _FEW_LAYERS = 12
 """Up to so many layers every number of ministages is tried."""
+FIRST_SHARES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)
+"""Layers of a group's first ministage, in those of an even part."""
 IN_FLIGHT_FACTORS = (1.0, 1.5, 2.0, 3.0)
 """Microbatches in flight, in those that 1F1B needs."""
 _MOST_COMPUTATIONS = 4_000
@@ -216,6 +225,25 @@ class CandidateEvaluator:
         """Whether it would not have been better than its limit, if it fitted."""
         return self._too_slow.get(choice, WORST) < WORST
 
+    def move_layers(self, best: EstimatedCandidate, moves: Sequence[LayerMove]) -> EstimatedCandidate:
+        """With layers moved from ministage to ministage for as long as estimates get better. They are shared
+        out so that the slowest group is fastest, and evenly among the ministages of a group; but others wait
+        for the first of these to pass a first microbatch on."""
+        num_vain = 0
+        for move in cycle(moves):
+            if num_vain == len(moves):
+                break
+            num_vain += 1
+            moved = move_layer(best.candidate, move)
+            guess = None if moved is None else self.estimate(moved, best.choice, best.grouping)
+            if guess is None or not guess.score < best.score:
+                continue
+            fitted = self.builder.fit(guess.candidate, best.choice)
+            found = None if fitted is None else self.estimate(fitted, best.choice, best.grouping)
+            if found is not None and found.score < best.score:
+                best, num_vain = found, 0
+        return best
+
     def first_found(self) -> EstimatedCandidate:
         """That fits; there is one."""
         return next(found for found in self._found.values() if found is not None)
@@ -272,6 +300,7 @@ class CandidateEvaluator:
         )
         others = (
             self._move_groups,
+            self._change_first_ministages,
             self._change_in_flight,
             self._change_group_microbatches,
             self._change_modes,
@@ -310,7 +339,7 @@ class CandidateEvaluator:
         ]
         return (
             yield from self._walk(
-                best, choices, _nearest(counts, max(g.microbatches_per_device for g in groups))
+                best, choices, find_nearest(counts, max(g.microbatches_per_device for g in groups))
             )
         )
 
@@ -327,7 +356,16 @@ class CandidateEvaluator:
     def _change_ministages(self, best: EstimatedCandidate) -> _Refining:
         counts = self.list_num_ministages(len(best.choice.groups))
         choices = [Choice(best.choice.groups, number) for number in counts]
-        return (yield from self._walk(best, choices, _nearest(counts, best.choice.num_ministages)))
+        return (yield from self._walk(best, choices, find_nearest(counts, best.choice.num_ministages)))
+
+    def _change_first_ministages(self, best: EstimatedCandidate) -> _Refining:
+        """Shorter first ministages of single groups, which others wait for less."""
+        num_groups = len(best.choice.groups)
+        for g in range(min(num_groups - 1, best.choice.num_ministages - num_groups)):
+            now = find_nearest(FIRST_SHARES, best.choice.groups[g].first_share)
+            choices = [best.choice.change(g, first_share=share) for share in FIRST_SHARES]
+            best = yield from self._walk(best, choices, now)
+        return best
 
     def _change_in_flight(self, best: EstimatedCandidate) -> _Refining:
         """More or fewer microbatches in flight, with the fewest ministages; where that is worth while, with
@@ -345,7 +383,7 @@ class CandidateEvaluator:
         if now.in_flight_factor is None:
             return best
         more = [now.bound(now.in_flight_factor, number) for number in counts]
-        return (yield from self._walk(best, more, _nearest(counts, now.num_ministages)))
+        return (yield from self._walk(best, more, find_nearest(counts, now.num_ministages)))
 
     def _change_degrees(self, best: EstimatedCandidate) -> _Refining:
         """Other tensor-parallel degrees of all groups, and of those that are alike."""
@@ -357,43 +395,8 @@ class CandidateEvaluator:
         return best
 
     def list_degrees(self, choice: Choice, own: Sequence[int]) -> Iterator[Choice]:
-        """The same with other tensor-parallel degrees in some groups: one for all of their devices, or for
-        those of a type; with as many microbatches, and with microbatches of as many rows."""
-        types = {
-            device: most
-            for g in own
-            for device, most in self._problem.replicas.most_by_type(choice.groups[g].devices).items()
-        }
-        wanted: list[tuple[str | None, int]] = [(None, degree) for degree in DEGREES]
-        if len(types) > 1:
-            wanted += [(device, degree) for device in types for degree in DEGREES]
-        for device, degree in wanted if types else ():
-            if degree > max(types.values()):
-                continue
-            changed = choice
-            for g in own:
-                changed = self._with_degree(changed, g, device, degree)
-            if changed == choice:
-                continue
-            yield changed
-            finer = changed
-            for g in own:
-                before, after = choice.groups[g], changed.groups[g]
-                num_before = self.count_replicas(before.devices, before.degrees)
-                num_after = self.count_replicas(after.devices, after.degrees)
-                counts = self.list_microbatch_counts(num_after)
-                number = round(before.microbatches_per_device * num_before / num_after)
-                finer = finer.change(g, microbatches_per_device=counts[_nearest(counts, number)])
-            if finer != changed:
-                yield finer
-
-    def _with_degree(self, choice: Choice, g: int, device: str | None, degree: int) -> Choice:
-        """Of devices of a type, or of all where it is None."""
-        group = choice.groups[g]
-        limit = self._problem.replicas.limit(group.devices, degree)
-        if device is not None:
-            limit = with_degree(group.degrees, device, dict(limit).get(device, 1))
-        return choice if limit == group.degrees else choice.change(g, degrees=limit)
+        """As `change_degrees`."""
+        return change_degrees(choice, own, self._problem.replicas, self._problem.global_batch)
 
     def _list_alike(self, choice: Choice) -> list[list[int]]:
         """Groups with as many devices of the same kinds, together: what is better for one of them mostly is
@@ -450,7 +453,7 @@ class CandidateEvaluator:
     def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
         group = best.choice.groups[own[0]]
         counts = self.list_microbatch_counts(self.count_replicas(group.devices, group.degrees))
-        position = _nearest(counts, group.microbatches_per_device)
+        position = find_nearest(counts, group.microbatches_per_device)
         near = [counts[i] for i in (position - 1, position + 1) if 0 <= i < len(counts)]
         choices = (best.choice.change_all(own, microbatches_per_device=number) for number in near)
         return (yield from self._improve(best, choices))
@@ -478,8 +481,3 @@ def list_without_waiting(estimated: EstimatedCandidate) -> list[Choice]:
     """Choices in which one of the groups that wait for reductions has them beside what follows, whatever rows
     or layers others have to take for it."""
     return [estimated.choice.change(g, may_wait=False) for g in estimated.waiting]
-
-
-def _nearest(numbers: Sequence[int], wanted: int) -> int:
-    """Position of the number nearest to the one that is wanted."""
-    return min(range(len(numbers)), key=lambda i: abs(numbers[i] - wanted))

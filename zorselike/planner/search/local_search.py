@@ -21,6 +21,7 @@ from zorselike.planner.search.builder import FEW_DEVICES
 from zorselike.planner.search.choice import Choice, Groups
 from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import (
+    ESTIMATING_SHARE,
     CandidateEvaluator,
     EstimatedCandidate,
     list_without_waiting,
@@ -29,6 +30,7 @@ from zorselike.planner.search.neighbours import (
     change_choice,
     change_modes,
     drop_nodes,
+    list_layer_moves,
     move_layers,
     move_rows,
 )
@@ -253,6 +255,15 @@ class LocalSearch:
                 yield None
                 return
         each_s = self._evaluator.nominal_of(start.candidate.num_devices)
+        if is_new and start.candidate.has_rounds:
+            layer_moves = list_layer_moves(start.candidate)
+            yield len(layer_moves) * ESTIMATING_SHARE * each_s
+            moved = self._evaluator.move_layers(start, layer_moves)
+            if moved is not start:
+                yield self._top_k.expect_s(moved.candidate)
+                if self._simulate(descent, moved)[0]:
+                    yield None
+                    return
         # As long as one takes to simulate others are estimated, so that it is one of the best.
         number = max(CHUNK, round(self._top_k.nominal_of(start.candidate) / each_s))
         moves, waiting = self._neighbours(start), _Waiting(self._errors)

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from zorselike.planner.candidate.candidate import CandidatePlan, Sizes
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.groups.replicas import merge_degrees
-from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
+from zorselike.planner.groups.replicas import DEGREES, ReplicaCuts, merge_degrees, with_degree
+from zorselike.planner.search.choice import Choice, GroupChoice, find_nearest, list_microbatch_counts
 
 MOST_KINDS = 6
 """Kinds of devices of a group (alike, with the same rows) between which rows are moved, at most."""
@@ -17,25 +17,57 @@ MOST_KINDS = 6
 FEW_MINISTAGES = 8
 """Up to so many, layers move across several boundaries at once."""
 
+MOST_ROUNDS = 4
+"""Of many ministages, layers move up to so many rounds further or back."""
+
 FEW_LAYERS = 12
 """Up to so many, one ministage more or fewer is tried with every number of microbatches."""
 
 MOST_COMPLEX = 2
 """How much more complex than a group's mode those are that are tried in its place."""
 
+LayerMove = tuple[range, int]
+"""Boundaries of ministages that move together, and by how many layers."""
+
+
+def list_layer_moves(candidate: CandidatePlan) -> list[LayerMove]:
+    """One layer across each boundary of ministages, either way; across several that follow each other, from
+    one ministage of a group to its next ones, so that those between keep their number of layers; and of few
+    ministages across any number of boundaries."""
+    num_edges, num_groups = len(candidate.ends) - 1, len(candidate.groups)
+    lengths = [*range(1, num_edges + 1)]
+    if num_edges >= FEW_MINISTAGES:
+        rounds = [number * num_groups for number in range(1, MOST_ROUNDS + 1) if num_groups > 1]
+        lengths = [1, *(length for length in rounds if length <= num_edges)]
+    return [
+        (range(first, first + length), way)
+        for length in lengths
+        for first in range(num_edges - length + 1)
+        for way in (-1, 1)
+    ]
+
+
+def list_first_moves(candidate: CandidatePlan) -> list[LayerMove]:
+    """Of these, those that take a layer from a group's first ministage to a later one."""
+    num_groups = len(candidate.groups)
+    return [
+        (moved, way)
+        for moved, way in list_layer_moves(candidate)
+        if way < 0 and moved.start < num_groups and not len(moved) % num_groups
+    ]
+
+
+def move_layer(candidate: CandidatePlan, move: LayerMove) -> CandidatePlan | None:
+    """None where a ministage would be left without a layer."""
+    moved, way = move
+    ends = tuple(end + way * (i in moved) for i, end in enumerate(candidate.ends))
+    return replace(candidate, ends=ends) if all(a < b for a, b in pairwise((0, *ends))) else None
+
 
 def move_layers(candidate: CandidatePlan) -> Iterator[CandidatePlan]:
-    """One layer across each boundary of ministages, either way; and of few ministages across several that
-    follow each other, so that those between keep their number of layers."""
-    num_edges = len(candidate.ends) - 1
-    longest = num_edges if num_edges < FEW_MINISTAGES else 1
-    for length in range(1, longest + 1):
-        for first in range(num_edges - length + 1):
-            for way in (-1, 1):
-                moved = range(first, first + length)
-                ends = tuple(end + way * (i in moved) for i, end in enumerate(candidate.ends))
-                if all(a < b for a, b in pairwise((0, *ends))):
-                    yield replace(candidate, ends=ends)
+    """All that `list_layer_moves` leads to."""
+    found = (move_layer(candidate, move) for move in list_layer_moves(candidate))
+    return (changed for changed in found if changed is not None)
 
 
 def move_rows(
@@ -183,6 +215,48 @@ def change_modes(choice: Choice, modes: Sequence[Mode]) -> Iterator[tuple[int, C
         for mode in modes:
             if mode != own.mode and mode.complexity <= own.mode.complexity + MOST_COMPLEX:
                 yield g, choice.change(g, mode=mode)
+
+
+def change_degrees(
+    choice: Choice, changed: Sequence[int], replicas: ReplicaCuts, global_batch: int
+) -> Iterator[Choice]:
+    """Other tensor-parallel degrees in some groups: one for all of their devices, or for those of a type;
+    with as many microbatches, and with microbatches of as many rows."""
+    types = {
+        device: most
+        for g in changed
+        for device, most in replicas.most_by_type(choice.groups[g].devices).items()
+    }
+    wanted: list[tuple[str | None, int]] = [(None, degree) for degree in DEGREES]
+    if len(types) > 1:
+        wanted += [(device, degree) for device in types for degree in DEGREES]
+    for device, degree in wanted if types else ():
+        if degree > max(types.values()):
+            continue
+        found = choice
+        for g in changed:
+            found = _with_degree(found, g, replicas, device, degree)
+        if found == choice:
+            continue
+        yield found
+        finer = found
+        for g in changed:
+            before, after = choice.groups[g], found.groups[g]
+            num_before, num_after = (len(replicas.cut(own.devices, own.degrees)) for own in (before, after))
+            counts = list_microbatch_counts(-(-global_batch // num_after))
+            number = round(before.microbatches_per_device * num_before / num_after)
+            finer = finer.change(g, microbatches_per_device=counts[find_nearest(counts, number)])
+        if finer != found:
+            yield finer
+
+
+def _with_degree(choice: Choice, g: int, replicas: ReplicaCuts, device: str | None, degree: int) -> Choice:
+    """Of devices of a type, or of all where it is None."""
+    group = choice.groups[g]
+    limit = replicas.limit(group.devices, degree)
+    if device is not None:
+        limit = with_degree(group.degrees, device, dict(limit).get(device, 1))
+    return choice if limit == group.degrees else choice.change(g, degrees=limit)
 
 
 def _regroup(choice: Choice, num_layers: int) -> Iterator[Choice]:

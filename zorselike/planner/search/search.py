@@ -138,7 +138,7 @@ class _Search:
         self._found = FoundCandidates(evaluator.node_kinds)
         self._looks = CoarseLooks(problem, evaluator, self._bounds, self._found, budget)
         self._refinements = Refinements(problem, evaluator, self._looks, self._found)
-        self._estimates = BestEstimates(self._found, self._top_k, budget)
+        self._estimates = BestEstimates(self._found, self._top_k, budget, evaluator)
         starts = self._estimates.simulated
         self._local_search = LocalSearch(
             problem, self._table, evaluator, self._top_k, budget, starts, self._seed

@@ -17,9 +17,10 @@ from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import ASSUMED_S, SearchBudget
-from zorselike.planner.search.evaluator import EstimatedCandidate
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.found import FoundCandidates
 from zorselike.planner.search.helpers import Helpers
+from zorselike.planner.search.neighbours import list_first_moves
 from zorselike.planner.search.score import Score, score
 from zorselike.schedule.contract import NUM_STEPS
 from zorselike.schedule.orders.in_flight import LowBoundError
@@ -341,14 +342,32 @@ def _describe(found: SimulatedCandidate) -> object:
 class BestEstimates:
     """The best by estimate, simulated one after the other (`turns.Work`)."""
 
-    def __init__(self, found: FoundCandidates, top_k: TopK, budget: SearchBudget) -> None:
-        self._found, self._top_k, self._budget = found, top_k, budget
+    def __init__(
+        self, found: FoundCandidates, top_k: TopK, budget: SearchBudget, evaluator: CandidateEvaluator
+    ) -> None:
+        self._found, self._top_k, self._budget, self._evaluator = found, top_k, budget, evaluator
+        self._moved: set[CandidatePlan] = set()
+        """Those of which layers were moved."""
+        self._moving_s = 0.0
+        """Nominal seconds of that, which nothing was told of yet."""
         self.simulated: list[SimulatedCandidate] = []
         self._num_done = 0
         self._least: float | None = None
         """The best estimate of those that were simulated."""
 
     def _next(self) -> EstimatedCandidate | None:
+        """What comes next once layers of its groups' first ministages were moved."""
+        while (estimated := self._peek()) is not None and estimated.candidate not in self._moved:
+            self._moved.add(estimated.candidate)
+            if estimated.candidate.has_rounds:
+                begin_s = self._evaluator.nominal_s
+                moved = self._evaluator.move_layers(estimated, list_first_moves(estimated.candidate))
+                self._moving_s += self._evaluator.nominal_s - begin_s
+                self._moved.add(moved.candidate)
+                self._found.keep(moved)
+        return estimated
+
+    def _peek(self) -> EstimatedCandidate | None:
         if not self._num_done:
             return self._found.peek_first(self._top_k.nominal_of)
         return self._found.peek(self._most)
@@ -372,6 +391,7 @@ class BestEstimates:
         estimated, begin_s = self._next(), self._top_k.nominal_s
         assert estimated is not None, "peek found one"
         share = self._share(estimated)
+        moving_s, self._moving_s = self._moving_s, 0.0
         self._found.take(estimated)
         self._num_done += 1
         wanted = estimated.score.wanted
@@ -379,7 +399,7 @@ class BestEstimates:
         if (simulated := self._top_k.simulate(estimated)) is not None:
             self.simulated.append(simulated)
             self._found.learn(estimated, simulated.score.wanted)
-        return share * (self._top_k.nominal_s - begin_s)
+        return share * (moving_s + self._top_k.nominal_s - begin_s)
 
     def _share(self, estimated: EstimatedCandidate) -> float:
         """What its time counts for."""
