@@ -255,7 +255,7 @@ class LocalSearch:
                 yield None
                 return
         each_s = self._evaluator.nominal_of(start.candidate.num_devices)
-        if is_new and start.candidate.has_rounds:
+        if is_new and start.candidate.has_rounds and self._top_k.is_long(start.candidate, each_s):
             layer_moves = list_layer_moves(start.candidate)
             yield len(layer_moves) * ESTIMATING_SHARE * each_s
             moved = self._evaluator.move_layers(start, layer_moves)

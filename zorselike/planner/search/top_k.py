@@ -44,6 +44,9 @@ so does what promises at most this share of what the best so far takes, for it i
 NEAR = 1.05
 """Times the best so far that may be expected of what is simulated, where that takes long: by more estimates
 seldom err, once those of the same devices have shown by how much they do."""
+LONG = 16
+"""A simulation is long that takes as long as so many estimates: only then estimates decide how layers are cut
+before it."""
 MOST_KEPT = 16
 """Simulations that are kept whole."""
 _UNKNOWN = (ClusterError, ProfileError, LowBoundError)
@@ -195,6 +198,10 @@ class TopK:
                 return 0.0
             self._shares[groups] = task.num_actions / candidate.num_actions
         return _count_seconds(candidate, _count_actions(round(self._shares[groups] * candidate.num_actions)))
+
+    def is_long(self, candidate: CandidatePlan, estimate_s: float) -> bool:
+        """Whether its simulation takes much longer than an estimate."""
+        return self.nominal_of(candidate) > LONG * estimate_s
 
     def _prepare(self, candidate: CandidatePlan) -> _Task | None:
         if candidate not in self._tasks:
@@ -359,7 +366,8 @@ class BestEstimates:
         """What comes next once layers of its groups' first ministages were moved."""
         while (estimated := self._peek()) is not None and estimated.candidate not in self._moved:
             self._moved.add(estimated.candidate)
-            if estimated.candidate.has_rounds:
+            estimate_s = self._evaluator.nominal_of(estimated.candidate.num_devices)
+            if estimated.candidate.has_rounds and self._top_k.is_long(estimated.candidate, estimate_s):
                 begin_s = self._evaluator.nominal_s
                 moved = self._evaluator.move_layers(estimated, list_first_moves(estimated.candidate))
                 self._moving_s += self._evaluator.nominal_s - begin_s
