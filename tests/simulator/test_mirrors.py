@@ -62,7 +62,7 @@ def test_the_planner_counts_them_where_a_job_is_elastic() -> None:
     assert not any(map(tight.is_host_overfull, tight.host_bytes))
     little = (needed // 3,) * 3
     assert find(*little).plan.num_ranks
-    with pytest.raises(PlanError, match="of host memory of node n0"):
+    with pytest.raises(PlanError, match="of host memory of each of nodes n0-0, n1-0"):
         find(*little, is_mirrored=True)
 
 

@@ -32,6 +32,9 @@ ESTIMATING_SHARE = 0.4
 """Of these where memory is not looked at."""
 _FEW_LAYERS = 12
 """Up to so many layers every number of ministages is tried."""
+WORTH_MOVING = 1e-3
+"""Share of a step that moving a layer has to save, by estimates: they do not know that groups wait for each
+other where last ministages go forward and backward in turn and begin at different times."""
 FIRST_SHARES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)
 """Layers of a group's first ministage, in those of an even part."""
 IN_FLIGHT_FACTORS = (1.0, 1.5, 2.0, 3.0)
@@ -236,7 +239,7 @@ class CandidateEvaluator:
             num_vain += 1
             moved = move_layer(best.candidate, move)
             guess = None if moved is None else self.estimate(moved, best.choice, best.grouping)
-            if guess is None or not guess.score < best.score:
+            if guess is None or guess.score.wanted > (1 - WORTH_MOVING) * best.score.wanted:
                 continue
             fitted = self.builder.fit(guess.candidate, best.choice)
             found = None if fitted is None else self.estimate(fitted, best.choice, best.grouping)
