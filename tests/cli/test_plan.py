@@ -21,7 +21,7 @@ from searched import CLUSTER, WORKLOAD, measure, search_by_shares
 
 from zorselike.cli import main
 from zorselike.cli.plan import search as plan_search
-from zorselike.cli.plan.progress import describe_progress
+from zorselike.cli.plan.progress import describe_progress, show_count
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Plan
@@ -631,3 +631,13 @@ def test_progress_without_a_plan_says_that() -> None:
     assert describe_progress(progress) == "nothing fits yet, 7 estimated"
     found = replace(progress, best_s=2.5, best_cost=0.25, num_simulated=4)
     assert describe_progress(found) == "best 2.5 s/step, 0.25 a step, 25 % above the bound, 4 simulated"
+
+
+def test_what_is_compared_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with show_count("comparing", "system") as tell:
+        tell("Whale")
+        tell("Cephalo-like on 4 T4")
+    assert "comparing: system 2, 00:00, Cephalo-like on 4 T4" in terminal.getvalue()

@@ -39,16 +39,16 @@ def show_progress(budget_s: float, what: str) -> Iterator[OnProgress]:
 
 @contextmanager
 def show_count(what: str, unit: str) -> Iterator[Callable[[str], None]]:
-    """The number of things begun and the name of the last, on standard error, if that is a terminal; removed
+    """The number and the name of what was begun last, on standard error, if that is a terminal; removed
     afterwards."""
+    shape = f"{{desc}}: {unit} {{n_fmt}}, {{elapsed}}{{postfix}}"
     with tqdm(
-        desc=what, unit=f" {unit}", file=sys.stderr, disable=None, leave=False, dynamic_ncols=True
+        desc=what, bar_format=shape, file=sys.stderr, disable=None, leave=False, dynamic_ncols=True
     ) as bar:
 
         def tell(name: str) -> None:
-            bar.set_postfix_str(name, refresh=False)
-            bar.update()
-            bar.refresh()
+            bar.n += 1
+            bar.set_postfix_str(name)
 
         yield tell
 

@@ -215,7 +215,7 @@ def _plan_baselines(
 
     places = problem.cluster.places
     used = [places.index(place) for place in answer.best.case.costs.places]
-    with show_count("comparing", "systems") as tell:
+    with show_count("comparing", "system") as tell:
         baselines = plan_baselines(problem, tell)
         return *baselines, plan_best_on_subsets(problem, baselines, used, tell)
 
