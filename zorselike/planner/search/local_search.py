@@ -35,7 +35,7 @@ from zorselike.planner.search.neighbours import (
     move_rows,
 )
 from zorselike.planner.search.score import Score
-from zorselike.planner.search.top_k import SimulatedCandidate, TopK
+from zorselike.planner.search.top_k import LONG, SimulatedCandidate, TopK
 
 MOST_STARTS = 3
 """Simulated candidates that are changed step by step; more where simulations are short."""
@@ -43,9 +43,6 @@ WORTH_CHANGING = 1.15
 """Up to so many times what the best takes others are changed where simulations are short."""
 MOST_VAIN = 32
 """Ways in a row that led to nothing better, after which a search ends."""
-CHUNK = 16
-"""Small changes whose estimates are compared before the best of them are simulated; where simulations are
-long, as many as take as long to estimate before one of them is."""
 MOST_OFFERED = 16
 """To processes that simulate beforehand."""
 _LEAST = 1e-30
@@ -264,8 +261,8 @@ class LocalSearch:
                 if self._simulate(descent, moved)[0]:
                     yield None
                     return
-        # As long as one takes to simulate others are estimated, so that it is one of the best.
-        number = max(CHUNK, round(self._top_k.nominal_of(start.candidate) / each_s))
+        # Of so many the best are simulated; where that is long, of as many as are estimated meanwhile.
+        number = max(LONG, round(self._top_k.nominal_of(start.candidate) / each_s))
         moves, waiting = self._neighbours(start), _Waiting(self._errors)
         is_over = False
         while not is_over:
@@ -274,7 +271,7 @@ class LocalSearch:
             is_over = len(chunk) < number
             for way, estimated in chunk:
                 waiting.add(way, estimated)
-            takes_all = is_over or number == CHUNK
+            takes_all = is_over or number == LONG
             for way, estimated in waiting.take(limit if not self._budget.is_tiny else inf):
                 if self._top_k.offer(estimated.candidate):
                     for following in waiting.list_next(MOST_OFFERED):

@@ -45,8 +45,8 @@ NEAR = 1.05
 """Times the best so far that may be expected of what is simulated, where that takes long: by more estimates
 seldom err, once those of the same devices have shown by how much they do."""
 LONG = 16
-"""A simulation is long that takes as long as so many estimates: only then estimates decide how layers are cut
-before it."""
+"""A simulation is long that takes longer than so many estimates: only then estimates decide how layers are
+cut before it."""
 MOST_KEPT = 16
 """Simulations that are kept whole."""
 _UNKNOWN = (ClusterError, ProfileError, LowBoundError)
