@@ -236,6 +236,13 @@ def test_a_config_that_makes_no_model_is_refused(
         zorselike.hf.build_on_meta(tmp_path)
 
 
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"weights are quantized \(gptq\); take the model in bfloat16"):
+        zorselike.hf.build_on_meta(tmp_path)
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json; give a folder that save_pretrained wrote"):
         zorselike.hf.build_on_meta(tmp_path)

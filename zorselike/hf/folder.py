@@ -180,9 +180,22 @@ def build_on_meta(
             )
     except Exception as error:  # What is wrong with a config it says by errors of any kind.
         raise ConfigError(f"hf: transformers builds no causal LM of {folder}: {first_line(error)}") from error
+    _refuse_quantized(config, folder)
     if lora is not None:
         add_lora(model, lora, dtype=dtype)
     return model.train()
+
+
+def _refuse_quantized(config: Any, folder: str | Path) -> None:
+    """Layers of a model that is made from its configuration alone are plain, whatever its files hold."""
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    raise ConfigError(
+        f"hf: {folder}: its weights are quantized ({method or type(quantization).__name__}); take the model "
+        "in bfloat16, float16 or float32"
+    )
 
 
 def _describe_missing_config(folder: Path) -> str:

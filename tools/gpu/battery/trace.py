@@ -17,22 +17,27 @@ from zorselike.schedule.actions import COMPUTE, HOST_COPIES, Kind, parse_action
 Event = dict[str, Any]
 Interval = tuple[float, float]
 
+_MOST_TRIES = 3
+"""Of a trace: now and then, under load, torch's profiler returns one without events."""
 _ON_DEVICE = "on the device"
 TRACE = "rank0_trace.json"
 """As `zorselike simulate --measured` looks for it."""
 
 
 def record_steps(step: Callable[[], object], folder: Path, kind: str, *, num_steps: int = 1) -> list[Event]:
-    """The events of some steps; the trace stays in the folder."""
+    """The events of some steps of a process by itself; the trace stays in the folder."""
     folder.mkdir(exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "cuda")
-    with profile(activities=activities) as profiler:
-        for _ in range(num_steps):
-            step()
-        if kind == "cuda":
-            torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(folder / TRACE))
-    events: list[Event] = json.loads((folder / TRACE).read_text(encoding="utf-8"))["traceEvents"]
+    for _ in range(_MOST_TRIES):
+        with profile(activities=activities) as profiler:
+            for _ in range(num_steps):
+                step()
+            if kind == "cuda":
+                torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(folder / TRACE))
+        events: list[Event] = json.loads((folder / TRACE).read_text(encoding="utf-8"))["traceEvents"]
+        if any(event.get("cat") == "user_annotation" for event in events):
+            break
     return events
 
 
