@@ -46,8 +46,8 @@ class FoundCandidates:
         self._node_kinds = node_kinds
         self._errors: dict[Hashable, list[float]] = {}
         """What simulations found, by the estimates, of candidates on devices of the same kinds."""
-        self._kinds: dict[tuple[tuple[int, ...], ...], frozenset[Hashable]] = {}
-        """Kinds of nodes of groups' devices."""
+        self._descriptions: dict[CandidatePlan, Hashable] = {}
+        """What errors go by: asked for again whenever something is to be chosen."""
         self._estimated: list[EstimatedCandidate] = []
         self._numbers: dict[CandidatePlan, int] = {}
         self._queues: dict[Kind, list[_Entry]] = {}
@@ -90,10 +90,10 @@ class FoundCandidates:
 
     def _describe(self, estimated: EstimatedCandidate) -> Hashable:
         candidate = estimated.candidate
-        groups = tuple(group.devices for group in candidate.groups)
-        if groups not in self._kinds:
-            self._kinds[groups] = frozenset(self._node_kinds[device] for own in groups for device in own)
-        return self._kinds[groups], candidate.degree, candidate.bounds_in_flight
+        if candidate not in self._descriptions:
+            kinds = frozenset(self._node_kinds[device] for own in candidate.groups for device in own.devices)
+            self._descriptions[candidate] = kinds, candidate.degree, candidate.bounds_in_flight
+        return self._descriptions[candidate]
 
     # -- what comes next ---------------------------------------------------------------------
 
