@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.groups import candidates
-from zorselike.planner.groups.bandwidths import Bandwidths, Partition, read_bandwidths
+from zorselike.planner.groups.bandwidths import Bandwidths, Partition, read_bandwidths, sort_groups
 from zorselike.planner.groups.candidates import Grouping, find_groupings
 from zorselike.planner.groups.subgroups import list_splits, split_group
 
@@ -82,10 +82,10 @@ def test_the_same_cluster_has_the_same_candidates(cluster: Cluster) -> None:
 @settings(max_examples=60)
 @given(cluster=small_clusters(max_nodes=3))
 def test_few_devices_are_grouped_in_every_way(cluster: Cluster) -> None:
-    """Bell numbers, once devices of a block are told apart."""
+    """Bell numbers, once alike devices and nodes are told apart."""
     devices = range(min(cluster.num_devices, 5))
     bandwidths = read_bandwidths(cluster, devices, span_regions=True)
-    found = set(keys_of(bandwidths, find_groupings(bandwidths)))
+    found = [bandwidths.describe(grouping.groups) for grouping in find_groupings(bandwidths)]
 
     def ways(rest: list[int]) -> list[Partition]:
         if not rest:
@@ -98,7 +98,23 @@ def test_few_devices_are_grouped_in_every_way(cluster: Cluster) -> None:
             for groups in ways([device for device in others if device not in own])
         ]
 
-    assert found == {tuple(sorted(map(bandwidths.count_blocks, groups))) for groups in ways([*devices])}
+    assert len({*found}) == len(found)
+    assert {*found} == {bandwidths.describe(sort_groups(groups)) for groups in ways([*devices])}
+
+
+def test_alike_nodes_are_told_apart_by_their_links_alone() -> None:
+    def describe(cluster: Cluster, *groups: tuple[int, ...]) -> object:
+        return read_bandwidths(cluster).describe(sort_groups(groups))
+
+    node = Node(name="a", devices=("T4",) * 2, fabric=Link(1e10))
+    cluster = Cluster(nodes=(*(replace(node, name=n) for n in "abc"),), default_link=Link(1e9))
+    rest = (0, 1), (4, 5)
+    assert describe(cluster, (0, 1), (2, 3, 4, 5)) == describe(cluster, (0, 1, 4, 5), (2, 3))
+    assert describe(cluster, (0, 1, 2), (3, 4, 5)) != describe(cluster, (0, 2, 4), (1, 3, 5))
+    assert describe(cluster, *rest, (2,), (3,)) != describe(cluster, *rest, (2, 3))
+    faster = replace(cluster, node_links={("a", "b"): Link(2e9)})
+    assert describe(faster, (0, 1), (2, 3, 4, 5)) == describe(faster, (0, 1, 4, 5), (2, 3))
+    assert describe(faster, (0, 1), (2, 3, 4, 5)) != describe(faster, (0, 1, 2, 3), (4, 5))
 
 
 def test_the_papers_groupings_are_candidates() -> None:

@@ -7,7 +7,7 @@ group a thousand devices in seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations_with_replacement
@@ -76,6 +76,25 @@ class Bandwidths:
         codes: NDArray[np.int64] = (pairs * len(distinct) + rates.reshape(pairs.shape)) * 2
         codes += on_node[:, None] == on_node
         return codes
+
+    @cached_property
+    def _pair_numbers(self) -> NDArray[np.uint64]:
+        """Random, one for each of `pair_codes` [num_blocks, num_blocks]."""
+        distinct, index = np.unique(self.pair_codes, return_inverse=True)
+        numbers = np.random.default_rng(0).integers(2**63, size=len(distinct), dtype=np.uint64)
+        return numbers[index.reshape(self.pair_codes.shape)]
+
+    def describe(self, partition: Partition) -> Hashable:
+        """Equal for partitions that differ only in which of alike devices, or of alike nodes, are where."""
+        counts = np.zeros((len(partition), len(self.blocks)), dtype=np.uint64)
+        for g, group in enumerate(partition):
+            for block, number in self.count_blocks(group):
+                counts[g, block] = number
+        # Sums over the pairs of devices of each two groups, modulo 2^64: equal for equal pairs.
+        sums = counts @ self._pair_numbers @ counts.T
+        inside = sums.diagonal().tolist()
+        others = [sorted(own) for own in sums.tolist()]
+        return tuple(sorted(zip(inside, map(tuple, others), strict=True)))
 
     def join_alike(self) -> Bandwidths:
         """Nodes that nothing but their names tells apart as one block each, as if all their devices were

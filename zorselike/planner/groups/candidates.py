@@ -57,7 +57,7 @@ class Grouping:
 
 
 def find_groupings(bandwidths: Bandwidths, *, max_groups: int | None = None) -> tuple[Grouping, ...]:
-    """Candidates by rising number of groups, each partition once, up to interchangeable devices.
+    """Candidates by rising number of groups, each partition once, up to interchangeable devices and nodes.
 
     Each has every device of `bandwidths` in one group, and every two devices of a group are joined and may
     be in one group. `max_groups` is the number of nodes if it is not given, or up to 8 devices if that is
@@ -129,7 +129,10 @@ def _kind(node: Node) -> Hashable:
 
 
 def _key(bandwidths: Bandwidths, partition: Partition) -> object:
-    """Equal for partitions that differ only in which devices of a block are where."""
+    """Equal for partitions that differ only in which devices of a block are where; of alike nodes too, but
+    for so many that it takes long."""
+    if len(bandwidths.blocks) <= MOST_BLOCKS:
+        return bandwidths.describe(partition)
     return tuple(sorted(bandwidths.count_blocks(group) for group in partition))
 
 
