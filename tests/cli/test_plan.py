@@ -548,7 +548,7 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
             "fixed are ZeRO 2, reductions once and 4 ministages, and there are 2 groups",
         ),
         ([*EIGHT, "--fix", "in_flight=bounded", "offload=params"], "offload nothing but optimizer"),
-        ([*EIGHT, "--fix", "in_flight=bounded", "ministages=1"], "two ministages or more; fixed is 1"),
+        ([*EIGHT, "--fix", "in_flight = bounded", "ministages=1"], "two ministages or more; fixed is 1"),
         ([*EIGHT, "--quota", "T4=0", "--fix", "in_flight=bounded"], "two groups or more, and there is one"),
         ([*EIGHT, "--fix", "rows_per_microbatch=9"], "a microbatch has no more rows than a step"),
         ([*EIGHT, "--fix", "groups="], "--fix groups= is empty; give type, node, zone, or nodes"),

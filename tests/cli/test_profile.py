@@ -78,6 +78,7 @@ def test_a_hugging_face_folder_with_adapters_is_measured_and_planned_for(run: An
     for arguments, why in (
         (planned, "give --hf tiny --lora-rank 2"),
         ((*planned, *model[:2]), "the profile is of 'hf tiny lora 2', the workload is 'hf tiny'"),
+        ((*planned, "--family", "gpt", "--flavor", "debug", "--seq-len", "8"), "the profile is of 'hf tiny"),
         (("profile", *model, "--family", "gpt"), "leave out --family"),
     ):
         (ended,) = run(*arguments)
@@ -229,7 +230,7 @@ def test_a_cluster_written_by_hand_is_planned_for_by_the_catalogue(
     [
         (("profile", "--flavor", "7c"), "has no flavor '7c'"),
         (("profile", "--override", "layers"), "'layers' is not a setting; write it as num_layers=8"),
-        (("profile", "--override", "num_layers=many"), "num_layers = 'many' is neither a number"),
+        (("profile", "--override", "num_layers = many"), "num_layers = 'many' is neither a number"),
         (("profile", "--seq-len", "0"), "--seq-len is 0"),
         (("profile", "--seq-len", "9999999"), "do not fit max_seq_len"),
         (("profile", "--repeats", "0"), "--repeats is 0"),

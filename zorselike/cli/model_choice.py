@@ -81,6 +81,7 @@ class ModelOptions(FolderOptions):
 
         Raises:
             ConfigError: model or sequence length are missing or invalid, or not those of the profile.
+            ProfileError: the profile is of another model.
         """
         if self.seq_len is not None and self.seq_len < 1:
             raise ConfigError(f"{command}: --seq-len is {self.seq_len}; it must be at least 1")
@@ -96,6 +97,8 @@ class ModelOptions(FolderOptions):
             raise ConfigError(f"{command}: --hf is the model; leave out --family, --flavor and --override")
         known = model or (profile.model if profile is not None else None)
         choice = folder or self._choose(command, source, known)
+        if profile is not None and folder is None:  # Of another its layers say nothing of what is missing.
+            profile.check_model(choice.name)
         length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
         if length is None:
             named = source if folder is None else f"--hf {self.hf}"

@@ -209,16 +209,19 @@ class Profile(Document):
     largest_batches: tuple[LargestBatch, ...] = ()
     overheads: Overheads = Overheads()
 
+    def check_model(self, name: str) -> None:
+        """Raises `ProfileError` if these times are of a model of another name."""
+        if self.model.casefold() != name.casefold():
+            raise ProfileError(
+                f"the profile is of '{self.model}', the workload is '{name}'; give the profile of this model"
+            )
+
     def check_workload(self, workload: Workload) -> None:
         """Raises `ProfileError` if these times are of another model, dtype or sequence length.
 
         A profile without layers, such as one of links alone, is for any dtype and length.
         """
-        if self.model.casefold() != workload.model.casefold():
-            raise ProfileError(
-                f"the profile is of '{self.model}', the workload is '{workload.model}'; give the profile of "
-                "this model"
-            )
+        self.check_model(workload.model)
         measured = {(times.dtype, times.sequence_length) for times in self.layers}
         if measured and (workload.dtype, workload.sequence_length) not in measured:
             known = ", ".join(f"{dtype} at {length} tokens" for dtype, length in sorted(measured))

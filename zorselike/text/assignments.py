@@ -12,7 +12,7 @@ from zorselike.errors import ConfigError
 def read_assignment(text: str, where: str) -> tuple[str, Any]:
     """The key and the value, a number or a bool; raises `ConfigError` for anything else, with `where` in
     front."""
-    key, equals, value = text.partition("=")
+    key, equals, value = map(str.strip, text.partition("="))
     if not equals or not key.isidentifier():
         raise ConfigError(f"{where}: '{text}' is not a setting; write it as num_layers=8")
     try:

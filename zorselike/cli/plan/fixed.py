@@ -52,7 +52,7 @@ def read_fixed(
     """
     given: dict[str, str] = {}
     for word in words:
-        key, equals, value = word.partition("=")
+        key, equals, value = map(str.strip, word.partition("="))
         if not equals or key not in KEYS:
             meant = "" if key in KEYS else suggest(key, KEYS)
             raise ConfigError(
