@@ -201,7 +201,7 @@ class HeteroPipeline(Stateful):
         self._settled = arguments.Settled(m.module for m in self._assembly.ministages.values())
         self._is_closed = False
         self.is_broken = False
-        """Whether a call has failed in its middle, so that no other can follow."""
+        """Whether a call has failed, or was interrupted, in its middle, so that no other can follow."""
         self._is_loaded = False
 
     # -- training --------------------------------------------------------------------------
@@ -424,13 +424,12 @@ class HeteroPipeline(Stateful):
         """A rank that fails here leaves the others waiting: it tells them why, and all end."""
         try:
             yield
-        except Exception as error:
-            if self._reports_losses:
-                self.is_broken = True  # Whether it is this rank's error or an echo is the caller's to say.
-            elif self._assembly.ranks.world_size > 1:
-                self._alarm.fail(error)
-            else:
+        except BaseException as error:
+            self.is_broken = True  # For who catches Ctrl-C, or, with `on_loss`, has to say what it was.
+            if self._assembly.ranks.world_size == 1 and not self._reports_losses:
                 self._recover(error)
+            elif isinstance(error, Exception) and not self._reports_losses:
+                self._alarm.fail(error)
             raise
 
     @contextmanager
@@ -448,19 +447,19 @@ class HeteroPipeline(Stateful):
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
         if self.is_broken:
-            raise ConfigError("this pipeline failed in the middle of a step; build another one")
+            raise ConfigError("this pipeline was broken off in the middle of a step; build another one")
         if self._checkpoints.must_load and needs_values:
             raise ConfigError(
                 "this pipeline has no values: it was built with skip_init=True, or a load failed half-way; "
                 "load a checkpoint that is complete"
             )
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """A rank alone may go on with another step, if FSDP2 lets go of this one."""
         try:
             self._executor.recover()
+            self.is_broken = False
         except Exception as failed:
-            self.is_broken = True
             error.add_note(f"zorselike: this pipeline cannot take another step ({failed}); build another one")
 
     def _check_rows(self, feeds: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
