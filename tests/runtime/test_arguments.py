@@ -187,6 +187,20 @@ def test_models_that_would_not_train_as_alone_are_refused(
         compile_plan(model, plan)
 
 
+def use_twice(rank: int, world_size: int, zero: int) -> str:
+    model, plan = linears(), make_plan(("0", "1", "2"), zero=zero)
+    HeteroPipeline(model, plan).close()
+    with pytest.raises(ConfigError) as refused:
+        HeteroPipeline(model, plan)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_model_that_another_pipeline_has_is_refused(zero: int, run_ranks: RunRanks) -> None:
+    for said in run_ranks(use_twice, 2, zero):
+        assert "'0' is sharded already, by another pipeline" in said
+
+
 def test_a_hook_of_the_model_runs_once_where_there_is_one_ministage() -> None:
     model = linears()
     hook_root(model)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
@@ -26,7 +27,19 @@ def find_patience(processes: Sequence[ProcessInfo]) -> float:
     return max(30.0 if process.device == "cuda" else 5.0 for process in processes)
 
 
-def check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype, optimizer: object) -> None:
+def check_arguments(
+    model: object, max_norm: float | None, clip: str, param_dtype: ParamDtype, optimizer: object
+) -> None:
+    """Raises `ConfigError` for what is wrong whatever the plan."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__} and no torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            what = f"'{name}'" if name else "it"
+            raise ConfigError(
+                f"model: {what} is sharded already, by another pipeline (which uses the modules that it is "
+                "given, and copies none) or by fully_shard; build the model once more for this one"
+            )
     if optimizer is not None and not callable(optimizer):
         kind = type(optimizer).__name__
         raise ConfigError(

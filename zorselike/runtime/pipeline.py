@@ -115,7 +115,7 @@ class HeteroPipeline(Stateful):
         compiled: CompiledPlan | None = None,
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        arguments.check_arguments(max_norm, clip, param_dtype, optimizer)
+        arguments.check_arguments(model, max_norm, clip, param_dtype, optimizer)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():
             raise ConfigError(
