@@ -162,9 +162,15 @@ def set_weight(model: nn.Sequential, value: Tensor) -> None:
     model[1].extra = nn.Parameter(value)
 
 
+def compile_in_place(model: nn.Sequential, name: str) -> None:
+    model.get_submodule(name).compile()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (partial(compile_in_place, name=""), "the Sequential itself is compiled in place"),
+        (partial(compile_in_place, name="1"), "'1' is compiled in place"),
         (hook_root, "the Sequential itself has hooks"),
         (hook_weight, "'1.weight' has a gradient hook"),
         (hook_accumulated, "'1.weight' has a gradient hook"),

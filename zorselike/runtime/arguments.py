@@ -17,7 +17,7 @@ from zorselike.runtime.model.partition import (
     INSTANCE_NORMS,
     refuse_batch_statistics,
 )
-from zorselike.runtime.model.pruning import is_above, join
+from zorselike.runtime.model.pruning import find_units, is_above, join
 from zorselike.runtime.processes.device import ParamDtype
 from zorselike.runtime.processes.world import ProcessInfo
 
@@ -73,7 +73,14 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
     """Raises `ConfigError` for what a model has that would not train as in a single process, or not at all.
     `is_copied`: whether ministages get copies of the modules around those of the plan."""
     planned = list(plan.ministage_of) if is_copied and plan.num_ministages > 1 else []
+    units = find_units(model, list(plan.ministage_of))
     for name, module in model.named_modules():
+        if module._compiled_call_impl is not None and (name in units or is_above(name, units)):
+            what = f"'{name}'" if name else f"the {type(module).__name__} itself"
+            raise ConfigError(
+                f"model: {what} is compiled in place (Module.compile), which would compile its sharding too; "
+                "leave that out, and pass compile=True"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(name, module)
         if is_above(name, planned) and any(getattr(module, hooks) for hooks in _EVERY_HOOK):
