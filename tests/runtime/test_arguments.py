@@ -326,7 +326,7 @@ def test_parameters_beside_layers_stay_frozen_too(run_ranks: RunRanks) -> None:
 
 
 def change_later(rank: int, world_size: int) -> list[str]:
-    """What two changes between steps say."""
+    """What some changes between steps say."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 6)).double()
     model[0].requires_grad_(False)
     group = Group((0,), (Microbatch(0, 0, 4),))
@@ -345,6 +345,7 @@ def change_later(rank: int, world_size: int) -> list[str]:
         for change, back in (
             (model.train, model.eval),
             (partial(model[0].requires_grad_, True), partial(model[0].requires_grad_, False)),
+            (partial(model[2].requires_grad_, False), partial(model[2].requires_grad_, True)),
         ):
             pipe.step_global(inputs, targets)
             change()
@@ -352,14 +353,18 @@ def change_later(rank: int, world_size: int) -> list[str]:
                 pipe.step_global(inputs, targets)
             said.append(str(caught.value))
             back()
+        model[2].requires_grad_(False)  # As peft does to adapters that it switches off for a time.
+        pipe.evaluate_global(inputs, targets)
+        model[2].requires_grad_(True)
         pipe.step_global(inputs, targets)
     return said
 
 
 def test_what_may_not_change_between_steps(run_ranks: RunRanks) -> None:
-    ((norm, frozen),) = run_ranks(change_later, 1)
+    ((norm, frozen, trained),) = run_ranks(change_later, 1)
     assert "'1' is a BatchNorm1d in training mode" in norm
     assert "'0.weight' was frozen when this pipeline was made" in frozen
+    assert "'2.weight' was trained when this pipeline was made, and now requires no gradient" in trained
 
 
 def test_a_batch_norm_is_refused_by_name() -> None:

@@ -137,21 +137,26 @@ class Settled:
         self._norms = [
             (name, module) for name, module in modules if isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
         ]
-        self._frozen = [
-            (module, name, key)
+        self._trains = [
+            (module, name, key, parameter.requires_grad)
             for name, module in modules
             for key, parameter in module._parameters.items()
-            if parameter is not None and not parameter.requires_grad
+            if parameter is not None
         ]
 
     def check(self, *, train: bool) -> None:
         """Raises `ConfigError` if something did. An evaluation puts layers in eval mode itself."""
         refuse_batch_statistics(self._norms if train else ())
-        for module, name, key in self._frozen:
-            if module._parameters[key].requires_grad:  # type: ignore[union-attr]
+        for module, name, key, trains in self._trains:
+            if trains and not train:
+                continue
+            if module._parameters[key].requires_grad is not trains:  # type: ignore[union-attr]
+                was, now, mend = "frozen", "a", "to train it"
+                if trains:
+                    was, now, mend = "trained", "no", "to freeze it, or set its learning rate to 0"
                 raise ConfigError(
-                    f"'{join(name, key)}' was frozen when this pipeline was made, and now requires a "
-                    "gradient: build another pipeline to train it"
+                    f"'{join(name, key)}' was {was} when this pipeline was made, and now requires {now} "
+                    f"gradient: build another pipeline {mend}"
                 )
 
 
