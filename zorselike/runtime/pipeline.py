@@ -350,7 +350,7 @@ class HeteroPipeline(Stateful):
         with self._locating(call):
             self._refuse_unusable()
             self._settled.check(train=train)
-            feeds = as_tensors(inputs, "inputs") if self.input_rows else None
+            feeds = as_tensors(inputs, "inputs", train=train) if self.input_rows else None
             self._check_rows(feeds, targets, kwargs)
             check_kwargs(kwargs, self._assembly.compiled.parts)
         self._alarm.begin(call)
