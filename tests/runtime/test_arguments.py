@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -372,16 +373,25 @@ def test_a_batch_norm_is_refused_by_name() -> None:
         partition.refuse_batch_statistics(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).named_modules())
 
 
-def refuse_optimizer(rank: int, world_size: int) -> str:
+def refuse_optimizer(rank: int, world_size: int, optimizer: Callable[[object], Any]) -> str:
     plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, ("0", "1", "2")),))
     with pytest.raises(ConfigError) as caught:
-        HeteroPipeline(in_float32(), plan, optimizer=torch.optim.Adafactor)
+        HeteroPipeline(in_float32(), plan, optimizer=optimizer)
     return str(caught.value)
 
 
-def test_an_optimizer_that_cannot_step_on_shards_is_refused(run_ranks: RunRanks) -> None:
-    for message in run_ranks(refuse_optimizer, 1):
-        assert "torch.optim.Adafactor does not step on sharded parameters" in message
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (torch.optim.Adafactor, "torch.optim.Adafactor does not step on sharded parameters"),
+        (print, "returned a NoneType, and no torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_step_on_shards_is_refused(
+    optimizer: Callable[[object], Any], said: str, run_ranks: RunRanks
+) -> None:
+    for message in run_ranks(refuse_optimizer, 1, optimizer):
+        assert said in message
 
 
 class Before(nn.Module):
