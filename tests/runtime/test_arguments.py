@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -162,9 +163,15 @@ def set_weight(model: nn.Sequential, value: Tensor) -> None:
     model[1].extra = nn.Parameter(value)
 
 
+def compile_in_place(model: nn.Sequential, name: str) -> None:
+    model.get_submodule(name).compile()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (partial(compile_in_place, name=""), "the Sequential itself is compiled in place"),
+        (partial(compile_in_place, name="1"), "'1' is compiled in place"),
         (hook_root, "the Sequential itself has hooks"),
         (hook_weight, "'1.weight' has a gradient hook"),
         (hook_accumulated, "'1.weight' has a gradient hook"),
@@ -185,6 +192,20 @@ def test_models_that_would_not_train_as_alone_are_refused(
     change(model)
     with pytest.raises(ConfigError, match=said):
         compile_plan(model, plan)
+
+
+def use_twice(rank: int, world_size: int, zero: int) -> str:
+    model, plan = linears(), make_plan(("0", "1", "2"), zero=zero)
+    HeteroPipeline(model, plan).close()
+    with pytest.raises(ConfigError) as refused:
+        HeteroPipeline(model, plan)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_model_that_another_pipeline_has_is_refused(zero: int, run_ranks: RunRanks) -> None:
+    for said in run_ranks(use_twice, 2, zero):
+        assert "'0' is sharded already, by another pipeline" in said
 
 
 def test_a_hook_of_the_model_runs_once_where_there_is_one_ministage() -> None:
@@ -306,7 +327,7 @@ def test_parameters_beside_layers_stay_frozen_too(run_ranks: RunRanks) -> None:
 
 
 def change_later(rank: int, world_size: int) -> list[str]:
-    """What two changes between steps say."""
+    """What some changes between steps say."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 6)).double()
     model[0].requires_grad_(False)
     group = Group((0,), (Microbatch(0, 0, 4),))
@@ -325,6 +346,7 @@ def change_later(rank: int, world_size: int) -> list[str]:
         for change, back in (
             (model.train, model.eval),
             (partial(model[0].requires_grad_, True), partial(model[0].requires_grad_, False)),
+            (partial(model[2].requires_grad_, False), partial(model[2].requires_grad_, True)),
         ):
             pipe.step_global(inputs, targets)
             change()
@@ -332,14 +354,18 @@ def change_later(rank: int, world_size: int) -> list[str]:
                 pipe.step_global(inputs, targets)
             said.append(str(caught.value))
             back()
+        model[2].requires_grad_(False)  # As peft does to adapters that it switches off for a time.
+        pipe.evaluate_global(inputs, targets)
+        model[2].requires_grad_(True)
         pipe.step_global(inputs, targets)
     return said
 
 
 def test_what_may_not_change_between_steps(run_ranks: RunRanks) -> None:
-    ((norm, frozen),) = run_ranks(change_later, 1)
+    ((norm, frozen, trained),) = run_ranks(change_later, 1)
     assert "'1' is a BatchNorm1d in training mode" in norm
     assert "'0.weight' was frozen when this pipeline was made" in frozen
+    assert "'2.weight' was trained when this pipeline was made, and now requires no gradient" in trained
 
 
 def test_a_batch_norm_is_refused_by_name() -> None:
@@ -347,16 +373,25 @@ def test_a_batch_norm_is_refused_by_name() -> None:
         partition.refuse_batch_statistics(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).named_modules())
 
 
-def refuse_optimizer(rank: int, world_size: int) -> str:
+def refuse_optimizer(rank: int, world_size: int, optimizer: Callable[[object], Any]) -> str:
     plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, ("0", "1", "2")),))
     with pytest.raises(ConfigError) as caught:
-        HeteroPipeline(in_float32(), plan, optimizer=torch.optim.Adafactor)
+        HeteroPipeline(in_float32(), plan, optimizer=optimizer)
     return str(caught.value)
 
 
-def test_an_optimizer_that_cannot_step_on_shards_is_refused(run_ranks: RunRanks) -> None:
-    for message in run_ranks(refuse_optimizer, 1):
-        assert "torch.optim.Adafactor does not step on sharded parameters" in message
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (torch.optim.Adafactor, "torch.optim.Adafactor does not step on sharded parameters"),
+        (print, "returned a NoneType, and no torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_step_on_shards_is_refused(
+    optimizer: Callable[[object], Any], said: str, run_ranks: RunRanks
+) -> None:
+    for message in run_ranks(refuse_optimizer, 1, optimizer):
+        assert said in message
 
 
 class Before(nn.Module):

@@ -57,6 +57,13 @@ def test_inputs_are_tensors(value: Any, said: str) -> None:
         as_tensors(value, "inputs")
 
 
+def test_inputs_that_would_get_a_gradient_are_refused_where_a_step_trains() -> None:
+    embedded = torch.zeros(2, 3, requires_grad=True) * 2
+    with pytest.raises(ConfigError, match="inputs require a gradient, which a step does not give back"):
+        as_tensors((torch.zeros(2), embedded), "inputs", train=True)
+    assert as_tensors(embedded.detach(), "inputs", train=True) and as_tensors(embedded, "inputs")
+
+
 def test_other_containers_keep_their_types() -> None:
     largest = torch.arange(12).view(4, 3).max(dim=1)
     found = cut((OrderedDict(a=torch.arange(4)), largest, 3)).targets(1)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
@@ -16,7 +17,7 @@ from zorselike.runtime.model.partition import (
     INSTANCE_NORMS,
     refuse_batch_statistics,
 )
-from zorselike.runtime.model.pruning import is_above, join
+from zorselike.runtime.model.pruning import find_units, is_above, join
 from zorselike.runtime.processes.device import ParamDtype
 from zorselike.runtime.processes.world import ProcessInfo
 
@@ -26,7 +27,19 @@ def find_patience(processes: Sequence[ProcessInfo]) -> float:
     return max(30.0 if process.device == "cuda" else 5.0 for process in processes)
 
 
-def check_arguments(max_norm: float | None, clip: str, param_dtype: ParamDtype, optimizer: object) -> None:
+def check_arguments(
+    model: object, max_norm: float | None, clip: str, param_dtype: ParamDtype, optimizer: object
+) -> None:
+    """Raises `ConfigError` for what is wrong whatever the plan."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__} and no torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            what = f"'{name}'" if name else "it"
+            raise ConfigError(
+                f"model: {what} is sharded already, by another pipeline (which uses the modules that it is "
+                "given, and copies none) or by fully_shard; build the model once more for this one"
+            )
     if optimizer is not None and not callable(optimizer):
         kind = type(optimizer).__name__
         raise ConfigError(
@@ -60,7 +73,14 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
     """Raises `ConfigError` for what a model has that would not train as in a single process, or not at all.
     `is_copied`: whether ministages get copies of the modules around those of the plan."""
     planned = list(plan.ministage_of) if is_copied and plan.num_ministages > 1 else []
+    units = find_units(model, list(plan.ministage_of))
     for name, module in model.named_modules():
+        if module._compiled_call_impl is not None and (name in units or is_above(name, units)):
+            what = f"'{name}'" if name else f"the {type(module).__name__} itself"
+            raise ConfigError(
+                f"model: {what} is compiled in place (Module.compile), which would compile its sharding too; "
+                "leave that out, and pass compile=True"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(name, module)
         if is_above(name, planned) and any(getattr(module, hooks) for hooks in _EVERY_HOOK):
@@ -117,21 +137,26 @@ class Settled:
         self._norms = [
             (name, module) for name, module in modules if isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
         ]
-        self._frozen = [
-            (module, name, key)
+        self._trains = [
+            (module, name, key, parameter.requires_grad)
             for name, module in modules
             for key, parameter in module._parameters.items()
-            if parameter is not None and not parameter.requires_grad
+            if parameter is not None
         ]
 
     def check(self, *, train: bool) -> None:
         """Raises `ConfigError` if something did. An evaluation puts layers in eval mode itself."""
         refuse_batch_statistics(self._norms if train else ())
-        for module, name, key in self._frozen:
-            if module._parameters[key].requires_grad:  # type: ignore[union-attr]
+        for module, name, key, trains in self._trains:
+            if trains and not train:
+                continue
+            if module._parameters[key].requires_grad is not trains:  # type: ignore[union-attr]
+                was, now, mend = "frozen", "a", "to train it"
+                if trains:
+                    was, now, mend = "trained", "no", "to freeze it, or set its learning rate to 0"
                 raise ConfigError(
-                    f"'{join(name, key)}' was frozen when this pipeline was made, and now requires a "
-                    "gradient: build another pipeline to train it"
+                    f"'{join(name, key)}' was {was} when this pipeline was made, and now requires {now} "
+                    f"gradient: build another pipeline {mend}"
                 )
 
 

@@ -83,8 +83,9 @@ class Batch:
         return bool((positions.diff(dim=-1) != 1).any())
 
 
-def as_tensors(value: Any, what: str) -> Tensors:
-    """A tensor or a tuple or list of tensors as a tuple; raises `ConfigError` for anything else."""
+def as_tensors(value: Any, what: str, *, train: bool = False) -> Tensors:
+    """A tensor or a tuple or list of tensors as a tuple; raises `ConfigError` for anything else, and where a
+    step trains for those whose gradient the caller would wait for."""
     tensors = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not tensors:
         raise ConfigError(f"{what}: an empty {type(value).__name__}; pass a tensor or a tuple of tensors")
@@ -92,6 +93,11 @@ def as_tensors(value: Any, what: str) -> Tensors:
         if not isinstance(tensor, Tensor):
             raise ConfigError(
                 f"{what}: a {type(tensor).__name__} is not a tensor; pass a tensor or a tuple of tensors"
+            )
+        if train and tensor.requires_grad:
+            raise ConfigError(
+                f"{what} require a gradient, which a step does not give back: what computes them would not "
+                "be trained; make it the model's first module, or detach() them"
             )
     return tensors
 
@@ -116,7 +122,10 @@ def select_rows(value: Any, rows: Sequence[int]) -> Any:
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
     """Rows of a whole batch, where it is."""
     index = torch.as_tensor(rows, dtype=torch.int64)
-    return map_tensors(value, lambda t: t[copy_to_device(index, t.device)])
+    with torch.inference_mode(
+        False
+    ):  # A caller's is no part of a step, which may save these for its backward.
+        return map_tensors(value, lambda t: t[copy_to_device(index, t.device)])
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

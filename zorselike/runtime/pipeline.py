@@ -115,7 +115,7 @@ class HeteroPipeline(Stateful):
         compiled: CompiledPlan | None = None,
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        arguments.check_arguments(max_norm, clip, param_dtype, optimizer)
+        arguments.check_arguments(model, max_norm, clip, param_dtype, optimizer)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():
             raise ConfigError(
@@ -126,7 +126,8 @@ class HeteroPipeline(Stateful):
         self.device = use_device(device)
         named_device = None if device is None else self.device.type
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
-        check_same(self.plan, model)
+        settings = {"max_norm": max_norm, "clip": clip, "seed": seed, "param_dtype": param_dtype}
+        check_same(self.plan, model, {**settings, "dynamic_shapes": dynamic_shapes})
         dtype = choose_dtype(param_dtype, processes)
         self._scale = LossScale() if computes_in_fp16(model, dtype) else None
         compiled = compiled or compile_plan(
@@ -201,7 +202,7 @@ class HeteroPipeline(Stateful):
         self._settled = arguments.Settled(m.module for m in self._assembly.ministages.values())
         self._is_closed = False
         self.is_broken = False
-        """Whether a call has failed in its middle, so that no other can follow."""
+        """Whether a call has failed, or was interrupted, in its middle, so that no other can follow."""
         self._is_loaded = False
 
     # -- training --------------------------------------------------------------------------
@@ -349,7 +350,7 @@ class HeteroPipeline(Stateful):
         with self._locating(call):
             self._refuse_unusable()
             self._settled.check(train=train)
-            feeds = as_tensors(inputs, "inputs") if self.input_rows else None
+            feeds = as_tensors(inputs, "inputs", train=train) if self.input_rows else None
             self._check_rows(feeds, targets, kwargs)
             check_kwargs(kwargs, self._assembly.compiled.parts)
         self._alarm.begin(call)
@@ -424,13 +425,12 @@ class HeteroPipeline(Stateful):
         """A rank that fails here leaves the others waiting: it tells them why, and all end."""
         try:
             yield
-        except Exception as error:
-            if self._reports_losses:
-                self.is_broken = True  # Whether it is this rank's error or an echo is the caller's to say.
-            elif self._assembly.ranks.world_size > 1:
-                self._alarm.fail(error)
-            else:
+        except BaseException as error:
+            self.is_broken = True  # For who catches Ctrl-C, or, with `on_loss`, has to say what it was.
+            if self._assembly.ranks.world_size == 1 and not self._reports_losses:
                 self._recover(error)
+            elif isinstance(error, Exception) and not self._reports_losses:
+                self._alarm.fail(error)
             raise
 
     @contextmanager
@@ -448,19 +448,19 @@ class HeteroPipeline(Stateful):
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
         if self.is_broken:
-            raise ConfigError("this pipeline failed in the middle of a step; build another one")
+            raise ConfigError("this pipeline was broken off in the middle of a step; build another one")
         if self._checkpoints.must_load and needs_values:
             raise ConfigError(
                 "this pipeline has no values: it was built with skip_init=True, or a load failed half-way; "
                 "load a checkpoint that is complete"
             )
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """A rank alone may go on with another step, if FSDP2 lets go of this one."""
         try:
             self._executor.recover()
+            self.is_broken = False
         except Exception as failed:
-            self.is_broken = True
             error.add_note(f"zorselike: this pipeline cannot take another step ({failed}); build another one")
 
     def _check_rows(self, feeds: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from tiny import Case, Decoder, adamw, module_names
 from torch import Tensor
 
 from zorselike import HeteroPipeline
+from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.schedule.actions import Action, Kind
 
 NAMES = module_names(4)
 LIMIT_S = 10.0
@@ -117,3 +120,31 @@ def test_a_plan_for_another_model_is_refused_on_every_rank(run_ranks: RunRanks) 
         assert end.code != 0
         assert "PlanError" in end.stderr
         assert "layers.3" in end.stderr
+
+
+def interrupt_all(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What calls after a step say that Ctrl-C has interrupted on every rank, after some updates."""
+    case = Case(PLAN, 4)
+    pipe = HeteroPipeline(case.model(), PLAN, optimizer=adamw)
+    actions = pipe._assembly.compiled.step_actions[pipe.rank]
+    first_update = next(action for action in actions if action.kind is Kind.STEP)
+
+    def stop(action: Action) -> None:
+        if action == first_update:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pipe.watching(lambda _: None, stop):
+        pipe.step_global(*case.batch(0))
+    said = []
+    for call in (lambda: pipe.save(folder), lambda: pipe.step_global(*case.batch(1)), pipe.full_state_dict):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        said.append(str(refused.value))
+    pipe.abandon()
+    return said
+
+
+def test_what_was_interrupted_is_not_saved(tmp_path: Path, run_ranks: RunRanks) -> None:
+    for said in run_ranks(interrupt_all, 4, tmp_path):
+        assert len(said) == 3 and all("broken off in the middle of a step" in one for one in said)
+    assert not list(tmp_path.iterdir())

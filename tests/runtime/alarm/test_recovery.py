@@ -69,7 +69,7 @@ def is_same(ours: Outcome, theirs: Outcome) -> bool:
     return ours[0] == theirs[0] and all(torch.equal(ours[1][name], w) for name, w in theirs[1].items())
 
 
-def break_step(pipe: HeteroPipeline, case: Case, *, before: int) -> str:
+def break_step(pipe: HeteroPipeline, case: Case, *, before: int, error: type[BaseException] = Broken) -> str:
     """Breaks a step before its action of that number; that action."""
     executor = pipe._executor
     enter, count = executor.enter, -1
@@ -78,11 +78,11 @@ def break_step(pipe: HeteroPipeline, case: Case, *, before: int) -> str:
         nonlocal count
         count += 1
         if count == before:
-            raise Broken(str(action))
+            raise error(str(action))
         enter(action)
 
     executor.enter = stop
-    with pytest.raises(Broken) as broken:
+    with pytest.raises(error) as broken:
         pipe.step_global(*case.batch(1))
     executor.enter = enter
     return str(broken.value)
@@ -145,6 +145,29 @@ def break_twice(rank: int, world_size: int, setting: Setting) -> list[str]:
 @pytest.mark.parametrize("setting", [Setting(), Setting(zero=3, dtype=torch.bfloat16)])
 def test_steps_break_off_again_and_again(setting: Setting, run_ranks: RunRanks) -> None:
     assert "NORM" in run_ranks(break_twice, 1, setting, timeout=120)[0]
+
+
+def interrupt(rank: int, world_size: int, setting: Setting) -> list[str]:
+    """Actions before which Ctrl-C, caught as in a notebook, changes what follows."""
+    case, pipe = setting.case, setting.build()
+    texts = [str(action) for action in pipe._assembly.compiled.step_actions[pipe.rank]]
+    pipe.step_global(*case.batch(0))
+    expected = go_on(pipe, case)
+    pipe.close()
+    found = []
+    for number in range(1, texts.index("NORM") + 1, 6):
+        pipe = setting.build()
+        pipe.step_global(*case.batch(0))
+        break_step(pipe, case, before=number, error=KeyboardInterrupt)
+        if not is_same(go_on(pipe, case), expected):
+            found.append(texts[number])
+        pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("setting", [Setting(offload=()), Setting()])
+def test_a_step_may_be_interrupted(setting: Setting, run_ranks: RunRanks) -> None:
+    assert run_ranks(interrupt, 1, setting, timeout=120) == [[]]
 
 
 # -- errors of the user's own ----------------------------------------------------------------------

@@ -35,9 +35,12 @@ def ask(rank: int, world_size: int, differs: str) -> str:
     elif is_other and differs == "weights":
         with torch.no_grad():
             model[1].bias[1] += 1e-3
+    elif is_other and differs == "frozen":
+        model[0].requires_grad_(False)
+    settings = {"max_norm": 0.5, "seed": 3 + (is_other and differs == "seed")}
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as make:
         try:
-            check_same(plan, model)
+            check_same(plan, model, settings)
             heard = ""
         except (PlanError, ConfigError) as error:
             heard = f"{type(error).__name__}: {error}"
@@ -50,6 +53,11 @@ def ask(rank: int, world_size: int, differs: str) -> str:
     [
         ("plan", f"PlanError: process 1 runs plan {replace(PLAN, sequence_length=8).fingerprint}, process 0"),
         ("weights", "ConfigError: ranks were given different weights for 1.bias; seed every rank alike"),
+        ("seed", "ConfigError: process 1 was given seed=4, process 0 seed=3; give all ranks the same"),
+        (
+            "frozen",
+            "ConfigError: the model of process 1 has other parameters than that of process 0, or others",
+        ),
         ("device", "ConfigError: the model has weights on some ranks and is on the meta device on others"),
     ],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,13 +18,16 @@ _SAMPLED = 512
 """Elements of a sample, a row at least."""
 
 
-def check_same(plan: Plan, model: nn.Module) -> None:
+def check_same(plan: Plan, model: nn.Module, settings: Mapping[str, object] = MappingProxyType({})) -> None:
     """Raises `PlanError` where processes run different plans (an old copy on one node, say) and `ConfigError`
-    where a model that has weights already has others on another rank; collective over all processes."""
+    where they have different settings, by the names of arguments, or models: other parameters, or, where a
+    model has weights already, other weights. Collective over all processes."""
     group = dist.new_group(backend="gloo")
     try:
         _check_same_plan(plan, group)
+        _check_same_settings(settings, group)
         _check_same_weights(model, group)
+        _check_same_parameters(model, group)
     finally:
         dist.destroy_process_group(group)
 
@@ -33,6 +40,31 @@ def _check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
         raise PlanError(
             f"process {others[0]} runs plan {found[others[0]]}, process 0 runs plan {found[0]}; "
             "copy the same plan file to every node"
+        )
+
+
+def _check_same_settings(own: Mapping[str, object], group: dist.ProcessGroup) -> None:
+    everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(own), group=group)
+    for process, settings in enumerate(everyone):
+        for name, value in settings.items():
+            if value != everyone[0][name]:
+                raise ConfigError(
+                    f"process {process} was given {name}={value!r}, process 0 {name}={everyone[0][name]!r}; "
+                    "give all ranks the same"
+                )
+
+
+def _check_same_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """By names, shapes, dtypes, and whether they train."""
+    told = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    digest = int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
+    found = _gather(torch.tensor([digest]), group)[:, 0].tolist()
+    others = [process for process, other in enumerate(found) if other != found[0]]
+    if others:
+        raise ConfigError(
+            f"the model of process {others[0]} has other parameters than that of process 0, or others that "
+            "require no gradient; build it, and freeze it, alike on every rank"
         )
 
 

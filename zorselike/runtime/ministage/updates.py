@@ -232,7 +232,12 @@ def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> 
 
 
 def _refuse(optimizer: Optimizer) -> None:
-    """Raises `ConfigError` for an optimizer that evaluates the model itself, or cannot step on shards."""
+    """Raises `ConfigError` for what is no optimizer, evaluates the model itself, or cannot step on shards."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer: what was given for it returned a {type(optimizer).__name__}, and no "
+            "torch.optim.Optimizer of the parameters"
+        )
     if isinstance(optimizer, torch.optim.Adafactor):
         raise ConfigError(
             "optimizer: torch.optim.Adafactor does not step on sharded parameters; use torch.optim.AdamW, "
