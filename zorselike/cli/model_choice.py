@@ -97,7 +97,8 @@ class ModelOptions(FolderOptions):
             raise ConfigError(f"{command}: --hf is the model; leave out --family, --flavor and --override")
         known = model or (profile.model if profile is not None else None)
         choice = folder or self._choose(command, source, known)
-        if profile is not None and folder is None:  # Of another its layers say nothing of what is missing.
+        if profile is not None and isinstance(choice, ModelChoice):
+            # Of another model its layers say nothing of what is missing.
             profile.check_model(choice.name)
         length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
         if length is None:
