@@ -20,6 +20,7 @@ from zorselike.checkpoint.export import AS_IN_MODEL, export, list_parts
 from zorselike.checkpoint.folder import find_newest
 from zorselike.checkpoint.imported import import_files
 from zorselike.checkpoint.read import SlicesReader, read_manifest
+from zorselike.checkpoint.safetensors_file import INDEX, holds_weights, open_folder
 from zorselike.checkpoint.verify import verify
 from zorselike.errors import CheckpointError
 from zorselike.plan.holdings import VALUE, Box
@@ -238,6 +239,15 @@ def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         export(root, tmp_path / "other", like=tmp_path)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_whose_index_names_files_that_are_not_there_is_not_empty(tmp_path: Path) -> None:
+    """As where a download broke off: nothing may begin at random in its place."""
+    assert not holds_weights(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert holds_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors"):
+        open_folder(tmp_path)
 
 
 def test_weights_get_the_names_of_a_folder(root: Path, tmp_path: Path) -> None:

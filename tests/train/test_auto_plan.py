@@ -38,6 +38,8 @@ from zorselike.train.__main__ import main
 from zorselike.train.auto import plan as auto_plan
 from zorselike.train.config.file import load_config, parse_command_line
 from zorselike.train.config.model import find_model
+from zorselike.train.elastic.known import Alone
+from zorselike.train.traits import check_same_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHORT = (
@@ -369,6 +371,35 @@ def test_what_a_recipe_asks_of_the_planner(
     assert (workload.dtype, workload.sequence_length, workload.num_moments) == (dtype, 128, 2)
     problem = make_problem(config, workload, Cluster(nodes=()), Profile(model=workload.model))
     assert (problem.global_batch, problem.defer_updates, problem.fixed.recompute) == (16, defers, recompute)
+
+
+class TogetherWith(Alone):
+    """The last of some processes, of which it knows what the others said."""
+
+    def __init__(self, *said: Any) -> None:
+        self.said = [*said]
+
+    def gather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (f"--hetero.plan {RECIPES / 'debug_cpu.plan.toml'}", '[hetero] plan is a file in process 1 and "'),
+        ("--training.global_batch_size 8", "[training] global_batch_size is 8 in process 1 and 16 in"),
+        ("--activation_checkpoint.mode full", "[activation_checkpoint] mode is full in process 1 and "),
+    ],
+)
+def test_nodes_that_do_not_plan_together_are_refused(arguments: str, expected: str) -> None:
+    """They would wait for each other without end."""
+    world = TogetherWith()
+    first, other = (parse_command_line([*AUTO, *more.split()]).config for more in ("", arguments))
+    for _ in range(2):
+        check_same_recipe(first, find_model(first), world)
+    with pytest.raises(ClusterError, match=re.escape(expected)):
+        check_same_recipe(other, find_model(other), TogetherWith(world.said[0]))
 
 
 def test_local_ranks_of_a_plan_that_is_there_are_refused() -> None:

@@ -156,5 +156,8 @@ def fingerprint_weights(folder: Path) -> str:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder has weights, be it in files that are not read."""
-    return folder.is_dir() and any(path.suffix in (".safetensors", *_PICKLES) for path in folder.iterdir())
+    """Whether a folder has weights, be it in files that are not read, or that its index names and are not
+    there."""
+    return folder.is_dir() and any(
+        path.suffix in (".safetensors", *_PICKLES) or path.name == INDEX for path in folder.iterdir()
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from zorselike.errors import ClusterError
 from zorselike.runtime.processes.processes import Peers
-from zorselike.train.config.config import Config
+from zorselike.train.config.config import AUTO, Config
 from zorselike.train.config.model import TrainedModel
 from zorselike.train.data.rows import Rows
 
@@ -45,10 +45,24 @@ def find_data_traits(rows: Rows, held_out: Rows | None) -> dict[str, str]:
     return {"the training data": rows.fingerprint(), "the validation data": str(validated)}
 
 
+def _find_plan_traits(config: Config) -> dict[str, str]:
+    """Where the plan is from, and what makes it, if that is no file; plans themselves are compared later."""
+    plan, training = config.hetero.plan, config.training
+    if plan not in (AUTO, ""):
+        return {"[hetero] plan": "a file"}
+    return {
+        "[hetero] plan": f'"{plan}"',
+        "[training] global_batch_size": str(training.global_batch_size),
+        "[parallelism] tensor_parallel_degree": str(config.parallelism.tensor_parallel_degree),
+        "[activation_checkpoint] mode": config.activation_checkpoint.mode,
+    }
+
+
 def check_same_recipe(config: Config, model: TrainedModel, world: Peers) -> None:
     """Raises `ClusterError`, on every rank alike, where a process has another recipe, or other options;
     collective."""
-    everyone = world.gather(find_traits(config, model))
+    # Where the plan is from comes first: it says which traits there are.
+    everyone = world.gather(_find_plan_traits(config) | find_traits(config, model))
     for name, value in everyone[0].items():
         for rank, traits in enumerate(everyone):
             if traits[name] != value:

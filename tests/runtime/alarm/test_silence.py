@@ -16,7 +16,7 @@ from ranks import RunRanks
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.alarm import heartbeat as lifeline
-from zorselike.runtime.alarm import kernel
+from zorselike.runtime.alarm import kernel, watch
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.schedule.actions import parse_action
 
@@ -127,6 +127,47 @@ def _stop_with_silence_off(rank: int, world_size: int, folder: str) -> str:
 
 def test_silence_can_be_allowed_for_a_debugger(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(_stop_with_silence_off, 2, str(tmp_path)) == ["trained"] * 2
+
+
+def _stop_all(rank: int, world_size: int, folder: str) -> str:
+    """As a scheduler suspends a job, for longer than one may be silent or one call may take."""
+    alarm = Alarm(rank, world_size, _store(folder, world_size), silence_s=0.3, held_s=0.7, interval_s=0.1)
+    alarm.enter(FORWARD)
+    dist.barrier()
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    time.sleep(2.0)  # This rank is not heard before the others run again.
+    dist.barrier()
+    alarm.idle()
+    alarm.close()
+    return "trained"
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(_stop_all, 3, str(tmp_path)) == ["trained"] * 3
+
+
+def _stop_first(rank: int, world_size: int, folder: str) -> None:
+    """Rank 0, as far as the others know, for long enough that they have ended."""
+    if rank > 0:
+        watch.is_stopped = lambda process: True
+    alarm = Alarm(rank, world_size, _store(folder, world_size), silence_s=0.5, interval_s=0.1)
+    alarm.enter(FORWARD)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.3)  # All know that it is at work.
+        _keep_interpreter_lock(4.0)
+    time.sleep(3600)
+
+
+def test_a_stopped_rank_0_hears_that_it_was_given_up(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for ended in run_ranks(_stop_first, 3, str(tmp_path), allow_exit=True):
+        assert "rank 0 failed first, in 1F0" in ended.last_line, ended
+        assert "its process is stopped" in ended.last_line, ended
 
 
 def test_a_wrong_silence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

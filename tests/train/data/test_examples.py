@@ -83,6 +83,14 @@ def test_files_in_other_encodings(tmp_path: Path) -> None:
             list(read_examples(path, "completion"))
 
 
+@pytest.mark.parametrize("line", ['{"prompt": "x"', "[" * 10**5], ids=["cut", "deep"])
+def test_lines_that_are_no_json_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "x", "completion": "y"}\n' + line)
+    with pytest.raises(ConfigError, match=r"x\.jsonl, line 2: is not JSON: "):
+        list(read_examples(path, "completion"))
+
+
 def test_files_of_two_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     write_lines(tmp_path / "empty.jsonl", [])

@@ -175,10 +175,12 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         try:
-            next_beat_s = 0.0
+            next_beat_s, now = 0.0, time.monotonic()
             while True:
-                was_woken = self._receive(max(0.0, min(next_beat_s, self._report_due_s) - time.monotonic()))
+                due_s = max(now, min(next_beat_s, self._report_due_s))
+                was_woken = self._receive(max(0.0, due_s - time.monotonic()))
                 now = time.monotonic()
+                self._leave_out(now - due_s, now)
                 if self._is_over:
                     self._say_last()
                     return
@@ -218,6 +220,14 @@ class Watch(threading.Thread):
                     self._lose(watched, reason, "dead")
                 watched.left = True
         return was_woken
+
+    def _leave_out(self, late_s: float, now: float) -> None:
+        """A time in which this thread did not run either (the whole job was stopped) is no silence of others,
+        whose words of that time may still wait to be read."""
+        if late_s > self._limits.interval_s:
+            for watched in self._watched.values():
+                watched.heard_s = min(now, watched.heard_s + late_s)
+                watched.reached_s = min(now, watched.reached_s + late_s)
 
     def _understand(self, watched: _Watched, message: Message) -> None:
         content = message["content"]
@@ -356,7 +366,7 @@ class Watch(threading.Thread):
 
     def _end(self, first: Failure) -> None:
         """Tells the others, prints the last line, and ends the process."""
-        if self._is_judge:
+        if self._is_judge or first.rank == 0:
             for watched in self._watched.values():  # A stopped rank reads it when it goes on.
                 watched.peer.link.send({"kind": "first", "content": asdict(first)})
         own = self._own_failure

@@ -78,7 +78,7 @@ def read_lines(file: Path) -> Iterator[Line]:
                 raise ConfigError(
                     f"{where}: is not UTF-8 (byte {error.start} of it); save the file as UTF-8"
                 ) from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where}: is not JSON: {error}") from error
             has_surrogates = b"\\ud" in line.lower()
             value = _replace_surrogates(value) if has_surrogates else value
