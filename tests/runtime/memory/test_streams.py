@@ -7,6 +7,7 @@ is shown too: each single wait of the runtime, and each event that it records, i
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ranks import RunRanks
 from replica_cases import ReplicaCase, make_replica_case
 from sanitizer import sanitize
 from stand_in import RaceStreams, StreamRace
-from stream_work import Trace, Work, without
+from stream_work import Allocate, Buffer, Free, Trace, Work, without
 from tiny import Case, adamw, module_names, train_single, with_groups
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -540,6 +541,32 @@ def test_whole_gradients_are_there_as_long_as_the_memory_model_says(zero: int, r
         lists = build(ScheduleSpec(plan))
         walk = walk_memory(plan, 0, lists[0], dict.fromkeys(range(len(CUTS)), sizes), on_gpu=True)
         assert walk.device[Purpose.GRADIENTS] == most * sizes.gradient_bytes
+
+
+# -- pools of streams ------------------------------------------------------------------------
+
+
+def find_pools(_rank: int, _world_size: int, run: Run) -> dict[str, int]:
+    """The most bytes of each stream's pool in use at once, which it keeps."""
+    in_use, most = Counter[str](), Counter[str]()
+    pool_of: dict[Buffer, str] = {}
+    for work in trace_of(run):
+        match work:
+            case Allocate(step, buffer):
+                pool = pool_of[buffer] = step.stream_name
+                in_use[pool] += buffer.num_bytes
+                most[pool] = max(most[pool], in_use[pool])
+            case Free(buffer, _) if buffer in pool_of:
+                in_use[pool_of.pop(buffer)] -= buffer.num_bytes
+    return most
+
+
+def test_state_that_goes_to_the_host_is_made_in_the_pool_to_which_it_returns(run_ranks: RunRanks) -> None:
+    first = make_run(one_group(2, 1), ("optimizer",), num_steps=1)
+    (pools,) = run_ranks(find_pools, 1, first)
+    assert pools["load_state"] > 0 and not pools["update"]
+    (later,) = run_ranks(find_pools, 1, replace(first, case=replace(first.case, num_steps=2)))
+    assert later["load_state"] == pools["load_state"]
 
 
 # -- what is forgotten is found --------------------------------------------------------------

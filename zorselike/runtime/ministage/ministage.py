@@ -182,6 +182,10 @@ class ShardedMinistage:
         shards get the new values, and the gradients go."""
         self._resources.deferred_frees.settle()
         update = self._streams.update
+        if self.state.offloads and self._updated is None:
+            # The optimizer makes its state now. Memory that is given back is its stream's for ever: it is to
+            # be that of the stream which brings the state back from now on.
+            update = self._streams.load_state
         self._await_copy(update)
         update.wait(self.gradients.ready_on.record())
         self.state.arrive(update)
