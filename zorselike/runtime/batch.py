@@ -121,7 +121,7 @@ def select_rows(value: Any, rows: Sequence[int]) -> Any:
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
     """Rows of a whole batch, where it is."""
-    index = torch.as_tensor(rows, dtype=torch.int64)
+    index = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
     with torch.inference_mode(False):  # A caller's is no part of a step, which may save these.
         return map_tensors(value, lambda t: t[copy_to_device(index, t.device)])
 

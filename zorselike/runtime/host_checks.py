@@ -146,8 +146,8 @@ def check_host_room(assembly: Assembly) -> None:
     """Before the first step: raises `ConfigError` if what the ranks of a node will still put on the host is
     more than that has left. Collective."""
     needed = sum(_needed_later(ministage, assembly) for ministage in assembly.ministages.values())
-    numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64)
-    numbers[assembly.ranks.rank] = torch.tensor([needed, find_host_room().num_bytes])
+    numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64, device="cpu")
+    numbers[assembly.ranks.rank] = torch.tensor([needed, find_host_room().num_bytes], device="cpu")
     dist.all_reduce(numbers, group=assembly.control)
     processes = [assembly.processes[process] for process in assembly.ranks.process_of]
     limits = [process.host_room_limit for process in processes]

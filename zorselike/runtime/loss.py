@@ -65,7 +65,7 @@ class Loss:
         self._losses: dict[int, Tensor] = {}
         self.local_targets = num_targets
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._global_targets = torch.tensor(num_targets, dtype=torch.float64)
+        self._global_targets = torch.tensor(num_targets, dtype=torch.float64, device="cpu")
         self._work = (
             None if group is None else dist.all_reduce(self._global_targets, group=group, async_op=True)
         )
