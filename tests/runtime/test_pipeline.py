@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RunRanks
 from tiny import (
     DIM,
@@ -366,7 +367,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
         ("clip", ["ConfigError", "clip = 'layer'", "ministage"]),
         ("max_norm", ["ConfigError", "max_norm = -1.0"]),
         ("cuda", ["ConfigError", "cuda"]),
-        ("optimizer", ["ConfigError", "optimizer is an SGD", "partial(torch.optim.SGD"]),
+        ("optimizer", ["ConfigError", "optimizer is of type SGD", "partial(torch.optim.SGD"]),
         ("frozen", ["ConfigError", "no parameter"]),
         ("batch", ["ConfigError", "inputs", "4 rows", "5 rows"]),
         ("closed", ["ConfigError", "closed"]),
@@ -377,6 +378,29 @@ def test_mistakes_are_one_clear_error_on_every_rank(
 ) -> None:
     for message in in_ranks(run_ranks, refused, 3, what):
         assert all(part in message for part in expected), message
+
+
+def leave_early(rank: int, world_size: int) -> list[str]:
+    """What calls say after the default group was destroyed; `close` says nothing."""
+    pipe = HeteroPipeline(CASE.model(), CASE.plan)
+    batch, said = CASE.batch(0), []
+    pipe.step_global(*batch)
+    dist.destroy_process_group()
+    for call in (pipe.step_global, pipe.evaluate_global):
+        with pytest.raises(ConfigError) as refused:
+            call(*batch)
+        said.append(str(refused.value))
+    pipe.close()
+    return said
+
+
+def test_a_group_that_is_destroyed_before_the_pipeline_is_closed(run_ranks: RunRanks) -> None:
+    exits = run_ranks(leave_early, 3, allow_exit=True, timeout=60)
+    for end in exits:
+        assert end.code == 0, end.stderr[-2000:]
+        assert [said.partition(" was ")[0] for said in end.value] == [
+            "torch.distributed.destroy_process_group"
+        ] * 2
 
 
 def fail_in_step(rank: int, world_size: int, what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zorselike.errors import ConfigError
-from zorselike.plan.plan import Microbatch
+from zorselike.plan.plan import Microbatch, Plan
 from zorselike.runtime.memory.pinned import copy_to_device
 from zorselike.runtime.model.nested import map_tensors, tensors_in
 from zorselike.runtime.model.signature import Broadcast
@@ -35,6 +35,42 @@ class RowIndex:
     def slice(self, number: int) -> slice:
         """Positions of a microbatch's rows within `rows`."""
         return self._slices[number]
+
+
+class RankRows:
+    """Which rows of the global batch a rank computes, feeds and compares with, ascending."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        own = plan.ministages_of_rank(rank)
+        self.rank = rank
+        self.global_batch = plan.global_batch
+        self.index = RowIndex(plan.microbatches_of_rank(rank))
+        self.rows = self.index.rows
+        self.inputs = self.rows if 0 in own else []
+        self.targets = self.rows if plan.num_ministages - 1 in own else []
+
+    def check(self, feeds: Tensors | None, targets: Any, kwargs: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for what is given for a step and is not of this rank's rows."""
+        check_rows(feeds, self.inputs, "inputs", f"pipe.input_rows of rank {self.rank}")
+        if self.targets and targets is None:
+            raise ConfigError(f"targets is None, but rank {self.rank} compares with {len(self.targets)} rows")
+        if self.targets:
+            if not tensors_in(targets):
+                raise ConfigError(f"targets: a {type(targets).__name__} is not a tensor and has none")
+            check_rows(targets, self.targets, "targets", f"pipe.target_rows of rank {self.rank}")
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
+
+    def select(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """This rank's rows of a whole global batch."""
+        for what, value in (("inputs", inputs), ("targets", targets)):
+            check_rows(value, range(self.global_batch), what, "the plan's global batch")
+        selected = {
+            name: take_rows(value, self.rows) if isinstance(value, Tensor) else value
+            for name, value in kwargs.items()
+        }
+        return select_rows(inputs, self.inputs), select_rows(targets, self.targets), selected
 
 
 class Batch:

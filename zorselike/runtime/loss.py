@@ -5,7 +5,9 @@ Token-normalised over the whole batch, so that no split of the rows changes a gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,6 +42,20 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
             "pass count_fn, which returns how many targets loss_fn sums over"
         )
     return (targets != IGNORE_INDEX).sum()
+
+
+def count_targets(count_fn: CountFn, targets: Any) -> float:
+    """What `count_fn` counts; raises `ConfigError` where that is no number of targets."""
+    count = count_fn(targets)
+    shown = _show(count)
+    if isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1):
+        number = float(count)
+        if 0 <= number < math.inf:
+            return number
+        shown = f"{number:g}"
+    raise ConfigError(
+        f"count_fn must return one number, how many targets loss_fn sums over; it returned {shown}"
+    )
 
 
 class Loss:
