@@ -151,7 +151,8 @@ class HeteroPipeline(Stateful):
             tp_plan=tp_plan,
         )
         arguments.refuse_with_replicas(self.plan, dynamic_shapes=dynamic_shapes)
-        if any(group.offload for group in self.plan.groups):
+        on_host = any(p.device == "cpu" for p in processes) and all(p.is_meta for p in model.parameters())
+        if on_host or any(group.offload for group in self.plan.groups):
             refuse_unfitting_plan(compiled, ranks, processes, param_dtype=dtype)
         if compile and not any(part.units for part in compiled.parts):
             raise ConfigError(

@@ -36,7 +36,7 @@ def build_with_room(rank: int, world_size: int, offload: tuple[str, ...], num_by
     return ""
 
 
-@pytest.mark.parametrize("offload", [("params",), ("params", "optimizer", "activations")])
+@pytest.mark.parametrize("offload", [(), ("params",), ("params", "optimizer", "activations")])
 def test_too_little_host_memory_names_node_ranks_and_mend(
     offload: tuple[str, ...], run_ranks: RunRanks
 ) -> None:
