@@ -183,6 +183,26 @@ def test_keywords_and_tuples_of_mixed_dtypes(kind: str, run_ranks: RunRanks) -> 
         assert found == pytest.approx(expected, abs=1e-12)
 
 
+def leave_out_a_keyword(rank: int, world_size: int, without: int) -> None:
+    names = ["tok_embeddings", "layers.0", "layers.1", "output"]
+    plan = Plan(5, two_groups().groups, tuple(Ministage(i % 2, (name,)) for i, name in enumerate(names)))
+    given = {"mask": torch.ones(5, SEQUENCE), "scale": Broadcast(torch.ones(())), "power": 0.5}
+    if rank == without:
+        given.pop("power")
+    torch.manual_seed(0)
+    with HeteroPipeline(WithKeywords(), plan, optimizer=adamw) as pipe:
+        pipe.step_global(*CASE.batch(0), **given)
+
+
+def test_a_keyword_that_one_rank_lacks_is_refused(run_ranks: RunRanks) -> None:
+    """It would compute its rows with the default."""
+    for end in run_ranks(leave_out_a_keyword, 3, 2, allow_exit=True, timeout=60):
+        assert end.code == 1
+        assert (
+            "ConfigError: rank 2 was given no power=, and rank 0 was: pass it on every rank" in end.last_line
+        )
+
+
 # -- optimizers and schedulers -------------------------------------------------------------------
 
 

@@ -362,7 +362,7 @@ class HeteroPipeline(Stateful):
             self._refuse_unusable()
             self._settled.check(train=train)
             feeds = as_tensors(inputs, "inputs", train=train) if self.input_rows else None
-            self._own.check(feeds, targets, kwargs)
+            self._own.check(feeds, targets, kwargs, train=train)
             check_kwargs(kwargs, self._assembly.compiled.parts)
         self._alarm.begin(call)
         with arguments.apart_from_the_caller(), self._failing_together():
