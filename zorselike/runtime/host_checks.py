@@ -46,12 +46,13 @@ def refuse_unfitting_plan(
         walk = walk_memory(plan, rank, compiled.step_actions[rank], sizes)
         on_device = 0 if process.device == "cuda" else walk.device_peak_bytes
         needed.append(walk.host_peak_bytes + on_device)
+    less = "offload less, " if any(group.offload for group in plan.groups) else ""
     refuse_crowded_hosts(
         [process.node for process in own_processes],
         needed,
         [HostRoom(process.host_room_bytes, process.host_room_limit) for process in own_processes],
         "the plan puts at least {} GiB",
-        mend="offload less there, give its ranks fewer layers, or train a smaller model",
+        mend=f"{less}give its ranks fewer layers there, or train a smaller model",
     )
 
 
