@@ -169,6 +169,17 @@ def test_private_operators_stay_behind_the_compat_file() -> None:
         assert not private or path.name == "_compat.py", f"{path} names {private[0]}"
 
 
+def test_every_new_tensor_is_told_its_device() -> None:
+    """Else a caller's default device (`torch.set_default_device`) would move what has to be on the host."""
+    makers = {"arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "rand", "randint"}
+    makers = {f"torch.{name}" for name in makers | {"randn", "randperm", "tensor", "zeros"}}
+    for module, path in MODULES.items():
+        for node in walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in makers:
+                is_told = any(keyword.arg == "device" for keyword in node.keywords)
+                assert is_told, f"{module}, line {node.lineno}: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize("folder", ["zorselike", "tools", "tests"])
 def test_files_and_folders_are_small(folder: str) -> None:
     for inside in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*/")]:

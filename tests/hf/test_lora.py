@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import hf_families
@@ -152,7 +153,16 @@ def test_adapters_that_compute_otherwise_are_refused(setting: dict[str, object],
         check_same_adapters(model, tmp_path)
 
 
-@pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "dropout": 1.0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rank": 0},
+        {"rank": 1.5},
+        {"rank": 2, "alpha": 0.0},
+        {"rank": 2, "alpha": math.inf},
+        {"rank": 2, "dropout": 1.0},
+    ],
+)
 def test_numbers_of_no_adapter_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="lora: "):
         Lora(**bad)  # type: ignore[arg-type]

@@ -214,6 +214,90 @@ def test_a_hook_of_the_model_runs_once_where_there_is_one_ministage() -> None:
     compile_plan(model, make_plan(("0", "1", "2")))
 
 
+def construct_wrongly(rank: int, world_size: int, arguments: dict[str, Any]) -> str:
+    given = {"plan": make_plan(("0", "1", "2")), **arguments}
+    with pytest.raises(ConfigError) as refused:
+        HeteroPipeline(linears(), given.pop("plan"), **given)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"plan": None}, "plan is a NoneType; give a zorselike.Plan"),
+        ({"plan": {"version": 1}}, "plan is a dict; give a zorselike.Plan"),
+        ({"max_norm": "1"}, "max_norm = '1' is no number"),
+        ({"max_norm": float("nan")}, "max_norm = nan clips nothing"),
+        ({"seed": "x"}, "seed = 'x' is no whole number"),
+        ({"seed": 1.5}, "seed = 1.5 is no whole number"),
+        ({"loss_fn": "mse"}, "loss_fn = 'mse' is no function"),
+        ({"count_fn": 4}, "count_fn = 4 is no function"),
+        ({"unpack": 0}, "unpack = 0 is no function"),
+        ({"optimizer": "adamw"}, "optimizer is of type str; give what makes one of a ministage's parameters"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(
+    arguments: dict[str, Any], said: str, run_ranks: RunRanks
+) -> None:
+    (message,) = run_ranks(construct_wrongly, 1, arguments)
+    assert message.startswith(said)
+
+
+def count_wrongly(rank: int, world_size: int, counted: object) -> str:
+    group = Group((0,), tuple(Microbatch(0, row, row + 1) for row in range(4)))
+    plan = Plan(4, (group,), (Ministage(0, ("0", "1", "2")),))
+    with (
+        HeteroPipeline(
+            in_float32(), plan, optimizer=sgd, loss_fn=sum_squares, count_fn=lambda _: counted
+        ) as pipe,
+        pytest.raises(ConfigError) as refused,
+    ):
+        pipe.step_global(*batch(torch.float32))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [
+        (torch.ones(3), "a tensor of shape [3]"),
+        (None, "a NoneType"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+        (-1, "-1"),
+    ],
+)
+def test_a_count_that_is_no_number_of_targets_is_refused(
+    counted: object, said: str, run_ranks: RunRanks
+) -> None:
+    (message,) = run_ranks(count_wrongly, 1, counted)
+    assert (
+        message == f"count_fn must return one number, how many targets loss_fn sums over; it returned {said}"
+    )
+
+
+def train_in_inference_mode(rank: int, world_size: int) -> tuple[float, float, str]:
+    """Losses without and with a caller's inference mode, and what is said to a model that was made in it."""
+    losses = []
+    for mode in (False, True):
+        model, (inputs, targets) = in_float32(), batch(torch.float32)
+        with torch.inference_mode(mode):
+            pipe = HeteroPipeline(
+                model, make_plan(("0", "1", "2")), optimizer=sgd, loss_fn=sum_squares, count_fn=count_rows
+            )
+            pipe.step_global(inputs, targets)
+            losses.append(pipe.step_global(inputs, targets).loss)
+            pipe.close()
+    with torch.inference_mode(), pytest.raises(ConfigError) as refused:
+        HeteroPipeline(in_float32(), make_plan(("0", "1", "2")))
+    return losses[0], losses[1], str(refused.value)
+
+
+def test_a_callers_inference_mode_is_no_part_of_a_pipeline(run_ranks: RunRanks) -> None:
+    for plain, inside, said in run_ranks(train_in_inference_mode, 2):
+        assert inside == plain
+        assert said.startswith("model: '0.weight' was made in torch.inference_mode")
+
+
 class Rounded(torch.autograd.Function):
     """Straight through."""
 

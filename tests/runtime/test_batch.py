@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zorselike import Broadcast, HeteroPipeline, Plan
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage
-from zorselike.runtime.batch import Batch, RowIndex, as_tensors, select_rows
+from zorselike.runtime.batch import Batch, RankRows, RowIndex, as_tensors, select_rows
 
 pytestmark = pytest.mark.pooled
 
@@ -118,3 +118,19 @@ def train(rank: int, size: int, zero: int) -> list[float]:
     with HeteroPipeline(model, plan, loss_fn=loss_fn, count_fn=lambda t: len(t.classes)) as pipe:
         found = [pipe.step_global(x, targets).loss for _ in range(2)]
     return [round(value, 5) for value in (expected, *found)]
+
+
+def test_keyword_arguments_of_a_whole_batch_have_its_rows() -> None:
+    plan = Plan(4, (Group((0,), (Microbatch(0, 0, 4),)),), (Ministage(0, ("0",)),))
+    own, rows = RankRows(plan, 0), torch.zeros(4, 2)
+    for value, said in (
+        (torch.zeros(3), "mask= has 3 rows"),
+        (torch.zeros(5), "mask= has 5 rows"),
+        (torch.zeros(()), "mask= is a tensor without rows"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            own.select(rows, rows, {"mask": value})
+    for value in (rows.clone().requires_grad_(), Broadcast(torch.zeros(1, requires_grad=True))):
+        own.check((rows,), rows, {"mask": value}, train=False)
+        with pytest.raises(ConfigError, match="mask= require a gradient"):
+            own.check((rows,), rows, {"mask": value}, train=True)

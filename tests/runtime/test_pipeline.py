@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RunRanks
 from tiny import (
     DIM,
@@ -180,6 +181,26 @@ def train_both(rank: int, world_size: int, kind: str) -> tuple[list[float], list
 def test_keywords_and_tuples_of_mixed_dtypes(kind: str, run_ranks: RunRanks) -> None:
     for expected, found in in_ranks(run_ranks, train_both, 3, kind):
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+def leave_out_a_keyword(rank: int, world_size: int, without: int) -> None:
+    names = ["tok_embeddings", "layers.0", "layers.1", "output"]
+    plan = Plan(5, two_groups().groups, tuple(Ministage(i % 2, (name,)) for i, name in enumerate(names)))
+    given = {"mask": torch.ones(5, SEQUENCE), "scale": Broadcast(torch.ones(())), "power": 0.5}
+    if rank == without:
+        given.pop("power")
+    torch.manual_seed(0)
+    with HeteroPipeline(WithKeywords(), plan, optimizer=adamw) as pipe:
+        pipe.step_global(*CASE.batch(0), **given)
+
+
+def test_a_keyword_that_one_rank_lacks_is_refused(run_ranks: RunRanks) -> None:
+    """It would compute its rows with the default."""
+    for end in run_ranks(leave_out_a_keyword, 3, 2, allow_exit=True, timeout=60):
+        assert end.code == 1
+        assert (
+            "ConfigError: rank 2 was given no power=, and rank 0 was: pass it on every rank" in end.last_line
+        )
 
 
 # -- optimizers and schedulers -------------------------------------------------------------------
@@ -366,7 +387,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
         ("clip", ["ConfigError", "clip = 'layer'", "ministage"]),
         ("max_norm", ["ConfigError", "max_norm = -1.0"]),
         ("cuda", ["ConfigError", "cuda"]),
-        ("optimizer", ["ConfigError", "optimizer is an SGD", "partial(torch.optim.SGD"]),
+        ("optimizer", ["ConfigError", "optimizer is of type SGD", "partial(torch.optim.SGD"]),
         ("frozen", ["ConfigError", "no parameter"]),
         ("batch", ["ConfigError", "inputs", "4 rows", "5 rows"]),
         ("closed", ["ConfigError", "closed"]),
@@ -377,6 +398,29 @@ def test_mistakes_are_one_clear_error_on_every_rank(
 ) -> None:
     for message in in_ranks(run_ranks, refused, 3, what):
         assert all(part in message for part in expected), message
+
+
+def leave_early(rank: int, world_size: int) -> list[str]:
+    """What calls say after the default group was destroyed; `close` says nothing."""
+    pipe = HeteroPipeline(CASE.model(), CASE.plan)
+    batch, said = CASE.batch(0), []
+    pipe.step_global(*batch)
+    dist.destroy_process_group()
+    for call in (pipe.step_global, pipe.evaluate_global):
+        with pytest.raises(ConfigError) as refused:
+            call(*batch)
+        said.append(str(refused.value))
+    pipe.close()
+    return said
+
+
+def test_a_group_that_is_destroyed_before_the_pipeline_is_closed(run_ranks: RunRanks) -> None:
+    exits = run_ranks(leave_early, 3, allow_exit=True, timeout=60)
+    for end in exits:
+        assert end.code == 0, end.stderr[-2000:]
+        assert [said.partition(" was ")[0] for said in end.value] == [
+            "torch.distributed.destroy_process_group"
+        ] * 2
 
 
 def fail_in_step(rank: int, world_size: int, what: str) -> None:

@@ -209,6 +209,14 @@ def files_no_larger_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_what_differs_from_the_run_before_is_said_once(
+    run_ranks: RunRanks, tmp_path: Path, begun: Path
+) -> None:
+    ends, _ = run(run_ranks, tmp_path, "--debug.seed", "5", steps=4, number=1)
+    assert [end.code for end in ends] == [0] * 2, ends[0].stderr
+    assert [end.stdout.count("seed was ") for end in ends] == [1, 0]
+
+
 def test_branching_off_is_asked_for(run_ranks: RunRanks, tmp_path: Path, begun: Path) -> None:
     ends, _ = run(run_ranks, tmp_path, "--checkpoint.load_step", "2", steps=3, number=1)
     assert [end.code for end in ends] == [2] * 2

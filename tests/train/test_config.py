@@ -130,6 +130,9 @@ def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
             "last_save_model_only writes a Hugging",
         ),
         ("[training\n", "is not TOML"),
+        (f"[training]\nsteps = {'9' * 5000}\n", "is not TOML: Exceeds the limit"),
+        (f"[training]\n{'.'.join(['a'] * 2000)} = 1\n", "nests tables and lists more than 100 deep"),
+        ('[hetero]\nplan = "a\\u0000b"\n', "[hetero] plan = 'a\\x00b': a path has no such character"),
     ],
 )
 def test_bad_files_name_file_key_and_mend(tmp_path: Path, text: str, expected: str) -> None:
@@ -179,7 +182,11 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ),
         ("[parallelism]\npipeline_parallel_degree = 2\n", "the plan says who computes what"),
         ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
-        ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give 0 or more"),
+        ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give a finite number, 0 or more"),
+        ("[optimizer]\nlr = inf\n", "[optimizer] lr is inf; give a finite number, 0 or more"),
+        ("[optimizer]\neps = inf\n", "[optimizer] eps is inf; give a finite number, 0 or more"),
+        ("[optimizer]\nweight_decay = inf\n", "weight_decay is inf; give a finite number, 0 or more"),
+        ("[comm]\ninit_timeout_seconds = 10000000000000000000\n", "give 1 to 1000000000"),
         (
             "[compile]\nenable = true\ncomponents = []\n",
             "[compile] components = []: with enable = true say what",

@@ -233,7 +233,9 @@ class Replicas:
             self._mirror(own)
         mirror_s = time.perf_counter() - began
         # All have all of this step when this is over, and only then may a step before go.
-        own_s = torch.tensor([mirror_s, step_s, math.nan if busy is None else busy()], dtype=torch.float64)
+        own_s = torch.tensor(
+            [mirror_s, step_s, math.nan if busy is None else busy()], dtype=torch.float64, device="cpu"
+        )
         said = [torch.empty_like(own_s) for _ in range(self._size)]
         dist.all_gather(said, own_s, group=self._group)
         if self.mirrored is not None and step_s:  # The first one brings what is frozen, too.
@@ -265,8 +267,8 @@ class Replicas:
         """Sends this rank's copy to who mirrors it, and takes those of others."""
         is_first = not self._holder_of
         if is_first:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-            dist.all_gather(sizes, torch.tensor([own.num_bytes]), group=self._group)
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self._size)]
+            dist.all_gather(sizes, torch.tensor([own.num_bytes], device="cpu"), group=self._group)
             self._holder_of = assign_mirrors(self._nodes, [int(size) for size in sizes])
         num_frozen = len(self._snapshots[own.origin.step].order)
         first = 0 if is_first else num_frozen
@@ -276,7 +278,7 @@ class Replicas:
             "facts": own.facts,
         }
         text = to_bytes(header)
-        contents = [torch.tensor([text.numel()]), text, *own.buffers[first:]]
+        contents = [torch.tensor([text.numel()], device="cpu"), text, *own.buffers[first:]]
         holder = self._holder_of[self._rank]
         waits = [self._channel.send(content, holder) for content in contents if content.numel()]
         for rank, its_holder in sorted(self._holder_of.items()):
@@ -291,9 +293,9 @@ class Replicas:
             self._reserve_second(MIRRORS, changing)
 
     def _receive(self, step: int, rank: int) -> None:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._channel.receive(length, rank)
-        text = torch.empty(int(length), dtype=torch.uint8)
+        text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._channel.receive(text, rank)
         header = from_bytes(text)
         saved = list(map(read_saved, header["saved"]))

@@ -65,7 +65,7 @@ def from_bytes(text: Tensor) -> Json:
 
 def _gather(value: Json, gather: Callable[[Tensor], list[Tensor]]) -> list[Json]:
     own = to_bytes(value)
-    sizes = [int(size) for size in gather(torch.tensor([own.numel()]))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    sizes = [int(size) for size in gather(torch.tensor([own.numel()], device="cpu"))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: own.numel()] = own
     return [from_bytes(text[:size]) for text, size in zip(gather(padded), sizes, strict=True)]

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,10 +42,14 @@ class Lora:
     those that `peft` does not tell from experts."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora: rank is {self.rank}; it is at least 1 (8 and 16 are usual)")
-        if self.alpha is not None and not self.alpha > 0:
-            raise ConfigError(f"lora: alpha is {self.alpha}; it is above 0 (twice the rank is usual)")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigError(
+                f"lora: rank is {self.rank}; it is a whole number, at least 1 (8 and 16 are usual)"
+            )
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ConfigError(
+                f"lora: alpha is {self.alpha}; it is finite and above 0 (twice the rank is usual)"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora: dropout is {self.dropout}; it is at least 0 and below 1")
 

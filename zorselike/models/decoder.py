@@ -10,12 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_type_hints
 
 from torch import Tensor, nn
 
 from zorselike.errors import ConfigError
 from zorselike.models.attention import document_mask
 from zorselike.models.layers import Linear
+
+MAX_LAYERS = 10_000
+"""A thousand have been trained; far more is a slip, and would fill the memory with names."""
+
+_NOUNS = {int: "an integer", float: "a number", bool: "True or False"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +40,17 @@ class DecoderConfig(ABC):
     """Whether the output projection uses the token embedding's weight."""
 
     def __post_init__(self) -> None:
+        for key, hint in get_type_hints(type(self)).items():
+            value = getattr(self, key)
+            if hint in (int, float, bool) and type(value) not in ((int, float) if hint is float else (hint,)):
+                raise ConfigError(f"model: {key} = {value!r} must be {_NOUNS[hint]}")
         for key in ("dim", "num_layers", "num_heads", "ffn_hidden", "vocab_size", "max_seq_len"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"model: {key} = {getattr(self, key)} must be at least 1")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"model: num_layers = {self.num_layers} must be at most {MAX_LAYERS}")
+        if self.norm_eps < 0:
+            raise ConfigError(f"model: norm_eps = {self.norm_eps} must not be negative")
         if self.dim % self.num_heads:
             raise ConfigError(
                 f"model: dim = {self.dim} does not divide by num_heads = {self.num_heads}: "

@@ -31,6 +31,8 @@ class LlamaConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rope_theta <= 0:
+            raise ConfigError(f"model: rope_theta = {self.rope_theta} must be above 0")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model: num_heads = {self.num_heads} does not divide by num_kv_heads = "

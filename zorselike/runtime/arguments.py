@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
@@ -28,9 +31,17 @@ def find_patience(processes: Sequence[ProcessInfo]) -> float:
 
 
 def check_arguments(
-    model: object, max_norm: float | None, clip: str, param_dtype: ParamDtype, optimizer: object
+    model: object,
+    plan: object,
+    max_norm: object,
+    clip: object,
+    param_dtype: ParamDtype,
+    optimizer: object,
+    *,
+    functions: Mapping[str, object],
+    seed: object,
 ) -> None:
-    """Raises `ConfigError` for what is wrong whatever the plan."""
+    """Raises `ConfigError` for what is wrong whatever the plan. `functions`: by the names of arguments."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__} and no torch.nn.Module")
     for name, module in model.named_modules():
@@ -40,13 +51,30 @@ def check_arguments(
                 f"model: {what} is sharded already, by another pipeline (which uses the modules that it is "
                 "given, and copies none) or by fully_shard; build the model once more for this one"
             )
-    if optimizer is not None and not callable(optimizer):
-        kind = type(optimizer).__name__
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ConfigError(
+                f"model: '{name}' was made in torch.inference_mode, and cannot be trained; build it outside"
+            )
+    if not isinstance(plan, Plan | str | Path):
         raise ConfigError(
-            f"optimizer is an {kind}; give what makes one of a ministage's parameters, such as "
+            f"plan is a {type(plan).__name__}; give a zorselike.Plan, or the path of a plan file"
+        )
+    if optimizer is not None and not callable(optimizer):
+        made = type(optimizer).__name__
+        kind = made if isinstance(optimizer, Optimizer) else "AdamW"
+        raise ConfigError(
+            f"optimizer is of type {made}; give what makes one of a ministage's parameters, such as "
             f"functools.partial(torch.optim.{kind}, lr=3e-4)"
         )
-    if max_norm is not None and not max_norm > 0:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} = {function!r} is no function; give one, or None for the default")
+    if not isinstance(seed, Integral):
+        raise ConfigError(f"seed = {seed!r} is no whole number")
+    if max_norm is not None and not isinstance(max_norm, Real):
+        raise ConfigError(f"max_norm = {max_norm!r} is no number; give one above 0, or None")
+    if max_norm is not None and not float(max_norm) > 0:
         raise ConfigError(f"max_norm = {max_norm} clips nothing; give a number above 0, or None")
     if clip not in ("global", "ministage"):
         raise ConfigError(f"clip = '{clip}' is neither 'global' nor 'ministage'")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -335,6 +336,19 @@ class Assembly:
         for receive in compiled.report.early:
             lines.append(f"  a waiting GPU could hold up its own host, so this goes over Gloo: {receive}")
         return "\n".join(lines)
+
+    @contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Inside, all modules of this rank's ministages are."""
+        modules = [m for ministage in self.ministages.values() for m in ministage.module.modules()]
+        training = {module: module.training for module in modules}
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, was_training in training.items():
+                module.training = was_training
 
     def _goes_by_host(self, edge: Edge) -> bool:
         """Whether NCCL cannot serve an edge, or a blocking send on it could close a cycle."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zorselike.errors import ConfigError
-from zorselike.plan.plan import Microbatch
+from zorselike.plan.plan import Microbatch, Plan
 from zorselike.runtime.memory.pinned import copy_to_device
 from zorselike.runtime.model.nested import map_tensors, tensors_in
 from zorselike.runtime.model.signature import Broadcast
@@ -35,6 +35,47 @@ class RowIndex:
     def slice(self, number: int) -> slice:
         """Positions of a microbatch's rows within `rows`."""
         return self._slices[number]
+
+
+class RankRows:
+    """Which rows of the global batch a rank computes, feeds and compares with, ascending."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        own = plan.ministages_of_rank(rank)
+        self.rank = rank
+        self.global_batch = plan.global_batch
+        self.index = RowIndex(plan.microbatches_of_rank(rank))
+        self.rows = self.index.rows
+        self.inputs = self.rows if 0 in own else []
+        self.targets = self.rows if plan.num_ministages - 1 in own else []
+
+    def check(self, feeds: Tensors | None, targets: Any, kwargs: Mapping[str, Any], *, train: bool) -> None:
+        """Raises `ConfigError` for what is given for a step and is not of this rank's rows, or would not be
+        trained."""
+        check_rows(feeds, self.inputs, "inputs", f"pipe.input_rows of rank {self.rank}")
+        if self.targets and targets is None:
+            raise ConfigError(f"targets is None, but rank {self.rank} compares with {len(self.targets)} rows")
+        if self.targets:
+            if not tensors_in(targets):
+                raise ConfigError(f"targets: a {type(targets).__name__} is not a tensor and has none")
+            check_rows(targets, self.targets, "targets", f"pipe.target_rows of rank {self.rank}")
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
+            if train:
+                for tensor in tensors_in(value.value if isinstance(value, Broadcast) else value):
+                    _refuse_gradient(tensor, f"{name}=")
+
+    def select(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """This rank's rows of a whole global batch."""
+        rows = {f"{name}=": value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        for what, value in {"inputs": inputs, "targets": targets, **rows}.items():
+            check_rows(value, range(self.global_batch), what, "the plan's global batch")
+        selected = {
+            name: take_rows(value, self.rows) if isinstance(value, Tensor) else value
+            for name, value in kwargs.items()
+        }
+        return select_rows(inputs, self.inputs), select_rows(targets, self.targets), selected
 
 
 class Batch:
@@ -94,18 +135,28 @@ def as_tensors(value: Any, what: str, *, train: bool = False) -> Tensors:
             raise ConfigError(
                 f"{what}: a {type(tensor).__name__} is not a tensor; pass a tensor or a tuple of tensors"
             )
-        if train and tensor.requires_grad:
-            raise ConfigError(
-                f"{what} require a gradient, which a step does not give back: what computes them would not "
-                "be trained; make it the model's first module, or detach() them"
-            )
+        if train:
+            _refuse_gradient(tensor, what)
     return tensors
+
+
+def _refuse_gradient(tensor: Tensor, what: str) -> None:
+    if tensor.requires_grad:
+        raise ConfigError(
+            f"{what} require a gradient, which a step does not give back: what computes them would not "
+            "be trained; make it the model's first module, or detach() them"
+        )
 
 
 def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
     """Refuses tensors whose first dimension is not the number of rows the plan asks for."""
     for tensor in tensors_in(value):
-        num_rows = tensor.shape[0] if tensor.dim() else 0
+        if not tensor.dim():
+            raise ConfigError(
+                f"{what} is a tensor without rows: dimension 0 must be rows, or, of a keyword argument that "
+                "every row has alike, pass Broadcast(value)"
+            )
+        num_rows = tensor.shape[0]
         if num_rows != len(rows):
             listed = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
             raise ConfigError(
@@ -121,7 +172,7 @@ def select_rows(value: Any, rows: Sequence[int]) -> Any:
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
     """Rows of a whole batch, where it is."""
-    index = torch.as_tensor(rows, dtype=torch.int64)
+    index = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
     with torch.inference_mode(False):  # A caller's is no part of a step, which may save these.
         return map_tensors(value, lambda t: t[copy_to_device(index, t.device)])
 

@@ -72,6 +72,8 @@ class Crossing:
         Raises `ConfigError` for inputs of another shape than this step's, and for what `trace_boundaries`
         refuses.
         """
+        if self.last is None:
+            self._refuse_missing(kwargs)
         inputs = self.last.boundaries[0] if self.last is not None and not self._dynamic else self._tell(feeds)
         trace = self._traces.get(inputs)
         if trace is None:
@@ -87,6 +89,24 @@ class Crossing:
             what = "other rows of this step are" if self._dynamic else "this pipeline was built for"
             raise ConfigError(f"inputs are {Signature.of(feeds)}, but {what} {inputs}; {mend}")
         return trace
+
+    def _refuse_missing(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` on every rank where one that computes rows lacks a keyword argument that
+        others were given, and that its ministages take: it would compute its rows without."""
+        assembly = self._assembly
+        own = assembly.ranks.rank
+        given = {name for name, value in kwargs.items() if value is not None}
+        takes = {name for i in assembly.ministages for name in assembly.compiled.parts[i].accepts}
+        has_rows = bool(assembly.plan.microbatches_of_rank(own))
+        told: list[Any] = [None] * assembly.ranks.world_size
+        dist.all_gather_object(told, (own, given, takes if has_rows else set()), group=assembly.control)
+        for rank, others, taken in sorted(told, key=lambda entry: entry[0]):
+            for giver, offered, _ in told:
+                if missing := sorted((offered & taken) - others):
+                    raise ConfigError(
+                        f"rank {rank} was given no {missing[0]}=, and rank {giver} was: pass it on every "
+                        "rank, of the rows pipe.rows, or as Broadcast(value)"
+                    )
 
     def _tell(self, feeds: tuple[Tensor, ...] | None) -> Signature:
         """The shape of the inputs, which the rank of the first microbatch knows."""

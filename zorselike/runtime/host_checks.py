@@ -46,12 +46,13 @@ def refuse_unfitting_plan(
         walk = walk_memory(plan, rank, compiled.step_actions[rank], sizes)
         on_device = 0 if process.device == "cuda" else walk.device_peak_bytes
         needed.append(walk.host_peak_bytes + on_device)
+    less = "offload less, " if any(group.offload for group in plan.groups) else ""
     refuse_crowded_hosts(
         [process.node for process in own_processes],
         needed,
         [HostRoom(process.host_room_bytes, process.host_room_limit) for process in own_processes],
         "the plan puts at least {} GiB",
-        mend="offload less there, give its ranks fewer layers, or train a smaller model",
+        mend=f"{less}give its ranks fewer layers there, or train a smaller model",
     )
 
 
@@ -146,8 +147,8 @@ def check_host_room(assembly: Assembly) -> None:
     """Before the first step: raises `ConfigError` if what the ranks of a node will still put on the host is
     more than that has left. Collective."""
     needed = sum(_needed_later(ministage, assembly) for ministage in assembly.ministages.values())
-    numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64)
-    numbers[assembly.ranks.rank] = torch.tensor([needed, find_host_room().num_bytes])
+    numbers = torch.zeros(assembly.ranks.world_size, 2, dtype=torch.int64, device="cpu")
+    numbers[assembly.ranks.rank] = torch.tensor([needed, find_host_room().num_bytes], device="cpu")
     dist.all_reduce(numbers, group=assembly.control)
     processes = [assembly.processes[process] for process in assembly.ranks.process_of]
     limits = [process.host_room_limit for process in processes]

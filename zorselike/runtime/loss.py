@@ -5,7 +5,9 @@ Token-normalised over the whole batch, so that no split of the rows changes a gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,6 +44,20 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
     return (targets != IGNORE_INDEX).sum()
 
 
+def count_targets(count_fn: CountFn, targets: Any) -> float:
+    """What `count_fn` counts; raises `ConfigError` where that is no number of targets."""
+    count = count_fn(targets)
+    shown = _show(count)
+    if isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1):
+        number = float(count)
+        if 0 <= number < math.inf:
+            return number
+        shown = f"{number:g}"
+    raise ConfigError(
+        f"count_fn must return one number, how many targets loss_fn sums over; it returned {shown}"
+    )
+
+
 class Loss:
     """Loss of one step as the last ministage's ranks add it up."""
 
@@ -65,7 +81,7 @@ class Loss:
         self._losses: dict[int, Tensor] = {}
         self.local_targets = num_targets
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._global_targets = torch.tensor(num_targets, dtype=torch.float64)
+        self._global_targets = torch.tensor(num_targets, dtype=torch.float64, device="cpu")
         self._work = (
             None if group is None else dist.all_reduce(self._global_targets, group=group, async_op=True)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.alarm.watch import OnLoss
 from zorselike.runtime.assembly import Assembly, CompiledPlan, compile_plan, find_ranks
 from zorselike.runtime.auxiliary_loss import weighing
-from zorselike.runtime.batch import Batch, RowIndex, as_tensors, check_rows, select_rows, take_rows
+from zorselike.runtime.batch import Batch, RankRows, as_tensors
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import check_same
 from zorselike.runtime.comm.connections import Connections
@@ -30,7 +30,15 @@ from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
 from zorselike.runtime.executor import Executor
 from zorselike.runtime.host_checks import refuse_unfitting_plan
 from zorselike.runtime.leaving import forget, leave_alone, leave_together
-from zorselike.runtime.loss import CountFn, Loss, LossFn, Unpack, count_valid_tokens, token_cross_entropy
+from zorselike.runtime.loss import (
+    CountFn,
+    Loss,
+    LossFn,
+    Unpack,
+    count_targets,
+    count_valid_tokens,
+    token_cross_entropy,
+)
 from zorselike.runtime.memory.host_heap import giving_back
 from zorselike.runtime.memory_report import MemoryReport, report_memory
 from zorselike.runtime.ministage.updates import (
@@ -41,7 +49,6 @@ from zorselike.runtime.ministage.updates import (
     defers_updates,
 )
 from zorselike.runtime.model.boundaries import check_additive, check_kwargs
-from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, use_device
 from zorselike.runtime.result import StepResult, SumOverRanks
@@ -91,6 +98,7 @@ class HeteroPipeline(Stateful):
     Raises `PlanError` or `ConfigError`, on every rank alike, before any work starts.
     """
 
+    @arguments.apart_from_the_caller()
     def __init__(
         self,
         model: nn.Module,
@@ -115,7 +123,10 @@ class HeteroPipeline(Stateful):
         compiled: CompiledPlan | None = None,
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        arguments.check_arguments(model, max_norm, clip, param_dtype, optimizer)
+        functions = {"loss_fn": loss_fn, "count_fn": count_fn, "unpack": unpack}
+        arguments.check_arguments(
+            model, plan, max_norm, clip, param_dtype, optimizer, functions=functions, seed=seed
+        )
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():
             raise ConfigError(
@@ -140,7 +151,8 @@ class HeteroPipeline(Stateful):
             tp_plan=tp_plan,
         )
         arguments.refuse_with_replicas(self.plan, dynamic_shapes=dynamic_shapes)
-        if any(group.offload for group in self.plan.groups):
+        on_host = any(p.device == "cpu" for p in processes) and all(p.is_meta for p in model.parameters())
+        if on_host or any(group.offload for group in self.plan.groups):
             refuse_unfitting_plan(compiled, ranks, processes, param_dtype=dtype)
         if compile and not any(part.units for part in compiled.parts):
             raise ConfigError(
@@ -188,13 +200,12 @@ class HeteroPipeline(Stateful):
             raise
         self._alarm.idle()
         self.rank = ranks.rank
-        self._index = RowIndex(self.plan.microbatches_of_rank(self.rank))
-        own = self.plan.ministages_of_rank(self.rank)
-        self.rows: list[int] = self._index.rows
+        self._own = RankRows(self.plan, self.rank)
+        self.rows: list[int] = self._own.rows
         """Rows of the global batch that this rank computes, ascending."""
-        self.input_rows: list[int] = self.rows if 0 in own else []
+        self.input_rows: list[int] = self._own.inputs
         """Rows whose inputs this rank feeds; empty unless it has the first ministage."""
-        self.target_rows: list[int] = self.rows if self.plan.num_ministages - 1 in own else []
+        self.target_rows: list[int] = self._own.targets
         """Rows whose targets this rank compares with; empty unless it has the last ministage."""
         self._checkpoints = Checkpoints(self._assembly, self._scale, seed, must_load=skip_init)
         self._totals = SumOverRanks(self._assembly.totals, self._assembly.resources.memory)
@@ -218,7 +229,7 @@ class HeteroPipeline(Stateful):
 
     def step_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """`step` for callers that hold the whole global batch on every rank."""
-        return self._run("step", *self._select("step", inputs, targets, kwargs))
+        return self._run_global("step", inputs, targets, kwargs)
 
     def evaluate(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """The loss over one global batch without training: forward only, modules in eval mode for
@@ -227,7 +238,7 @@ class HeteroPipeline(Stateful):
 
     def evaluate_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
         """`evaluate` for callers that hold the whole global batch on every rank."""
-        return self._run("evaluate", *self._select("evaluate", inputs, targets, kwargs))
+        return self._run_global("evaluate", inputs, targets, kwargs)
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -351,7 +362,7 @@ class HeteroPipeline(Stateful):
             self._refuse_unusable()
             self._settled.check(train=train)
             feeds = as_tensors(inputs, "inputs", train=train) if self.input_rows else None
-            self._check_rows(feeds, targets, kwargs)
+            self._own.check(feeds, targets, kwargs, train=train)
             check_kwargs(kwargs, self._assembly.compiled.parts)
         self._alarm.begin(call)
         with arguments.apart_from_the_caller(), self._failing_together():
@@ -359,8 +370,8 @@ class HeteroPipeline(Stateful):
             boundaries = self._crossing.find(feeds, kwargs).boundaries
             if self._assembly.positions is not None and self.target_rows:
                 targets = self._assembly.positions.of_targets(targets)
-            count = float(self._count_fn(targets)) if self.target_rows else 0.0
-            batch = Batch(self._index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
+            count = count_targets(self._count_fn, targets) if self.target_rows else 0.0
+            batch = Batch(self._own.index, self.device, inputs=feeds, targets=targets, kwargs=kwargs)
             scale = self._scale.value if self._scale is not None else 1.0
             loss = Loss(
                 self._additive_loss,
@@ -374,7 +385,7 @@ class HeteroPipeline(Stateful):
             updates.begin()
             in_replica = self._assembly.positions is not None
             added = weighing(scale / self.plan.global_batch, is_in_replica=in_replica)
-            with added, self._training() if train else self._in_eval_mode():
+            with added, self._training() if train else self._assembly.in_eval_mode():
                 self._executor.run(batch, loss, boundaries, train=train)
             self._alarm.enter(f"{call}() (after its last action)")
             loss.finish()
@@ -385,6 +396,13 @@ class HeteroPipeline(Stateful):
             self._checkpoints.count_step()
         self._alarm.idle()
         return result
+
+    def _run_global(
+        self, call: Literal["step", "evaluate"], inputs: Any, targets: Any, kwargs: dict[str, Any]
+    ) -> StepResult:
+        with self._locating(call):
+            own = self._own.select(inputs, targets, kwargs)
+        return self._run(call, *own)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -407,18 +425,6 @@ class HeteroPipeline(Stateful):
         self._alarm.idle()
         if refused is not None:
             raise refused
-
-    @contextmanager
-    def _in_eval_mode(self) -> Iterator[None]:
-        modules = [m for ministage in self._assembly.ministages.values() for m in ministage.module.modules()]
-        training = {module: module.training for module in modules}
-        for module in modules:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, was_training in training.items():
-                module.training = was_training
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -447,6 +453,11 @@ class HeteroPipeline(Stateful):
             raise ConfigError("inside `with pipe.loaded():` nothing else runs; leave the block first")
         if self._is_closed:
             raise ConfigError("this pipeline is closed; build another one")
+        if not self._assembly.groups.are_there:
+            raise ConfigError(
+                "torch.distributed.destroy_process_group was called, which destroyed this pipeline's groups "
+                "too; build another one"
+            )
         if self.is_broken:
             raise ConfigError("this pipeline was broken off in the middle of a step; build another one")
         if self._checkpoints.must_load and needs_values:
@@ -463,20 +474,6 @@ class HeteroPipeline(Stateful):
         except Exception as failed:
             error.add_note(f"zorselike: this pipeline cannot take another step ({failed}); build another one")
 
-    def _check_rows(self, feeds: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
-        check_rows(feeds, self.input_rows, "inputs", f"pipe.input_rows of rank {self.rank}")
-        if self.target_rows and targets is None:
-            raise ConfigError(
-                f"targets is None, but rank {self.rank} compares with {len(self.target_rows)} rows"
-            )
-        if self.target_rows:
-            if not tensors_in(targets):
-                raise ConfigError(f"targets: a {type(targets).__name__} is not a tensor and has none")
-            check_rows(targets, self.target_rows, "targets", f"pipe.target_rows of rank {self.rank}")
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
-
     def _additive_loss(self, outputs: Any, targets: Any) -> Tensor:
         """The user's loss; the first time it is proven additive over rows, as its count is."""
         if not self._is_loss_checked:
@@ -485,16 +482,3 @@ class HeteroPipeline(Stateful):
             if self._assembly.plan.has_replicas:
                 check_additive(self._loss_fn, self._count_fn, outputs, targets, over="positions")
         return self._loss_fn(outputs, targets)
-
-    def _select(
-        self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """This rank's rows of a whole global batch."""
-        with self._locating(call):
-            for what, value in (("inputs", inputs), ("targets", targets)):
-                check_rows(value, range(self.plan.global_batch), what, "the plan's global batch")
-        selected = {
-            name: take_rows(value, self.rows) if isinstance(value, Tensor) else value
-            for name, value in kwargs.items()
-        }
-        return select_rows(inputs, self.input_rows), select_rows(targets, self.target_rows), selected

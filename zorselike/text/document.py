@@ -14,6 +14,8 @@ from zorselike.errors import FileError
 from zorselike.text.dataclass_tables import read_table, read_value
 from zorselike.text.files import read_text, write_text
 
+_MAX_DEPTH = 100
+
 
 class Document(ABC):
     """A base of dataclasses. Its files are TOML or JSON, of one version."""
@@ -84,6 +86,20 @@ class Document(ABC):
 def parse_text(text: str, syntax: Literal["TOML", "JSON"]) -> Mapping[str, Any]:
     """The table that a text says; raises `FileError`."""
     try:
-        return read_table(tomllib.loads(text) if syntax == "TOML" else json.loads(text), "the file")
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        content = tomllib.loads(text) if syntax == "TOML" else json.loads(text)
+    except (ValueError, RecursionError) as error:  # Of Python: a number with thousands of digits.
         raise FileError(f"is not {syntax}: {error}") from None
+    _refuse_depth(content)
+    return read_table(content, "the file")
+
+
+def _refuse_depth(content: object) -> None:
+    """Raises `FileError` for what could not even be shown in an error: long dotted keys nest without
+    recursion."""
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        inside = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise FileError(f"nests tables and lists more than {_MAX_DEPTH} deep; nothing here needs that")

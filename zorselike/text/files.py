@@ -25,6 +25,8 @@ def read_text(path: str | Path, noun: str) -> str:
         raise FileError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise FileError(f"is not a text file (byte {error.start}); a {noun} is text in UTF-8") from None
+    except ValueError as error:
+        raise FileError(f"is no path: {error}") from None
 
 
 def write_text(path: str | Path, text: str) -> None:

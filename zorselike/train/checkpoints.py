@@ -163,7 +163,7 @@ class RunCheckpoints:
         for path, reason in loaded.skipped:
             logger.warning("passed over: %s", reason)
             self._rejected.add(path)
-        for key, value in self._facts.items():
+        for key, value in self._facts.items() if self._pipe.rank == 0 else ():
             saved = loaded.extra.get(key, value)
             if saved != value:
                 logger.warning("%s: %s was %s there and is %s here", loaded.path, key, saved, value)

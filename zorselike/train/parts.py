@@ -82,7 +82,7 @@ def take_weights(pipe: HeteroPipeline, model: TrainedModel, module: nn.Module) -
     if model.weights is not None:
         load_weights(pipe, module, model.weights)
         logger.info("begins with the weights of %s", model.weights)
-    elif model.folder is not None:
+    elif model.folder is not None and pipe.rank == 0:
         logger.warning("%s holds no weights: the model begins with random ones", model.folder)
 
 

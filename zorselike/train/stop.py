@@ -104,7 +104,7 @@ class StopVote:
         self._watch = watch
         self._group = group
         self._operation = operation
-        self._signal = torch.zeros((), dtype=torch.int64)
+        self._signal = torch.zeros((), dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
     def open(self) -> None:

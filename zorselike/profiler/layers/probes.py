@@ -186,8 +186,8 @@ def _record_calls(
     (model,) = fake_copies([model], mode, param_dtype=dtype)
     use_grouped_experts(model)
     on_cpu = torch.device("cpu")  # Whatever the caller's default is, such as meta.
-    with on_cpu, mode:
-        tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64)
+    with mode:
+        tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64, device=on_cpu)
     ids = tokens.untyped_storage()  # Alive, so that views of it have the same.
     for name in modules:
 

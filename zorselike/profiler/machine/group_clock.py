@@ -22,7 +22,7 @@ class ComputeBurst:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cpu = device.type == "cpu"
-        self._factors = torch.ones(2, _WIDTH, _WIDTH)
+        self._factors = torch.ones(2, _WIDTH, _WIDTH, device="cpu")
 
     def __call__(self, seconds: float = SECONDS) -> None:
         """Computes for so long."""

@@ -20,7 +20,7 @@ def measure_host_link(device: torch.device, *, type: str, repeats: int, source: 
     `type`: the device's name in the profile.
     """
     on_gpu, num_bytes = device.type == "cuda", NUM_BYTES[device.type]
-    host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu, device="cpu") for _ in range(2)]
     there = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     to_device = _copy(there[0], host[0])
     to_host = _copy(host[1], there[1])

@@ -168,7 +168,7 @@ class ProgramBench:
             silence_s=SILENCE_S,
         ) as pipe:
             inputs = self._make_hidden(len(pipe.input_rows)) if pipe.input_rows else None
-            targets = torch.zeros(len(pipe.target_rows)) if pipe.target_rows else None
+            targets = torch.zeros(len(pipe.target_rows), device="cpu") if pipe.target_rows else None
             for number in range(WARMUPS + STEPS_PER_REPEAT * self._model.repeats):
                 clock = ActionClock()
                 begin_s = self._now()

@@ -55,4 +55,6 @@ def name_adapters(model: nn.Module) -> str:
 def causal_lm_loss(output: Any) -> Tensor:
     """The loss of the training program, of what the model returns; targets are any."""
     logits: Tensor = output.logits
-    return token_cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
+    return token_cross_entropy(
+        logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    )

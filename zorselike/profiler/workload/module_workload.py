@@ -162,7 +162,7 @@ def _run(
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return torch.zeros(leaf.shape, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
+        return torch.zeros(leaf.shape, dtype=dtype if leaf.is_floating_point() else leaf.dtype, device="cpu")
 
     with mode, torch.enable_grad():
         arguments = [fake(tensor) for tensor in inputs]

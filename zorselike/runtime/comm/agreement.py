@@ -33,7 +33,7 @@ def check_same(plan: Plan, model: nn.Module, settings: Mapping[str, object] = Ma
 
 
 def _check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
-    everyone = _gather(torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64), group)
+    everyone = _gather(torch.tensor([int(plan.fingerprint, 16)], dtype=torch.int64, device="cpu"), group)
     found = [format(int(value), "012x") for value in everyone[:, 0]]
     others = [process for process, fingerprint in enumerate(found) if fingerprint != found[0]]
     if others:
@@ -59,7 +59,7 @@ def _check_same_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
     """By names, shapes, dtypes, and whether they train."""
     told = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     digest = int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
-    found = _gather(torch.tensor([digest]), group)[:, 0].tolist()
+    found = _gather(torch.tensor([digest], device="cpu"), group)[:, 0].tolist()
     others = [process for process, other in enumerate(found) if other != found[0]]
     if others:
         raise ConfigError(
@@ -72,8 +72,8 @@ def _check_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Compares the sum of a few elements of each tensor, so that weights that are mapped from a file are not
     read whole; tensors on the meta device are initialised alike and skipped."""
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    sums = torch.tensor([_sum_samples(p.detach()) for _, p in named], dtype=torch.float64)
-    counts = _gather(torch.tensor([len(named)]), group)[:, 0].tolist()
+    sums = torch.tensor([_sum_samples(p.detach()) for _, p in named], dtype=torch.float64, device="cpu")
+    counts = _gather(torch.tensor([len(named)], device="cpu"), group)[:, 0].tolist()
     if len(set(counts)) > 1:
         raise ConfigError(
             f"the model has weights on some ranks and is on the meta device on others ({counts} tensors "

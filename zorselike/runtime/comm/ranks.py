@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Lock
@@ -93,9 +94,18 @@ class Groups:
         self._meshes.append(mesh)
         return mesh
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the caller has not destroyed them, with the default group and all others."""
+        try:
+            return all(dist.get_rank(group) >= 0 for group in self._made[:1])
+        except ValueError:
+            return False
+
     def close(self) -> None:
         while self._made:
-            dist.destroy_process_group(self._made.pop())
+            with suppress(ValueError):  # Destroyed already, with the default group.
+                dist.destroy_process_group(self._made.pop())
         while self._meshes:
             release_groups(self._meshes.pop())
 

@@ -141,7 +141,7 @@ class ActivationOffload:
     def note_host_copy(self, tensor: Tensor, host: Tensor) -> None:
         """What arrived through host memory is on the host already: it is not copied there again."""
         if self.is_keeping and host.untyped_storage().nbytes() == tensor.untyped_storage().nbytes():
-            whole = torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(host.untyped_storage())
             self._received[_address(tensor)] = whole
 
     def save_inputs(self, arguments: Any) -> Callable[[], Any]:

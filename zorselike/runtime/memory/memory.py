@@ -94,7 +94,7 @@ class HostPool:
     def take(self, purpose: str, num_bytes: int) -> Tensor:
         """A buffer of bytes, `uint8 [num_bytes]`."""
         if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if not self._free[purpose, num_bytes]:
             self.reserve(purpose, [num_bytes])
         return self._free[purpose, num_bytes].pop()
@@ -119,7 +119,11 @@ class HostPool:
                 f"offloading needs {num_bytes / GIB:.2f} GiB more host memory for {purpose}, and this "
                 f"machine has {room} left: offload less, or give this rank fewer layers or rows"
             )
-        slab = make_pinned(purpose, num_bytes) if self._pin else torch.empty(num_bytes, dtype=torch.uint8)
+        slab = (
+            make_pinned(purpose, num_bytes)
+            if self._pin
+            else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        )
         self._slabs.append(slab)
         self._ledger.hold(purpose, "host", slab.numel())
         return slab

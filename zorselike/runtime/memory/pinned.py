@@ -34,7 +34,7 @@ def make_pinned(purpose: str, num_bytes: int) -> Tensor:
     driver does not lock so many."""
     num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     alignment = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else mmap.PAGESIZE
-    slab = torch.empty(num_bytes + alignment, dtype=torch.uint8)
+    slab = torch.empty(num_bytes + alignment, dtype=torch.uint8, device="cpu")
     first = -slab.data_ptr() % alignment
     slab = slab[first : first + num_bytes]
     _advise(slab, "MADV_HUGEPAGE")
@@ -56,7 +56,7 @@ def make_pinned(purpose: str, num_bytes: int) -> Tensor:
 def make_host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host memory for what comes from `device` or goes there, from torch's own pool of pinned memory. It may
     be dropped as soon as the copy is started."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
 def copy_to_host(tensor: Tensor, stream: Stream) -> tuple[Tensor, Event]:

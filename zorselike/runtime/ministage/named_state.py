@@ -183,7 +183,7 @@ class NamedState:
             for key, value in (known[0] if known else {}).items():
                 old, new = group.get(key), from_plain(value)
                 if isinstance(old, Tensor):
-                    old.copy_(torch.as_tensor(new))
+                    old.copy_(torch.as_tensor(new, device=old.device))
                 else:
                     group[key] = tuple(new) if isinstance(old, tuple) else new
 

@@ -37,7 +37,7 @@ def from_plain(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return torch.tensor(from_plain(value["value"]), dtype=getattr(torch, value["tensor"]))
+        return torch.tensor(from_plain(value["value"]), dtype=getattr(torch, value["tensor"]), device="cpu")
     if "counter" in value:
         return Counter({from_plain(key): count for key, count in value["counter"]})
     if "float" in value:

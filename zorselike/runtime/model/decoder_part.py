@@ -69,7 +69,7 @@ class _Earlier(nn.Module):
         super().__init__()
         self._width = width
         self._adds_dimension = adds_dimension
-        self.like = torch.empty(0)
+        self.like = torch.empty(0, device="cpu")
         """A tensor with the dtype and device of the hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

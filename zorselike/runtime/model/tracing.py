@@ -68,7 +68,7 @@ def make_fake_mode() -> FakeMode:
         return x
 
     # The public way to one: torch exports no name for the class itself.
-    make_fx(keep, tracing_mode="fake")(torch.empty(0))
+    make_fx(keep, tracing_mode="fake")(torch.empty(0, device="cpu"))
     return FakeMode(modes[0])
 
 

@@ -76,7 +76,7 @@ def exchange(
                 wait()
                 num_bytes -= content.nbytes
         else:
-            buffer = torch.empty(box.shape, dtype=dtype_of(box))
+            buffer = torch.empty(box.shape, dtype=dtype_of(box), device="cpu")
             channel.receive(buffer, source)
             write(box, buffer)
     for wait, _ in leaving:
@@ -92,7 +92,7 @@ def collect(
     dtype_of: Callable[[Box], torch.dtype],
 ) -> dict[Box, Tensor]:
     """`exchange`, with what comes put together to the boxes that this rank wants; collective."""
-    found = {box: torch.empty(box.shape, dtype=dtype_of(box)) for box in wanted}
+    found = {box: torch.empty(box.shape, dtype=dtype_of(box), device="cpu") for box in wanted}
     of_tensor = defaultdict(list)
     for box in found:
         of_tensor[box.name, box.kind].append(box)

@@ -101,7 +101,7 @@ class Loader:
 
     def _read_directly(self, reader: SlicesReader) -> Callable[[Box], Tensor]:
         def read(box: Box) -> Tensor:
-            values = torch.empty(box.shape, dtype=self._dtype_of(box))
+            values = torch.empty(box.shape, dtype=self._dtype_of(box), device="cpu")
             reader.read_box(box, bytes_of(values))
             return values
 

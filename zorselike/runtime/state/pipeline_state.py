@@ -83,7 +83,7 @@ class PipelineState:
             if self.ranks.rank == 0:
                 for name, known in tensors.items():
                     dtype = torch.promote_types(known.dtype, known.model_dtype)
-                    whole[name] = torch.empty(known.shape, dtype=dtype)
+                    whole[name] = torch.empty(known.shape, dtype=dtype, device="cpu")
 
             def write(box: Box, values: Tensor) -> None:
                 part_of(box, Box.whole(box.name, VALUE, facts[box.name].shape), whole[box.name]).copy_(values)

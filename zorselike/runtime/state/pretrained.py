@@ -119,14 +119,14 @@ class PretrainedWeights:
         return values
 
     def _read_from(self, places: Sequence[_Place], box: Box) -> Tensor:
-        values = torch.empty(box.shape, dtype=named_dtype(places[0].one.dtype))
+        values = torch.empty(box.shape, dtype=named_dtype(places[0].one.dtype), device="cpu")
         for place in places:
             common = place.box.intersect(box) if box.starts else box
             if common is not None:
                 read = place.around(common)
                 # A place of its own where the part is not all that is read.
                 is_all = read == box
-                part = values if is_all else torch.empty(read.shape, dtype=values.dtype)
+                part = values if is_all else torch.empty(read.shape, dtype=values.dtype, device="cpu")
                 place.file.read_rows(place.one, *place.rows_of(read), bytes_of(part))
                 self.num_bytes_read += part.nbytes
                 if not is_all:

@@ -135,7 +135,7 @@ class Saver:
     def is_idle(self) -> bool:
         """Whether every rank is done with the newest save; collective, on the main thread."""
         is_busy = self._newest is not None and not self._newest.finished.is_set()
-        busy = torch.tensor(is_busy, dtype=torch.int32)
+        busy = torch.tensor(is_busy, dtype=torch.int32, device="cpu")
         dist.all_reduce(busy, dist.ReduceOp.MAX, group=self._state.control)
         return not busy.item()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from zorselike.text.annotations import Must, Natural, Positive, at_least
+from zorselike.text.annotations import Must, Natural, Positive, Quantity
 from zorselike.text.units import parse_time
 
 HUGGING_FACE = "hf"
@@ -20,7 +20,7 @@ HUGGING_FACE = "hf"
 AUTO = "auto"
 """In place of a plan file: measure what is missing, plan, and train."""
 
-NotNegative = Annotated[float, at_least(0)]
+
 Share = Annotated[float, Must(lambda share: 0 <= share <= 1, "give one from 0 to 1")]
 Beta = Annotated[float, Must(lambda beta: 0 <= beta < 1, "give one from 0 to below 1")]
 Budget = Annotated[str, Must(lambda text: (parse_time(text) or 0) > 0, 'write seconds, such as "30s"')]
@@ -84,7 +84,7 @@ class Training:
     seq_len: Positive = 2048
     """Tokens per row. A line of `messages` or `prompt` with more than `seq_len` + 1 tokens loses its end, and
     is left out if no answer is left of it."""
-    max_norm: NotNegative = 1.0
+    max_norm: Quantity = 1.0
     """Gradients are clipped to this norm; 0 clips nothing, so that ministages update at once (not so in
     float16)."""
     steps: Positive = 10000
@@ -105,15 +105,15 @@ class Training:
 class Optimizer:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Which optimizer; norms and biases are never decayed."""
-    lr: NotNegative = 8e-4
+    lr: Quantity = 8e-4
     """Highest learning rate of the schedule."""
     beta1: Beta = 0.9
     """Decay of the running mean of gradients."""
     beta2: Beta = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: NotNegative = 1e-8
+    eps: Quantity = 1e-8
     """Added to the denominator."""
-    weight_decay: NotNegative = 0.1
+    weight_decay: Quantity = 0.1
     """Decay of weights, not of norms and biases."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """`fused` is fastest; where torch or the device has none, `foreach` takes its place, and says so."""
@@ -141,7 +141,7 @@ class Lora:
     `mixed_precision_param` alone; checkpoints hold the adapters alone (all of this section is ours)."""
     rank: Positive = 16
     """Rows of an adapter's A, columns of its B."""
-    alpha: NotNegative = 0.0
+    alpha: Quantity = 0.0
     """What an adapter adds is multiplied by `alpha / rank`; 0: twice the rank."""
     dropout: Beta = 0.0
     """Share of an adapter's inputs that are dropped in training."""
@@ -263,7 +263,7 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: Positive = 300
+    init_timeout_seconds: Annotated[int, Must(lambda wait: 1 <= wait <= 10**9, "give 1 to 1000000000")] = 300
     """Seconds that ranks wait for each other at the start."""
 
 
@@ -308,14 +308,14 @@ class Elastic:
     mirror_share: Annotated[float, Must(lambda share: 0 < share <= 1, "give one above 0 and up to 1")] = 0.1
     """Share of the time in which mirrors of the state may be on their way to other nodes' memory. It says
     how many steps a loss undoes at most; the log names them."""
-    notice_s: NotNegative = 0.0
+    notice_s: Quantity = 0.0
     """Seconds from SIGTERM to the end of the machine: a process that has not left by then, at a step
     boundary, ends itself, and the others go on as after a loss. 0: no such limit."""
     replan: Literal["auto", "same groups"] = "auto"
     """Which plan after a change. `auto`: the best for who is there, where profile and cluster file are known
     (`[hetero]`), found beforehand; `same groups`: spares replace who is lost, or else the others of its group
     do its work."""
-    payback_s: NotNegative = 600.0
+    payback_s: Quantity = 600.0
     """Within so many seconds a better plan must have paid for the pause of going over to it."""
     replan_on_drift: bool = False
     """Go over to another plan where a card that has become slower than it was makes that pay back; needs

@@ -206,6 +206,8 @@ def _expand_home(config: Config) -> Config:
     """`~` and `~name` at the beginning of a path stand for a home folder, wherever the path is used."""
     for section, key in (("job", "dump_folder"), *PATH_KEYS):
         value = getattr(getattr(config, section), key)
+        if "\0" in value:
+            raise ConfigError(f"[{section}] {key} = {value!r}: a path has no such character")
         if value.startswith("~"):
             try:
                 config = _replace(config, section, key, str(Path(value).expanduser()))

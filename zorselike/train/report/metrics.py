@@ -294,7 +294,7 @@ _MAX_SHOWN = 16
 
 def sum_peak_flops(peak: float | None, *, group: dist.ProcessGroup) -> float | None:
     """The sum of all ranks' peaks; `None` where one rank's is unknown."""
-    total = torch.tensor(math.nan if peak is None else peak, dtype=torch.float64)
+    total = torch.tensor(math.nan if peak is None else peak, dtype=torch.float64, device="cpu")
     dist.all_reduce(total, group=group)
     return None if total.isnan() else float(total)
 
