@@ -47,6 +47,7 @@ from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime.alarm.heartbeat import local_addresses
 from zorselike.runtime.processes.identity import Identity, find_identity
+from zorselike.runtime.processes.same_kind import check_same_kind
 
 TOKEN = "ZORSELIKE_JOB_TOKEN"
 FOUND = "ZORSELIKE_FOUND"
@@ -89,8 +90,9 @@ def from_environment(
     """This process's meeting, founded or joined as the environment says.
 
     Raises:
-        ConfigError: Variables are missing or contradict each other.
-        ClusterError: The launcher's store cannot be reached.
+        ConfigError: Variables are missing or contradict each other, or not all of a launcher's processes
+            have `[elastic] enable`.
+        ClusterError: The launcher's store cannot be reached, or not all come there in time.
     """
     identity = find_identity(environment)
     settings = settings or read_settings(environment)
@@ -192,6 +194,8 @@ def _meet_by_store(
             "or by torchrun with --master-addr and --master-port, or set MASTER_ADDR and MASTER_PORT"
         )
     store = _open_store(identity, host, int(port), environment) if identity.size > 1 else None
+    if store is not None:
+        check_same_kind(store, identity, is_elastic=True, timeout=_START_LIMIT)
     contact: list[tuple[str, int]] = []
     if identity.rank == 0 or store is None:
         listener = listen(host, 0)
