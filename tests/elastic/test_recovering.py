@@ -20,7 +20,7 @@ from ranks import RunRanks
 import zorselike.elastic.running as elastic_running
 from tools.elastic.faults import make_plan
 from tools.elastic.ranks import Job, build_model
-from zorselike.elastic.contract import Generation, GenerationOver, Member
+from zorselike.elastic.contract import Generation, GenerationOver, Member, Request
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.running import Running
@@ -78,6 +78,28 @@ def test_a_generation_that_ends_as_it_is_handed_over_is_heard_of() -> None:
     assert not next_one.is_over.is_set()
     for running in (old, new, next_one):
         running.leave_alone()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Options(), ""),
+        (Options(silence_s=3.0), ""),
+        (Options(seed=3), "seed is 3 in this process, and 0 in the job that it has joined"),
+        (Options(max_norm=2.0), "max_norm is 2.0 in this process, and None in the job"),
+    ],
+)
+def test_who_comes_with_other_arguments_says_so_and_nobody_else_fails(
+    options: Options, expected: str
+) -> None:
+    job = make_job()
+    members = make_members(job.plan.num_ranks)
+    offers: dict[str, Any] = {member.id: {"step": 0, "has_state": False} for member in members}
+    decided = make_worker(job).decide(Request("start", members, (), (), members, {}, offers, ()))
+    assert decided is not None
+    drawings = Drawings(lambda: build_model(job), options, torch.device("cpu"))
+    other = ElasticWorker(Leader(job.plan), drawings).find_other_settings(decided[1])
+    assert other.startswith(expected) and bool(other) == bool(expected)
 
 
 def form_after_failing(rank: int, world_size: int, folder: Path) -> int:
