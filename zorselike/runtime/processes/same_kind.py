@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from zorselike.errors import ClusterError, ConfigError
-from zorselike.runtime._compat import Store
 from zorselike.runtime.processes.identity import Identity
 from zorselike.text.wording import list_few
+
+if TYPE_CHECKING:  # A nanny, which needs the names of the environment alone, does without torch.
+    from zorselike.runtime._compat import Store
 
 _KEY = "zorselike/elastic enabled/"
 _LINGER_S = 1.0
