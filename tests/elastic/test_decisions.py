@@ -319,7 +319,8 @@ class LeaderOfAll:
     def decide(self, reason: str, *, failed: dict[str, str] | None = None, arrived: Any = ()) -> Any:
         offers = {m.id: {"holds": [[1, 3, i, self.plan.num_ranks]]} for i, m in enumerate(self.members)}
         offers |= {member.id: {} for member in arrived}
-        request = Request(reason, (), (), tuple(arrived), failed or {}, offers, ())  # type: ignore[arg-type]
+        there = (*self.members, *arrived)
+        request = Request(reason, there, (), (), tuple(arrived), failed or {}, offers, ())  # type: ignore[arg-type]
         decided = self.leader.decide(request)
         assert self.contingencies.wait(20)
         return decided
@@ -396,3 +397,15 @@ def test_a_better_plan_is_taken_where_it_pays_back() -> None:
     assert pays_back(1.0, 0.9, switch_s=2.0, payback_s=60.0)
     assert not pays_back(1.0, 0.9, switch_s=2.0, payback_s=10.0)
     assert not pays_back(1.0, 1.1, switch_s=0.0, payback_s=60.0)
+
+
+def test_who_leads_after_the_founder_is_lost_before_the_first_generation_begins_it() -> None:
+    """It has heard of no generation yet, and who is there has not arrived but founded the job."""
+    plan = next(plan for plan in map(make_plan, range(100)) if plan.num_ranks > 2)
+    founder, *left = [make_member(number) for number in range(plan.num_ranks)]
+    offers: dict[str, Any] = {member.id: {"step": 0, "has_state": False} for member in left}
+    decided = Leader(plan).decide(Request("loss", tuple(left), (founder,), (), (), {}, offers, ()))
+    assert decided is not None
+    ranks, decision = decided
+    assert set(ranks) == {member.id for member in left}
+    assert Plan.parse(decision["plan"]).num_ranks == plan.num_ranks - 1

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import volume
-from ranks import RunRanks
+from ranks import RunRanks, free_port
 from trivial_member import TrivialWorker
 
 from zorselike.elastic.contract import Generation, GenerationOver, Json, Request
@@ -469,3 +469,21 @@ def test_a_listener_that_knows_no_token_is_told_none() -> None:
 def test_what_the_environment_lacks_is_said(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_environment(TrivialWorker(), device_type="cpu", memory_bytes=0, environment=environment)
+
+
+def test_who_takes_the_founder_s_place_is_found_where_that_was(members: list[Member]) -> None:
+    port = free_port()
+    members.append(Member(found=1))
+    environment = {
+        "ZORSELIKE_JOB_TOKEN": TOKEN,
+        "ZORSELIKE_JOIN": f"127.0.0.1:{members[0].port}",
+        "ZORSELIKE_AGAIN_AT": f"127.0.0.1:{port}",
+    }
+
+    def join() -> Meeting:
+        return from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=environment)
+
+    with contextlib.closing(join()) as first, contextlib.closing(join()) as second:
+        assert first.member.port == port
+        assert second.member.port not in (0, port)  # It is taken: any other does.
+        assert ask("127.0.0.1", port, TOKEN, {"ask": "status"})["status"]["id"] == first.id

@@ -28,7 +28,8 @@ fd = int(os.environ["ZORSELIKE_NANNY_FD"])
 def say(**word): os.write(fd, json.dumps(word).encode() + b"\\n")
 say(id=str(os.getpid()), last=7)
 with open(sys.argv[1], "a") as file:
-    print(os.getpid(), os.environ.get("ZORSELIKE_JOIN"), os.environ.get("ZORSELIKE_FOUND"), file=file)
+    print(os.getpid(), os.environ.get("ZORSELIKE_JOIN"), os.environ.get("ZORSELIKE_FOUND"),
+          os.environ.get("ZORSELIKE_AGAIN_AT"), file=file)
 """
 
 
@@ -81,8 +82,8 @@ if not os.path.exists(sys.argv[1] + ".once"):
 """
     assert make(None, tmp_path, script, ZORSELIKE_FOUND="a:1", ZORSELIKE_MEMBERS="2").run() == 0
     first, second = starts(tmp_path)
-    assert first[1:] == ["None", "a:1"]
-    assert second[1:] == [f"{reached.address},127.0.0.1:1", "None"]
+    assert first[1:] == ["None", "a:1", "None"]
+    assert second[1:] == [f"{reached.address},127.0.0.1:1", "None", "a:1"]
     assert [(word["id"], word["last"]) for word in reached.words] == [(first[0], 7)]
 
 

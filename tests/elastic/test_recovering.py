@@ -20,7 +20,7 @@ from ranks import RunRanks
 import zorselike.elastic.running as elastic_running
 from tools.elastic.faults import make_plan
 from tools.elastic.ranks import Job, build_model
-from zorselike.elastic.contract import Generation, GenerationOver, Member
+from zorselike.elastic.contract import Generation, GenerationOver, Member, Request
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.running import Running
@@ -28,6 +28,8 @@ from zorselike.elastic.worker import ElasticWorker
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime import crossing
+from zorselike.runtime._compat import default_store
+from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.alarm.failure import is_echo, reason_of
 from zorselike.runtime.model.boundaries import StepInputs
 from zorselike.runtime.model.partition import _Decoder
@@ -78,6 +80,28 @@ def test_a_generation_that_ends_as_it_is_handed_over_is_heard_of() -> None:
         running.leave_alone()
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Options(), ""),
+        (Options(silence_s=3.0), ""),
+        (Options(seed=3), "seed is 3 in this process, and 0 in the job that it has joined"),
+        (Options(max_norm=2.0), "max_norm is 2.0 in this process, and None in the job"),
+    ],
+)
+def test_who_comes_with_other_arguments_says_so_and_nobody_else_fails(
+    options: Options, expected: str
+) -> None:
+    job = make_job()
+    members = make_members(job.plan.num_ranks)
+    offers: dict[str, Any] = {member.id: {"step": 0, "has_state": False} for member in members}
+    decided = make_worker(job).decide(Request("start", members, (), (), members, {}, offers, ()))
+    assert decided is not None
+    drawings = Drawings(lambda: build_model(job), options, torch.device("cpu"))
+    other = ElasticWorker(Leader(job.plan), drawings).find_other_settings(decided[1])
+    assert other.startswith(expected) and bool(other) == bool(expected)
+
+
 def form_after_failing(rank: int, world_size: int, folder: Path) -> int:
     """Rank 0 alone has begun to form a generation that ended meanwhile; both form the next one."""
     job = make_job()
@@ -109,6 +133,46 @@ def test_who_began_to_form_a_generation_forms_the_next_with_who_did_not(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     assert run_ranks(form_after_failing, 2, tmp_path, init=False) == [3, 3]
+
+
+def build_without_the_other(rank: int, world_size: int, folder: Path) -> float:
+    """Rank 1 is lost when the groups are there, before its alarm is; how long rank 0 then waits for it."""
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(port)
+    while not port.exists():
+        time.sleep(0.01)
+    generation = make_generation(1, make_job().plan)
+    generation = replace(generation, ranks=("id0", "id1"), port=int(port.read_text()))
+    running = Running(generation, f"id{rank}")
+    lost_s = 0.0
+
+    def interrupt() -> None:
+        nonlocal lost_s
+        lost_s = time.monotonic()
+        running.interrupt()
+
+    def build(on_loss: Any) -> Any:
+        if rank == 0:
+            threading.Timer(0.3, interrupt).start()
+            Alarm(0, 2, default_store(), on_loss=on_loss)
+
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            running.form("gloo", build, lambda _: None)
+    else:
+        running.form("gloo", build, lambda _: None)
+    waited_s = time.monotonic() - lost_s
+    running.leave_alone()
+    return waited_s
+
+
+def test_a_rank_that_is_lost_before_its_alarm_is_there_is_not_waited_for(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(build_without_the_other, 2, tmp_path, init=False)[0] < 10
 
 
 def fill_after_the_others_left(rank: int, world_size: int, folder: Path) -> list[bool]:

@@ -300,6 +300,19 @@ def test_the_first_of_a_node_speaks_for_all(
         assert argument != "--version" or rank or printed.out == f"zorselike {__version__}\n"
 
 
+def test_ctrl_c_while_the_first_of_a_node_speaks_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launcher.time, "sleep", interrupted)
+    launcher.report_mistake(ConfigError("wrong"))
+    assert capsys.readouterr().err == "error: wrong\n"
+
+
 def test_torchruns_report_names_a_wrong_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,3 +277,13 @@ def test_who_is_told_to_end_leaves_and_all_who_are_save(
     assert f"the same command goes on from step {step}" in log
     before = STEPS - 1  # After the last step the other run has validated.
     check(read_rows(folder / "left")[:before], expected[:before])
+
+
+def test_a_spare_takes_a_place_where_the_cards_decide_in_which_dtype_they_compute(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    """Those who were there knew the dtype by then, and it did not: that ended the job."""
+    folder, _ = unbroken
+    dtype = ("--training.mixed_precision_param", "auto")
+    ends = train(run_ranks, folder, *dtype, num=4, faults=((2, 3, (1,), signal.SIGKILL),), name="auto")
+    assert sorted(end.code for end in ends) == [-signal.SIGKILL, 0, 0, 0], [end.stderr for end in ends]

@@ -81,6 +81,8 @@ class Request:
     """What the leader has to decide about."""
 
     reason: Reason
+    members: tuple[Member, ...]
+    """All who live, those who leave and those who have arrived among them."""
     lost: tuple[Member, ...]
     """Gone since the last generation that ran."""
     leaving: tuple[Member, ...]

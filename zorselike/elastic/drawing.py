@@ -18,6 +18,7 @@ from zorselike.runtime._compat import settle_device_guard
 from zorselike.runtime.alarm.watch import OnLoss
 from zorselike.runtime.arguments import refuse_with_replicas
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
+from zorselike.runtime.comm.agreement import digest_parameters
 from zorselike.runtime.crossing import trace_plan
 from zorselike.runtime.host_checks import measure_parts
 from zorselike.runtime.loss import CountFn, LossFn, Unpack
@@ -82,6 +83,22 @@ class Drawings:
         self.memory_bytes = find_memory(device)
         self._dtype = options.param_dtype
         """Known from the first pipeline on, where the cards of the job decide."""
+        self._digest: int | None = None
+
+    def list_settings(self) -> dict[str, str]:
+        """In what all processes of a job must be alike, as this one was given it."""
+        if self._digest is None:
+            self._digest = digest_parameters(self._factory())
+        options = self._options
+        given: dict[str, object] = {
+            "seed": options.seed,
+            "max_norm": options.max_norm,
+            "clip": options.clip,
+            "param_dtype": options.param_dtype,
+            "dynamic_shapes": options.dynamic_shapes,
+            "the digest of the model's parameters": f"{self._digest:014x}",
+        }
+        return {name: str(value) for name, value in given.items()}
 
     def draw(self, plan: Plan, rank: int) -> None:
         """Draws it for one of its ranks; from any thread. Not before the cards have said in which dtype they

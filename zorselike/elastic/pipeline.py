@@ -89,6 +89,7 @@ class ElasticPipeline:
 
     Raises:
         ClusterError: From any call: the job has ended, or has gone on without this process.
+        ConfigError: From `wait`: this process was given other settings than the job that it has joined.
     """
 
     def __init__(
@@ -420,6 +421,9 @@ class ElasticPipeline:
                 logger.info("%s", left)
                 self.why_left = str(left)
                 return
+            if other := self.worker.find_other_settings(generation.decision):
+                self._running = None
+                raise ConfigError(f"{other}: start it with the same arguments, and the same model")
             running = self._running = Running(generation, self._control.id)
             self.worker.enter(running)
             try:

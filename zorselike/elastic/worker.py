@@ -82,13 +82,28 @@ class ElasticWorker:
 
     def decide(self, request: Request) -> tuple[tuple[str, ...], Json] | None:
         """See `Worker`."""
-        return self.leader.decide(request)
+        decided = self.leader.decide(request)
+        if decided is not None:
+            decided[1]["settings"] = self._drawings.list_settings()
+        return decided
 
     def prepare(self, ranks: tuple[str, ...], decision: Json) -> None:
         """See `Worker`."""
         plan = Plan.parse(decision["plan"])
-        if self.control.id in ranks:
+        if self.control.id in ranks and not self.find_other_settings(decision):
             self._drawings.draw(plan, ranks.index(self.control.id))
+
+    def find_other_settings(self, decision: Json) -> str:
+        """In what this process is not like the one that leads, if anything."""
+        own = self._drawings.list_settings()
+        return next(
+            (
+                f"{name} is {own.get(name)} in this process, and {value} in the job that it has joined"
+                for name, value in decision["settings"].items()
+                if own.get(name) != value
+            ),
+            "",
+        )
 
     def interrupt(self, number: int, lost: tuple[Member, ...]) -> None:
         """See `Worker`."""

@@ -138,7 +138,7 @@ class HeteroPipeline(Stateful):
         named_device = None if device is None else self.device.type
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
         settings = {"max_norm": max_norm, "clip": clip, "seed": seed, "param_dtype": param_dtype}
-        check_same(self.plan, model, {**settings, "dynamic_shapes": dynamic_shapes})
+        check_same(self.plan, model, {} if on_loss else {**settings, "dynamic_shapes": dynamic_shapes})
         dtype = choose_dtype(param_dtype, processes)
         self._scale = LossScale() if computes_in_fp16(model, dtype) else None
         compiled = compiled or compile_plan(

@@ -136,9 +136,7 @@ class Leader:
 
     def _list_members(self, request: Request) -> list[Member]:
         """All who stay, in the order of joining."""
-        known = {member.id: member for member in (*self.members, *request.leaving, *request.arrived)}
-        leaving = {member.id for member in request.leaving}
-        stay = [known[id] for id in request.offers if id in known and id not in leaving]
+        stay = [member for member in request.members if member not in request.leaving]
         return sorted(stay, key=lambda member: member.number)
 
     def _describe(self, members: Sequence[Member], refused: Sequence[str]) -> Situation:

@@ -17,6 +17,8 @@
   will be taken back, the member leaves likewise (`notice_url`).
 - `ZORSELIKE_RETURNS`: a nanny sets it for a worker that takes the place of a lost one, which then looks for
   its job for half a minute only: whom it joins has answered just now.
+- `ZORSELIKE_AGAIN_AT=HOST:PORT`: a nanny sets it for a worker that takes the place of the founder: it listens
+  where that did, if it can, so that the lines which people have still lead to the job.
 - `ZORSELIKE_NANNY_FD`: where this process tells its nanny that it lives, and whom to tell of its death.
 
 Under torchrun with a static rendezvous (`--master-addr`, `--master-port`, `--max-restarts 0`), srun or mpirun
@@ -27,6 +29,7 @@ several nodes is refused: where one of its agents ends, the others end their wor
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -47,6 +50,7 @@ from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime.alarm.heartbeat import local_addresses
 from zorselike.runtime.processes.identity import Identity, find_identity
+from zorselike.runtime.processes.same_kind import check_same_kind
 
 TOKEN = "ZORSELIKE_JOB_TOKEN"
 FOUND = "ZORSELIKE_FOUND"
@@ -58,6 +62,7 @@ NOTICE_FILE = "ZORSELIKE_NOTICE_FILE"
 NOTICE_URL = "ZORSELIKE_NOTICE_URL"
 NANNY_FD = "ZORSELIKE_NANNY_FD"
 RETURNS = "ZORSELIKE_RETURNS"
+AGAIN_AT = "ZORSELIKE_AGAIN_AT"
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _STORE_KEY = "zorselike/elastic/founder"
@@ -89,8 +94,9 @@ def from_environment(
     """This process's meeting, founded or joined as the environment says.
 
     Raises:
-        ConfigError: Variables are missing or contradict each other.
-        ClusterError: The launcher's store cannot be reached.
+        ConfigError: Variables are missing or contradict each other, or not all of a launcher's processes
+            have `[elastic] enable`.
+        ClusterError: The launcher's store cannot be reached, or not all come there in time.
     """
     identity = find_identity(environment)
     settings = settings or read_settings(environment)
@@ -113,8 +119,12 @@ def from_environment(
         if not environment.get(MEMBERS, "").isdecimal() or int(environment[MEMBERS]) < 1:
             raise ConfigError(f"{FOUND} is set, so {MEMBERS} must say with how many members the job starts")
         num_members = int(environment[MEMBERS])
+    own = host if found is not None else _address_towards(host, port)
     listener = listen(host if found is not None else "", port if found is not None else 0)
-    own = environment.get(HOST) or (host if found is not None else _address_towards(host, port))
+    if again := environment.get(AGAIN_AT):
+        with contextlib.suppress(ClusterError):
+            listener, own = listen(*read_address(AGAIN_AT, again)), read_address(AGAIN_AT, again)[0]
+    own = environment.get(HOST) or own
     member = make_member(
         own, listener.getsockname()[1], identity.node, identity.local_rank, device_type, memory_bytes
     )
@@ -192,6 +202,8 @@ def _meet_by_store(
             "or by torchrun with --master-addr and --master-port, or set MASTER_ADDR and MASTER_PORT"
         )
     store = _open_store(identity, host, int(port), environment) if identity.size > 1 else None
+    if store is not None:
+        check_same_kind(store, identity, is_elastic=True, timeout=_START_LIMIT)
     contact: list[tuple[str, int]] = []
     if identity.rank == 0 or store is None:
         listener = listen(host, 0)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from zorselike.elastic.contract import Json
 from zorselike.elastic.meeting.asking import ask
 from zorselike.elastic.meeting.environment import (
+    AGAIN_AT,
     FOUND,
     JOIN,
     MEMBERS,
@@ -103,6 +104,8 @@ class Nanny:
                     f"last {describe_end(code)}: given up; look at what they printed"
                 )
                 return code
+            if FOUND in self._environment:
+                self._environment[AGAIN_AT] = self._environment[FOUND]
             for name in (FOUND, MEMBERS, *_LAUNCHERS):
                 self._environment.pop(name, None)
             others = [address for address in self._members if address != contact]

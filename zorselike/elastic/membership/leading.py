@@ -364,6 +364,7 @@ class Leading:
         self._considered |= {member.id for member in arrived}
         request = Request(
             reason="change",
+            members=present,
             lost=tuple(member for member in base.members if member.id not in self._votes),
             leaving=tuple(member for member in present if member.id in leaving),
             arrived=arrived,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # Links alone need no torch.
 Message = dict[str, Any]
 
 _CONNECT_S = 3.0
+_LOOK_S = 0.5
+"""How often rank 0, while it waits for others, looks whether its store is still there."""
 _HELLO_S = 5.0
 _MAX_HELLO_BYTES = 4096
 _MAX_BYTES = 64 << 20
@@ -238,17 +240,18 @@ def _accept_all(
         store.set(key, json.dumps(invitation))
         try:
             while len(peers) < world_size - 1:
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection, _ = listener.accept()
+                connection = _await_connection(listener, store, key, deadline)
                 hello = _accept(connection, token)
                 if hello is not None:
                     number = int(hello["rank"])
                     if number in peers:  # It did not see the answer, and came by another address.
                         peers[number].link.close()
                     peers[number] = Peer(number, Link(connection), *_look_up(hello))
-        except TimeoutError:
+        except BaseException as error:
             for peer in peers.values():
                 peer.link.close()
+            if not isinstance(error, TimeoutError):
+                raise
             missing = sorted(set(range(1, world_size)) - set(peers))
             raise ClusterError(
                 f"ranks {missing} did not connect to rank 0 within {timeout_s:g} s; look at what they "
@@ -257,6 +260,19 @@ def _accept_all(
     for peer in peers.values():
         peer.link.send({"kind": "go"})
     return [peers[number] for number in sorted(peers)]
+
+
+def _await_connection(listener: socket.socket, store: Store, key: str, deadline: float) -> socket.socket:
+    """The next one. Raises `TimeoutError` after the deadline, and `RuntimeError` where the store has ended:
+    an elastic job ends this process's connection to it when a rank is lost, which then never comes."""
+    while True:
+        listener.settimeout(max(min(deadline - time.monotonic(), _LOOK_S), 0.001))
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+            store.check([key])
 
 
 def _accept(connection: socket.socket, token: str) -> Message | None:

@@ -56,16 +56,19 @@ def _check_same_settings(own: Mapping[str, object], group: dist.ProcessGroup) ->
 
 
 def _check_same_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """By names, shapes, dtypes, and whether they train."""
-    told = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
-    digest = int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
-    found = _gather(torch.tensor([digest], device="cpu"), group)[:, 0].tolist()
+    found = _gather(torch.tensor([digest_parameters(model)], device="cpu"), group)[:, 0].tolist()
     others = [process for process, other in enumerate(found) if other != found[0]]
     if others:
         raise ConfigError(
             f"the model of process {others[0]} has other parameters than that of process 0, or others that "
             "require no gradient; build it, and freeze it, alike on every rank"
         )
+
+
+def digest_parameters(model: nn.Module) -> int:
+    """Of names, shapes, dtypes, and whether they train."""
+    told = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
 
 
 def _check_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,8 @@ def report_mistake(error: Exception) -> None:
     """One line on standard error, which torchrun's own report then repeats."""
     if not is_first_of_node():
         # Ranks fail alike: the first of the node says why, and torchrun ends the others meanwhile.
-        time.sleep(_HEAD_START_S)
+        with suppress(KeyboardInterrupt):
+            time.sleep(_HEAD_START_S)
     message = f"error: {error}"
     print(message, file=sys.stderr, flush=True)
     _tell_torchrun(message)

@@ -18,6 +18,7 @@ from zorselike.errors import USER_ERRORS, ClusterError, ConfigError
 from zorselike.runtime._compat import Store
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.processes.identity import Identity, find_identity
+from zorselike.runtime.processes.same_kind import check_same_kind
 from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
 from zorselike.text.wording import first_line
 
@@ -148,7 +149,8 @@ def join_processes(
     """Joins the processes that a launcher started; one without a launcher stands alone.
 
     `device`: whose network carries `everyone`; `described`: the device that this process says it computes
-    on, if it is another. Raises `ClusterError` where the processes do not find each other in time.
+    on, if it is another. Raises `ClusterError` where the processes do not find each other in time, or some
+    are of an elastic job.
     """
     connect(device, timeout=timeout)
     processes = make_processes(device, timeout=timeout, described=described)
@@ -188,18 +190,19 @@ def choose_backend(device: torch.device) -> str:
 
 
 def connect(device: torch.device, *, timeout: timedelta) -> None:
-    """Makes the default process group; raises `ClusterError` where ranks do not find each other in time."""
+    """Makes the default process group; raises `ClusterError` where ranks do not find each other in time, or
+    some are of an elastic job."""
     identity, backend = find_identity(), choose_backend(device)
     try:
-        if identity.source == "torchrun" and identity.size > 1:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store = _open_store(identity, timeout)
-            dist.init_process_group(
-                backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
-            )
+        store = _open_store(identity, timeout)
+        if identity.size > 1:
+            whole = store.underlying_store if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
+            check_same_kind(whole, identity, is_elastic=False, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
+        )
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, USER_ERRORS):
             raise
         raise ClusterError(
             f"rank {identity.rank} on node {identity.node} could not join the others: {first_line(error)}; "
@@ -209,12 +212,20 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
 
 
 def _open_store(identity: Identity, timeout: timedelta) -> Store:
-    """What torchrun gives its processes, for those of other launchers; rank 0 keeps it."""
+    """torchrun's own; for processes of other launchers one that rank 0 keeps."""
     if identity.size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
+    if identity.source == "torchrun":
+        store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
+        return store
     address, port = _find_meeting_point(identity)
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, identity.size, is_master=identity.rank == 0, timeout=timeout
+        address,
+        port,
+        identity.size,
+        is_master=identity.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,  # Who does not come is named later.
     )
 
 
