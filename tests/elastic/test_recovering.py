@@ -34,6 +34,7 @@ from zorselike.runtime.alarm.failure import is_echo, reason_of
 from zorselike.runtime.model.boundaries import StepInputs
 from zorselike.runtime.model.partition import _Decoder
 from zorselike.runtime.model.signature import Signature, TensorSpec
+from zorselike.runtime.state.dtypes import dtype_name
 
 
 def make_job() -> Job:
@@ -98,8 +99,27 @@ def test_who_comes_with_other_arguments_says_so_and_nobody_else_fails(
     decided = make_worker(job).decide(Request("start", members, (), (), members, {}, offers, ()))
     assert decided is not None
     drawings = Drawings(lambda: build_model(job), options, torch.device("cpu"))
-    other = ElasticWorker(Leader(job.plan), drawings).find_other_settings(decided[1])
+    other = ElasticWorker(Leader(job.plan), drawings).take_settings(decided[1])
     assert other.startswith(expected) and bool(other) == bool(expected)
+
+
+def test_who_joins_computes_in_what_those_who_were_there_do() -> None:
+    """Its card may have no bfloat16, and would choose float16 for itself."""
+    job = make_job()
+    members = make_members(job.plan.num_ranks)
+    offers: dict[str, Any] = {member.id: {"step": 0, "has_state": False} for member in members}
+    request = Request("start", members, (), (), members, {}, offers, ())
+
+    def make(dtype: torch.dtype | None) -> tuple[ElasticWorker, Drawings]:
+        drawings = Drawings(lambda: build_model(job), Options(param_dtype="auto"), torch.device("cpu"))
+        drawings.compute_in(None if dtype is None else dtype_name(dtype))
+        return ElasticWorker(Leader(job.plan), drawings), drawings
+
+    for known in (torch.bfloat16, None):
+        (there, _), (new, drawings) = make(known), make(None)
+        decided = there.decide(request)
+        assert decided is not None and not new.take_settings(decided[1])
+        assert drawings.computes_in == (None if known is None else "BF16")
 
 
 def form_after_failing(rank: int, world_size: int, folder: Path) -> int:

@@ -28,6 +28,7 @@ from zorselike.runtime.model.boundaries import StepInputs, Traces
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype, computes_in_fp16
+from zorselike.runtime.state.dtypes import dtype_name, named_dtype
 from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 from zorselike.text.units import GIB
 
@@ -99,6 +100,17 @@ class Drawings:
             "the digest of the model's parameters": f"{self._digest:014x}",
         }
         return {name: str(value) for name, value in given.items()}
+
+    @property
+    def computes_in(self) -> str | None:
+        """The name of the dtype, where the cards of the job decide, and have."""
+        is_decided = self._options.param_dtype == "auto" and isinstance(self._dtype, torch.dtype)
+        return dtype_name(self._dtype) if is_decided else None  # type: ignore[arg-type]
+
+    def compute_in(self, name: str | None) -> None:
+        """Where cards decide, and have before this process came, in what they did."""
+        if name is not None and self._dtype == "auto":
+            self._dtype = named_dtype(name)
 
     def draw(self, plan: Plan, rank: int) -> None:
         """Draws it for one of its ranks; from any thread. Not before the cards have said in which dtype they

@@ -421,7 +421,7 @@ class ElasticPipeline:
                 logger.info("%s", left)
                 self.why_left = str(left)
                 return
-            if other := self.worker.find_other_settings(generation.decision):
+            if other := self.worker.take_settings(generation.decision):
                 self._running = None
                 raise ConfigError(f"{other}: start it with the same arguments, and the same model")
             running = self._running = Running(generation, self._control.id)

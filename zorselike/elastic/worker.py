@@ -83,19 +83,23 @@ class ElasticWorker:
     def decide(self, request: Request) -> tuple[tuple[str, ...], Json] | None:
         """See `Worker`."""
         decided = self.leader.decide(request)
-        if decided is not None:
-            decided[1]["settings"] = self._drawings.list_settings()
-        return decided
+        if decided is None:
+            return None
+        ranks, decision = decided
+        own = {"settings": self._drawings.list_settings(), "computes_in": self._drawings.computes_in}
+        return ranks, {**decision, **own}
 
     def prepare(self, ranks: tuple[str, ...], decision: Json) -> None:
         """See `Worker`."""
         plan = Plan.parse(decision["plan"])
-        if self.control.id in ranks and not self.find_other_settings(decision):
+        if self.control.id in ranks and not self.take_settings(decision):
             self._drawings.draw(plan, ranks.index(self.control.id))
 
-    def find_other_settings(self, decision: Json) -> str:
-        """In what this process is not like the one that leads, if anything."""
+    def take_settings(self, decision: Json) -> str:
+        """Computes in the dtype of those who were there before; gives in what this process is not like the
+        one that leads, if anything."""
         own = self._drawings.list_settings()
+        self._drawings.compute_in(decision["computes_in"])
         return next(
             (
                 f"{name} is {own.get(name)} in this process, and {value} in the job that it has joined"
