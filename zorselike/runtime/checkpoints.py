@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -118,7 +119,7 @@ class Checkpoints:
             seed=self._seed,
             loss_scale=None if self._scale is None else self._scale.state_dict(),
             schedule=None if self._schedulers is None or model_only else self._schedulers.state_dict(),
-            extra=extra,
+            extra=deepcopy(dict(extra)),  # The caller goes on changing its own.
             model_only=model_only,
         )
 
