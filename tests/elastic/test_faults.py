@@ -123,6 +123,12 @@ def test_mirrors_of_every_third_step_lose_no_more_than_three() -> None:
     assert any(report.num_lost for report in outcome.reports)
 
 
+def test_a_step_that_is_done_again_is_not_saved_again() -> None:
+    outcome = run(replace(make_small(Fault(5, 1, "kill", 0.5)), mirror_every=3, saves_at=(4,)))
+    assert all(report.num_lost for report in outcome.reports)
+    assert [report.saved for report in outcome.reports] == [[4, 4]] * len(outcome.reports)
+
+
 def test_two_losses_at_once_lose_nothing_where_a_third_has_their_mirrors() -> None:
     job = make_small(Fault(2, 0, "kill", 0.5, others=(2,)))  # All of node 0.
     outcome = run(job)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RunRanks
+from trivial_member import TrivialWorker
 
 import zorselike.elastic.running as elastic_running
 from tools.elastic.faults import make_plan
@@ -23,14 +24,16 @@ from tools.elastic.ranks import Job, build_model
 from zorselike.elastic.contract import Generation, GenerationOver, Member, Request
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
+from zorselike.elastic.meeting.environment import from_environment
 from zorselike.elastic.running import Running
 from zorselike.elastic.worker import ElasticWorker
-from zorselike.errors import ConfigError
+from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime import crossing
 from zorselike.runtime._compat import default_store
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.alarm.failure import is_echo, reason_of
+from zorselike.runtime.alarm.heartbeat import refuse_loopback
 from zorselike.runtime.model.boundaries import StepInputs
 from zorselike.runtime.model.partition import _Decoder
 from zorselike.runtime.model.signature import Signature, TensorSpec
@@ -398,3 +401,32 @@ def test_only_models_without_values_are_kept_by_the_dozen(is_light: bool) -> Non
     for plan in (job.plan, *leader.foresee()):
         drawings.draw_ahead(plan)
     assert len(drawings._drawn) == (4 if is_light else 1)
+
+
+@pytest.fixture
+def loopback_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own name means a loopback address."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+@pytest.mark.usefixtures("loopback_name")
+def test_a_node_that_gloo_would_name_by_loopback_says_so_before_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generation = make_generation(1, make_job().plan)
+    members = tuple(replace(own, host=f"10.0.0.{own.number}") for own in generation.members)
+    running = Running(replace(generation, members=members, port=store.port), "id0")
+    with pytest.raises(ClusterError, match=r"localhost, means .* GLOO_SOCKET_IFNAME"):
+        running.form("gloo", lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]
+    running.leave_alone()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    refuse_loopback()
+
+
+@pytest.mark.usefixtures("loopback_name")
+def test_who_would_join_another_node_by_loopback_is_refused_before() -> None:
+    environment = {"ZORSELIKE_JOB_TOKEN": "ours", "ZORSELIKE_JOIN": "192.0.2.1:29600"}
+    with pytest.raises(ClusterError, match=r"localhost, means .* GLOO_SOCKET_IFNAME"):
+        from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=environment)

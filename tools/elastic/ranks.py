@@ -315,8 +315,6 @@ def train(job: Job, member: int, folder: Path, port: int, contact: Sequence[int]
 
 def save(pipe: ElasticPipeline, folder: Path, report: Report) -> bool:
     """Whether there is nothing to be seen to before the next step."""
-    if pipe.num_steps in report.saved:
-        return True
     generation = pipe.generation
     try:
         done = pipe.save(folder)

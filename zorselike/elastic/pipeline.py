@@ -305,7 +305,8 @@ class ElasticPipeline:
 
     def save(self, folder: str | Path, *, wait: bool = True, model_only: bool = False) -> Save | None:
         """As `HeteroPipeline.save`, with `extra`. None also where ranks were lost before it was done: the
-        checkpoints that are there stay. Where too many are lost at once, the job goes back to the newest."""
+        checkpoints that are there stay. Where too many are lost at once, the job goes back to the newest. A
+        step that is done again is not saved again."""
         pipe, running = self._here()
         try:
             with running.inside():
@@ -447,6 +448,8 @@ class ElasticPipeline:
         )
         self._schedulers.attach(running.pipe)
         self._control.formed()
+        if running.pipe is not None:
+            running.pipe.checkpoints.history = worker.save_history
         if source is not None:
             arrived = running.fill(decision["givers"], worker.copies_of(source))
             if arrived is not None and running.pipe is not None:

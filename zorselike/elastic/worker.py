@@ -22,6 +22,7 @@ from zorselike.runtime.comm.connections import Connections
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.result import Sums
 from zorselike.runtime.state.save import Save
+from zorselike.runtime.state.save_history import SaveHistory
 
 logger = logging.getLogger("zorselike")
 
@@ -41,6 +42,7 @@ class ElasticWorker:
         """A step, and what all its ranks came to."""
         self.checkpoint: str | None = None
         """Where a state is that nobody need have in memory."""
+        self.save_history = SaveHistory()
         self._saving: Save | None = None
         """On its way there, or elsewhere."""
         self._lock = threading.Lock()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +25,7 @@ from zorselike.runtime.ministage.updates import LossScale
 from zorselike.runtime.state.load import Loader
 from zorselike.runtime.state.pretrained import NameOf, PretrainedWeights, find_fingerprint
 from zorselike.runtime.state.save import AfterCommit, RunFacts, Save, Saver
+from zorselike.runtime.state.save_history import SaveHistory
 from zorselike.runtime.state.schedulers import LRSchedulers
 from zorselike.runtime.state.together import gather_by_rank
 
@@ -54,6 +57,8 @@ class Checkpoints:
         """Rows trained on, counted in the same way."""
         self.must_load = must_load
         """Whether parameters have no values: a load that had begun to fill has failed, or none has begun."""
+        self.history: SaveHistory | None = None
+        """Of a job that may do steps again."""
 
     def count_step(self) -> None:
         """A step has been taken."""
@@ -97,16 +102,23 @@ class Checkpoints:
         stages: bool,
         after: AfterCommit | None,
     ) -> Save | None:
-        """None if an earlier save is still on its way; collective."""
-        saver = self._make_saver()
+        """None if an earlier save is still on its way; what is there if the step was saved before it was done
+        again. Collective."""
+        folder, saver = folder.absolute(), self._make_saver()
         if not saver.is_idle():
             return None
+        if self.history is not None:
+            path = folder / step_folder(self.num_steps)
+            is_there = self.history.has(path, model_only=model_only)
+            if any(gather_by_rank(self._assembly.state, is_there)):
+                return Save.made(path, self.num_steps)
         failure: CheckpointError | ConfigError | None = None
         try:
             facts = self.facts(extra, model_only=model_only)
         except (CheckpointError, ConfigError) as error:
             failure, facts = error, replace(self.facts({}, model_only=True), model_only=model_only)
-        return saver.start(folder.absolute(), facts, stages=stages, after=after, failure=failure)
+        note = None if self.history is None else partial(self.history.note, model_only=model_only)
+        return saver.start(folder, facts, stages=stages, after=after, failure=failure, note=note)
 
     def facts(self, extra: Mapping[str, Any], *, model_only: bool = False) -> RunFacts:
         """What is to be kept beside the tensors. `CheckpointError` or `ConfigError` for what JSON cannot
@@ -118,7 +130,7 @@ class Checkpoints:
             seed=self._seed,
             loss_scale=None if self._scale is None else self._scale.state_dict(),
             schedule=None if self._schedulers is None or model_only else self._schedulers.state_dict(),
-            extra=extra,
+            extra=deepcopy(dict(extra)),  # The caller goes on changing its own.
             model_only=model_only,
         )
 

@@ -117,6 +117,11 @@ def fail_to_save(rank: int, size: int, folder: Path) -> list[str]:
         said.append(refused(lambda: pipe.save(folder, extra={"seen": {rank}})))
         pipe.save(folder, extra={"seen": 7} if rank == 1 else {})
         assert pipe.load(folder).extra == {"seen": 7}
+        extra = {"seen": [7]}
+        in_background = pipe.save(folder / "beside", extra=extra, wait=False)
+        extra["seen"].append(rank)
+        assert in_background is not None
+        assert pipe.load(in_background.wait()).extra == {"seen": [7]}
         pipe.step_global(*CASE.batch(3))
     assert [path.name for path in Path.cwd().iterdir()] == ["kept"]
     return said

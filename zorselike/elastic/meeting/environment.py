@@ -48,7 +48,7 @@ from zorselike.elastic.meeting.meeting import Meeting, make_member
 from zorselike.elastic.meeting.notice_url import NoticeUrl
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
-from zorselike.runtime.alarm.heartbeat import local_addresses
+from zorselike.runtime.alarm.heartbeat import local_addresses, refuse_loopback
 from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.same_kind import check_same_kind
 
@@ -182,6 +182,15 @@ def _address_towards(host: str, port: int) -> str:
         return local_addresses()[0]
 
 
+def _is_elsewhere(host: str, port: int) -> bool:
+    """Whether an address is another machine's: to its own this one sends from the same."""
+    with contextlib.suppress(OSError):
+        own = _address_towards(host, port)
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)}
+        return own not in found
+    return False
+
+
 def _meet_by_store(
     worker: Worker,
     identity: Identity,
@@ -236,6 +245,8 @@ def _begin(
     settings: Settings,
     environment: Mapping[str, str],
 ) -> Meeting:
+    if contact and _is_elsewhere(*contact[0]):
+        refuse_loopback()
     notice, nanny = environment.get(NOTICE_FILE), environment.get(NANNY_FD)
     meeting = Meeting(
         worker,

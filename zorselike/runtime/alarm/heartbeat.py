@@ -388,6 +388,24 @@ def local_addresses() -> list[str]:
     return [*dict.fromkeys([*far, socket.gethostname()]), _LOOPBACK]
 
 
+def refuse_loopback() -> None:
+    """Before this process connects to those of other nodes. `ClusterError` where Gloo would have these reach
+    it at a loopback address: it takes that of the host's name, which is 127.0.1.1 on many a Debian."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    host, address = socket.gethostname(), _LOOPBACK  # Gloo's, where the name means nothing.
+    with contextlib.suppress(OSError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        if not all(one.startswith("127.") or one == "::1" for one in found):
+            return
+        address = found[0]
+    raise ClusterError(
+        f"this node's own name, {host}, means {address}, where no other node reaches it: name the network "
+        "interface by which nodes reach each other in GLOO_SOCKET_IFNAME (zorselike doctor lists them), or "
+        "mend /etc/hosts"
+    )
+
+
 def _interface_address(name: str) -> list[str]:
     """The IPv4 address of a network interface, on Linux."""
     if sys.platform != "linux" or not name:

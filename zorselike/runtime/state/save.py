@@ -82,6 +82,8 @@ class Save:
         """Of the checkpoint, once it is there."""
         self.error: str | None = None
         """Why there is none."""
+        self.is_interrupted = False
+        """Whether another rank was lost in it: it may be there all the same."""
         self.warnings: list[str] = []
         """What went wrong after it was there."""
         self.num_bytes = 0
@@ -89,6 +91,14 @@ class Save:
         self.seconds = 0.0
         self.finished = threading.Event()
         """Set when it has succeeded or failed, as far as this rank knows."""
+
+    @classmethod
+    def made(cls, path: Path, step: int) -> Save:
+        """One that is there already."""
+        save = cls(step, path.parent)
+        save.path = path
+        save.finished.set()
+        return save
 
     def wait(self) -> Path:
         """Waits until it is done, and returns the checkpoint's folder.
@@ -147,11 +157,15 @@ class Saver:
         stages: bool,
         after: AfterCommit | None,
         failure: CheckpointError | ConfigError | None,
+        note: Callable[[Save], None] | None = None,
     ) -> Save:
         """Begins to save into an absolute path, or where there is a `failure`, to say so; collective. Without
         `stages`, and where the host has no room for copies, it returns when all is written, else when the
-        next step may begin. `after` is called in the thread of each rank that completed a folder, with it."""
+        next step may begin. `after` is called in the thread of each rank that completed a folder, with it;
+        `note` before anything is done."""
         save = Save(facts.step, folder, after)
+        if note is not None:
+            note(save)
         try:
             if failure is not None:
                 raise failure
@@ -194,6 +208,7 @@ class Saver:
         self._thread.abandon()
         if self._newest is not None and not self._newest.finished.is_set():
             self._newest.error = f"saving step {self._newest.step} was interrupted: another rank is gone"
+            self._newest.is_interrupted = True
             self._newest.finished.set()
         for lease in self._leases.values():
             lease.release()
@@ -210,6 +225,7 @@ class Saver:
         except Exception as error:
             # A collective of this thread has failed: another rank has gone.
             save.error = f"saving step {save.step} was interrupted: {first_line(error)}"
+            save.is_interrupted = True
         finally:
             snapshot.close()
             save.seconds = time.perf_counter() - began

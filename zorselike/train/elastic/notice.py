@@ -31,7 +31,11 @@ class Notice:
         """In a thread, at the first signal."""
         pipe = self.pipe
         if pipe is None or pipe.generation == 0:
-            print("zorselike: ended before the job has begun", file=sys.stderr, flush=True)
+            print(
+                "zorselike: ended before this process was given a part in its job",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(128 + number)
         if self._notice_s:
             timer = threading.Timer(self._notice_s, self._end, (number,))
