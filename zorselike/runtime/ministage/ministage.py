@@ -199,6 +199,8 @@ class ShardedMinistage:
             self._publish()
             self.state.find_moments()
         self._updated = update.record()
+        if update is not self._streams.update:
+            self._streams.update.wait(self._updated)  # The end of a step waits for that one.
         self.shards.note_update(self._updated)
         self.gradients.drop(self.trained, self._updated)
 
