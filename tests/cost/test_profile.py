@@ -279,7 +279,12 @@ def test_what_is_wrong_is_named(change: Callable[[dict[str, Any]], object], mess
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is not JSON"), ("[]", r"the file is \[\]; it must be a table"), ("{'a': 1}", "is not JSON")],
+    [
+        ("", "is not JSON"),
+        ("[]", r"the file is \[\]; it must be a table"),
+        ("5", "the file is 5; it must be a table"),
+        ("{'a': 1}", "is not JSON"),
+    ],
 )
 def test_what_is_no_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"

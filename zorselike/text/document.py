@@ -96,8 +96,8 @@ def parse_text(text: str, syntax: Literal["TOML", "JSON"]) -> Mapping[str, Any]:
 def _refuse_depth(content: object) -> None:
     """Raises `FileError` for what could not even be shown in an error: long dotted keys nest without
     recursion."""
-    level: list[Any] = [content]
-    for _ in range(_MAX_DEPTH):
+    level: list[Any] = [[content]]  # The file itself may be a number.
+    for _ in range(_MAX_DEPTH + 1):
         inside = [item.values() if isinstance(item, dict) else item for item in level]
         level = [item for items in inside for item in items if isinstance(item, dict | list)]
         if not level:

@@ -115,6 +115,9 @@ def test_alike_nodes_are_told_apart_by_their_links_alone() -> None:
     faster = replace(cluster, node_links={("a", "b"): Link(2e9)})
     assert describe(faster, (0, 1), (2, 3, 4, 5)) == describe(faster, (0, 1, 4, 5), (2, 3))
     assert describe(faster, (0, 1), (2, 3, 4, 5)) != describe(faster, (0, 1, 2, 3), (4, 5))
+    far = replace(cluster, node_links={("a", "b"): Link(1e9, latency_s=0.1)})
+    assert describe(far, (0, 1), (2, 3, 4, 5)) == describe(far, (0, 1, 4, 5), (2, 3))
+    assert describe(far, (0, 1), (2, 3, 4, 5)) != describe(far, (0, 1, 2, 3), (4, 5))
 
 
 def test_the_papers_groupings_are_candidates() -> None:

@@ -64,8 +64,8 @@ class Bandwidths:
 
     @cached_property
     def pair_codes(self) -> NDArray[np.int64]:
-        """A number for all that matters of two devices, by their blocks: what they are, their bandwidth, and
-        whether they are on one node [num_blocks, num_blocks]."""
+        """A number for all that matters of two devices, by their blocks: what they are, their bandwidth, the
+        link that names their nodes, and whether they are on one node [num_blocks, num_blocks]."""
         nodes = [replace(self.cluster.nodes[block.node], name="") for block in self.blocks]
         names = [(b.type, b.memory_bytes, node) for b, node in zip(self.blocks, nodes, strict=True)]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
@@ -75,6 +75,12 @@ class Bandwidths:
         pairs = kinds[:, None] * len(numbers) + kinds
         codes: NDArray[np.int64] = (pairs * len(distinct) + rates.reshape(pairs.shape)) * 2
         codes += on_node[:, None] == on_node
+        links = {link: i for i, link in enumerate(dict.fromkeys(self.cluster.node_links.values()), start=1)}
+        codes *= len(links) + 1  # Links of one bandwidth may differ in latency, or for small transfers.
+        blocks = {node.name: np.flatnonzero(on_node == n) for n, node in enumerate(self.cluster.nodes)}
+        for (a, b), link in self.cluster.node_links.items():
+            for first, second in ((a, b), (b, a)):
+                codes[np.ix_(blocks[first], blocks[second])] += links[link]
         return codes
 
     @cached_property
