@@ -589,7 +589,6 @@ SCENES: tuple[tuple[int, list[Run]], ...] = (
             make_run(one_group(2, 1), ("optimizer",), max_norm=0.1, optimizer="no state"),
             make_run(one_group(2, 1), EVERYTHING, "layer", torch.bfloat16, 0.1),
             make_run(one_group(2, 1), EVERYTHING, optimizer=REPLACING, num_steps=3, breaks_at=0.3),
-            make_run(one_group(2, 1), ("optimizer",), max_norm=0.1, optimizer="no state"),
         ],
     ),
     (
