@@ -112,6 +112,10 @@ def test_alike_nodes_are_told_apart_by_their_links_alone() -> None:
     assert describe(cluster, (0, 1), (2, 3, 4, 5)) == describe(cluster, (0, 1, 4, 5), (2, 3))
     assert describe(cluster, (0, 1, 2), (3, 4, 5)) != describe(cluster, (0, 2, 4), (1, 3, 5))
     assert describe(cluster, *rest, (2,), (3,)) != describe(cluster, *rest, (2, 3))
+    eight = replace(cluster, nodes=(*(replace(own, devices=("T4",) * 8) for own in cluster.nodes),))
+    assert describe(eight, (0, 1, 2, 3, 8, 16), (*range(4, 8), *range(9, 16), *range(17, 24))) != describe(
+        eight, (0, 1, 2, 8, 9, 10), (*range(3, 8), *range(11, 24))
+    )
     faster = replace(cluster, node_links={("a", "b"): Link(2e9)})
     assert describe(faster, (0, 1), (2, 3, 4, 5)) == describe(faster, (0, 1, 4, 5), (2, 3))
     assert describe(faster, (0, 1), (2, 3, 4, 5)) != describe(faster, (0, 1, 2, 3), (4, 5))

@@ -90,13 +90,19 @@ class Bandwidths:
         numbers = np.random.default_rng(0).integers(2**63, size=len(distinct), dtype=np.uint64)
         return numbers[index.reshape(self.pair_codes.shape)]
 
+    @cached_property
+    def _count_numbers(self) -> NDArray[np.uint64]:
+        """The same for numbers of devices of a block: 4, 1 and 1 have the same squares as 3 and 3."""
+        most = max(len(block.devices) for block in self.blocks)
+        return np.random.default_rng(1).integers(2**63, size=most + 1, dtype=np.uint64)
+
     def describe(self, partition: Partition) -> Hashable:
         """Equal for partitions that differ only in which of alike devices, or of alike nodes, are where."""
         counts = np.zeros((len(partition), len(self.blocks)), dtype=np.uint64)
         for g, group in enumerate(partition):
             for block, number in self.count_blocks(group):
-                counts[g, block] = number
-        # Sums over the pairs of devices of each two groups, modulo 2^64: equal for equal pairs.
+                counts[g, block] = self._count_numbers[number]
+        # Sums over the pairs of blocks of each two groups, modulo 2^64: equal for equal pairs.
         sums = counts @ self._pair_numbers @ counts.T
         inside = sums.diagonal().tolist()
         others = [sorted(own) for own in sums.tolist()]
