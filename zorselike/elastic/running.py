@@ -147,10 +147,10 @@ class Running:
             raise GenerationOver
         if self.rank is None:
             return
-        _say_who_this_is(generation, self.rank)
         hosts = {member.host for member in generation.members if member.id in generation.ranks}
         if len({*nodes_of(generation)}) > 1 and len(hosts - {"localhost", "127.0.0.1", "::1"}) > 1:
             refuse_loopback()
+        _say_who_this_is(generation, self.rank)
         if "nccl" in backend:  # Else its watchdog ends this process for the end of another one. Not seen yet.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         size = len(generation.ranks)
