@@ -18,7 +18,7 @@ from zorselike.runtime._compat import settle_device_guard
 from zorselike.runtime.alarm.watch import OnLoss
 from zorselike.runtime.arguments import refuse_with_replicas
 from zorselike.runtime.assembly import CompiledPlan, compile_plan
-from zorselike.runtime.comm.agreement import digest_parameters
+from zorselike.runtime.comm.agreement import SETTINGS, digest_parameters
 from zorselike.runtime.crossing import trace_plan
 from zorselike.runtime.host_checks import measure_parts
 from zorselike.runtime.loss import CountFn, LossFn, Unpack
@@ -90,16 +90,8 @@ class Drawings:
         """In what all processes of a job must be alike, as this one was given it."""
         if self._digest is None:
             self._digest = digest_parameters(self._factory())
-        options = self._options
-        given: dict[str, object] = {
-            "seed": options.seed,
-            "max_norm": options.max_norm,
-            "clip": options.clip,
-            "param_dtype": options.param_dtype,
-            "dynamic_shapes": options.dynamic_shapes,
-            "the digest of the model's parameters": f"{self._digest:014x}",
-        }
-        return {name: str(value) for name, value in given.items()}
+        given = {name: str(getattr(self._options, name)) for name in SETTINGS}
+        return {**given, "the digest of the model's parameters": f"{self._digest:014x}"}
 
     @property
     def computes_in(self) -> str | None:

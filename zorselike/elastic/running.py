@@ -24,7 +24,7 @@ from zorselike.elastic.switch import Arrived, fill
 from zorselike.elastic.wire import Wire
 from zorselike.runtime._compat import Store, forget_unmade_world
 from zorselike.runtime.alarm.failure import Failure, is_echo, reason_of
-from zorselike.runtime.alarm.heartbeat import refuse_loopback
+from zorselike.runtime.alarm.heartbeat import LOOPBACK_HOSTS, refuse_loopback
 from zorselike.runtime.alarm.watch import OnLoss
 from zorselike.runtime.comm.connections import Connections
 from zorselike.runtime.leaving import forget
@@ -148,7 +148,7 @@ class Running:
         if self.rank is None:
             return
         hosts = {member.host for member in generation.members if member.id in generation.ranks}
-        if len({*nodes_of(generation)}) > 1 and len(hosts - {"localhost", "127.0.0.1", "::1"}) > 1:
+        if len({*nodes_of(generation)}) > 1 and len(hosts - LOOPBACK_HOSTS) > 1:
             refuse_loopback()
         _say_who_this_is(generation, self.rank)
         if "nccl" in backend:  # Else its watchdog ends this process for the end of another one. Not seen yet.

@@ -179,9 +179,11 @@ class Settled:
             if trains and not train:
                 continue
             if module._parameters[key].requires_grad is not trains:  # type: ignore[union-attr]
-                was, now, mend = "frozen", "a", "to train it"
-                if trains:
-                    was, now, mend = "trained", "no", "to freeze it, or set its learning rate to 0"
+                was, now, mend = (
+                    ("trained", "no", "to freeze it, or set its learning rate to 0")
+                    if trains
+                    else ("frozen", "a", "to train it")
+                )
                 raise ConfigError(
                     f"'{join(name, key)}' was {was} when this pipeline was made, and now requires {now} "
                     f"gradient: build another pipeline {mend}"

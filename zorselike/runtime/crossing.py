@@ -14,6 +14,7 @@ from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.host_checks import check_host_room, reserve_activations, reserve_state
 from zorselike.runtime.model.boundaries import StepInputs, Trace, Traces, trace_step
 from zorselike.runtime.model.signature import Signature, describe_kwargs
+from zorselike.runtime.state.together import gather_by_rank
 from zorselike.runtime.tensor_parallel.position_check import refuse_mixed_positions
 
 
@@ -94,19 +95,20 @@ class Crossing:
         """Raises `ConfigError` on every rank where one that computes rows lacks a keyword argument that
         others were given, and that its ministages take: it would compute its rows without."""
         assembly = self._assembly
-        own = assembly.ranks.rank
         given = {name for name, value in kwargs.items() if value is not None}
-        takes = {name for i in assembly.ministages for name in assembly.compiled.parts[i].accepts}
-        has_rows = bool(assembly.plan.microbatches_of_rank(own))
-        told: list[Any] = [None] * assembly.ranks.world_size
-        dist.all_gather_object(told, (own, given, takes if has_rows else set()), group=assembly.control)
-        for rank, others, taken in sorted(told, key=lambda entry: entry[0]):
-            for giver, offered, _ in told:
-                if missing := sorted((offered & taken) - others):
-                    raise ConfigError(
-                        f"rank {rank} was given no {missing[0]}=, and rank {giver} was: pass it on every "
-                        "rank, of the rows pipe.rows, or as Broadcast(value)"
-                    )
+        takes: set[str] = set()
+        if assembly.plan.microbatches_of_rank(assembly.ranks.rank):
+            takes = {name for i in assembly.ministages for name in assembly.compiled.parts[i].accepts}
+        told = gather_by_rank(assembly.state, (given, takes))
+        givers: dict[str, int] = {}
+        for rank, (names, _) in enumerate(told):
+            givers |= dict.fromkeys(names - givers.keys(), rank)
+        for rank, (names, taken) in enumerate(told):
+            if missing := sorted((givers.keys() & taken) - names):
+                raise ConfigError(
+                    f"rank {rank} was given no {missing[0]}=, and rank {givers[missing[0]]} was: pass it on "
+                    "every rank, of the rows pipe.rows, or as Broadcast(value)"
+                )
 
     def _tell(self, feeds: tuple[Tensor, ...] | None) -> Signature:
         """The shape of the inputs, which the rank of the first microbatch knows."""

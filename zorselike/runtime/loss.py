@@ -47,14 +47,13 @@ def count_valid_tokens(targets: Tensor) -> Tensor:
 def count_targets(count_fn: CountFn, targets: Any) -> float:
     """What `count_fn` counts; raises `ConfigError` where that is no number of targets."""
     count = count_fn(targets)
-    shown = _show(count)
-    if isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1):
-        number = float(count)
-        if 0 <= number < math.inf:
-            return number
-        shown = f"{number:g}"
+    is_one = isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)
+    number = float(count) if is_one else math.nan
+    if 0 <= number < math.inf:
+        return number
     raise ConfigError(
-        f"count_fn must return one number, how many targets loss_fn sums over; it returned {shown}"
+        "count_fn must return one number, how many targets loss_fn sums over; it returned "
+        f"{f'{number:g}' if is_one else _show(count)}"
     )
 
 

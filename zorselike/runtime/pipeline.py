@@ -23,7 +23,7 @@ from zorselike.runtime.assembly import Assembly, CompiledPlan, compile_plan, fin
 from zorselike.runtime.auxiliary_loss import weighing
 from zorselike.runtime.batch import Batch, RankRows, as_tensors
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
-from zorselike.runtime.comm.agreement import check_same
+from zorselike.runtime.comm.agreement import SETTINGS, check_same
 from zorselike.runtime.comm.connections import Connections
 from zorselike.runtime.comm.ranks import Groups
 from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
@@ -137,8 +137,9 @@ class HeteroPipeline(Stateful):
         self.device = use_device(device)
         named_device = None if device is None else self.device.type
         ranks, processes = find_ranks(self.plan, self.device, named_device=named_device)
-        settings = {"max_norm": max_norm, "clip": clip, "seed": seed, "param_dtype": param_dtype}
-        check_same(self.plan, model, {} if on_loss else {**settings, "dynamic_shapes": dynamic_shapes})
+        given = max_norm, clip, seed, param_dtype, dynamic_shapes
+        # The members of an elastic job have compared theirs.
+        check_same(self.plan, model, {} if on_loss else dict(zip(SETTINGS, given, strict=True)))
         dtype = choose_dtype(param_dtype, processes)
         self._scale = LossScale() if computes_in_fp16(model, dtype) else None
         compiled = compiled or compile_plan(

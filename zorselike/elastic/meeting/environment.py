@@ -48,7 +48,7 @@ from zorselike.elastic.meeting.meeting import Meeting, make_member
 from zorselike.elastic.meeting.notice_url import NoticeUrl
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
-from zorselike.runtime.alarm.heartbeat import local_addresses, refuse_loopback
+from zorselike.runtime.alarm.heartbeat import LOOPBACK_HOSTS, local_addresses, refuse_loopback
 from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.same_kind import check_same_kind
 
@@ -64,7 +64,6 @@ NANNY_FD = "ZORSELIKE_NANNY_FD"
 RETURNS = "ZORSELIKE_RETURNS"
 AGAIN_AT = "ZORSELIKE_AGAIN_AT"
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _STORE_KEY = "zorselike/elastic/founder"
 _START_LIMIT = timedelta(minutes=10)
 _RETURN_LIMIT_S = 30.0
@@ -226,7 +225,7 @@ def _meet_by_store(
         except RuntimeError as error:
             raise ClusterError(f"rank 0 did not say where it founds the job, in {_START_LIMIT}") from error
         contact, token = [(str(where["host"]), int(where["port"]))], str(where["token"])
-        listener = listen("127.0.0.1" if contact[0][0] in _LOOPBACK else "", 0)
+        listener = listen("127.0.0.1" if contact[0][0] in LOOPBACK_HOSTS else "", 0)
         own = environment.get(HOST) or _address_towards(*contact[0])
     member = make_member(
         own, listener.getsockname()[1], identity.node, identity.local_rank, device_type, memory_bytes

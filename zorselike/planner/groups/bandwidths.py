@@ -77,7 +77,11 @@ class Bandwidths:
         codes += on_node[:, None] == on_node
         links = {link: i for i, link in enumerate(dict.fromkeys(self.cluster.node_links.values()), start=1)}
         codes *= len(links) + 1  # Links of one bandwidth may differ in latency, or for small transfers.
-        blocks = {node.name: np.flatnonzero(on_node == n) for n, node in enumerate(self.cluster.nodes)}
+        numbers_of = {node.name: n for n, node in enumerate(self.cluster.nodes)}
+        blocks = {
+            name: np.flatnonzero(on_node == numbers_of[name])
+            for name in {name for pair in self.cluster.node_links for name in pair}
+        }
         for (a, b), link in self.cluster.node_links.items():
             for first, second in ((a, b), (b, a)):
                 codes[np.ix_(blocks[first], blocks[second])] += links[link]

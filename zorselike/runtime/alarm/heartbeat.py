@@ -39,6 +39,8 @@ _HELLO_S = 5.0
 _MAX_HELLO_BYTES = 4096
 _MAX_BYTES = 64 << 20
 _LOOPBACK = "127.0.0.1"
+LOOPBACK_HOSTS = frozenset(("localhost", _LOOPBACK, "::1"))
+"""Names of a machine that mean something to itself alone."""
 
 
 class Page:

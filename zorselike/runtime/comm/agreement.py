@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,13 @@ from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.text.wording import list_few
 
+SETTINGS = ("max_norm", "clip", "seed", "param_dtype", "dynamic_shapes")
+"""Arguments of a pipeline that have to be the same on all ranks."""
 _SAMPLED = 512
 """Elements of a sample, a row at least."""
 
 
-def check_same(plan: Plan, model: nn.Module, settings: Mapping[str, object] = MappingProxyType({})) -> None:
+def check_same(plan: Plan, model: nn.Module, settings: Mapping[str, object]) -> None:
     """Raises `PlanError` where processes run different plans (an old copy on one node, say) and `ConfigError`
     where they have different settings, by the names of arguments, or models: other parameters, or, where a
     model has weights already, other weights. Collective over all processes."""

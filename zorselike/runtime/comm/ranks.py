@@ -98,9 +98,11 @@ class Groups:
     def are_there(self) -> bool:
         """Whether the caller has not destroyed them, with the default group and all others."""
         try:
-            return all(dist.get_rank(group) >= 0 for group in self._made[:1])
+            for group in self._made[:1]:  # All went, or none.
+                dist.get_rank(group)
         except ValueError:
             return False
+        return True
 
     def close(self) -> None:
         while self._made:
