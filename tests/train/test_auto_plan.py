@@ -197,6 +197,23 @@ def test_what_has_changed_since_is_one_error_with_the_mend(first: tuple[str, Pat
     assert "was made for another workload (llama debug, " in said and said.endswith(mend)
 
 
+def test_a_plan_that_no_longer_fits_the_cluster_file_is_refused(
+    first: tuple[str, Path], tmp_path: Path
+) -> None:
+    kept = copy_of(first[1], tmp_path)
+    cluster = Cluster.load(kept / "cluster.toml")
+    (kept / "cluster.toml").write_text(replace(cluster, currency="EUR").to_text())
+    again = fine(run(tmp_path, "--training.steps", "1"))
+    assert f"{kept / 'cluster.toml'} has changed since {kept / 'plan.toml'} was made; remove" in again
+    nodes = tuple(
+        replace(node, memory_bytes=(2**20,)) if node.name == "b" else node for node in cluster.nodes
+    )
+    (kept / "cluster.toml").write_text(replace(cluster, nodes=nodes).to_text())
+    said = one_error(run(tmp_path))
+    assert f"on rank 1, of which {kept / 'cluster.toml'} says 1.0 MiB by now: say more there, " in said
+    assert said.endswith(f"or remove {kept / 'plan.toml'}, and a plan is made for what runs")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "mend"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zorselike.cost.catalogue import find_memory_bytes
 from zorselike.cost.profile import Profile
 from zorselike.errors import ClusterError, ConfigError, FileError, PlanError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
@@ -14,8 +16,11 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.profiler.machine.found_cluster import list_machines
 from zorselike.text.files import read_text
+from zorselike.text.wording import show_bytes
 from zorselike.train.config.checks import check_against_plan
 from zorselike.train.config.config import Config
+
+logger = logging.getLogger("zorselike")
 
 Machines = Mapping[str, tuple[str, ...]]
 """The types of the devices of each node, by local rank."""
@@ -84,7 +89,7 @@ def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here
     """The plan of an earlier run of this recipe, None if there is none.
 
     Raises:
-        PlanError: It is malformed, or for another model or other machines; names the mend.
+        PlanError: It is malformed, or for another model, other machines or more memory; names the mend.
         ClusterError: The cluster file beside it is malformed; names the mend.
         ConfigError: The recipe has changed and contradicts it.
     """
@@ -92,7 +97,8 @@ def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here
         return None
     plan = load_plan(config, files)
     with _telling_mend(files):
-        planned = _planned_machines(plan, files)
+        cluster = _find_cluster(plan, files)
+    planned = _planned_machines(plan, cluster)
     mend = _mend(files)
     if plan.workload_fingerprint != workload.fingerprint:
         raise PlanError(
@@ -105,7 +111,24 @@ def load_written_plan(config: Config, files: AutoFiles, workload: Workload, here
             f"{files.plan} was made for other machines ({list_machines(planned)}) than run here "
             f"({list_machines(here)}): start it on those, {mend}"
         )
+    if cluster is not None:
+        _check_cluster(plan, cluster, files)
     return plan
+
+
+def _check_cluster(plan: Plan, cluster: Cluster, files: AutoFiles) -> None:
+    """What the cluster file says by now, beside what it said when the plan was made."""
+    for rank, (place, peak) in enumerate(
+        zip(cluster.place_ranks(plan), plan.estimates.peak_memory_bytes, strict=False)
+    ):
+        limit = find_memory_bytes(cluster, place)
+        if limit is not None and peak > limit:
+            raise PlanError(
+                f"{files.plan} takes up to {show_bytes(peak)} on rank {rank}, of which {files.cluster} says "
+                f"{show_bytes(limit)} by now: say more there, {_mend(files)}"
+            )
+    if plan.cluster_fingerprint not in (None, cluster.fingerprint):
+        logger.info("%s has changed since %s was made; remove the plan to plan anew", files.cluster, files.plan)
 
 
 def put_unfitting_aside(files: AutoFiles, workload: Workload, here: Machines) -> list[str]:
@@ -145,20 +168,28 @@ def _mend(files: AutoFiles) -> str:
     return f"or remove {files.plan}, and a plan is made for what runs"
 
 
-def _planned_machines(plan: Plan, files: AutoFiles) -> Machines:
+def _find_cluster(plan: Plan, files: AutoFiles) -> Cluster | None:
+    """What the cluster file says, where it is of the plan's machines."""
+    if not files.cluster.exists():
+        return None
+    cluster = Cluster.load(files.cluster)
+    nodes = _list_nodes(cluster)
+    known = all((d.local_rank, d.type) in enumerate(nodes.get(d.node, ())) for d in plan.devices)
+    return cluster if known else None
+
+
+def _planned_machines(plan: Plan, cluster: Cluster | None) -> Machines:
     """All that ran when the plan was made: it may leave devices out, which only the cluster file names."""
-    if files.cluster.exists():
-        nodes = _load_machines(files.cluster)
-        if all((d.local_rank, d.type) in enumerate(nodes.get(d.node, ())) for d in plan.devices):
-            return nodes
+    if cluster is not None:
+        return _list_nodes(cluster)
     used: dict[str, tuple[str, ...]] = {}
     for device in sorted(plan.devices, key=lambda each: (each.node, each.local_rank)):
         used[device.node] = (*used.get(device.node, ()), device.type)
     return used
 
 
-def _load_machines(cluster: Path) -> dict[str, tuple[str, ...]]:
-    return {node.name: node.devices for node in Cluster.load(cluster).nodes}
+def _list_nodes(cluster: Cluster) -> dict[str, tuple[str, ...]]:
+    return {node.name: node.devices for node in cluster.nodes}
 
 
 def _find_profile_mistake(path: Path, workload: Workload) -> str | None:
@@ -174,7 +205,7 @@ def _find_profile_mistake(path: Path, workload: Workload) -> str | None:
 def _find_cluster_mistake(path: Path, here: Machines) -> str | None:
     """Why a cluster file is not of the machines that run."""
     try:
-        known = _load_machines(path)
+        known = _list_nodes(Cluster.load(path))
     except ClusterError as error:
         return str(error)
     if known == here:
