@@ -176,6 +176,23 @@ def test_a_later_run_takes_the_plan_again(first: tuple[str, Path], tmp_path: Pat
     assert Plan.load(kept / "plan.toml").num_ranks == 2
 
 
+def start_apart(rank: int, size: int, port: int, arguments: list[str], nodes: tuple[str, ...]) -> None:
+    """Each on a node of its own; the second has other arguments."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    start(rank, size, port, [*arguments, *(("--hetero.plan", "none.toml") if rank else ())], nodes)
+
+
+def test_a_node_that_cannot_begin_ends_the_others_with_its_reason(quick: None, tmp_path: Path) -> None:
+    command = ["--config", str(RECIPES / "auto.toml"), "--job.dump_folder", str(tmp_path), *SHORT]
+    ends = ranks.run_ranks(
+        start_apart, 2, free_port(), command, NODES, init=False, allow_exit=True, timeout=60
+    )
+    text = "none.toml: there is no such file; check the path of the plan"
+    assert [end.code for end in ends] == [2, 2], ends[0].stderr
+    assert ends[0].last_line == f"error: rank 1 on node b ended before it joined: {text}"
+    assert ends[1].last_line == f"error: {text}"
+
+
 def one_error(ends: list[RankExit]) -> str:
     """The one line that every rank ends with."""
     assert all(end.code == 2 for end in ends), ends[0].stderr

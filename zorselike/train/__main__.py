@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 from zorselike.errors import USER_ERRORS, ConfigError, describe_missing_package
-from zorselike.runtime.processes.launcher import report_mistake
+from zorselike.runtime.processes.launcher import is_first_of_node, report_mistake
 from zorselike.text.files import open_closed_streams
 from zorselike.train.config.checks import load_plan
 from zorselike.train.config.file import parse_command_line
 
-_STOPPED = 130
+_MISTAKEN, _STOPPED = 2, 130
 
 
 def main() -> int:
@@ -30,14 +31,38 @@ def main() -> int:
 
         return run(request, plan)
     except ModuleNotFoundError as error:
-        report_mistake(ConfigError(describe_missing_package(error, "the training program")))
-        return 2
+        return _end(ConfigError(describe_missing_package(error, "the training program")))
     except USER_ERRORS as error:
-        report_mistake(error)
-        return 2
+        return _end(error)
     except KeyboardInterrupt:
         print("stopped before the first step", file=sys.stderr)
         return _STOPPED
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, SystemExit):
+            _tell_others(error)
+        elif error.code:
+            _tell_others(ConfigError("the command line is wrong"))
+        raise
+
+
+def _end(error: Exception) -> int:
+    """Says why, on the screen and to the others: who does not speak for its node in the other order, so that
+    it has mostly ended before it repeats what stands there."""
+    does_speak = is_first_of_node()
+    if not does_speak:
+        _tell_others(error)
+    report_mistake(error)
+    if does_speak:
+        _tell_others(error)
+    return _MISTAKEN
+
+
+def _tell_others(error: Exception) -> None:
+    """So that none waits for this process in vain."""
+    with suppress(Exception):  # Not found, perhaps, and what is told on the screen is `error`.
+        from zorselike.runtime.processes.launcher_store import tell_others
+
+        tell_others(error)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ranks import RunRanks
 from zorselike.errors import ConfigError
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import RANK_ALONE, Identity, find_identity
-from zorselike.runtime.processes.processes import _find_meeting_point
+from zorselike.runtime.processes.launcher_store import _find_meeting_point
 from zorselike.train.__main__ import main
 
 ROOT = Path(__file__).parents[3]

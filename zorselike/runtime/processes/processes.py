@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +12,11 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from zorselike.errors import USER_ERRORS, ClusterError, ConfigError
-from zorselike.runtime._compat import Store
+from zorselike.errors import USER_ERRORS, ClusterError
 from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.processes.identity import Identity, find_identity
-from zorselike.runtime.processes.same_kind import check_same_kind
+from zorselike.runtime.processes.arrival import arrive
+from zorselike.runtime.processes.identity import find_identity
+from zorselike.runtime.processes.launcher_store import open_store, whole_store
 from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
 from zorselike.text.wording import first_line
 
@@ -27,9 +25,6 @@ T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
 """How long agreements wait: one rank may tokenize, or measure, for hours longer than another, and one that
 dies or falls silent ends the job by other means."""
-
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-"""Of these ports a Slurm job takes one by its number, where nothing else is said."""
 
 
 class Peers:
@@ -194,10 +189,9 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
     some are of an elastic job."""
     identity, backend = find_identity(), choose_backend(device)
     try:
-        store = _open_store(identity, timeout)
+        store = open_store(identity, timeout)
         if identity.size > 1:
-            whole = store.underlying_store if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
-            check_same_kind(whole, identity, is_elastic=False, timeout=timeout)
+            arrive(whole_store(store), identity, is_elastic=False, timeout=timeout)
         dist.init_process_group(
             backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
         )
@@ -209,41 +203,3 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
             "start all ranks by torchrun, and name the network interface by which nodes reach each other in "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (zorselike doctor lists them)"
         ) from error
-
-
-def _open_store(identity: Identity, timeout: timedelta) -> Store:
-    """torchrun's own; for processes of other launchers one that rank 0 keeps."""
-    if identity.size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    if identity.source == "torchrun":
-        store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
-        return store
-    address, port = _find_meeting_point(identity)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        port,
-        identity.size,
-        is_master=identity.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,  # Who does not come is named later.
-    )
-
-
-def _find_meeting_point(identity: Identity) -> tuple[str, int]:
-    """Address and port of rank 0: what `MASTER_ADDR` and `MASTER_PORT` say, else the first node of a Slurm
-    step (or of a heterogeneous job) and a port made of its job's number."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    job = os.environ.get("SLURM_JOB_ID", "")
-    # `gpu[03-05,9],cpu1`: the first name, with the first of its numbers.
-    # In a heterogeneous job rank 0 is on the first node of the first component, wherever its name sorts.
-    nodes = os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or os.environ.get("SLURM_STEP_NODELIST", "")
-    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
-    if identity.source == "Slurm" and first is not None and job.isdecimal():
-        address = address or "".join(filter(None, first.groups()))
-        port = port or str(_FIRST_PORT + int(job) % _NUM_PORTS)
-    if not address or not port or not port.isdecimal():
-        raise ConfigError(
-            f"{identity.source} started {identity.size} processes, and nothing says where they meet: set "
-            "MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
-        )
-    return address, int(port)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,34 +13,45 @@ import torch.distributed as dist
 from ranks import RunRanks, free_port
 
 from zorselike.elastic.meeting.environment import from_environment
-from zorselike.errors import ConfigError
+from zorselike.errors import ClusterError, ConfigError
+from zorselike.runtime.processes.arrival import arrive
 from zorselike.runtime.processes.identity import find_identity
+from zorselike.runtime.processes.launcher_store import tell_others
 from zorselike.runtime.processes.processes import connect
-from zorselike.runtime.processes.same_kind import check_same_kind
 
 LIMIT = timedelta(seconds=60)
 
 
-def meet(rank: int, size: int, port: int, elastic: tuple[int, ...], prefix: str) -> str:
+def set_environment(rank: int, size: int, port: int, prefix: str) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        GROUP_RANK=str(rank),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         ZORSELIKE_NODE=f"node{rank}",
     )
     if prefix:  # As under torchrun, whose agent keeps the store.
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=prefix)
-    agent = None
-    if prefix and rank == 0:
-        agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def keep_agent_store(rank: int, port: int, prefix: str) -> Any:
+    if not prefix or rank > 0:
+        return None
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def meet(rank: int, size: int, port: int, elastic: tuple[int, ...], prefix: str) -> str:
+    set_environment(rank, size, port, prefix)
+    agent = keep_agent_store(rank, port, prefix)
     try:
         if rank in elastic:
             from_environment(None, device_type="cpu", memory_bytes=1)  # type: ignore[arg-type]
         else:
             connect(torch.device("cpu"), timeout=LIMIT)
-    except ConfigError as error:
+    except (ClusterError, ConfigError) as error:
         return str(error)
     finally:
         del agent
@@ -64,10 +77,31 @@ def test_those_alike_join(run_ranks: RunRanks) -> None:
     assert run_ranks(join_plainly, 2, free_port(), init=False) == [2, 2]
 
 
+def come_or_end(rank: int, size: int, port: int, prefix: str, ended: int) -> tuple[str, float]:
+    began = time.monotonic()
+    if rank != ended:
+        if ended == 0:  # The keeper of the store is there first: torch looks again after up to 40 s.
+            time.sleep(2)
+        return meet(rank, size, port, (1,), prefix), time.monotonic() - began
+    set_environment(rank, size, port, prefix)
+    agent = keep_agent_store(rank, port, prefix)
+    tell_others(ConfigError("no such plan"))
+    del agent
+    return "", time.monotonic() - began
+
+
+@pytest.mark.parametrize(("prefix", "ended"), [("", 0), ("", 2), ("1", 0), ("1", 1)])
+def test_who_ends_before_it_joins_tells_the_others_why(run_ranks: RunRanks, prefix: str, ended: int) -> None:
+    said = run_ranks(come_or_end, 3, free_port(), prefix, ended, init=False, timeout=40)
+    text = f"rank {ended} on node node{ended} ended before it joined: no such plan"
+    assert [own for own, _ in said] == ["" if rank == ended else text for rank in range(3)]
+    assert max(seconds for _, seconds in said) < LIMIT.total_seconds() / 2
+
+
 def wait(rank: int, size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
-    check_same_kind(store, find_identity(), is_elastic=True, timeout=timedelta(seconds=1))
+    arrive(store, find_identity(), is_elastic=True, timeout=timedelta(seconds=1))
 
 
 def test_who_has_not_come_is_named(run_ranks: RunRanks) -> None:

@@ -1,0 +1,73 @@
+"""The store by which the processes of a launcher find each other."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zorselike.errors import ConfigError
+from zorselike.runtime._compat import Store
+from zorselike.runtime.processes.arrival import has_agent_store, say_ended
+from zorselike.runtime.processes.identity import Identity, find_identity
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+"""Of these ports a Slurm job takes one by its number, where nothing else is said."""
+_REACHED_WITHIN = timedelta(seconds=20)
+"""A process that ends before it joins looks so long for the others' store."""
+
+
+def open_store(identity: Identity, timeout: timedelta) -> Store:
+    """torchrun's own, where its agent keeps one; else one that rank 0 keeps."""
+    if identity.size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if has_agent_store():
+        store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
+        return store
+    address, port = _find_meeting_point(identity)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        identity.size,
+        is_master=identity.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,  # Who does not come is named later.
+        multi_tenant=True,
+    )
+
+
+def whole_store(store: Store) -> Store:
+    """Without the prefix of one of torchrun's attempts."""
+    return store.underlying_store if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
+
+
+def tell_others(error: BaseException) -> None:
+    """Where this process ends before it has joined, processes of other nodes end as well, with its reason;
+    those of its node are ended by torchrun."""
+    identity = find_identity()
+    if identity.source == "torchrun" and identity.size == identity.local_size:
+        return
+    if identity.size > 1:
+        say_ended(whole_store(open_store(identity, _REACHED_WITHIN)), identity, error)
+
+
+def _find_meeting_point(identity: Identity) -> tuple[str, int]:
+    """Address and port of rank 0: what `MASTER_ADDR` and `MASTER_PORT` say, else the first node of a Slurm
+    step (or of a heterogeneous job) and a port made of its job's number."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    # `gpu[03-05,9],cpu1`: the first name, with the first of its numbers.
+    # In a heterogeneous job rank 0 is on the first node of the first component, wherever its name sorts.
+    nodes = os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or os.environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
+    if identity.source == "Slurm" and first is not None and job.isdecimal():
+        address = address or "".join(filter(None, first.groups()))
+        port = port or str(_FIRST_PORT + int(job) % _NUM_PORTS)
+    if not address or not port or not port.isdecimal():
+        raise ConfigError(
+            f"{identity.source} started {identity.size} processes, and nothing says where they meet: set "
+            "MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
+        )
+    return address, int(port)
