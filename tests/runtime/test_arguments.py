@@ -464,11 +464,16 @@ def refuse_optimizer(rank: int, world_size: int, optimizer: Callable[[object], A
     return str(caught.value)
 
 
+def of_others(named_parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters())
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
         (torch.optim.Adafactor, "torch.optim.Adafactor does not step on sharded parameters"),
         (print, "returned a NoneType, and no torch.optim.Optimizer"),
+        (of_others, "the SGD that was made has none of the parameters that it was given"),
     ],
 )
 def test_what_cannot_step_on_shards_is_refused(

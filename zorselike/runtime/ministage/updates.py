@@ -113,7 +113,7 @@ class Updates:
             if ministage.trained
         }
         for i, optimizer in self.optimizers.items():
-            _refuse(optimizer)
+            _refuse(optimizer, ministages[i])
             if are_cut:
                 _refuse_for_pieces(optimizer, ministages[i])
             ministages[i].train_by(optimizer)
@@ -231,12 +231,19 @@ def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> 
     return scale is not None or (max_norm is not None and clip == "global")
 
 
-def _refuse(optimizer: Optimizer) -> None:
-    """Raises `ConfigError` for what is no optimizer, evaluates the model itself, or cannot step on shards."""
+def _refuse(optimizer: Optimizer, ministage: ShardedMinistage) -> None:
+    """Raises `ConfigError` for what is no optimizer, or none of these parameters, evaluates the model itself,
+    or cannot step on shards."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer: what was given for it returned a {type(optimizer).__name__}, and no "
             "torch.optim.Optimizer of the parameters"
+        )
+    if not {*map(id, ministage.trained.values())} & _list_held(optimizer):
+        raise ConfigError(
+            f"optimizer: the {type(optimizer).__name__} that was made has none of the parameters that it was "
+            "given: make it of the argument, (name, parameter) pairs of this rank's shards, and not of the "
+            "model's own, which are not trained"
         )
     if isinstance(optimizer, torch.optim.Adafactor):
         raise ConfigError(
@@ -263,7 +270,7 @@ def _refuse_for_pieces(optimizer: Optimizer, ministage: ShardedMinistage) -> Non
             "if to its update no element of a weight matters to another, say so: "
             f"{kind.__name__}.is_elementwise = True"
         )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = _list_held(optimizer)
     pieces: dict[str, set[bool]] = {}
     for name, parameter in ministage.trained.items():
         pieces.setdefault(ministage.whole_name(name), set()).add(id(parameter) in held)
@@ -273,6 +280,11 @@ def _refuse_for_pieces(optimizer: Optimizer, ministage: ShardedMinistage) -> Non
                 f"optimizer: it was given some pieces of '{name}' and not others; this rank has several, "
                 "each with that name: make groups of a list of pairs, not of a dictionary"
             )
+
+
+def _list_held(optimizer: Optimizer) -> set[int]:
+    """Identities of its parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
