@@ -23,7 +23,6 @@ _AWAITED_S = 20.0
 """So long it waits before that for those that are still being started."""
 
 _has_arrived = False
-"""Whether this process has said that it is here: the others hear of its end in other ways."""
 
 
 def arrive(store: Store, identity: Identity, *, is_elastic: bool, timeout: timedelta) -> None:
@@ -63,8 +62,8 @@ def arrive(store: Store, identity: Identity, *, is_elastic: bool, timeout: timed
 
 def say_ended(store: Store, identity: Identity, error: BaseException) -> None:
     """Tells the processes that wait for this one, or will, why it does not come; the first that says so
-    counts. Does nothing once it has come."""
-    if _has_arrived:
+    counts. Does nothing where one of its rank has come, in whose place it was started."""
+    if store.check([_key(identity.rank)]):
         return
     said = str(error) or type(error).__name__
     store.compare_set(
@@ -72,6 +71,11 @@ def say_ended(store: Store, identity: Identity, error: BaseException) -> None:
     )
     store.set(_key(identity.rank), "ended")
     _let_others_read(store, identity)
+
+
+def has_arrived() -> bool:
+    """Whether this process has said that it is here: the others hear of its end in other ways."""
+    return _has_arrived
 
 
 def has_agent_store() -> bool:

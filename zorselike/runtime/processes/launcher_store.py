@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zorselike.errors import ConfigError
 from zorselike.runtime._compat import Store
-from zorselike.runtime.processes.arrival import has_agent_store, say_ended
+from zorselike.runtime.processes.arrival import has_agent_store, has_arrived, say_ended
 from zorselike.runtime.processes.identity import Identity, find_identity
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
@@ -49,7 +49,7 @@ def tell_others(error: BaseException) -> None:
     identity = find_identity()
     if identity.source == "torchrun" and identity.size == identity.local_size:
         return
-    if identity.size > 1:
+    if identity.size > 1 and not has_arrived():
         say_ended(whole_store(open_store(identity, _REACHED_WITHIN)), identity, error)
 
 
