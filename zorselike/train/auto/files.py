@@ -128,7 +128,9 @@ def _check_cluster(plan: Plan, cluster: Cluster, files: AutoFiles) -> None:
                 f"{show_bytes(limit)} by now: say more there, {_mend(files)}"
             )
     if plan.cluster_fingerprint not in (None, cluster.fingerprint):
-        logger.info("%s has changed since %s was made; remove the plan to plan anew", files.cluster, files.plan)
+        logger.info(
+            "%s has changed since %s was made; remove the plan to plan anew", files.cluster, files.plan
+        )
 
 
 def put_unfitting_aside(files: AutoFiles, workload: Workload, here: Machines) -> list[str]:
