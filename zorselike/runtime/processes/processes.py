@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zorselike.errors import USER_ERRORS, ClusterError, ConfigError
 from zorselike.runtime._compat import Store
 from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.processes.attempt import open_attempt
 from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.same_kind import check_same_kind
 from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
@@ -198,6 +199,8 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
         if identity.size > 1:
             whole = store.underlying_store if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
             check_same_kind(whole, identity, is_elastic=False, timeout=timeout)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = open_attempt(store, identity, timeout=timeout)
         dist.init_process_group(
             backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
         )

@@ -4,6 +4,7 @@ different ways, and each would wait for the other until its limit."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,7 @@ def check_same_kind(store: Store, identity: Identity, *, is_elastic: bool, timeo
         store.wait(keys, timeout)
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise ClusterError(
-            f"rank {identity.rank} on node {identity.node} could not join the others: of {identity.size} "
-            f"ranks, {list_few(missing, 'rank')} did not come within {timeout.total_seconds():g} s; start "
-            "all nodes, each with the same address and port, and look at what the missing ones print"
-        ) from None
+        raise name_missing(identity, missing, timeout) from None
     said = [value.decode().split("\n", 1) for value in store.multi_get(keys)]
     first, first_node = said[0]
     for rank, (value, node) in enumerate(said):
@@ -42,3 +39,12 @@ def check_same_kind(store: Store, identity: Identity, *, is_elastic: bool, timeo
                 f"[elastic] enable is {value} in process {rank} (node {node}) and {first} in process 0 (node "
                 f"{first_node}): start every node with the same recipe and the same options"
             )
+
+
+def name_missing(identity: Identity, missing: Sequence[int], timeout: timedelta) -> ClusterError:
+    """What is said where some ranks do not come in time."""
+    return ClusterError(
+        f"rank {identity.rank} on node {identity.node} could not join the others: of {identity.size} "
+        f"ranks, {list_few(missing, 'rank')} did not come within {timeout.total_seconds():g} s; start "
+        "all nodes, each with the same address and port, and look at what the missing ones print"
+    )
