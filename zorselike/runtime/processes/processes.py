@@ -31,6 +31,7 @@ dies or falls silent ends the job by other means."""
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Of these ports a Slurm job takes one by its number, where nothing else is said."""
+_LAST_PORT = 65_535
 
 
 class Peers:
@@ -244,9 +245,11 @@ def _find_meeting_point(identity: Identity) -> tuple[str, int]:
     if identity.source == "Slurm" and first is not None and job.isdecimal():
         address = address or "".join(filter(None, first.groups()))
         port = port or str(_FIRST_PORT + int(job) % _NUM_PORTS)
-    if not address or not port or not port.isdecimal():
+    mend = "set MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
+    if not address or not port:
         raise ConfigError(
-            f"{identity.source} started {identity.size} processes, and nothing says where they meet: set "
-            "MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
+            f"{identity.source} started {identity.size} processes, and nothing says where they meet: {mend}"
         )
+    if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise ConfigError(f"MASTER_PORT is '{port}', which is no port (1 to {_LAST_PORT}): {mend}")
     return address, int(port)
