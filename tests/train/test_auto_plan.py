@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import re
+import signal
 import sys
 import threading
 from dataclasses import replace
@@ -313,6 +314,27 @@ def test_devices_that_a_plan_leaves_out_wait(tmp_path: Path, monkeypatch: pytest
     assert "made by an earlier run" in again and hash_of(again) == hash_of(said)
     alone = fine(run(tmp_path, "--hetero.plan", str(tmp_path / "auto-plan" / "plan.toml")))
     assert "earlier" not in alone and hash_of(alone) == hash_of(said)
+
+
+@pytest.mark.parametrize(("how", "why"), [("killed", "first; look at"), ("raises", "by ValueError: x")])
+def test_devices_that_a_plan_leaves_out_end_with_the_others(
+    how: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By themselves: not every launcher ends them."""
+    open_data = trainer.open_data
+
+    def fail(config: Any, model: Any, module: Any, world: Any, **more: Any) -> Any:
+        if world.size == 2 and world.rank == 1:
+            if how == "raises":
+                raise ValueError("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return open_data(config, model, module, world, **more)
+
+    monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=1))
+    monkeypatch.setattr(trainer, "open_data", fail)
+    waited = run(tmp_path, nodes=("c", "a", "b"))[0]
+    assert waited.code == 2
+    assert f"train have ended before the run was over, process 2 {why}" in waited.stderr
 
 
 def test_a_dry_run_says_what_would_be_done(first: tuple[str, Path], tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import timedelta
 from logging.handlers import MemoryHandler
 from typing import TypeVar
@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from zorselike.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
-from zorselike.runtime._compat import default_store
+from zorselike.runtime._compat import Store, default_store
+from zorselike.runtime.alarm.alarm import Alarm
+from zorselike.runtime.alarm.failure import Failure, is_echo, reason_of
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.processes import (
@@ -28,6 +30,7 @@ from zorselike.runtime.processes.processes import (
 )
 from zorselike.train.config.config import Config
 from zorselike.train.report.colors import PlainFormatter
+from zorselike.train.stop import SignalWatch
 
 logger = logging.getLogger("zorselike")
 
@@ -65,19 +68,41 @@ def join_job(config: Config, plan: Plan | None) -> AbstractContextManager[Proces
 @contextmanager
 def narrow(processes: Processes, members: Sequence[int]) -> Iterator[Processes | None]:
     """The `members` alone, as if no others had been started; None on the others, which wait at the end until
-    the members have ended, so that a launcher does not take them for lost. Collective."""
+    the members have ended, so that a launcher does not take them for lost. Collective.
+
+    Raises `ClusterError` on the others where the members end in any other way.
+    """
     if len(members) == processes.size:
         yield processes
         return
     store = default_store()
     dist.barrier(group=processes.control)  # Nobody leaves while others are still at what came before.
     dist.destroy_process_group()
-    if processes.rank not in members:
-        yield None
-        with suppress(RuntimeError):  # The process that keeps the store is gone.
-            while not store.check([_ENDED]):
-                time.sleep(_POLL_S)
-        return
+    lost: dict[int, Failure] = {}
+    # Not every launcher ends those that wait where one that trains dies. How members fail is theirs to say.
+    alarm = Alarm(
+        processes.rank,
+        processes.size,
+        store,
+        on_loss=lambda failures: lost.update((each.rank, each) for each in failures),
+    )
+    alarm.idle()
+    try:
+        if processes.rank not in members:
+            yield None
+            with closing(SignalWatch()):  # The members stop after their step, and save.
+                _await_end(store, members, lost)
+            return
+        try:
+            yield from _gather_members(processes, members, store)
+        except BaseException as error:
+            _say_end(store, f"process {processes.rank} by {reason_of(error)}")
+            raise
+    finally:
+        alarm.abandon()
+
+
+def _gather_members(processes: Processes, members: Sequence[int], store: Store) -> Iterator[Processes]:
     rank = list(members).index(processes.rank)
     dist.init_process_group(
         choose_backend(processes.device),
@@ -91,8 +116,25 @@ def narrow(processes: Processes, members: Sequence[int]) -> Iterator[Processes |
     yield narrowed
     dist.barrier(group=narrowed.control)
     if rank == 0:
-        with suppress(RuntimeError):  # Its keeper may be one that waited and got the signal that ended all.
-            store.set(_ENDED, "")
+        _say_end(store, "")
+
+
+def _say_end(store: Store, why: str) -> None:
+    with suppress(RuntimeError):  # Its keeper may be one that waited and has been ended.
+        store.compare_set(_ENDED, "", why)  # The first says why; an echo comes later.
+
+
+def _await_end(store: Store, members: Sequence[int], lost: Mapping[int, Failure]) -> None:
+    why = ""
+    with suppress(RuntimeError):  # The process that keeps the store is gone.
+        while not (is_said := store.check([_ENDED])) and lost.keys().isdisjoint(members):
+            time.sleep(_POLL_S)
+        why = store.get(_ENDED).decode() if is_said else ""
+        gone = [rank for rank in tuple(lost) if rank in members]
+        if gone and (not is_said or is_echo(why)):
+            why = f"process {gone[0]} first; look at what they printed last"
+    if why:
+        raise ClusterError(f"the processes that train have ended before the run was over, {why}")
 
 
 def agree_on_data(processes: Peers, read: Callable[[], T], *, describe: Callable[[T], str]) -> T:

@@ -1,9 +1,11 @@
-"""Processes of one launcher, some of an elastic job and others not, or of which some never come."""
+"""Processes of one launcher: some of an elastic job and others not, some that never come, or that end before
+they join, or that are started again."""
 
 from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +16,13 @@ from ranks import RunRanks, free_port
 
 from zorselike.elastic.meeting.environment import from_environment
 from zorselike.errors import ClusterError, ConfigError
-from zorselike.runtime.processes.arrival import arrive
-from zorselike.runtime.processes.identity import find_identity
+from zorselike.runtime._compat import Store
+from zorselike.runtime.processes.arrival import Arrival
+from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.launcher_store import tell_others
 from zorselike.runtime.processes.processes import connect
 
-LIMIT = timedelta(seconds=60)
+LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=20)
 
 
 def set_environment(rank: int, size: int, port: int, prefix: str) -> None:
@@ -101,9 +104,48 @@ def test_who_ends_before_it_joins_tells_the_others_why(run_ranks: RunRanks, pref
 def wait(rank: int, size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
-    arrive(store, find_identity(), is_elastic=True, timeout=timedelta(seconds=1))
+    Arrival(store, find_identity(), timedelta(seconds=1)).arrive(is_elastic=True)
 
 
 def test_who_has_not_come_is_named(run_ranks: RunRanks) -> None:
     with pytest.raises(Exception, match=r"of 4 ranks, ranks 2 and 3 did not come within 1 s"):
         run_ranks(wait, 2, free_port(), init=False)
+
+
+def join_twice(rank: int, size: int, port: int) -> int:
+    set_environment(rank, size, port, "0")
+    agent = keep_agent_store(rank, port, "0")
+    for _ in range(2):
+        connect(torch.device("cpu"), timeout=SHORT)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        time.sleep(rank)  # Who is first reads what it finds.
+    del agent
+    return int(total)
+
+
+def test_a_second_attempt_reads_nothing_of_the_first(run_ranks: RunRanks) -> None:
+    assert run_ranks(join_twice, 3, free_port(), init=False) == [3, 3, 3]
+
+
+def open_on(store: Store, size: int, ranks: tuple[int, ...], timeout: timedelta = SHORT) -> list[Store]:
+    def come(rank: int) -> Store:
+        arrival = Arrival(store, Identity(rank, size, rank, size, "node", "torchrun"), timeout)
+        arrival.arrive(is_elastic=False)
+        return arrival.store
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(come, ranks))
+
+
+def test_an_attempt_that_nobody_finished_hinders_none() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for missing in ((0,), (1, 2)):
+        with pytest.raises(ClusterError, match=r"of 3 ranks, .* did not come within 0\.3 s"):
+            open_on(store, 3, tuple({0, 1, 2} - {*missing}), timedelta(seconds=0.3))
+    first = open_on(store, 3, (0, 1, 2))
+    first[0].set("key", "")
+    assert all(each.check(["key"]) for each in first)
+    later = open_on(store, 2, (0, 1))  # Of other nodes, one fewer.
+    assert not any(each.check(["key"]) for each in later)

@@ -181,6 +181,10 @@ def test_a_slurm_step_meets_on_its_first_node(
     assert _find_meeting_point(identity) == ("z2", 23456)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert _find_meeting_point(identity) == ("10.0.0.1", 23456)
+    for port in ("0", "65536", "x"):  # Such as a job's number after 5 digits.
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT is '{port}', which is no port \(1 to 65535\)"):
+            _find_meeting_point(identity)
 
 
 @pytest.mark.parametrize("says_where", [True, False])

@@ -49,7 +49,7 @@ from zorselike.elastic.meeting.notice_url import NoticeUrl
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime.alarm.heartbeat import LOOPBACK_HOSTS, local_addresses, refuse_loopback
-from zorselike.runtime.processes.arrival import arrive
+from zorselike.runtime.processes.arrival import Arrival
 from zorselike.runtime.processes.identity import Identity, find_identity
 
 TOKEN = "ZORSELIKE_JOB_TOKEN"
@@ -211,7 +211,7 @@ def _meet_by_store(
         )
     store = _open_store(identity, host, int(port), environment) if identity.size > 1 else None
     if store is not None:
-        arrive(store, identity, is_elastic=True, timeout=_START_LIMIT)
+        Arrival(store, identity, _START_LIMIT).arrive(is_elastic=True)
     contact: list[tuple[str, int]] = []
     if identity.rank == 0 or store is None:
         listener = listen(host, 0)

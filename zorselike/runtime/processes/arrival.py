@@ -1,10 +1,17 @@
-"""What processes of a launcher say in its store before they join: that they are here and of which kind, or
-why they have ended before. Without it each would wait for the others until its limit."""
+"""How processes of a launcher find each other in its store, before they join: which attempt they are of, that
+they are here and of which kind, or why they have ended before.
+
+torchrun's agent keeps one store for all that it starts anew (`--max-restarts`, nodes that join), in which the
+addresses of those that have ended still stand, and nodes count restarts differently. So rank 0 makes up a
+name for the attempt and tells it whoever asks, by words that no other attempt uses.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,64 +20,18 @@ from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime.processes.identity import Identity
 from zorselike.text.wording import list_few
 
-if TYPE_CHECKING:  # A nanny, which needs the names of the environment alone, does without torch.
+if TYPE_CHECKING:
     from zorselike.runtime._compat import Store
 
-_POLL_S = 0.1
+_KEY = "zorselike/attempt/"
+_ENDED = "ended"
+_POLL_S = 0.05
 _LINGER_S = 1.0
 """The process that keeps the store, or whose end makes its launcher end it, lets the others read so long."""
 _AWAITED_S = 20.0
 """So long it waits before that for those that are still being started."""
 
 _has_arrived = False
-
-
-def arrive(store: Store, identity: Identity, *, is_elastic: bool, timeout: timedelta) -> None:
-    """Waits until all have come; collective. `store`: the launcher's, without a prefix.
-
-    Raises:
-        ConfigError: On every process alike, where some have `[elastic] enable` and others not.
-        ClusterError: One has ended before, or some do not come in time.
-    """
-    global _has_arrived
-    store.set(_key(identity.rank), f"{'true' if is_elastic else 'false'}\n{identity.node}")
-    _has_arrived = True
-    keys, until_s = _list_keys(identity), time.monotonic() + timeout.total_seconds()
-    while not store.check(keys) or store.check([_key("ended")]):
-        if store.check([_key("ended")]):
-            said = store.get(_key("ended")).decode()
-            _let_others_read(store, identity)
-            raise ClusterError(said)
-        if time.monotonic() > until_s:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise ClusterError(
-                f"rank {identity.rank} on node {identity.node} could not join the others: of {identity.size} "
-                f"ranks, {list_few(missing, 'rank')} did not come within {timeout.total_seconds():g} s; "
-                "start all nodes, each with the same address and port, and look at what the others print"
-            )
-        time.sleep(_POLL_S)
-    kinds = [value.decode().split("\n", 1) for value in store.multi_get(keys)]
-    first, first_node = kinds[0]
-    for rank, (value, node) in enumerate(kinds):
-        if value != first:
-            time.sleep(_LINGER_S)
-            raise ConfigError(
-                f"[elastic] enable is {value} in process {rank} (node {node}) and {first} in process 0 (node "
-                f"{first_node}): start every node with the same recipe and the same options"
-            )
-
-
-def say_ended(store: Store, identity: Identity, error: BaseException) -> None:
-    """Tells the processes that wait for this one, or will, why it does not come; the first that says so
-    counts. Does nothing where one of its rank has come, in whose place it was started."""
-    if store.check([_key(identity.rank)]):
-        return
-    said = str(error) or type(error).__name__
-    store.compare_set(
-        _key("ended"), "", f"rank {identity.rank} on node {identity.node} ended before it joined: {said}"
-    )
-    store.set(_key(identity.rank), "ended")
-    _let_others_read(store, identity)
 
 
 def has_arrived() -> bool:
@@ -83,19 +44,104 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _let_others_read(store: Store, identity: Identity) -> None:
-    ends_store = os.environ.get("GROUP_RANK", "0") == "0" if has_agent_store() else identity.rank == 0
-    until_s = time.monotonic() + _AWAITED_S
-    with suppress(RuntimeError):  # Who keeps it has ended.
-        while ends_store and time.monotonic() < until_s and not store.check(_list_keys(identity)):
+class Arrival:
+    """One process's part in an attempt, until all have come; each method is collective."""
+
+    def __init__(self, whole: Store, identity: Identity, timeout: timedelta) -> None:
+        """`whole`: the launcher's store, without a prefix. Raises `ClusterError` where rank 0 does not come
+        in time."""
+        import torch.distributed as dist  # A nanny, which needs names of the environment alone, has no torch.
+
+        self._whole, self._identity, self._timeout = whole, identity, timeout
+        self._until_s = time.monotonic() + timeout.total_seconds()
+        self._answered: dict[int, bytes] = {}
+        """By rank, its last question."""
+        self._name = secrets.token_hex(8) if identity.rank == 0 else self._ask()
+        self.store: Store = dist.PrefixStore(f"{_KEY}{self._name}", whole)  # type: ignore[attr-defined]
+        """The part of it that only those see who are of this attempt."""
+
+    def arrive(self, *, is_elastic: bool) -> None:
+        """Waits until all have come.
+
+        Raises:
+            ConfigError: On every process alike, where some have `[elastic] enable` and others not.
+            ClusterError: One has ended before, or some do not come in time.
+        """
+        global _has_arrived
+        identity, store = self._identity, self.store
+        store.set(str(identity.rank), f"{'true' if is_elastic else 'false'}\n{identity.node}")
+        _has_arrived = True
+        while not self._have_all_come() or store.check([_ENDED]):
+            if store.check([_ENDED]):
+                reason = store.get(_ENDED).decode()
+                self._let_others_read()
+                raise ClusterError(reason)
+            if time.monotonic() > self._until_s:
+                raise self._name_missing([rank for rank in self._ranks if not store.check([str(rank)])])
             time.sleep(_POLL_S)
-    time.sleep(_LINGER_S)
+        kinds = [value.decode().split("\n", 1) for value in store.multi_get([*map(str, self._ranks)])]
+        first, first_node = kinds[0]
+        for rank, (value, node) in enumerate(kinds):
+            if value != first:
+                time.sleep(_LINGER_S)
+                raise ConfigError(
+                    f"[elastic] enable is {value} in process {rank} (node {node}) and {first} in process 0 "
+                    f"(node {first_node}): start every node with the same recipe and the same options"
+                )
+
+    def say_ended(self, error: BaseException) -> None:
+        """Tells the processes that wait for this one, or will, why it does not come; the first counts."""
+        rank, node = self._identity.rank, self._identity.node
+        reason = str(error) or type(error).__name__
+        self.store.compare_set(_ENDED, "", f"rank {rank} on node {node} ended before it joined: {reason}")
+        self.store.set(str(rank), _ENDED)
+        self._let_others_read()
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._identity.size)
+
+    def _ask(self) -> str:
+        question = secrets.token_hex(8)
+        self._whole.set(_asked(self._identity.rank), question)
+        while not self._whole.check([_answer(question)]):
+            if time.monotonic() > self._until_s:
+                raise self._name_missing([0])
+            time.sleep(_POLL_S)
+        return self._whole.get(_answer(question)).decode()
+
+    def _have_all_come(self) -> bool:
+        """Whether all have; on rank 0 those that ask meanwhile hear the attempt's name."""
+        for rank in self._ranks[1:] if self._identity.rank == 0 else ():
+            if self._whole.check([_asked(rank)]):
+                question = self._whole.get(_asked(rank))
+                if question != self._answered.get(rank):
+                    self._answered[rank] = question
+                    self._whole.set(_answer(question.decode()), self._name)
+        return bool(self.store.check([*map(str, self._ranks)]))
+
+    def _let_others_read(self) -> None:
+        is_beside_agent = has_agent_store() and os.environ.get("GROUP_RANK", "0") == "0"
+        until_s = time.monotonic() + _AWAITED_S
+        with suppress(RuntimeError):  # Who keeps the store has ended.
+            while (is_beside_agent or self._identity.rank == 0) and time.monotonic() < until_s:
+                if self._have_all_come():
+                    break
+                time.sleep(_POLL_S)
+        time.sleep(_LINGER_S)
+
+    def _name_missing(self, missing: Sequence[int]) -> ClusterError:
+        return ClusterError(
+            f"rank {self._identity.rank} on node {self._identity.node} could not join the others: of "
+            f"{self._identity.size} ranks, {list_few(missing, 'rank')} did not come within "
+            f"{self._timeout.total_seconds():g} s; start all nodes, each with the same address and port, and "
+            "look at what the missing ones print"
+        )
 
 
-def _list_keys(identity: Identity) -> list[str]:
-    return [_key(rank) for rank in range(identity.size)]
+def _asked(rank: int) -> str:
+    return f"{_KEY}asked/{rank}"
 
 
-def _key(name: object) -> str:
-    """Of this attempt of torchrun, whose store may be that of an earlier one."""
-    return f"zorselike/arrival/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+def _answer(question: str) -> str:
+    return f"{_KEY}answer/{question}"

@@ -10,22 +10,24 @@ import torch.distributed as dist
 
 from zorselike.errors import ConfigError
 from zorselike.runtime._compat import Store
-from zorselike.runtime.processes.arrival import has_agent_store, has_arrived, say_ended
+from zorselike.runtime.processes.arrival import Arrival, has_agent_store, has_arrived
 from zorselike.runtime.processes.identity import Identity, find_identity
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Of these ports a Slurm job takes one by its number, where nothing else is said."""
+_LAST_PORT = 65_535
 _REACHED_WITHIN = timedelta(seconds=20)
 """A process that ends before it joins looks so long for the others' store."""
 
 
 def open_store(identity: Identity, timeout: timedelta) -> Store:
-    """torchrun's own, where its agent keeps one; else one that rank 0 keeps."""
+    """torchrun's own, where its agent keeps one; else one that rank 0 keeps. Without a prefix."""
     if identity.size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if has_agent_store():
         store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
-        return store
+        # torch 2.11 has a prefix for each attempt, by a count that may differ between nodes.
+        return store.underlying_store if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
     address, port = _find_meeting_point(identity)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -38,11 +40,6 @@ def open_store(identity: Identity, timeout: timedelta) -> Store:
     )
 
 
-def whole_store(store: Store) -> Store:
-    """Without the prefix of one of torchrun's attempts."""
-    return store.underlying_store if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
-
-
 def tell_others(error: BaseException) -> None:
     """Where this process ends before it has joined, processes of other nodes end as well, with its reason;
     those of its node are ended by torchrun."""
@@ -50,7 +47,7 @@ def tell_others(error: BaseException) -> None:
     if identity.source == "torchrun" and identity.size == identity.local_size:
         return
     if identity.size > 1 and not has_arrived():
-        say_ended(whole_store(open_store(identity, _REACHED_WITHIN)), identity, error)
+        Arrival(open_store(identity, _REACHED_WITHIN), identity, _REACHED_WITHIN).say_ended(error)
 
 
 def _find_meeting_point(identity: Identity) -> tuple[str, int]:
@@ -65,9 +62,11 @@ def _find_meeting_point(identity: Identity) -> tuple[str, int]:
     if identity.source == "Slurm" and first is not None and job.isdecimal():
         address = address or "".join(filter(None, first.groups()))
         port = port or str(_FIRST_PORT + int(job) % _NUM_PORTS)
-    if not address or not port or not port.isdecimal():
+    mend = "set MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
+    if not address or not port:
         raise ConfigError(
-            f"{identity.source} started {identity.size} processes, and nothing says where they meet: set "
-            "MASTER_ADDR to the first node's name and MASTER_PORT to a free port there, the same for all"
+            f"{identity.source} started {identity.size} processes, and nothing says where they meet: {mend}"
         )
+    if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise ConfigError(f"MASTER_PORT is '{port}', which is no port (1 to {_LAST_PORT}): {mend}")
     return address, int(port)

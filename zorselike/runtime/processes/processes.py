@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from zorselike.errors import USER_ERRORS, ClusterError
 from zorselike.runtime.comm.ranks import ProcessGroup
-from zorselike.runtime.processes.arrival import arrive
+from zorselike.runtime.processes.arrival import Arrival
 from zorselike.runtime.processes.identity import find_identity
-from zorselike.runtime.processes.launcher_store import open_store, whole_store
+from zorselike.runtime.processes.launcher_store import open_store
 from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
 from zorselike.text.wording import first_line
 
@@ -191,7 +191,9 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
     try:
         store = open_store(identity, timeout)
         if identity.size > 1:
-            arrive(whole_store(store), identity, is_elastic=False, timeout=timeout)
+            arrival = Arrival(store, identity, timeout)
+            arrival.arrive(is_elastic=False)
+            store = arrival.store
         dist.init_process_group(
             backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
         )
