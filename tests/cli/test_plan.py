@@ -129,7 +129,7 @@ def test_adapters_are_all_that_trains(
     assert main((*simulated, "--hf", "tiny", *targets)) == 0
     assert f"hf tiny lora 4 ({workload.num_trainable:,} of" in capsys.readouterr().out
     assert main(simulated) == 2
-    assert "give --hf tiny --lora-rank 4" in capsys.readouterr().err
+    assert "give --hf tiny --lora-rank 4, with the path of that folder" in capsys.readouterr().err
 
 
 def test_options_are_the_planners_question(capsys: pytest.CaptureFixture[str], asked: Asked) -> None:

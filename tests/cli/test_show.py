@@ -161,6 +161,8 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
         (("show",), "give a plan file, or --fit"),
         (("show", "missing.toml"), "missing.toml: there is no such file"),
         (("show", "a.toml", "--fit"), "takes no plan; leave out 'a.toml' or --fit"),
+        (("show", "a.toml", "--rows-per-microbatch", "2"), "--rows-per-microbatch goes with --fit"),
+        (("show", "a.toml", "--memory", "8GiB"), "--memory goes with --fit"),
         (("show", "--fit", "--schedule"), "leave one out"),
         (("show", "--fit", "--schedule-csv", "a.csv"), "leave one out"),
         (("show", "--fit", "--memory", "24"), "--memory is '24'; write it as 24GiB"),

@@ -63,7 +63,7 @@ def initialise(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         (
             "llama",
             ("nothing",),
-            "no module of the model is called 'nothing'; its linear layers are down_proj",
+            "^lora: target_modules: no module of the model is called 'nothing'; its linear layers are",
         ),
         ("llama", ("q_projj", "v_proj"), "called 'q_projj'; .*; did you mean 'q_proj'"),
         ("llama, tied", ("lm_head",), "shares its weight with model.embed_tokens.weight"),

@@ -130,6 +130,8 @@ def test_keyword_arguments_of_a_whole_batch_have_its_rows() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             own.select(rows, rows, {"mask": value})
+    with pytest.raises(ConfigError, match="mask= is a list of tensors, which is not cut into rows"):
+        own.check((rows,), rows, {"mask": [rows]}, train=False)
     for value in (rows.clone().requires_grad_(), Broadcast(torch.zeros(1, requires_grad=True))):
         own.check((rows,), rows, {"mask": value}, train=False)
         with pytest.raises(ConfigError, match="mask= require a gradient"):

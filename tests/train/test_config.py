@@ -88,6 +88,11 @@ def test_every_key_of_torchtitan_is_ours_or_refused_by_name(section: str, key: s
     assert has_key(section, key) != (refusal(section, key) is not None)
 
 
+def test_what_stands_for_load_only_keeps_what_was_loaded() -> None:
+    """A larger interval does not: a run saves at its end."""
+    assert "another folder, and initial_load_path" in str(refusal("checkpoint", "load_only"))
+
+
 @pytest.mark.parametrize("section", REFUSED_SECTIONS)
 def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
     message = load_error(tmp_path, f"[{section}]\nenable = true\n")

@@ -154,7 +154,8 @@ class ModelOptions(FolderOptions):
             )
         if named.startswith(PREFIX):
             raise ConfigError(
-                f"{command}: {source} is for '{named}', of Hugging Face; give {_name_options(named)}"
+                f"{command}: {source} is for '{named}', of Hugging Face; give {_name_options(named)}, "
+                "with the path of that folder"
             )
         return parse_model(named)
 

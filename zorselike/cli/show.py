@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -94,7 +94,7 @@ def show_plan(command: Show) -> str:
         )
     from zorselike.schedule import ScheduleError, ScheduleSpec, build, to_torch_csv
 
-    check_outputs("show", {"--schedule-csv": command.schedule_csv})
+    _check_plan(command)
     plan = Plan.load(command.plan)
     try:
         actions = build(ScheduleSpec(plan, masters=ITEMSIZES[command.dtype] < 4))
@@ -111,6 +111,21 @@ def show_plan(command: Show) -> str:
             raise ConfigError(f"show: --schedule-csv is {command.schedule_csv}, which {error}") from None
         shown.append(f"Schedule: {command.schedule_csv}, in the form of torch.distributed.pipelining")
     return "\n\n".join(shown)
+
+
+_OF_A_MACHINE = (
+    *("family", "memory", "host_memory", "optimizer_moments"),
+    *("seq_len", "rows", "rows_per_microbatch", "ministages"),
+)
+"""Options that say something with --fit alone."""
+
+
+def _check_plan(command: Show) -> None:
+    for option in fields(command):
+        if option.name in _OF_A_MACHINE and getattr(command, option.name) != option.default:
+            flag = f"--{option.name.replace('_', '-')}"
+            raise ConfigError(f"show: {flag} goes with --fit, which is about a machine; leave it out")
+    check_outputs("show", {"--schedule-csv": command.schedule_csv})
 
 
 def _format_schedule(actions: Mapping[int, Sequence[Action]], dtype: str) -> str:

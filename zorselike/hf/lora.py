@@ -65,8 +65,9 @@ def add_lora(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) 
     """
     peft = _import_peft()
     on_meta = any(parameter.is_meta for parameter in model.parameters())
+    config = peft_config(model, lora)
     try:
-        peft.inject_adapter_in_model(peft_config(model, lora), model, low_cpu_mem_usage=on_meta)
+        peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         raise ConfigError(f"lora: peft cannot add adapters to this model: {first_line(error)}") from error
     _check_targets(model)

@@ -40,6 +40,7 @@ def check_arguments(
     *,
     functions: Mapping[str, object],
     seed: object,
+    silence_s: object,
 ) -> None:
     """Raises `ConfigError` for what is wrong whatever the plan. `functions`: by the names of arguments."""
     if not isinstance(model, nn.Module):
@@ -72,6 +73,8 @@ def check_arguments(
             raise ConfigError(f"{name} = {function!r} is no function; give one, or None for the default")
     if not isinstance(seed, Integral):
         raise ConfigError(f"seed = {seed!r} is no whole number")
+    if silence_s not in (None, "auto") and not (isinstance(silence_s, Real) and float(silence_s) > 0):
+        raise ConfigError(f'silence_s = {silence_s!r}; give seconds above 0, "auto", or None for never')
     if max_norm is not None and not isinstance(max_norm, Real):
         raise ConfigError(f"max_norm = {max_norm!r} is no number; give one above 0, or None")
     if max_norm is not None and not float(max_norm) > 0:

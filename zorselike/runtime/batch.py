@@ -13,7 +13,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.plan import Microbatch, Plan
 from zorselike.runtime.memory.pinned import copy_to_device
 from zorselike.runtime.model.nested import map_tensors, tensors_in
-from zorselike.runtime.model.signature import Broadcast
+from zorselike.runtime.model.signature import Broadcast, refuse_tensors_inside
 
 Tensors = tuple[Tensor, ...]
 
@@ -60,6 +60,7 @@ class RankRows:
                 raise ConfigError(f"targets: a {type(targets).__name__} is not a tensor and has none")
             check_rows(targets, self.targets, "targets", f"pipe.target_rows of rank {self.rank}")
         for name, value in kwargs.items():
+            refuse_tensors_inside(name, value)
             if isinstance(value, Tensor):
                 check_rows(value, self.rows, f"{name}=", f"pipe.rows of rank {self.rank}")
             if train:

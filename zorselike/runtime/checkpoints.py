@@ -333,8 +333,8 @@ class Stateful(ABC):
                 run count.
 
         Raises:
-            CheckpointError: On every rank: it is damaged, or of another model. Nothing else runs then until
-                a checkpoint has been loaded.
+            CheckpointError: On every rank: it is damaged, or of another model. Where filling had begun,
+                nothing else runs until a checkpoint has been loaded.
         """
         with self._alone("load", needs_values=False):
             return self._checkpoints.load(Path(path).expanduser(), model_only=model_only, options=options)

@@ -125,7 +125,15 @@ class HeteroPipeline(Stateful):
     ) -> None:
         functions = {"loss_fn": loss_fn, "count_fn": count_fn, "unpack": unpack}
         arguments.check_arguments(
-            model, plan, max_norm, clip, param_dtype, optimizer, functions=functions, seed=seed
+            model,
+            plan,
+            max_norm,
+            clip,
+            param_dtype,
+            optimizer,
+            functions=functions,
+            seed=seed,
+            silence_s=silence_s,
         )
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():

@@ -108,7 +108,7 @@ class Job:
         if not self.plan.devices:
             raise ConfigError(
                 f"launch: {self.path} has no [[devices]], so that nothing says which nodes it is for; "
-                "plan with `zorselike plan`, or add them (README, The plan)"
+                "plan with `zorselike plan`, or add them as in recipes/multi_node.plan.toml"
             )
         regions = {region for region, _ in self._places.values() if region}
         object.__setattr__(self, "regions", frozenset(regions))

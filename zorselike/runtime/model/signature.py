@@ -101,13 +101,18 @@ def describe_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{name}= is a tensor without rows; pass Broadcast({name})")
             specs[name] = KwargTensor(tuple(value.shape[1:]), value.dtype, has_rows=True)
         else:
-            if tensors_in(value):
-                raise ConfigError(
-                    f"{name}= is a {type(value).__name__} of tensors, which is not cut into rows; pass each "
-                    "tensor by its own name, or Broadcast(...) if every microbatch gets the whole"
-                )
+            refuse_tensors_inside(name, value)
             specs[name] = value
     return specs
+
+
+def refuse_tensors_inside(name: str, value: Any) -> None:
+    """Raises `ConfigError` for a keyword argument that is a container of tensors."""
+    if not isinstance(value, Tensor | Broadcast) and tensors_in(value):
+        raise ConfigError(
+            f"{name}= is a {type(value).__name__} of tensors, which is not cut into rows; pass each "
+            "tensor by its own name, or Broadcast(...) if every microbatch gets the whole"
+        )
 
 
 def make_kwargs(specs: KwargSpecs, rows: int) -> dict[str, Any]:

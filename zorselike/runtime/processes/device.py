@@ -49,14 +49,28 @@ def find_device(wanted: str, *, without_gpu: str, rank: int | None = None) -> to
 
 
 def use_device(wanted: torch.device | str | None) -> torch.device:
-    """The device that a caller names, made the current one; `find_device`'s if it names none or not which."""
-    found = None if wanted is None else torch.device(wanted)
+    """The device that a caller names, made the current one; `find_device`'s if it names none or not which.
+
+    Raises `ConfigError` for one on which no rank computes.
+    """
+    found = None if wanted is None else _as_device(wanted)
     if found is not None and (found.type != "cuda" or not torch.cuda.is_available()):
         return found  # That there is none is an error of all ranks alike.
     if found is not None and found.index is not None:
         torch.cuda.set_device(found)
         return found
     return find_device("auto", without_gpu="", rank=dist.get_rank())
+
+
+def _as_device(wanted: torch.device | str) -> torch.device:
+    mistake = ConfigError(f"device = '{wanted}': ranks compute on 'cpu' or 'cuda'; give one of them")
+    try:
+        found = torch.device(wanted)
+    except (RuntimeError, TypeError):
+        raise mistake from None
+    if found.type not in ("cpu", "cuda"):
+        raise mistake
+    return found
 
 
 def choose_dtype(wanted: ParamDtype, processes: Sequence[ProcessInfo]) -> torch.dtype | None:

@@ -74,7 +74,8 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
         "last_save_in_hf": _HF_OUT,
         "exclude_from_loading": "initial_load_model_only leaves out all but the model; remove the key",
         "create_seed_checkpoint": "[debug] seed gives every plan the same weights; remove the key",
-        "load_only": "use zorselike checkpoint, or interval larger than steps; remove the key",
+        "load_only": "a run saves at its end; another folder, and initial_load_path, leave what is loaded as "
+        "it is; remove the key",
     },
     "activation_checkpoint": dict.fromkeys(_RECOMPUTE_KEYS.split(), _RECOMPUTE),
     "comm": {
@@ -85,7 +86,7 @@ REFUSED_KEYS: dict[str, dict[str, str]] = {
         "save_traces_file_prefix": _FLIGHT,
         "mode": "use --dry-run, which needs no process group",
     },
-    "debug": {"moe_force_load_balance": "there are no mixture-of-experts models here; remove the key"},
+    "debug": {"moe_force_load_balance": "routers choose as the model has it; remove the key"},
 }
 """Keys of sections that exist here too."""
 
