@@ -4,6 +4,7 @@ failed, in one log."""
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import os
 import signal
 import sys
@@ -139,6 +140,18 @@ def start(rank: int, world_size: int, port: int, arguments: list[str], faults: F
     sys.exit(main())
 
 
+def start_wrong_first(
+    rank: int, world_size: int, port: int, arguments: list[str], faults: Faults, marks: Path
+) -> None:
+    if rank == 1:
+        wrong = (rank, world_size, port, [*arguments, "--optimizer.lr", "1"], faults, marks)
+        refused = multiprocessing.get_context("fork").Process(target=start, args=wrong)
+        refused.start()
+        refused.join()
+        assert refused.exitcode == 2
+    start(rank, world_size, port, arguments, faults, marks)
+
+
 def send(number: int, processes: Sequence[Path]) -> None:
     for path in processes:
         os.kill(int(path.read_text()), number)
@@ -161,7 +174,13 @@ def write_recipe(folder: Path) -> Path:
 
 
 def train(
-    run_ranks: RunRanks, folder: Path, *arguments: str, num: int, faults: Faults = (), name: str = "run"
+    run_ranks: RunRanks,
+    folder: Path,
+    *arguments: str,
+    num: int,
+    faults: Faults = (),
+    name: str = "run",
+    start: Callable[..., None] = start,
 ) -> list[RankExit]:
     port = free_port()
     recipe, marks = folder / "recipe.toml", folder / f"marks-{name}"
@@ -287,3 +306,14 @@ def test_a_spare_takes_a_place_where_the_cards_decide_in_which_dtype_they_comput
     dtype = ("--training.mixed_precision_param", "auto")
     ends = train(run_ranks, folder, *dtype, num=4, faults=((2, 3, (1,), signal.SIGKILL),), name="auto")
     assert sorted(end.code for end in ends) == [-signal.SIGKILL, 0, 0, 0], [end.stderr for end in ends]
+
+
+def test_who_founds_a_job_goes_on_waiting_where_another_recipe_is_refused(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    """The founder ended, by an error that named no key."""
+    folder, expected = unbroken
+    ends = train(run_ranks, folder, num=3, name="unlike", start=start_wrong_first)
+    assert [end.code for end in ends] == [0] * 3, [end.stderr for end in ends]
+    assert "[optimizer] lr is 1.0 in this process, and 0.01 in the job" in ends[1].stderr
+    check(read_rows(folder / "unlike"), expected)
