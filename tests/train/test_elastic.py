@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from ranks import RankExit, RunRanks, free_port
 
 from zorselike.checkpoint.folder import list_steps
+from zorselike.elastic.meeting.asking import ask
 from zorselike.train import trainer
 from zorselike.train.__main__ import main
 from zorselike.train.config.config import Config
@@ -144,12 +146,33 @@ def start_wrong_first(
     rank: int, world_size: int, port: int, arguments: list[str], faults: Faults, marks: Path
 ) -> None:
     if rank == 1:
-        wrong = (rank, world_size, port, [*arguments, "--optimizer.lr", "1"], faults, marks)
-        refused = multiprocessing.get_context("fork").Process(target=start, args=wrong)
-        refused.start()
-        refused.join()
-        assert refused.exitcode == 2
+        start_wrong(rank, world_size, port, arguments, faults, marks)
     start(rank, world_size, port, arguments, faults, marks)
+
+
+def start_wrong(rank: int, *others: Any) -> None:
+    """In a process of its own, with another recipe than those who are there."""
+    world_size, port, arguments, faults, marks = others
+    wrong = (rank, world_size, port, [*arguments, "--optimizer.lr", "1"], faults, marks)
+    refused = multiprocessing.get_context("fork").Process(target=start, args=wrong)
+    refused.start()
+    refused.join()
+    assert refused.exitcode == 2
+
+
+def start_in_vain(
+    rank: int, world_size: int, port: int, arguments: list[str], faults: Faults, marks: Path
+) -> None:
+    """The founder alone is left, and told to end while it waits for others."""
+    founder = marks / "founder"
+    if rank == 0:
+        founder.write_text(str(os.getpid()))
+        start(rank, world_size, port, arguments, faults, marks)
+    start_wrong(rank, world_size, port, arguments, faults, marks)
+    while ask("127.0.0.1", port, "token", {"ask": "status"})["status"]["state"] != "waiting":
+        time.sleep(0.05)
+    time.sleep(0.5)  # A thread of its own frees the one that trains.
+    send(signal.SIGTERM, [founder])
 
 
 def send(number: int, processes: Sequence[Path]) -> None:
@@ -317,3 +340,12 @@ def test_who_founds_a_job_goes_on_waiting_where_another_recipe_is_refused(
     assert [end.code for end in ends] == [0] * 3, [end.stderr for end in ends]
     assert "[optimizer] lr is 1.0 in this process, and 0.01 in the job" in ends[1].stderr
     check(read_rows(folder / "unlike"), expected)
+
+
+def test_who_founds_a_job_can_be_ended_where_it_waits_again(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    folder, _ = unbroken
+    ends = train(run_ranks, folder, num=2, name="vain", start=start_in_vain)
+    assert [end.code for end in ends] == [128 + signal.SIGTERM, 0], [end.stderr for end in ends]
+    assert "ended before this process was given a part in its job" in ends[0].stderr
