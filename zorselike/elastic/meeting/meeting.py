@@ -27,6 +27,7 @@ from zorselike.elastic.meeting.links import Links, encode
 from zorselike.elastic.meeting.waiting import describe_wait, is_spare
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
+from zorselike.elastic.membership.leading import describe_lost
 from zorselike.elastic.membership.machine import Membership
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError
@@ -336,7 +337,7 @@ class Meeting:
                 self._timers[timer] = (time.monotonic() + delay_s, number)
             case e.AskOffer(number):
                 self._start(
-                    lambda: e.Offered(number, self._worker.offer()), lambda x: e.Offered(number, {"error": x})
+                    lambda: e.Offered(number, self._offer()), lambda x: e.Offered(number, {"error": x})
                 )
             case e.AskDecision(number, attempt, _):
                 self._start(lambda: self._decide(effect), lambda x: e.Undecided(number, attempt, x))
@@ -407,6 +408,11 @@ class Meeting:
             self._post(event)
 
         threading.Thread(target=run, name="elastic worker", daemon=True).start()
+
+    def _offer(self) -> Json:
+        with self._changed:  # A generation that is over has been told so first.
+            self._changed.wait_for(lambda: not self._num_interrupting)
+        return self._worker.offer()
 
     def _decide(self, ask: e.AskDecision) -> e.Event:
         decided = self._worker.decide(ask.request)
@@ -484,12 +490,6 @@ class Meeting:
             "step": self._step,
             "events": [{"time": at, "text": text} for at, text in self._history],
         }
-
-
-def describe_lost(lost: tuple[Member, ...]) -> str:
-    if not lost:
-        return ""
-    return ": lost " + ", ".join(f"{member.node} local rank {member.local_rank}" for member in lost)
 
 
 def make_member(
